@@ -129,9 +129,9 @@ class GroupGaussian(StepLoss):
 
     @functools.cached_property
     def log_probabilities(self) -> np.ndarray:
-        """The logarithms of the probabilities, float64 (numbers,), where they are below float64 too.
+        """The logarithms of the probabilities, float64 (numbers,), also of those that are too small for float64.
 
-        There, the Renyi divergences still need them: a moment weighs a large shift by a large factor. A tail is
+        The Renyi divergences need these too, because a moment weighs a large shift by a large factor. A tail is
         P(K >= m) <= exp(-k KL(m/k, q)) (Chernoff), and the logarithm of one number has an error below 1e-3.
         """
         (numbers, probabilities), k, q = self.shifts, self.records, self.rate

@@ -59,7 +59,7 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
         return updates, ChainState(inner, transformed)
 
     return mechanism.wrap(
-        begin=lambda params: ChainState(mechanism.begin(params), _moving(on_trained(params).init(params))),
+        begin=lambda params: ChainState(mechanism.begin(params), _holding_nothing(on_trained(params).init(params))),
         release=release,
         stages=(*mechanism.stages, "optax transforms"),
     )
@@ -77,7 +77,7 @@ def require_transforms(transforms: tuple[Any, ...]):
             raise ValueError(f"transforms must be those of optax, such as optax.sgd(0.1), got {described(transform)}")
 
 
-def _moving(state: Tree) -> Tree:
+def _holding_nothing(state: Tree) -> Tree:
     """`state`. Raises ValueError if its transforms hold updates back."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node).__name__ in HOLDING)
     if any(type(node).__name__ in HOLDING for node in nodes):
@@ -113,7 +113,7 @@ def _try(transform: optax.GradientTransformation):
     except Exception:
         return
     else:
-        _moving(state)
+        _holding_nothing(state)
 
 
 def trained(mechanism: Any, params: Tree) -> Tree:

@@ -176,7 +176,7 @@ class WorkingRows(NamedTuple):
     """The rows of a table of V that a batch reads. SECRET: it is raw data.
 
     rows: int32 (n,), sorted, with V at the end in place of missing ones. places: int32 (B, ...), where each index is in
-        `rows`, n for an index outside of the table. weights: float32 (B, ...), whose sum is 1 for a row and example
+        `rows`, n for an index outside of the table. weights: float32 (B, ...), 1 / how often its example reads the row.
     """
 
     rows: jax.Array

@@ -141,11 +141,11 @@ def round_to_few_epochs(losses: Losses, buckets: int) -> Losses:
         for number in np.unique(bins):
             group = [epochs[place] for place in np.flatnonzero(bins == number)]
             count = sum(few.pop(loss) for loss in group)
-            few[replace(group[0], noise=_least(loss.noise for loss in group))] += count
+            few[replace(group[0], noise=_least_noise(loss.noise for loss in group))] += count
     return few
 
 
-def _least(noises: Iterable[Noise]) -> Noise:
+def _least_noise(noises: Iterable[Noise]) -> Noise:
     """The least of the noise multipliers of epochs of equal length, one by one in rising order."""
     least = np.inf
     for noise in noises:

@@ -396,7 +396,7 @@ def canary_scores(
     """The scores of `runs` runs with the canary, and of as many without it, float64 (runs,) each.
 
     A white-box attack: the adversary sees every release of the mechanism's own `update`, and chooses the canary's
-    gradient at every step. The score is the likelihood ratio that pilot runs suggest (`lower_bound_statistic`). It
+    gradient at every step. The score is the likelihood ratio that pilot runs suggest (`Statistic`). It
     depends on released values of its run, on pilot runs, and on the adversary's own keys, but never on the noise of its
     run.
 

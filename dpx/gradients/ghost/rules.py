@@ -91,7 +91,7 @@ class Patches(NamedTuple):
             return lax.dynamic_update_slice(products, some, start, allow_negative_indices=False)
 
         shape = len(data), self.groups, math.prod(self.taps) * features, features_out
-        zero = opaque_false(dy).astype(jnp.float32)  # not a constant, for the reason in `keys.normals._chunks`
+        zero = opaque_false(dy).astype(jnp.float32)  # not a constant, for the reason in `keys/noise.py`
         return lax.fori_loop(0, len(data) * self.groups, put, jnp.full(shape, zero))
 
     def _convolved(self, data: jax.Array, dy: jax.Array) -> jax.Array:
