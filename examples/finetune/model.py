@@ -117,7 +117,8 @@ def rotated(x: jax.Array, theta: float) -> jax.Array:
 
 
 class Attention(nnx.Module):
-    """Causal attention with grouped queries."""
+    """Attention with grouped queries. seen: bool (length or 1, length), what a position reads; by default, itself and
+    those before it."""
 
     def __init__(self, sizes: Architecture, rngs: nnx.Rngs):
         self.sizes = sizes
@@ -129,7 +130,7 @@ class Attention(nnx.Module):
         self.value = Dense(sizes.width, inner, bias=bias, rank=ranks["value"], rngs=rngs)
         self.out = Dense(outer, sizes.width, bias=bias, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, seen: jax.Array | None = None) -> jax.Array:
         sizes, length = self.sizes, len(x)
         layers = self.query, self.key, self.value
         query, key, value = (layer(x).reshape(length, -1, sizes.head_width) for layer in layers)
@@ -137,8 +138,8 @@ class Attention(nnx.Module):
             query, key = rotated(query, sizes.theta), rotated(key, sizes.theta)
         grouped = query.reshape(length, sizes.kv_heads, -1, sizes.head_width)
         scores = jnp.einsum("qkgd,skd->kgqs", grouped, key).astype(jnp.float32) * sizes.head_width**-0.5
-        seen = jnp.tril(jnp.ones((length, length), bool))[None, None]
-        shares = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(x.dtype)
+        seen = jnp.tril(jnp.ones((length, length), bool)) if seen is None else seen
+        shares = jax.nn.softmax(jnp.where(seen[None, None], scores, -jnp.inf), axis=-1).astype(x.dtype)
         return self.out(jnp.einsum("kgqs,skd->qkgd", shares, value).reshape(length, -1))
 
 
