@@ -18,6 +18,7 @@ import pytest
 import dpx
 from dpx import catalog
 from dpx.fitting import step as fitting_step
+from dpx.fitting.watching import Watcher
 from dpx.states.record import planned
 from tests import kills
 from tests.mechanisms import PARAMS as MECHANISM_PARAMS
@@ -497,22 +498,43 @@ def test_a_private_metric_is_released_at_every_look(tmp_path):
     def metric(budget=budget):
         return dpx.statistics.PrivateMetric(right, noise_multiplier=budget, key=dpx.secret_key(88))
 
-    result = fit(evaluate_private=metric())
+    whole, first, second, third = (metric() for _ in range(4))
+    result = fit(evaluate_private=whole)
     values = [row["private_metric"] for row in result.history]
     assert [row["step"] for row in result.history] == [3, 6, 8] and len(calls) == 3 and len({*values}) == 3
     assert all(0 < abs(row["private_metric"] - row["accuracy"]) < 0.5 for row in result.history)
     assert any("evaluate_private" in caveat for caveat in result.report.caveats)
     kept: dict = {"checkpoints": tmp_path, "evaluate_every": 3, "checkpoint_every": 4}
     with pytest.raises(RuntimeError):
-        fit(evaluate_private=metric(), callbacks=[stop_at_six], **kept)
-    again = fit(evaluate_private=metric(), **kept)
+        fit(evaluate_private=first, callbacks=[stop_at_six], **kept)
+    again = fit(evaluate_private=second, **kept)
     assert [row["private_metric"] for row in again.history] == values
+    # What both programs released costs what it costs in one, however often the run is continued.
+    assert first.epsilon(delta=1e-5) < second.epsilon(delta=1e-5) == whole.epsilon(delta=1e-5)
+    fit(evaluate_private=second, **kept)
+    assert second.epsilon(delta=1e-5) == whole.epsilon(delta=1e-5)
+    fit(evaluate_private=third, **kept)
+    with pytest.raises(ValueError, match="all 3 calls of its run were made by another program"):
+        third.epsilon(delta=1e-5)
     for wrong, words in (
         (metric(dpx.Budget(epsilon=4.0, delta=1e-5, steps=2)), "a step for each call, got 2"),
         (right, "evaluate_private must be"),
     ):
         with pytest.raises(ValueError, match=words):
             fit(evaluate_private=wrong)
+
+
+def test_a_private_metric_counts_what_skipped_steps_may_have_released():
+    """They may have been made by a program that was killed, and their rows are lost."""
+    metric = dpx.statistics.PrivateMetric(lambda params: LABELS > params, noise_multiplier=9.0, key=dpx.secret_key())
+    of = {"evaluate": None, "callbacks": (), "loss_at": None, "bar": None, "run": None}
+    watcher = Watcher(**of, evaluate_private=metric, every=3)
+    watcher.continues([{"step": 3, "private_metric": 0.5}, {"step": 10, "skipped": 6}])
+    metric(np.float32(0))
+    alone = dpx.statistics.PrivateMetric(lambda params: LABELS > params, noise_multiplier=9.0, key=dpx.secret_key())
+    for number in range(4):  # after steps 3, 6, 9, and the call
+        alone(np.float32(number))
+    assert metric.epsilon(delta=1e-5) == alone.epsilon(delta=1e-5)
 
 
 def stop_at_six(progress):

@@ -207,7 +207,8 @@ def _train(
     checkpoint_every: int,
 ) -> Carry:
     """The carry after all steps, or where a callback ended the run."""
-    carry, watcher.history = folder.restore(carry)
+    carry, history = folder.restore(carry)
+    watcher.continues(history)
     first = carry.step
     if first > run.steps:
         raise ValueError(f"steps must be at least the {first} that the stored run has made, got {run.steps}")

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
@@ -143,6 +144,16 @@ class Watcher:
                 raise ValueError(f"evaluate_private {words}")
             evaluate_private.require(math.ceil(run.steps / every))
         return cls(run=run, every=every, bar=bar, evaluate_private=evaluate_private, **users)
+
+    def continues(self, history: list[dict[str, Any]]):
+        """After these rows, whose private metrics were released too, and those of steps that are skipped may be."""
+        self.history = history
+        if self.evaluate_private is not None:
+            found: Counter[Any] = Counter(row[PRIVATE] for row in history if PRIVATE in row)
+            for row in history:
+                first = row["step"] - row.get("skipped", 0)
+                found["skipped", row["step"]] += row["step"] // self.every - first // self.every
+            self.evaluate_private.continues(found)
 
     def look(self, step: int, carry: Carry, batch: OfBatch) -> bool:
         """Adds a row to the history. Returns whether a callback asks to stop."""

@@ -2,7 +2,8 @@
 
 import functools
 import hashlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -84,6 +85,7 @@ class PrivateMetric:
         self._given = {"low": low, "high": high, "complete": complete, "words": words, "ledger": ledger, "part": part}
         self._noise = {"noise_multiplier": noise_multiplier, "noise": noise}
         self._released: dict[bytes, Statistic] = {}
+        self._earlier: Counter[Hashable] = Counter()  # of other programs
 
     @property
     def released(self) -> tuple[Statistic, ...]:
@@ -94,12 +96,21 @@ class PrivateMetric:
         """The metric of `params`, released. Raises ValueError for one call more than the budget has."""
         digest = _digest_of(params)
         if digest not in self._released:
-            self.require(len(self._released) + 1)
+            self.require(self._made + 1)
             key = functools.reduce(keys.fold_in, np.frombuffer(digest, np.uint32), keys.stream(self._key, "metric"))
             found = release_mean(self._metric(params), key=key, **self._noise, **self._given)
             self._noise = {"noise_multiplier": found.noise_multiplier, "noise": found.noise}
             self._released[digest] = found
         return self._released[digest].value
+
+    @property
+    def _made(self) -> int:
+        return len(self._released) + self._earlier.total()
+
+    def continues(self, released: Counter[Hashable]):
+        """Counts what other programs released of a run that continues: how often each value, or what names a value that
+        is not known. `fit` calls it."""
+        self._earlier |= released - Counter(each.value for each in self.released)
 
     def require(self, calls: int):
         """Raises ValueError if the budget is for fewer calls."""
@@ -109,11 +120,17 @@ class PrivateMetric:
             )
 
     def epsilon(self, *, delta: float) -> float:
-        """An upper bound of epsilon at `delta`, in (0, 1), of all calls so far."""
-        if not self._released:
+        """An upper bound of epsilon at `delta`, in (0, 1), of all calls so far, with those of other programs for runs
+        that continued in this one. Raises ValueError if there are only such."""
+        if not self._made:
             return 0.0
+        if not self._released:
+            raise ValueError(
+                f"a metric must be called before its epsilon is known, but all {self._made} calls of its run were made "
+                "by another program"
+            )
         one, *_ = self.released
-        event = SelfComposedDpEvent(one.event, len(self._released))
+        event = SelfComposedDpEvent(one.event, self._made)
         return billed(event, relation=RELATION, numbers=one.numbers).epsilon(delta)
 
 
