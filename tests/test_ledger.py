@@ -30,8 +30,9 @@ from dp_accounting.pld import PLDAccountant
 from scipy.stats import norm
 
 import dpx
+from dpx import statistics
 from dpx.accounting import gdp
-from dpx.accounting.events import billed, event_profile
+from dpx.accounting.events import billed, event_epsilon, event_profile
 from dpx.accounting.filters import NOTHING, credit, domination
 from dpx.accounting.ledger import from_event
 from dpx.accounting.loss import hashable
@@ -42,7 +43,7 @@ from dpx.ledgers.lines import decoded, encoded
 from dpx.xla.place import traced_for
 from tests import kills
 from tests.mechanisms import MECHANISMS
-from tests.problems import normal, run_page, squared_distance
+from tests.problems import dp_sgd, normal, poisson, run_page, squared_distance
 
 RUN = SelfComposedDpEvent(PoissonSampledDpEvent(0.02, GaussianDpEvent(1.6)), 600)
 MEAN = GaussianDpEvent(40.0)
@@ -430,29 +431,91 @@ def test_the_page_says_what_was_promised_and_released(rich):
 # Attacks, kills and several programs
 
 
-def test_an_attack_on_a_whole_ledger_stays_below_its_budget(tmp_path):
-    """It sees all that one record moves, and chooses the last releases by the earlier ones."""
-    ledger, delta = dpx.PrivacyLedger(tmp_path / "ledger", epsilon=2.0, delta=1e-3), 1e-3
-    run = SelfComposedDpEvent(PoissonSampledDpEvent(0.3, GaussianDpEvent(2.5)), 10)
-    ledger.spend(GaussianDpEvent(4.0), key=key(0), words="a mean", numbers=1)
-    ledger.spend(run, key=key(1), words="a run", numbers=1)
-    noise = 2.2
-    assert not ledger.affords(GaussianDpEvent(0.95 * noise), numbers=1)
-    ledger.spend(GaussianDpEvent(noise), key=key(2), words="what is left", numbers=1)
-    chance, runs, scores = np.random.default_rng(0), 200_000, []
-    for present in (1, 0):
-        mean = present + 4.0 * chance.normal(size=runs)
-        score = (2 * mean - 1) / (2 * 4.0**2)
-        for _ in range(10):
-            step = present * (chance.random(runs) < 0.3) + 2.5 * chance.normal(size=runs)
-            score += np.log(0.7 + 0.3 * np.exp((2 * step - 1) / (2 * 2.5**2)))
+RUNS = 16_000  # of an attack
+SECRETS = map(dpx.secret_key, itertools.count(2**40))
+
+
+def of_a_mean(present: bool, sigma: float) -> np.ndarray:
+    """What RUNS releases of a mean say of a canary, float64 (RUNS,): 1 if it is there, and noise of sigma.
+
+    Each of as many equal columns is a run of its own, so the noise is larger by the effect on all of them.
+    """
+    column = np.append(np.arange(19.0) % 2, 1.0 if present else np.nan)[:, None]
+    given = {"low": 0, "high": 1, "complete": True, "noise_multiplier": sigma / math.sqrt(RUNS)}
+    found = statistics.release_mean(np.repeat(column, RUNS, axis=1), key=next(SECRETS), **given)
+    return 2 * (20 * found.value - 9.5)
+
+
+def of_a_run(present: bool, sigma: float, steps: int) -> np.ndarray:
+    """The same of the steps of RUNS runs of DP-SGD on Poisson samples of rate 1 / 2, float64 (RUNS, steps)."""
+    taken = present & (np.random.default_rng(1).random((RUNS, steps)) < 0.5)
+
+    def run(run_key, taken):
+        mechanism = dp_sgd(poisson(20, 10), sigma, key=run_key)
+
+        def step(state, included):
+            updates, state = mechanism.update({"w": jnp.full((1, 1), 1e3)}, state, params, included=included[None])
+            return state, 10 * updates["w"][0]
+
+        return jax.lax.scan(step, mechanism.init(params), taken)[1]
+
+    params = {"w": jnp.zeros(1)}
+    run_keys = jax.random.split(dpx.keys.public(key(5 + present)), RUNS)
+    return np.asarray(jax.jit(jax.vmap(run))(run_keys, taken), np.float64)
+
+
+def test_an_attack_on_a_whole_ledger_stays_below_its_epsilon(tmp_path):
+    """It sees all that one record moves, of a statistic, a run and an evaluation, and asks again if that may pay."""
+    ledger, delta = dpx.PrivacyLedger(tmp_path / "ledger", epsilon=3.0, delta=1e-3), 1e-3
+    run = dp_sgd(poisson(20, 10), 2.0).event(3)
+    events = [GaussianDpEvent(2.0), run, GaussianDpEvent(1.8)]
+    for number, event in enumerate(events):
+        ledger.spend(event, key=key(number), words="one", numbers=16)
+    scores = []
+    for present in (True, False):
+        score = (2 * of_a_mean(present, 2.0) - 1) / (2 * 2.0**2)
+        score += np.log(0.5 + 0.5 * np.exp((2 * of_a_run(present, 2.0, 3) - 1) / (2 * 2.0**2))).sum(axis=1)
         for _ in range(2):  # as two releases of half the precision; the second one only if that may show more
-            last = present + 2**0.5 * noise * chance.normal(size=runs)
-            score += np.where(score > -1, (2 * last - 1) / (4 * noise**2), 0)
+            score += np.where(score > -1, (2 * of_a_mean(present, 2**0.5 * 1.8) - 1) / (4 * 1.8**2), 0)
         scores.append(score)
-    found = dpx.audit.lower_bound_from_scores(*scores, delta=delta)
-    assert 1.2 < found.epsilon < ledger.epsilon <= 2.0
-    assert found.gaussian_epsilon < 2.05
+    found = dpx.audit.lower_bound_from_scores(*scores, delta=delta, bill=ledger.epsilon)
+    assert max(event_epsilon(event, delta=delta, relation="zero_out") for event in events) < found.epsilon
+    assert not found.exceeds_bill and ledger.epsilon <= 3
+
+
+@pytest.mark.long
+def test_one_run_audits_a_whole_ledger(tmp_path):
+    """Canaries in a histogram, a run and an evaluation, each of which pays; epsilon of all but the run is refuted."""
+    canaries = 600
+    ledger = dpx.PrivacyLedger(tmp_path / "ledger", epsilon=20.0, delta=1e-5)
+    members = dpx.audit.draw_members(key(5), canaries=canaries)
+    own, pays = np.where(members, np.arange(canaries), -1), {"ledger": ledger, "key": next(SECRETS)}
+    counts = statistics.release_histogram(own, categories=np.arange(canaries), noise_multiplier=4.0, **pays).value
+    metric = statistics.PrivateMetric(
+        lambda params: np.where(members, params["w"] < 0, np.nan),
+        noise_multiplier=8.0,
+        key=next(SECRETS),
+        ledger=ledger,
+    )
+    loss = dpx.audit.canary_loss(lambda params, nothing: 0 * params["w"].sum(), lambda params: params["w"])
+    mechanism = dp_sgd(poisson(canaries, canaries / 2), 0.7, key=next(SECRETS))
+    run = dpx.fit(
+        loss,
+        dpx.chain(mechanism, optax.sgd(canaries / 2)),
+        {"w": jnp.zeros(canaries)},
+        (np.zeros(canaries, np.float32), own.astype(np.int32)),
+        steps=4,
+        delta=1e-5,
+        evaluate_private=metric,
+        evaluate_every=2,
+        ledger=ledger,
+    )
+    fallen = -np.asarray(run.params["w"])
+    scores = (2 * counts - 1) / (2 * 4.0**2) + (fallen - 1) / (2 * 0.7**2)
+    found = dpx.audit.one_run(scores, members, delta=1e-5, bill=ledger.epsilon)
+    others = [entry.event for entry in ledger.entries if entry.event != mechanism.event(4)]
+    assert len(others) == 3 and not found.exceeds_bill
+    assert event_epsilon(ComposedDpEvent(others), delta=1e-5, relation="zero_out") < found.epsilon < ledger.epsilon
 
 
 class Killed(BaseException):
