@@ -25,6 +25,7 @@ Steps            private_updates, private_updates_in_chunks, private_updates_fro
 Before a run     plan_noise, check_setup
 The whole run    fit; more in `dpx.fitting`
 Statistics       `dpx.statistics`: means, histograms, quantiles, scales, and metrics of private validation data
+Modules          `dpx.flax.replace_batch_norm`
 Tuning           `dpx.tuning`, a search for hyper-parameters that counts its privacy cost
 Samplings        PoissonSampling, ShuffledEpochs, FixedSizeSampling, FullBatch; Batch; more in `dpx.sampling`
 Units            UserData, to sample users instead of examples
@@ -43,6 +44,7 @@ from dpx import (
     audit,
     coordinates,
     fitting,
+    flax,
     gradients,
     keys,
     mechanisms,
@@ -94,6 +96,7 @@ __all__ = [
     "explain_norms",
     "fit",
     "fitting",
+    "flax",
     "gradients",
     "in_coordinates",
     "keys",

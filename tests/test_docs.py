@@ -24,6 +24,7 @@ PACKAGES = [
         for name in ("accounting", "audit", "audit.setup", "coordinates", "fitting", "gradients", "keys", "ledgers")
     ),
     *(f"dpx.{name}" for name in ("mechanisms", "methods", "reports", "sampling", "schedules", "strategies", "tuning")),
+    "dpx.flax",
     "dpx.statistics",
     "dpx.accounting.gdp",
     "dpx.reports.curves",

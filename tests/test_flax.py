@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen
+from flax import linen, nnx
 from flax.linen.attention import dot_product_attention_weights
 
 import dpx
 from tests.ghost import assert_agrees, integers, key, mechanism, random_like
+from tests.problems import as_a_user
 
 PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "flax.md").read_text()
 NNX, LINEN, BATCH_NORM, HUGGING_FACE, _ = PAGE.split("\n## ")[1:]
@@ -38,13 +39,12 @@ def numbers(line):
 def page():
     """The names of the page's first block, in which each test runs the blocks of its section."""
     names = {}
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        exec(blocks(NNX)[0], names)
+    run(blocks(NNX)[0], names)
     return names
 
 
 def run(block, names):
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    with as_a_user():
         exec(block, names)
 
 
@@ -65,9 +65,11 @@ def test_nnx_and_batch_norm(page, capsys):
     example = page["data"][0][0], page["data"][1][0]
     assert len({float(page["loss"](page["params"], example, each)) for each in keys}) == 2
 
-    (refused,), (shown,) = blocks(BATCH_NORM), blocks(BATCH_NORM, "text")
+    (refused, grouped), (shown,) = blocks(BATCH_NORM), blocks(BATCH_NORM, "text")
     run(refused, page)
     assert lines(capsys.readouterr().out) == lines(shown) and len(lines(shown)) == 3
+    run(grouped, page)
+    assert page["logits"].shape == (3,)
 
 
 @pytest.mark.long
@@ -79,6 +81,57 @@ def test_linen(page, capsys):
     assert set(lines(shown)) <= set(table) and len(table) < len(jax.tree.leaves(page["result"].params))
     accuracy, epsilon = numbers(last)
     assert accuracy > 0.7 and epsilon == pytest.approx(3, abs=0.02) and page["result"].epsilon <= 3
+
+
+class Normalized(nnx.Module):
+    """BatchNorm in a list, in a module, twice under two names, and without a bias."""
+
+    def __init__(self, rngs):
+        shared = nnx.BatchNorm(16, epsilon=1e-3, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(3, 16, rngs=rngs), shared])
+        self.again = shared
+        self.inner = nnx.Sequential(nnx.Linear(16, 9, rngs=rngs), nnx.BatchNorm(9, use_bias=False, rngs=rngs))
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.inner(jnp.sin(self.again(x)).mean(axis=(1, 2)))
+
+
+def test_group_norm_in_place_of_batch_norm():
+    """No row changes another, the scales stay, what is shared stays shared, and the given module is as it was."""
+    module, x = Normalized(nnx.Rngs(0)), np.random.default_rng(0).normal(size=(4, 2, 3, 3)).astype(np.float32)
+    module.again.scale[...] = jnp.arange(16.0)
+    made = dpx.flax.replace_batch_norm(module)
+    assert not jax.tree.leaves(nnx.state(made, nnx.BatchStat)) and isinstance(module.again, nnx.BatchNorm)
+    assert made.again is made.layers[1] and made.inner.layers[1].bias is None and made.again.epsilon == 1e-3
+    assert (made.again.num_groups, made.inner.layers[1].num_groups) == (4, 1)  # 9 has no divisor that leaves 4
+    assert np.array_equal(made.again.scale[...], np.arange(16.0)) and made.again.scale is not module.again.scale
+
+    other = x.copy()
+    other[1:] = np.nan
+    with as_a_user():
+        np.testing.assert_array_equal(made(x)[0], made(other)[0])
+    grouped = np.random.default_rng(1).normal(size=(1, 2, 3, 16)).astype(np.float32)
+    parts = grouped.reshape(1, 6, 4, 4)
+    expected = (parts - parts.mean((1, 3), keepdims=True)) / np.sqrt(parts.var((1, 3), keepdims=True) + 1e-3)
+    with as_a_user():
+        found = made.again(grouped)
+    np.testing.assert_allclose(found, expected.reshape(1, 2, 3, 16) * np.arange(16.0), atol=1e-4)
+
+    _, params, _ = nnx.split(made, nnx.Param, ...)
+    mechanism().init(params)
+    assert dpx.flax.replace_batch_norm(nnx.BatchNorm(64, rngs=nnx.Rngs(0)), groups=8).num_groups == 8
+
+
+def test_a_batch_norm_that_cannot_be_replaced():
+    for module, options, words in [
+        (linen.BatchNorm(), {}, "module must be an nnx.Module, got BatchNorm"),
+        (nnx.BatchNorm(4, axis=1, rngs=nnx.Rngs(0)), {}, "must be on axis -1 for GroupNorm, got axis 1"),
+        (nnx.BatchNorm(4, rngs=nnx.Rngs(0)), {"groups": 0}, "groups must be a whole number of at least 1"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            dpx.flax.replace_batch_norm(module, **options)
 
 
 # FlaxGPT2LMHeadModule of transformers 4.57.6, without cache, cross attention and padding, and with a batch axis of 1.

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 ROWS = """
 trees
 validation: trees
+flax: validation
 xla: trees
 guards: trees xla
 sums: trees xla

@@ -1,0 +1,50 @@
+"""Modules of Flax NNX made fit for gradients of one example. Flax is imported where it is used, so dpx needs none."""
+
+from typing import Any
+
+from dpx.validation import require_whole
+
+SMALLEST = 4  # features of a group, where a layer has more than one
+
+
+def replace_batch_norm(module: Any, *, groups: int = 32) -> Any:
+    """A copy of an NNX module with `nnx.GroupNorm` in place of every `nnx.BatchNorm`, so that no row changes another.
+
+    The copies keep the names, scales, biases, epsilons and dtypes of the layers, and drop their statistics. Layers that
+    share a BatchNorm share its GroupNorm. A GroupNorm takes axis 0 for the batch, as the models that have BatchNorm do:
+    the loss gives it a batch of one, `model(image[None])[0]`. A pretrained model must be trained further, because its
+    activations have other scales now. To keep public statistics instead, see docs/flax.md.
+
+    module: an `nnx.Module`, which stays as it is. groups: int, at least 1; the most groups of a layer. Each layer has
+        the largest number that divides its features and leaves a group four of them, because one feature alone, without
+        pixels, is normalized to zero; or one group.
+
+    Raises ValueError for another module, for `groups` below 1, and for features that are not on the last axis, which
+    GroupNorm needs. Wu and He 2018, https://arxiv.org/abs/1803.08494.
+
+        >>> from flax import nnx
+        >>> layers = nnx.Linear(5, 8, rngs=nnx.Rngs(0)), nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+        >>> made = dpx.flax.replace_batch_norm(nnx.Sequential(*layers))
+        >>> type(made.layers[1]).__name__, made.layers[1].num_groups
+        ('GroupNorm', 2)
+    """
+    from flax import nnx
+
+    require_whole("groups", groups)
+    if not isinstance(module, nnx.Module):
+        raise ValueError(f"module must be an nnx.Module, got {type(module).__name__}")
+
+    def group_norm(norm: Any) -> Any:
+        if norm.axis != -1:
+            raise ValueError(f"the features of a BatchNorm must be on axis -1 for GroupNorm, got axis {norm.axis}")
+        features = norm.num_features
+        number = max(n for n in range(1, groups + 1) if features % n == 0 and (n == 1 or features // n >= SMALLEST))
+        same = ("epsilon", "dtype", "param_dtype", "use_bias", "use_scale", "use_fast_variance", "promote_dtype")
+        made = nnx.GroupNorm(features, number, rngs=nnx.Rngs(0), **{name: getattr(norm, name) for name in same})
+        made.scale, made.bias = norm.scale, norm.bias
+        return made
+
+    def replaced(path: Any, node: Any) -> Any:
+        return group_norm(node) if isinstance(node, nnx.BatchNorm) else node
+
+    return nnx.recursive_map(replaced, nnx.clone(module))
