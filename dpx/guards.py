@@ -1,14 +1,13 @@
 """Checks that refuse inputs for which a mechanism's stated cost would not be true."""
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from dpx.trees import Tree, batch_size, path_of, require_arrays, some
+from dpx.trees import Tree, batch_size, float32_like, path_of, require_arrays, some
 from dpx.xla.jaxprs import inputs_read
 
 FEW = 3  # parameters that a message names
@@ -70,14 +69,14 @@ def require_unmasked(tree: Tree):
         )
 
 
-def require_params(params: Tree, encode: Callable, init: Callable) -> Tree:
-    """`params`, with arrays in place of Python numbers. encode, init: of the mechanism. Raises ValueError for masked
-    nodes, models and other objects, integers whose gradient `encode` reads, complex numbers, and batch statistics."""
+def require_params(params: Tree, mechanism: Any) -> Tree:
+    """`params`, with arrays in place of Python numbers. Raises ValueError for masked nodes, models and other objects,
+    integers whose gradient the mechanism reads, complex numbers, and batch statistics."""
     require_unmasked(params)
     require_no_modules(params)
     require_numbers(params)
     whole = [_kind(leaf) == "whole" for leaf in jax.tree.leaves(params)]
-    if any(whole) and any(map(operator.and_, whole, jax.tree.leaves(trained(encode, init, params)))):
+    if any(whole) and any(map(operator.and_, whole, jax.tree.leaves(trained(mechanism, params)))):
         _refuse(params, " Freeze integers by dpx.coordinates.trainable.")
     require_real(params)
     return as_arrays(params)
@@ -101,12 +100,12 @@ def as_arrays(params: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, bool | int | float) else leaf, params)
 
 
-def trained(encode: Callable, init: Callable, params: Tree) -> Tree:
+def trained(mechanism: Any, params: Tree) -> Tree:
     """Whether the encoded gradient depends on each parameter's gradient: bools like `params`, arrays or shapes. Read
     from the equations of the mechanism's `encode`, so it is the same at every step: a mask that changes between steps,
     such as a random freeze, reads every gradient."""
-    grad = jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p), jnp.float32), params)
-    closed = jax.make_jaxpr(encode)(grad, jax.eval_shape(init, grad))
+    grad = float32_like(params)
+    closed = jax.make_jaxpr(mechanism.encode)(grad, jax.eval_shape(mechanism.begin, grad))
     leaves, treedef = jax.tree.flatten(grad)
     return treedef.unflatten(inputs_read(closed.jaxpr)[: len(leaves)])
 

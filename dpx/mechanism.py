@@ -30,7 +30,7 @@ from dpx.schedules.scalars import ScalarOrSchedule, over
 from dpx.states.reading import require_matching, steps_taken
 from dpx.states.record import checked, counted, fingerprints_of, stamped
 from dpx.sums.rows import sum_contributions
-from dpx.trees import Tree, batch_size
+from dpx.trees import Tree, batch_size, float32_like
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -100,7 +100,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     __eq__, __hash__ = object.__eq__, object.__hash__  # a tuple's would compare the fields
 
     def init(self, params: Tree) -> Tree:  # pyrefly: ignore[bad-override]
-        params = guards.require_params(params, self.encode, self.begin)
+        params = guards.require_params(params, self)
         return stamped(self.begin(params), self.fingerprints, self.budget)
 
     def update(self, grads, state, params=None, *, included=MISSING, drawn=None, **extra_args):  # pyrefly: ignore
@@ -216,7 +216,7 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
         guards.require_fixed(mechanism, given)
 
     def begin(params):
-        like, states = _float32_like(params), []
+        like, states = float32_like(params), []
         for coordinate in coordinates:
             states.append(coordinate.init(params))
             like = jax.eval_shape(coordinate.encode, like, states[-1])
@@ -257,7 +257,7 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
 
 def _written(coordinates: tuple[Coordinates, ...], params: Tree, state: InCoordinatesState) -> tuple[list, list]:
     """Coordinates with their states; and the shapes of the gradient, and of what each of them makes of it."""
-    likes, written = [_float32_like(params)], list(zip(coordinates, state.coordinates, strict=True))
+    likes, written = [float32_like(params)], list(zip(coordinates, state.coordinates, strict=True))
     for coordinate, coordinate_state in written:
         likes.append(jax.eval_shape(coordinate.encode, likes[-1], coordinate_state))
     return written, likes
@@ -302,10 +302,6 @@ def derivatives_along(function: Callable, params: Tree, along: Callable, count: 
 
     none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function, params))
     return jax.lax.scan(next_direction, none, jnp.arange(count, dtype=jnp.int32))
-
-
-def _float32_like(params: Tree) -> Tree:
-    return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
 
 
 def require_mechanism(mechanism: Any):

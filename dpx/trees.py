@@ -84,6 +84,11 @@ def split(flat: Any, like: Tree) -> Tree:
     return structure.unflatten(shaped)
 
 
+def float32_like(tree: Tree) -> Tree:
+    """The shapes of a tree of arrays or numbers, in float32."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), np.float32), tree)
+
+
 def path_of(path: tuple[Any, ...]) -> str:
     """The path of a leaf in words, such as "dense/kernel"; "" for a tree that is one leaf."""
     return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -84,7 +84,7 @@ def require_inputs(loss: Any, optimizer: Any, params: Tree, data: Any, loss_at: 
     require_mechanism(optimizer)
     require_function("loss", loss)
     require_function("loss_at", loss_at)
-    require_params(params, optimizer.encode, optimizer.init)
+    require_params(params, optimizer)
     if not jax.tree.leaves(params) or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
         raise ValueError(f"params must be a pytree of float arrays, got no array. {FLAX}")
     rows_of(data, optimizer.sampling.examples, optimizer.key)

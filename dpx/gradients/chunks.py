@@ -21,7 +21,7 @@ from dpx.sampling.batch import Batch, inclusion, require_batch
 from dpx.states.identity import fingerprint
 from dpx.states.record import Drawn, ReleaseState
 from dpx.sums.total import FloatPair, plus, with_low
-from dpx.trees import Tree, batch_size, find_state, outlined
+from dpx.trees import Tree, batch_size, find_state, float32_like, outlined
 from dpx.xla.jaxprs import identity_of_program
 
 _ROUNDING = 1e-6  # relative, of a schedule compiled in two programs
@@ -66,7 +66,7 @@ class PrivateChunks:
     def add(self, params: Tree, chunk: Batch, state: Tree, sums: AccumulatedSums | None = None) -> AccumulatedSums:
         """`sums` with one more chunk of the batch; None for the first."""
         batch_size(require_batch(chunk).examples)
-        params = require_params(params, self.optimizer.encode, self.optimizer.init)
+        params = require_params(params, self.optimizer)
         _step_of(state)
         if sums is not None:
             _require_sums(sums)
@@ -89,7 +89,7 @@ class PrivateChunks:
     def release(self, params: Tree, sums: AccumulatedSums, state: Tree) -> tuple[Tree, Tree]:
         """(updates, state) of the whole batch: the private updates, like `params`, and the next state."""
         _require_sums(sums)
-        params = require_params(params, self.optimizer.encode, self.optimizer.init)
+        params = require_params(params, self.optimizer)
         arguments = params, sums._replace(unreleased=None), state
         return call_with_auto_axes(self._release, arguments, lambda params, sums, state: (params, state))
 
@@ -187,8 +187,7 @@ def _alike(one: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def _shapes(params: Tree, state: Tree) -> tuple[Tree, Tree]:
-    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.float32), params)
-    return like, jax.eval_shape(lambda state: state, state)
+    return float32_like(params), jax.eval_shape(lambda state: state, state)
 
 
 def _require_sums(sums):

@@ -40,7 +40,7 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
 
     def on_trained(params):
         """The transforms on the trained parameters. Others get the released gradient, which is zero."""
-        flags = trained(mechanism, params)
+        flags = guards.trained(mechanism, params)
         return after if all(jax.tree.leaves(flags)) else optax.masked(after, lambda _: flags)
 
     def release(sums, state, params):
@@ -114,7 +114,3 @@ def _try(transform: optax.GradientTransformation):
         return
     else:
         _holding_nothing(state)
-
-
-def trained(mechanism: Any, params: Tree) -> Tree:
-    return guards.trained(mechanism.encode, mechanism.begin, params)

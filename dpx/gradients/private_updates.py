@@ -65,7 +65,7 @@ class PrivateStep:
 
     def __call__(self, params: Tree, batch: Batch, state: Tree) -> PrivateUpdates:
         batch_size(require_batch(batch).examples)
-        params = require_params(params, self.optimizer.encode, self.optimizer.init)
+        params = require_params(params, self.optimizer)
         find_state(state, ReleaseState, "mechanism's state")
         return call_with_auto_axes(self._release, (params, batch, state), self._place)
 
@@ -198,7 +198,7 @@ def explain_norms(
         ...
     """
     row_sum = sum_gradients(loss, optimizer, microbatch_size=None, norms=norms, has_aux=has_aux, platform=platform)
-    params, state = require_params(params, optimizer.encode, optimizer.init), jax.eval_shape(optimizer.init, params)
+    params, state = require_params(params, optimizer), jax.eval_shape(optimizer.init, params)
     examples = require_batch(batch).examples
     rows = jax.eval_shape(functools.partial(rows_of, optimizer, with_key=with_key), state, examples)
     with row_sum.placed():

@@ -25,6 +25,7 @@ from dpx.mechanisms.stages import SUM, describe
 from dpx.sampling.schemes import Sampling
 from dpx.schedules.scalars import ScalarOrSchedule, at, over
 from dpx.sums.total import as_pair
+from dpx.trees import float32_like
 from dpx.validation import require_number, require_open_fraction
 
 SMALLEST, LARGEST = SMALLEST_CLIP_NORM, 1 / SMALLEST_CLIP_NORM  # of the moving clip norm, in units of the gradient
@@ -85,8 +86,7 @@ def adaptive_clipping(
         return ({"gradient": gradient / jnp.maximum(norm, clip_norm), "indicator": below},)
 
     def release(sums, state, params):
-        like = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), as_pair(sums[0]).high)
-        released, inner_state = inner.release(sums, state.inner, like)
+        released, inner_state = inner.release(sums, state.inner, float32_like(as_pair(sums[0]).high))
         gradient, indicator = shares(state.inner.step)
         updates = jax.tree.map(lambda r: r * (state.clip_norm / gradient), released["gradient"])
         below = 0.5 + released["indicator"] / (2 * indicator)

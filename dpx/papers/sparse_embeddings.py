@@ -34,7 +34,7 @@ from dpx.sampling.batch import Batch, inclusion, require_batch
 from dpx.sampling.schemes import Sampling
 from dpx.schedules.scalars import ScalarOrSchedule
 from dpx.sums.total import FloatPair
-from dpx.trees import batch_size, described, path_of
+from dpx.trees import batch_size, described, float32_like, path_of
 from dpx.validation import require_function, require_number, require_open_fraction, require_whole
 
 TABLES = "tables"  # the name of the tables in the parameters of `row_updates`
@@ -252,7 +252,7 @@ class RowStep:
         of_all = _on_both(
             lambda sums: jax.tree.map(lambda t, read, s: read.spread(s, len(t)), tables, read, sums["reads"]), total
         )
-        counts, _ = self.count.release((of_all,), state.inner, _shapes(of_all))
+        counts, _ = self.count.release((of_all,), state.inner, float32_like(of_all.high))
         chosen = jax.tree.map(self.choose, counts)
 
         def with_chosen(sums):
@@ -262,7 +262,7 @@ class RowStep:
             return {**sums["gradient"], TABLES: picked}
 
         of_rows = _on_both(with_chosen, total)
-        released, inner = self.update.release((of_rows,), state.inner, _shapes(of_rows))
+        released, inner = self.update.release((of_rows,), state.inner, float32_like(of_rows.high))
 
         def update(table, rows, values):
             return RowUpdate(rows, jnp.where((rows < len(table)).reshape(-1, *[1] * (values.ndim - 1)), values, 0))
@@ -280,10 +280,6 @@ def _require_tables(params: Tree) -> dict[str, Tree]:
 def _on_both(function: Callable[[Tree], Tree], total: FloatPair) -> FloatPair:
     """A function that places numbers, of both numbers of each coordinate."""
     return FloatPair(function(total.high), None if total.low is None else function(total.low))
-
-
-def _shapes(total: FloatPair) -> Tree:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), total.high)
 
 
 def row_updates(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from dpx.sums.total import FloatPair, in_float32, most_float32_turns, plus, with_low
+from dpx.sums.total import FloatPair, in_float32, is_total, most_float32_turns, plus, with_low
 from dpx.trees import Tree
 from dpx.xla.ordering import compute_after
 from dpx.xla.place import here
@@ -128,18 +128,14 @@ def _plus(sums: Tree, more: Tree) -> Tree:
     """The sum of two: `FloatPair`s as two float32 numbers, other arrays as they are."""
 
     def add(one, other):
-        return plus(with_low(one), other) if _is_total(one) else one + other
+        return plus(with_low(one), other) if is_total(one) else one + other
 
-    return jax.tree.map(add, sums, more, is_leaf=_is_total)
+    return jax.tree.map(add, sums, more, is_leaf=is_total)
 
 
 def _doubled(sums: Tree) -> Tree:
     """The sums, with two numbers for each coordinate of every `FloatPair`."""
-    return jax.tree.map(lambda one: FloatPair(one.high, one.high) if _is_total(one) else one, sums, is_leaf=_is_total)
-
-
-def _is_total(x) -> bool:
-    return isinstance(x, FloatPair)
+    return jax.tree.map(lambda one: FloatPair(one.high, one.high) if is_total(one) else one, sums, is_leaf=is_total)
 
 
 def sum_in_segments(function: Callable[[Tree], tuple[Tree, Tree]], rows: Tree) -> tuple[Tree, Tree]:

@@ -92,12 +92,12 @@ def as_pair(sums: Any) -> FloatPair:
     return sums if isinstance(sums, FloatPair) else FloatPair(sums)
 
 
+def is_total(node: Any) -> bool:
+    return isinstance(node, FloatPair)
+
+
 def pair_of_trees(totals: Tree) -> FloatPair:
     """One `FloatPair` made from a tree that has one for each array."""
-
-    def is_total(x):
-        return isinstance(x, FloatPair)
-
     high = jax.tree.map(lambda total: total.high, totals, is_leaf=is_total)
     found = jax.tree.leaves(totals, is_leaf=is_total)
     if all(total.low is None for total in found):

@@ -13,9 +13,8 @@ from jax.extend import core
 from dpx.accounting.checks import require_delta
 from dpx.audit.setup import measured, plan, program
 from dpx.audit.setup.report import Finding, Report
-from dpx.gradients.optimizer import trained
 from dpx.gradients.rows import noted
-from dpx.guards import require_numbers
+from dpx.guards import require_numbers, trained
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.sampling.batch import Batch, require_batch
 from dpx.trees import Tree, batch_size, described

@@ -13,7 +13,7 @@ from dpx.gradients.ghost import algorithms, kernels, rules, trace
 from dpx.gradients.ghost.algorithms import Algorithm, Uses
 from dpx.mechanism import Mechanism
 from dpx.sums.total import ETA
-from dpx.trees import Tree
+from dpx.trees import Tree, float32_like
 from dpx.xla.jaxprs import identity_of_equation
 
 TOLD = 1e-4  # of a norm: a smaller raise is not worth a word
@@ -203,7 +203,7 @@ def _cheapest(followed: Followed, *, scaled: bool, force: bool) -> tuple[Choice,
 
 def _encoding(mechanism: Mechanism, params: Tree, state: Tree) -> tuple[tuple[EncodedLeaf, ...], Any] | str:
     """The encoded gradient's leaves and treedef, read from the equations of `encode`; or why it has no ghost norms."""
-    grad = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
+    grad = float32_like(params)
     closed, out = jax.make_jaxpr(mechanism.encode, return_shape=True)(grad, state)
     count = len(jax.tree.leaves(grad))
     depends = {var: {leaf} for leaf, var in enumerate(closed.jaxpr.invars[:count])}
