@@ -179,6 +179,20 @@ def test_poisson_samples_without_noise_and_without_releases():
     assert 0 < accounting.event_epsilon(other, delta=1e-5) < 1
 
 
+@pytest.mark.parametrize("count", [1.99, 2.0, -3, math.nan, True])
+def test_a_release_is_repeated_a_whole_number_of_times(count):
+    """1.99 releases cost as much as one, and 5 and -3 together as two."""
+    release = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(1.0))
+    repeated = dp_accounting.SelfComposedDpEvent(release, count)
+    for event in (repeated, dp_accounting.ComposedDpEvent([release, repeated])):
+        with pytest.raises(ValueError, match="count of a SelfComposedDpEvent must be a whole number of at least 0"):
+            accounting.event_epsilon(event, delta=1e-5)
+    often = dp_accounting.SelfComposedDpEvent(dp_accounting.GaussianDpEvent(1e9), np.int64(2**32))
+    for _ in range(2):  # beyond 2^63, where int64 would begin again
+        often = dp_accounting.SelfComposedDpEvent(often, np.int64(2**32))
+    assert from_event(often).losses("zero_out").popitem()[1] == 2**96
+
+
 def test_other_events_go_to_dp_accounting():
     assert accounting.event_epsilon(dp_accounting.LaplaceDpEvent(2.0), delta=1e-9) == pytest.approx(0.5, abs=1e-3)
     with pytest.raises(ValueError, match="cannot bill"):

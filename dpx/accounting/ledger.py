@@ -31,6 +31,7 @@ from dpx.accounting.profiles import UNBOUNDED, Profile, profile
 from dpx.accounting.samples import FixedSize, FixedSizeGaussian, Truncated, gaussian, round_to_few_truncated
 from dpx.accounting.selection import Choice, OneOfDpEvent, Search
 from dpx.sampling.events import RandomAllocationDpEvent, composition
+from dpx.validation import require_whole
 
 _FREE = 1e9  # a Gaussian of so much more noise than another costs nothing beside it, in float64
 DISTINCT, FEW = 32, 6  # noise multipliers of several records' cost, and of the rough costs of a calibration
@@ -281,7 +282,10 @@ KINDS: Mapping[type, Callable[[Any], Loss]] = {
 
 
 def from_event(event: DpEvent) -> Ledger:
-    """The releases of an event tree: of dp-accounting's events, and of those that are a `Loss`."""
+    """The releases of an event tree: of dp-accounting's events, and of those that are a `Loss`.
+
+    Raises ValueError for a release that is repeated another number of times than a whole one.
+    """
     counts: dict[Loss, int] = defaultdict(int)
     _count(event, 1, counts)
     return Ledger(event, dict(counts))
@@ -291,7 +295,9 @@ def _count(event: Any, count: int, counts: dict[Loss, int]) -> None:
     if count == 0 or is_free(event):
         pass
     elif isinstance(event, dp_accounting.SelfComposedDpEvent):
-        _count(event.event, count * event.count, counts)
+        # A fraction would be a composition of fewer, and a number below 0 take others off.
+        times = require_whole("count of a SelfComposedDpEvent", event.count, minimum=0)
+        _count(event.event, count * times, counts)
     elif isinstance(event, dp_accounting.ComposedDpEvent):
         for inner in event.events:
             _count(inner, count, counts)
