@@ -8,6 +8,7 @@ from flax import linen, nnx
 from jax import lax
 
 import dpx
+from dpx.gradients.ghost import parts
 from dpx.xla.jaxprs import equations
 from dpx.xla.place import traced_for
 from tests.ghost import (
@@ -767,3 +768,24 @@ def test_layers_that_a_loop_indexes_share_their_kernels(devices):
         traced = jax.make_jaxpr(private)(params, batch).jaxpr
     by_values, by_constants = (slices_of(primitive, traced) for primitive in ("dynamic_slice", "slice"))
     assert (by_values, by_constants > 1) == ((8, False) if devices == 1 else (0, True))
+
+
+@pytest.mark.parametrize("name", ["stack", "stack_of_few_positions"])
+def test_the_norms_of_small_slices_are_computed_at_once_where_a_matrix_unit_rounds(name, monkeypatch):
+    """There a loop of small kernels takes longer. Gram matrices that are large stay in a loop."""
+    loss, params, examples = ZOO[name][0]()
+    made, batch = mechanism(), dpx.Batch(examples, None)
+
+    def found():
+        step = dpx.private_updates(loss, made, norms="ghost", platform="tpu")
+        closed = jax.make_jaxpr(step)(params, batch, made.init(params))
+        loops = sum(one.primitive.name == "scan" for one in equations(closed.jaxpr))
+        return loops, jax.jit(step)(params, batch, made.init(params))
+
+    with traced_for(platform="tpu"):
+        few, at_once = found()
+        monkeypatch.setattr(parts, "AT_ONCE", 4)
+        many, in_a_loop = found()
+    assert few == many - 1
+    np.testing.assert_allclose(at_once.unreleased.norms, in_a_loop.unreleased.norms, rtol=1e-5)
+    np.testing.assert_allclose(at_once.updates, in_a_loop.updates, rtol=1e-3, atol=1e-9)

@@ -11,6 +11,7 @@ import pytest
 
 import dpx
 from benchmarks import sum_rounding
+from benchmarks.adders import CORES, emulated, searched
 from dpx.gradients.ghost import norms
 from dpx.sums import total as bounds
 from dpx.sums.total import ETA, MOST_ROWS, RESERVE, UNIT
@@ -21,7 +22,6 @@ from tests.ghost import QUICK, mechanism
 from tests.test_ghost_zoo import ZOO
 
 UNITS = {"float32": FLOAT32, "tf32": TF32, "bfloat16": BFLOAT16, "tpu": OF_A_TPU}
-CORES = {"A100, TF32": (4, 1), "H100, TF32": (8, 2), "A100, bfloat16": (8, 1), "H100, bfloat16": (16, 2)}
 ADDERS = {"fused": FUSED, "tpu": OF_A_TPU.adders[0]} | {name: units.tensor_core(*core) for name, core in CORES.items()}
 EXTRA = {name: extra for name, (_, extra) in CORES.items()}
 
@@ -102,47 +102,12 @@ def test_the_budget_is_kept_by_every_unit(name):
         assert bounds.in_float32(rows, unit=unit) == (share <= ETA - RESERVE)
     longest = max(rows for rows in range(1, MOST_ROWS + 1) if bounds.in_float32(rows, unit=unit))
     assert longest == {"tpu": 58}.get(name, MOST_ROWS)
+    for rows in (1, 57, 64, 128, 200, 256):  # small sums have equal blocks, where a loop would take longer
+        few, equal = (bounds.blocks_for(rows, 1, unit, more) for more in (1.5, 2.0))
+        assert few <= equal <= 2 * few and bounds.in_float32(math.ceil(rows / equal), equal, unit=unit)
+    assert bounds.blocks_for(256, 1, unit, 2.0) == (8 if name == "tpu" else 4)
     if name != "tpu":  # no other blocks than a CPU's
         assert bounds.moved_in_block(MOST_ROWS, unit) == bounds.moved_in_block(MOST_ROWS, FLOAT32)
-
-
-def emulated(name: str, terms: np.ndarray) -> np.ndarray:
-    """The sums of `terms`, float64 (..., n), by a tensor core: everything is cut towards 0, as the proof says."""
-    products, extra = CORES[name]
-    total = np.zeros(terms.shape[:-1])
-    for start in range(0, terms.shape[-1], products):
-        some = np.concatenate([total[..., None], terms[..., start : start + products]], -1)
-        exponent = np.frexp(np.abs(some).max(-1))[1] - 1
-        grid = np.ldexp(1.0, exponent - 23 - extra)
-        exact = (np.trunc(some / grid[..., None]) * grid[..., None]).sum(-1)
-        last = np.ldexp(1.0, np.frexp(exact)[1] - 24)
-        total = np.trunc(exact / last) * last
-    return total
-
-
-def searched(name: str, rows: int, turns: int, seed: int = 0) -> float:
-    """The most that a search makes the first row move an emulated sum beyond itself, relative to what is proved."""
-    rng = np.random.default_rng(seed)
-
-    def moved(data):
-        """data: (coordinates, rows). Products of two short numbers are numbers of twice as many bits."""
-        fraction, exponent = np.frexp(data / np.linalg.norm(data, axis=0).max())
-        bits = 16 if "bfloat16" in name else 22
-        data = np.ldexp(np.round(fraction * 2.0**bits), exponent - bits)
-        without = data * (np.arange(rows) > 0)
-        excess = emulated(name, data) - emulated(name, without) - data[:, 0]
-        return np.linalg.norm(excess) / np.linalg.norm(data, axis=0).max()
-
-    proved = 2 * UNIT * bounds.moved_in_block(rows, Unit(7, None, (ADDERS[name],)))
-    best = np.ceil(np.arange(rows, 0, -1) / CORES[name][0]) * rng.uniform(0.5, 1, (rows, rows))
-    best *= 2.0 ** rng.integers(-6, 1, best.shape)
-    found = moved(best)
-    for _ in range(turns):
-        trial = np.where(rng.random(best.shape) < 0.05, best * 2.0 ** rng.integers(-3, 4, best.shape), best)
-        trial = np.where(rng.random(best.shape) < 0.02, rng.standard_normal(best.shape), trial)
-        if (value := moved(trial)) > found:
-            best, found = trial, value
-    return found / proved
 
 
 @pytest.mark.parametrize("name", CORES)

@@ -21,6 +21,9 @@ from dpx.xla.units import FLOAT32, Unit
 LARGEST = 2.0**63
 LONG_VECTOR = 2**14  # numbers
 SMALL_SUMS = 2**16  # numbers: up to here all block sums are made at once, because a loop takes longer to compile
+AT_ONCE = (
+    2**20
+)  # the same where a matrix unit rounds: there a kernel takes as long as 10^5 numbers, and a loop has many
 EXACT = jax.lax.Precision.HIGHEST  # float32 products, even where the hardware would round them
 
 
@@ -175,10 +178,12 @@ def sum_in_blocks(sum_block: Callable[[Tree], jax.Array], rows: Tree, numbers: i
     of up to `MOST_ROWS` rows, in any order, by the additions of `unit`."""
     size = jax.tree.leaves(rows)[0].shape[0]
     devices = devices_for(size)
-    blocks = blocks_for(size, devices, unit)
+    blocks, small = blocks_for(size, devices, unit), AT_ONCE if unit.rounds else SMALL_SUMS
+    if unit.rounds and 2 * blocks * numbers <= small:
+        blocks = blocks_for(size, devices, unit, more=2.0)
     if blocks == 1:
         return sum_block(rows)
-    if size % blocks == 0 and (devices > 1 or blocks * numbers <= SMALL_SUMS):
+    if size % blocks == 0 and (devices > 1 or blocks * numbers <= small):
         parts = jax.vmap(sum_block)(jax.tree.map(lambda x: x.reshape(blocks, -1, *x.shape[1:]), rows))
         return jnp.sum(jax.lax.optimization_barrier(parts), 0)
     # A loop, so that one block's sum is in memory at a time. Without it, a step that adds three blocks writes twice the

@@ -176,12 +176,12 @@ def most_float32_rows(devices: int, unit: Unit = FLOAT32) -> int:
     return max(fitting, default=0)
 
 
-def blocks_for(rows: int, devices: int, unit: Unit = FLOAT32) -> int:
-    """The number of blocks for up to `most_float32_rows` rows, a multiple of `devices`: the fewest, or up to half more
-    if that makes all blocks equal."""
+def blocks_for(rows: int, devices: int, unit: Unit = FLOAT32, more: float = 1.5) -> int:
+    """The number of blocks for up to `most_float32_rows` rows, a multiple of `devices`: the fewest, or up to `more`
+    times as many if that makes all blocks equal."""
     counts = range(devices, max(1, rows) + devices, devices)
     fitting = [blocks for blocks in counts if in_float32(max(1, math.ceil(rows / blocks)), blocks, unit=unit)]
-    return next((blocks for blocks in fitting if 2 * blocks <= 3 * fitting[0] and rows % blocks == 0), fitting[0])
+    return next((blocks for blocks in fitting if blocks <= more * fitting[0] and rows % blocks == 0), fitting[0])
 
 
 @functools.cache

@@ -1,7 +1,8 @@
 """The norms and the clipped sum of a part of a parameter, which may be in slices, and of all parts together.
 
 Slices are computed one after another, each like a whole parameter: the plan's algorithm sees one slice. So only one
-slice's arrays are in memory, and a stack of layers compiles like one layer.
+slice's arrays are in memory, and a stack of layers compiles like one layer. Where a matrix unit rounds, the norms of
+all slices are computed at once if their Gram matrices are small, because many small kernels take longer there.
 
 Parts and their slices share no element. So the square of a gradient's norm is the sum of the squares of the norms of
 its parts, none of which is below the true one (`dpx.sums.norms` adds the squares). Every coordinate of a sum is a
@@ -9,6 +10,7 @@ coordinate of the sum of one slice, so the proof in `dpx.sums.total` holds: it a
 additions.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +19,9 @@ import jax.numpy as jnp
 
 from dpx.gradients.ghost import norms, trace
 from dpx.gradients.ghost.plan import Choice
-from dpx.sums.rows import total_of_rows
+from dpx.sums.rows import AT_ONCE, total_of_rows
 from dpx.sums.total import FloatPair, with_low
+from dpx.xla.place import here
 
 
 def norm(choice: Choice, scale: jax.Array | None, records: Any) -> tuple[Any, jax.Array]:
@@ -30,7 +33,7 @@ def norm(choice: Choice, scale: jax.Array | None, records: Any) -> tuple[Any, ja
         scale, records = rows
         return choice.algorithm.norm(choice.uses, scale, records)
 
-    kept, found = _of_slices(of_slice, choice)((scale, records))
+    kept, found = _of_slices(of_slice, choice, at_once=_are_small(choice, records))((scale, records))
     return kept, norm_of_all(found.reshape(-1, found.shape[-1]))
 
 
@@ -65,12 +68,20 @@ def joined(of_views: list[trace.View], totals: list[FloatPair], shape: tuple[int
     return FloatPair(high, trace.joined(of_views, low, shape) if low else None)
 
 
-def _of_slices(function: Callable, choice: Choice) -> Callable:
-    """`function` of arrays without the axes of a part's slices, as a loop over them."""
+def _are_small(choice: Choice, records: Any) -> bool:
+    """Whether the Gram matrices of all slices and examples are small for a matrix unit."""
+    if choice.algorithm.keeps_gradients or not (choice.uses.few_positions and here().unit.rounds):
+        return False
+    rows = jax.tree.leaves(records)[0].shape[: len(choice.view.slices) + 1]
+    return math.prod(rows) * choice.uses.together**2 <= AT_ONCE
+
+
+def _of_slices(function: Callable, choice: Choice, *, at_once: bool = False) -> Callable:
+    """`function` of arrays without the axes of a part's slices, for all of them at once or in a loop."""
     for _ in choice.view.slices:
 
         def function(rows, inner=function):
-            return jax.lax.map(inner, rows)
+            return jax.vmap(inner)(rows) if at_once else jax.lax.map(inner, rows)
 
     return function
 

@@ -1,0 +1,87 @@
+"""How far one example can move a sum of an emulated tensor core, on data that are searched for it.
+
+    python -m benchmarks.adders --minutes 60
+
+The emulator adds as the proof in dpx/xla/units.py says. The first of some rows is replaced by zeros in its place; the
+page has how much farther the sum moves than by that row, as a share of what is proved for this core and this number of
+rows: below 1 for all data. A search changes some numbers at a time and keeps what moves the sum farther; searches from
+other random starts take turns until the process has used the minutes. Rounding errors have random signs, and the
+proof takes the worst of each, so a search comes to a part of it. A hostile adder, in tests/test_units.py, comes near to
+it. Writes benchmarks/results/adders.md.
+"""
+
+import argparse
+import itertools
+import time
+
+import numpy as np
+
+from benchmarks import report
+from dpx.sums import total as bounds
+from dpx.sums.total import MOST_ROWS, UNIT
+from dpx.xla.units import Unit, tensor_core
+
+# (k, e) of the proof: the products of an instruction, and the bits that it keeps of each beyond float32's.
+CORES = {"A100, TF32": (4, 1), "H100, TF32": (8, 2), "A100, bfloat16": (8, 1), "H100, bfloat16": (16, 2)}
+ROWS, TURNS = (8, 24, 48, MOST_ROWS), 4000
+
+
+def emulated(name: str, terms: np.ndarray) -> np.ndarray:
+    """The sums of `terms`, float64 (..., n), by a tensor core: everything is cut towards 0, as the proof says."""
+    products, extra = CORES[name]
+    total = np.zeros(terms.shape[:-1])
+    for start in range(0, terms.shape[-1], products):
+        some = np.concatenate([total[..., None], terms[..., start : start + products]], -1)
+        exponent = np.frexp(np.abs(some).max(-1))[1] - 1
+        grid = np.ldexp(1.0, exponent - 23 - extra)
+        exact = (np.trunc(some / grid[..., None]) * grid[..., None]).sum(-1)
+        last = np.ldexp(1.0, np.frexp(exact)[1] - 24)
+        total = np.trunc(exact / last) * last
+    return total
+
+
+def searched(name: str, rows: int, turns: int, seed: int = 0) -> float:
+    """The most that a search makes the first row move an emulated sum beyond itself, relative to what is proved."""
+    rng = np.random.default_rng(seed)
+
+    def moved(data):
+        """data: (coordinates, rows). Products of two short numbers are numbers of twice as many bits."""
+        fraction, exponent = np.frexp(data / np.linalg.norm(data, axis=0).max())
+        bits = 16 if "bfloat16" in name else 22
+        data = np.ldexp(np.round(fraction * 2.0**bits), exponent - bits)
+        without = data * (np.arange(rows) > 0)
+        excess = emulated(name, data) - emulated(name, without) - data[:, 0]
+        return np.linalg.norm(excess) / np.linalg.norm(data, axis=0).max()
+
+    proved = 2 * UNIT * bounds.moved_in_block(rows, Unit(7, None, (tensor_core(*CORES[name]),)))
+    best = np.ceil(np.arange(rows, 0, -1) / CORES[name][0]) * rng.uniform(0.5, 1, (rows, rows))
+    best *= 2.0 ** rng.integers(-6, 1, best.shape)
+    found = moved(best)
+    for _ in range(turns):
+        trial = np.where(rng.random(best.shape) < 0.05, best * 2.0 ** rng.integers(-3, 4, best.shape), best)
+        trial = np.where(rng.random(best.shape) < 0.02, rng.standard_normal(best.shape), trial)
+        if (value := moved(trial)) > found:
+            best, found = trial, value
+    return found / proved
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60, help="of one CPU core")
+    options = parser.parse_args()
+    most: dict[tuple[str, int], float] = {}
+    count = 0
+    for count, (seed, name, rows) in enumerate(itertools.product(itertools.count(), CORES, ROWS)):  # noqa: B007
+        if time.process_time() > 60 * options.minutes and count >= len(CORES) * len(ROWS):
+            break
+        most[name, rows] = max(most.get((name, rows), 0.0), searched(name, rows, TURNS, seed))
+        if count % len(ROWS) == len(ROWS) - 1:
+            lines = [[core, *(f"{most[core, n]:.3f}" for n in ROWS)] for core in CORES if (core, ROWS[-1]) in most]
+            done = {"searches": count + 1, "turns_of_each": TURNS, "CPU_minutes": round(time.process_time() / 60, 1)}
+            head = report.heading("benchmarks.adders", ("numpy",), **done)
+            title = "The farthest that was found, by the number of rows of a block; 1 is what is proved"
+            report.write("adders", head, {title: report.grid(["adder", *map(str, ROWS)], lines)})
+
+
+if __name__ == "__main__":
+    main()
