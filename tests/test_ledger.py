@@ -70,11 +70,23 @@ def test_releases_compose_exactly_where_they_are_planned(ledger):
     assert [entry.made for entry in ledger.entries] == [True] * 3
 
 
-def test_planned_releases_cost_what_dp_accounting_says(ledger):
-    events = [GaussianDpEvent(8.0), SelfComposedDpEvent(PoissonSampledDpEvent(0.1, GaussianDpEvent(2.0)), 20)]
-    theirs = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
+@pytest.mark.parametrize(
+    ("relation", "events"),
+    [
+        ("zero_out", [GaussianDpEvent(8.0), SelfComposedDpEvent(PoissonSampledDpEvent(0.1, GaussianDpEvent(2.0)), 20)]),
+        ("zero_out", [GaussianDpEvent(3.0), SelfComposedDpEvent(GaussianDpEvent(9.0), 4), GaussianDpEvent(2.5)]),
+        (
+            "add_or_remove",
+            [GaussianDpEvent(9.0), PoissonSampledDpEvent(0.3, GaussianDpEvent(1.5)), GaussianDpEvent(5.0)],
+        ),
+    ],
+)
+def test_planned_releases_cost_what_dp_accounting_says(relation, events, tmp_path):
+    ledger = dpx.PrivacyLedger(tmp_path / "ledger", epsilon=4.0, delta=1e-5, relation=relation)
+    names = {"zero_out": "REPLACE_SPECIAL", "add_or_remove": "ADD_OR_REMOVE_ONE"}
+    theirs = PLDAccountant(dp_accounting.NeighboringRelation[names[relation]])
     for number, event in enumerate(events):
-        ledger.reserve(event, key=key(number), words="planned", numbers=1)
+        assert ledger.reserve(event, key=key(number), words="planned", numbers=1).planned
         theirs.compose(event)
     assert ledger.epsilon == pytest.approx(theirs.get_epsilon(1e-5), abs=1e-4)
 
@@ -426,6 +438,36 @@ def test_the_page_says_what_was_promised_and_released(rich):
     ):
         assert words in page, words
     assert "# Privacy ledger ledger.jsonl" in rich._repr_markdown_()
+
+
+def test_noise_batches_and_steps_follow_what_was_released(rich):
+    """Consecutive runs that go on with the momentum: together they cost about what they would, had all been fixed."""
+    metric = statistics.PrivateMetric(
+        lambda params: np.asarray(params["w"]).sum() < normal(9, 40),
+        noise_multiplier=9.0,
+        key=next(SECRETS),
+        ledger=rich,
+    )
+    params, momentum, sgd, batch_size, noise = {"w": jnp.zeros(3)}, None, optax.sgd(0.1, momentum=0.9), 8, 4.0
+    for number, steps in enumerate((2, 3)):
+        after = sgd if momentum is None else optax.GradientTransformation(lambda _, old=momentum: old, sgd.update)
+        mechanism = dp_sgd(poisson(40, batch_size), noise, key=key(number))
+        optimizer = dpx.chain(mechanism, after)
+        began = optimizer.init(params).transforms[0]
+        run = dpx.fit(squared_distance, optimizer, params, POINTS, steps=steps, delta=1e-5, ledger=rich)
+        moved = np.abs(jax.tree.leaves(began)[0]).max() > 0
+        assert moved == (momentum is not None) and (
+            not moved or jax.tree.all(jax.tree.map(np.array_equal, began, momentum))
+        )
+        params, (momentum,) = run.params, run.state.transforms
+        if steps == 2:
+            batch_size, noise = (16, 3.0) if metric(params) < 2 else (8, 2.0)
+    assert [entry.event for entry in rich.entries][::2] == [
+        SelfComposedDpEvent(PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)), steps)
+        for rate, sigma, steps in ((0.2, 4.0, 2), (0.4, 3.0, 3))
+    ]
+    exact = event_epsilon(ComposedDpEvent([entry.event for entry in rich.entries]), delta=1e-5, relation="zero_out")
+    assert exact < rich.epsilon < 1.2 * exact
 
 
 # Attacks, kills and several programs

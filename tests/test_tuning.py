@@ -569,6 +569,10 @@ def test_a_ledger_is_paid_before_the_first_trial(tmp_path):
     found = search(0, ledger=ledger, checkpoints=folder)
     assert ledger.entries == (entry,) and (entry.words, entry.made) == ("the search", True)
     assert ledger.epsilon == pytest.approx(found.epsilon, rel=1e-6)
+    winner = dpx.statistics.PrivateMetric(
+        lambda params: np.ones(50, bool), noise_multiplier=9.0, key=dpx.secret_key(), words="winner", ledger=ledger
+    )
+    assert winner(found.params) > 0.3 and ledger.entries[1].words == "winner" and ledger.epsilon > found.epsilon
     for options in ({}, {"checkpoints": tmp_path / "another"}):
         with pytest.raises(ValueError, match="was made with this key"):
             search(0, ledger=ledger, **options)
