@@ -21,7 +21,7 @@ PLANE = np.array([[-1.0, 0.0], [1.0, 0.0], [0.5, 0.75**0.5], [0.5, -(0.75**0.5)]
 
 
 def profile(alphas, s, q):
-    """f of `fixed_size.py`, float64 (n,): s is relative to the effect of replacing one example."""
+    """f of `samples.py`, float64 (n,): s is relative to the effect of replacing one example."""
 
     def above(alpha):
         log = np.log1p((alpha - 1) / q)

@@ -231,3 +231,16 @@ def test_every_message_has_a_way_out():
     assert (DOCS / "errors.md").read_text() == errors.page()
     assert all(own for _, own in errors.placed()), "a way out without a message"
     assert all(way.text and way.patterns for way in errors.ways_out())
+
+
+def test_what_docstrings_name_is_there():
+    """Names of code in backquotes, and files: a renamed one leaves no word behind."""
+    texts = {path: path.read_text() for folder in ("dpx", "tests") for path in (ROOT / folder).rglob("*.py")}
+    words = set(re.findall(r"\w+", re.sub(r"`[\w.]+`", "", "".join(texts.values()))))
+    files = [f"/{path.relative_to(ROOT)}" for path in ROOT.glob("[bdet]*/**/*.py")]
+    for path in (ROOT / "dpx").rglob("*.py"):
+        quoted = [name.strip(".") for name in re.findall(r"`([A-Za-z_][\w.]*)`", texts[path])]
+        gone = {name for name in quoted if name.split(".")[-1] not in words and not name.startswith("jax.")}
+        named = re.findall(r"(?<![\w./-])((?:\w+/)*\w+\.py)\b", texts[path])
+        gone |= {name for name in named if not any(file.endswith(f"/{name}") for file in files)}
+        assert not gone, f"{path.relative_to(ROOT)}: {sorted(gone)}"

@@ -1,6 +1,7 @@
 """Privacy curves of a mechanism: epsilon over the steps, delta over epsilon, and the trade-off function.
 
-The three functions give arrays. `plot_...` draws each with matplotlib, which is imported when it is called.
+The three functions give arrays. `plot_epsilon_over_steps` and its like draw them with matplotlib, which is imported
+when one is called.
 """
 
 import math
