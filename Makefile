@@ -1,17 +1,18 @@
 # Needs Python 3.11+, make and git. `make demo` and `make test` create .venv and install what they need.
 PYTHON ?= python3
-BIN := .venv/bin
+VENV ?= .venv
+BIN := $(VENV)/bin
 
-.PHONY: install demo demo-text quick check test long nightly lint mutants wheel docs accelerators clean
+.PHONY: install demo demo-text quick check test long nightly lint mutants wheel docs links release-check accelerators clean
 
-install: .venv/installed
+install: $(VENV)/installed
 
-.venv/installed: pyproject.toml
+$(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"dpx needs Python 3.11 or later, got {v.major}.{v.minor}; say make PYTHON=python3.12")'
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable '.[examples,test]'
-	touch .venv/installed
+	touch $(VENV)/installed
 
 demo: install
 	$(BIN)/python -m examples.demo
@@ -35,13 +36,13 @@ lint: install
 # fewest tests take long, and one process would wait for the other at the end. Most of the time is compiling: without
 # optimizations, and without the emitters that take a third of it (tests/compiling.py). Memory that is free stays with the
 # process, because taking it again is half of the time of the system.
-PYTEST := OMP_NUM_THREADS=1 JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.venv/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
+PYTEST := OMP_NUM_THREADS=1 JAX_COMPILATION_CACHE_DIR=$(abspath $(VENV))/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
 	MALLOC_MMAP_THRESHOLD_=536870912 MALLOC_TRIM_THRESHOLD_=1073741824 MALLOC_TOP_PAD_=67108864 \
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 test: lint
-	rm -rf .venv/compiled
+	rm -rf $(VENV)/compiled
 	COMPILED_STAYS_IN_MEMORY=1 $(PYTEST) -m 'not long'
 
 # Larger cases of these (marked `long`), and variants of mechanisms: every night, and before a release.
@@ -94,6 +95,17 @@ wheel: install
 docs: install
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	$(BIN)/python -m sphinx -c docs -d runs/doctrees --fail-on-warning --keep-going --quiet . runs/site
+	$(BIN)/python -m docs._site.links runs/site
+
+# The links to other sites, for which it needs the internet.
+links: install
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(BIN)/python -m sphinx -c docs -d runs/doctrees -b linkcheck --quiet . runs/links
+
+# All that a maintainer does before a tag, in some hours; what this machine lacks is skipped, and the reason is printed.
+# PARTS="lint quick" does some of it: tests/release.py lists the parts.
+release-check: install
+	$(BIN)/python -m tests.release $(PARTS)
 
 clean:
 	rm -rf .venv runs dist

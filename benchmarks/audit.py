@@ -268,7 +268,7 @@ def rows_of_methods(scale: float) -> tuple[list[list[str]], list[list[str]]]:
             runs = int(scale * plan.runs * (audit.runs if plan is every[0] else min(1.0, audit.runs)))
             scores, bills = scores_of(plan, audit, runs)
             for delta, bill in zip(DELTAS, bills, strict=True):
-                bound = lower_bound_from_scores(*scores, delta=delta, bill=bill)
+                bound = lower_bound_from_scores(*scores, delta=delta, cost=bill)
                 raw, gaussian = bound.epsilon / bill, bound.gaussian_epsilon / bill
                 reason = "" if raw >= LEAST_SHARE else audit.reason or "few runs"
                 row = [audit.name, plan.name, f"{delta:g}", f"{bound.runs[0]:,}", f"{bill:.3f}"]
@@ -277,8 +277,8 @@ def rows_of_methods(scale: float) -> tuple[list[list[str]], list[list[str]]]:
                 print(*row, f"{time.process_time() - start:.1f} s", sep=" | ", flush=True)
     for name, plan, audit, options in broken():
         scores, bills = scores_of(plan, audit, int(scale * 400_000), **options)
-        bounds = [lower_bound_from_scores(*scores, delta=d, bill=b) for d, b in zip(DELTAS, bills, strict=True)]
-        found = [(f"{b.bill:.3f}", f"{b.epsilon:.3f}{' **wrong**' if b.exceeds_bill else ''}") for b in bounds]
+        bounds = [lower_bound_from_scores(*scores, delta=d, cost=b) for d, b in zip(DELTAS, bills, strict=True)]
+        found = [(f"{b.cost:.3f}", f"{b.epsilon:.3f}{' **wrong**' if b.exceeds_cost else ''}") for b in bounds]
         wrong.append([name, plan.name, *found[0], *found[1]])
         print(*wrong[-1], sep=" | ", flush=True)
     return rows, wrong

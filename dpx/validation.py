@@ -21,7 +21,7 @@ def require_number(
     exclusive)."""
     bound = between(minimum, maximum, exclusive=exclusive)
     if isinstance(value, jax.core.Tracer):
-        raise ValueError(f"{name} must be a number or a function of the step, not a traced value: it has no bill")
+        raise ValueError(f"{name} must be a number or a function of the step, not a traced value")
     number = real(value)
     if number is None:
         raise ValueError(f"{name} must be a finite number {bound}, got {described(value)}")

@@ -248,7 +248,7 @@ def test_what_has_no_bill_is_refused():
 
     truncated = dpx.PoissonSampling(examples=40, batch_size=4, most_rows=20)
     for sampling in (truncated, dpx.ShuffledEpochs(examples=40, batch_size=4)):
-        with pytest.raises(ValueError, match="records must be 1, because the bill of several is known for"):
+        with pytest.raises(ValueError, match="records must be 1, because the cost of several is known for"):
             dpx.epsilon(mechanism(sampling), 3, delta=1e-5, records=2)
         assert dpx.epsilon(mechanism(sampling), 3, delta=1e-5, records=1) < math.inf
     poisson = mechanism(dpx.PoissonSampling(examples=40, batch_size=4))

@@ -242,7 +242,9 @@ def test_error_feedback_and_projections_have_no_bill_for_truncated_batches():
     plain = dpx.PoissonSampling(examples=1000, batch_size=50)
     run = dpx.methods.dice_sgd(**numbers, sampling=plain, key=KEY).event(5)
     run = type(run)(run.noise_multiplier, run.error_shift, run.feedback_shift, 5, None, sampling)
-    with pytest.raises(ValueError, match="error feedback is not billed for Poisson sampling with most_rows or weights"):
+    with pytest.raises(
+        ValueError, match="error feedback has no known cost for Poisson sampling with most_rows or weights"
+    ):
         accounting.event_epsilon(run, delta=1e-5, relation="zero_out")
-    with pytest.raises(ValueError, match="a fresh projection is billed before"):
+    with pytest.raises(ValueError, match="a fresh projection has a cost before"):
         projected(sampling.event(np.ones(3)), rank=3)

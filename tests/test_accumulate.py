@@ -115,7 +115,7 @@ DISORDER = {
 
 @pytest.mark.parametrize("name", DISORDER)
 def test_chunks_in_disorder_have_no_bill(name):
-    with pytest.raises(ValueError, match="the state has no bill"):
+    with pytest.raises(ValueError, match="the state has no known cost"):
         DISORDER[name]()
 
 

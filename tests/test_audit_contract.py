@@ -188,25 +188,25 @@ def until(mechanism, last):
         (plain(SHUFFLED), plain(POISSON), "PoissonSampledDpEvent, which is not of the sampling"),
         (plain(POISSON), plain(ALLOCATED), "RandomAllocationDpEvent, which is not of the sampling"),
         (plain(ALLOCATED), plain(POISSON), "PoissonSampledDpEvent, which is not of the sampling"),
-        (plain(ALLOCATED), plain(LONGER), "do not bill RandomAllocationDpEvent"),
+        (plain(ALLOCATED), plain(LONGER), "do not count RandomAllocationDpEvent"),
         (plain(CUT), plain(POISSON), "PoissonSampledDpEvent, which is not of the sampling"),
-        (plain(POISSON), plain(HALF), "do not bill PoissonSampledDpEvent"),
-        (plain(WEIGHTS), plain(POISSON), "do not bill PoissonSampledDpEvent"),
-        (plain(CYCLIC), plain(RARER), "do not bill PoissonSampledDpEvent"),
-        (plain(WHOLE), plain(ORDERED), "2 steps do not bill GaussianDpEvent"),
-        (plain(POISSON), plain(ORDERED), "2 steps are billed as 1 releases of noisy numbers"),
-        (plain(FIXED), plain(FIXED, noise_multiplier=2.6), "do not bill SampledWithoutReplacementDpEvent"),
+        (plain(POISSON), plain(HALF), "do not count PoissonSampledDpEvent"),
+        (plain(WEIGHTS), plain(POISSON), "do not count PoissonSampledDpEvent"),
+        (plain(CYCLIC), plain(RARER), "do not count PoissonSampledDpEvent"),
+        (plain(WHOLE), plain(ORDERED), "2 steps do not count GaussianDpEvent"),
+        (plain(POISSON), plain(ORDERED), "2 steps are counted as 1 releases of noisy numbers"),
+        (plain(FIXED), plain(FIXED, noise_multiplier=2.6), "do not count SampledWithoutReplacementDpEvent"),
         (plain(FIXED), plain(WHOLE, noise_multiplier=2.6), "of more noise than the largest multiplier"),
-        (plain(FIXED), until(plain(FIXED), 200), "1001 steps do not bill"),
+        (plain(FIXED), until(plain(FIXED), 200), "1001 steps do not count"),
         (feedback(POISSON), feedback(HALF), "of another sampling than the one that draws"),
         (feedback(POISSON), feedback(POISSON, noise_multiplier=1.4), "of more noise than the largest multiplier"),
-        (feedback(POISSON), until(feedback(POISSON), 12), "100 steps are billed as 12 releases"),
+        (feedback(POISSON), until(feedback(POISSON), 12), "100 steps are counted as 12 releases"),
         (bands(CYCLIC), bands(RARER), "of a lower rate than that of the sampling"),
-        (bands(CYCLIC), until(bands(CYCLIC), 100), "1001 steps are billed as 102 releases"),
-        (correlated(ORDERED), plain(ORDERED), "2 steps are billed as 1 releases"),
-        (bands(CYCLIC), plain(CYCLIC), "moves C G by 1.2|billed as 1 releases"),
+        (bands(CYCLIC), until(bands(CYCLIC), 100), "1001 steps are counted as 102 releases"),
+        (correlated(ORDERED), plain(ORDERED), "2 steps are counted as 1 releases"),
+        (bands(CYCLIC), plain(CYCLIC), "moves C G by 1.2|counted as 1 releases"),
         (bands(CYCLIC), plain(RARER), "of a lower rate than that of the sampling"),
-        (correlated(ORDERED), until(correlated(ORDERED), 12), "100 steps are billed as 12 releases"),
+        (correlated(ORDERED), until(correlated(ORDERED), 12), "100 steps are counted as 12 releases"),
     ],
 )
 def test_an_event_of_other_batches_fails(mechanism, event, words):
@@ -271,7 +271,7 @@ def test_a_step_without_noise_is_not_checked():
     mechanism = sound(jax.random.key(7), noise_multiplier=0.0)
     report = check_contract(mechanism, lines=["adjacent", "noise", "secrecy"])
     assert [line.outcome for line in report.lines] == 3 * ["not checked"]
-    assert all("the bill is infinite" in line.words for line in report.lines)
+    assert all("the cost is infinite" in line.words for line in report.lines)
 
 
 def test_a_run_that_may_not_be_so_long_is_not_billed():

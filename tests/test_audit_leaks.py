@@ -43,12 +43,12 @@ def test_the_bound_of_exposure_is_a_bound():
         losses = np.ones((canaries, count))  # the released value is one candidate, which has loss 0
         shown = np.where(knows, 0, rng.integers(1, count, canaries))
         losses[np.arange(canaries), shown] = 0
-        exceeds += audit.exposure(losses[:, 0], losses[:, 1:], delta=0.001, confidence=0.9, bill=epsilon).exceeds_bill
+        exceeds += audit.exposure(losses[:, 0], losses[:, 1:], delta=0.001, confidence=0.9, cost=epsilon).exceeds_cost
     assert exceeds / trials <= 0.1 + 3 * math.sqrt(0.09 / trials)
-    certain = audit.exposure([0.0], np.ones((1, 9999)), delta=1e-5, bill=8.0)
-    assert certain.epsilon == pytest.approx(math.log((0.05 - 1e-5) * 10_000)) and not certain.exceeds_bill
-    assert audit.exposure([0.0], np.ones((1, 9999)), delta=1e-5, bill=3.0).exceeds_bill
-    assert "the bill is WRONG" in str(audit.exposure([0.0], np.ones((1, 9999)), delta=1e-5, bill=3.0))
+    certain = audit.exposure([0.0], np.ones((1, 9999)), delta=1e-5, cost=8.0)
+    assert certain.epsilon == pytest.approx(math.log((0.05 - 1e-5) * 10_000)) and not certain.exceeds_cost
+    assert audit.exposure([0.0], np.ones((1, 9999)), delta=1e-5, cost=3.0).exceeds_cost
+    assert "the stated cost is WRONG" in str(audit.exposure([0.0], np.ones((1, 9999)), delta=1e-5, cost=3.0))
     several = audit.exposure(np.zeros(5), np.ones((5, 9999)), delta=1e-5)
     assert several.epsilon == pytest.approx(math.log((0.01 - 1e-5) * 10_000))
     assert audit.exposure([0.0], np.ones((1, 9999)), delta=0.1).epsilon == 0
@@ -86,13 +86,13 @@ def test_membership_beside_the_bill():
     mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=4.0, sampling=sampling, key=jax.random.key(0))
     bill = dpx.reports.attack_bounds(mechanism, 2, delta=1e-5)
     scores = RNG(3).normal(size=(2, 2000))
-    blind = audit.membership(*scores, bill=bill)
-    assert blind.limits == bill.true_positive_rates and not blind.above_bill and "the bill allows" in str(blind)
+    blind = audit.membership(*scores, cost=bill)
+    assert blind.limits == bill.true_positive_rates and not blind.above_cost and "the stated cost allows" in str(blind)
     assert blind.area == pytest.approx(0.5, abs=0.03)
-    assert audit.membership(scores[0] + 3, scores[1], bill=bill).above_bill
-    assert not audit.membership(scores[0] + 3, scores[1]).above_bill and "allows" not in str(audit.membership(*scores))
-    with pytest.raises(ValueError, match="bill must have the false_positive_rates"):
-        audit.membership(*scores, false_positive_rates=(0.1,), bill=bill)
+    assert audit.membership(scores[0] + 3, scores[1], cost=bill).above_cost
+    assert not audit.membership(scores[0] + 3, scores[1]).above_cost and "allows" not in str(audit.membership(*scores))
+    with pytest.raises(ValueError, match="cost must have the false_positive_rates"):
+        audit.membership(*scores, false_positive_rates=(0.1,), cost=bill)
     few = audit.membership([1.0, 2.0], [0.0, 1.5], false_positive_rates=(0.999999,))
     assert few.true_positive_rates == (1.0,) and few.members == few.others == 2
 
@@ -107,7 +107,7 @@ def test_membership_beside_the_bill():
         (lambda: audit.exposure(["a"], np.ones((1, 3)), delta=1e-5), "losses must hold numbers"),
         (lambda: audit.exposure([1.0], np.ones((1, 3)), delta=0.0), "delta must be in"),
         (lambda: audit.exposure([1.0], np.ones((1, 3)), delta=1e-5, confidence=1.0), "confidence must be in"),
-        (lambda: audit.exposure([1.0], np.ones((1, 3)), delta=1e-5, bill=-1.0), "epsilon must be"),
+        (lambda: audit.exposure([1.0], np.ones((1, 3)), delta=1e-5, cost=-1.0), "epsilon must be"),
         (lambda: audit.membership([1.0], [1.0, 2.0]), "members must hold one score of each of at least 2"),
         (lambda: audit.membership([1.0, 2.0], [1.0, math.nan]), "others must hold no NaN"),
         (lambda: audit.membership([1.0, 2.0], [1.0, 2.0], false_positive_rates=(0.0,)), "must be numbers in"),
@@ -125,4 +125,6 @@ def test_the_page(capsys):
     for block in re.findall(r"```python\n(.*?)```", page.split("\n## What a trained model leaks\n")[1], re.DOTALL):
         exec(block, names)
     said = capsys.readouterr().out
-    assert "exposure of 20 canaries: mean 1." in said and "less than 8.7 bits" in said and "the bill allows" in said
+    assert (
+        "exposure of 20 canaries: mean 1." in said and "less than 8.7 bits" in said and "the stated cost allows" in said
+    )

@@ -56,15 +56,15 @@ def answers(ones, runs):
 
 @pytest.mark.parametrize("delta", [1e-5, 0.2])
 def test_the_bound_is_that_of_the_counts(delta):
-    found = audit.lower_bound_from_scores(answers(90, 100), answers(5, 100), delta=delta, bill=0.1)
+    found = audit.lower_bound_from_scores(answers(90, 100), answers(5, 100), delta=delta, cost=0.1)
     true = stats.binomtest(90, 100).proportion_ci(0.95, method="exact")
     false = stats.binomtest(5, 100).proportion_ci(0.95, method="exact")
     assert found.epsilon == pytest.approx(math.log((true.low - delta) / false.high), rel=1e-9)
     mu = -stats.norm.ppf(false.high) - stats.norm.ppf(1 - true.low)
     assert found.gaussian_epsilon == pytest.approx(gdp.epsilon(mu, delta=delta), rel=1e-6)
-    assert found.runs == (100, 100) and found.exceeds_bill and "WRONG" in str(found)
+    assert found.runs == (100, 100) and found.exceeds_cost and "WRONG" in str(found)
     mirrored = audit.lower_bound_from_scores(-answers(5, 100), -answers(90, 100), delta=delta)
-    assert mirrored.epsilon == pytest.approx(found.epsilon) and mirrored.bill is None and not mirrored.exceeds_bill
+    assert mirrored.epsilon == pytest.approx(found.epsilon) and mirrored.cost is None and not mirrored.exceeds_cost
 
 
 def test_the_other_direction_counts():
@@ -108,9 +108,9 @@ def of_dp_sgd():
 def test_dp_sgd_is_below_its_bill_and_near_it():
     """With 12 other keys, the bounds were 0.70 to 0.88 of the bill, and 0.88 to 0.96 by the fit of a Gaussian."""
     found = of_dp_sgd()
-    assert found.bill == pytest.approx(gdp.epsilon(math.sqrt(STEPS) / 2, delta=1e-2), rel=1e-3)
-    assert 0.65 * found.bill < found.epsilon <= found.bill
-    assert 0.85 * found.bill < found.gaussian_epsilon <= found.bill
+    assert found.cost == pytest.approx(gdp.epsilon(math.sqrt(STEPS) / 2, delta=1e-2), rel=1e-3)
+    assert 0.65 * found.cost < found.epsilon <= found.cost
+    assert 0.85 * found.cost < found.gaussian_epsilon <= found.cost
     assert found.roc.type_one.shape == found.roc.type_two.shape
     errors = found.roc.type_one + found.roc.type_two
     assert errors.min() == pytest.approx(2 * stats.norm.cdf(-math.sqrt(STEPS) / 4), abs=0.02)
@@ -119,7 +119,7 @@ def test_dp_sgd_is_below_its_bill_and_near_it():
 def test_poisson_is_below_its_bill_and_near_it():
     """With 16 other keys, the bounds were 0.72 of the bill, and their standard deviation was 0.07."""
     found = lower_bound(functools.partial(dp_sgd, sampling=POISSON, noise_multiplier=0.8))
-    assert 0.5 * found.bill < found.epsilon <= found.bill
+    assert 0.5 * found.cost < found.epsilon <= found.cost
 
 
 def test_error_feedback_is_seen_in_later_releases():
@@ -129,7 +129,7 @@ def test_error_feedback_is_seen_in_later_releases():
         )
 
     found = lower_bound(dice)
-    assert of_dp_sgd().bill < found.epsilon <= found.bill  # each release but the first shows two clip norms
+    assert of_dp_sgd().cost < found.epsilon <= found.cost  # each release but the first shows two clip norms
 
 
 def too_little_noise(key):
@@ -164,7 +164,7 @@ def same_noise(key):
 @pytest.mark.long_cases("no clip", "noise of 2/3")
 def test_wrong_bills_are_refuted(make, options):
     found = lower_bound(make, **options)
-    assert found.exceeds_bill, found
+    assert found.exceeds_cost, found
 
 
 # ------------------------------------------------------------------ Releases that are not linear
@@ -218,7 +218,7 @@ def test_post_processing_raises_no_alarm(name):
         found = lower_bound(
             functools.partial(behind_dp_sgd, BEHIND[name]), runs=8000, params=PARAMS, observe=each_coordinate
         )
-    assert 0 < found.epsilon < found.bill and found.gaussian_epsilon < found.bill, found
+    assert 0 < found.epsilon < found.cost and found.gaussian_epsilon < found.cost, found
 
 
 @pytest.mark.long
@@ -230,7 +230,7 @@ def test_post_processing_by_all_transforms_raises_no_alarm(promoting):
         found = lower_bound(
             functools.partial(behind_dp_sgd, all_behind()), runs=8000, params=PARAMS, observe=everything
         )
-    assert 0.2 * found.bill < found.epsilon < found.bill, found
+    assert 0.2 * found.cost < found.epsilon < found.cost, found
 
 
 class Multiplied:
@@ -282,13 +282,13 @@ def test_moves_that_depend_on_the_public_state_are_known():
         return dpx.mechanisms.adaptive_clipping(**numbers, sampling=FULL, key=key)
 
     found = lower_bound(adaptive, runs=8000)  # no warning
-    assert 0.4 * found.bill < found.epsilon <= found.bill
+    assert 0.4 * found.cost < found.epsilon <= found.cost
 
 
 def test_the_worlds_are_those_of_the_bill():
     """Batches of a fixed size are drawn truly, but the bill is for adding an example, not for replacing one."""
     found = lower_bound(dp_sgd, runs=8000, sampling_truth=dpx.FixedSizeSampling(examples=10, batch_size=10))
-    assert 0.5 * found.bill < found.epsilon <= found.bill
+    assert 0.5 * found.cost < found.epsilon <= found.cost
 
 
 def test_replacing_an_example():
@@ -334,7 +334,7 @@ def test_the_canary_takes_part_as_the_sampling_says(sampling, rate):
 def test_shuffled_epochs_are_scored_by_epochs():
     epochs = dpx.ShuffledEpochs(examples=3, batch_size=1)
     found = lower_bound(functools.partial(dp_sgd, sampling=epochs, noise_multiplier=0.5))
-    assert 0.2 * found.bill < found.epsilon <= found.bill  # nobody knows the batch, but the bill is for a known one
+    assert 0.2 * found.cost < found.epsilon <= found.cost  # nobody knows the batch, but the bill is for a known one
 
 
 @pytest.mark.parametrize(("steps", "share"), [(9, 0.4), (2, 0.3)])
@@ -344,7 +344,7 @@ def test_random_allocation_is_scored_by_epochs_and_below_its_bill(steps, share):
     allocated = dpx.sampling.RandomAllocation(examples=6, steps_per_epoch=3)
     make = functools.partial(dp_sgd, sampling=allocated, noise_multiplier=0.5)
     found = audit.lower_bound(make, steps=steps, delta=1e-2, key=KEY, runs=20_000)
-    assert share * found.bill < found.epsilon <= found.bill
+    assert share * found.cost < found.epsilon <= found.cost
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ def test_other_samplings_are_below_their_bills(sampling, noise, share):
         key=KEY,
         runs=20_000,
     )
-    assert share * found.bill < found.epsilon <= found.bill
+    assert share * found.cost < found.epsilon <= found.cost
 
 
 # ------------------------------------------------------------------ One run
@@ -382,10 +382,10 @@ def gaussian_canaries(epsilon, canaries=10_000, delta=1e-5):
 def test_ideal_figures(epsilon, raw, trade_off, gaussian):
     """Of 10,000 canaries at confidence 0.95, as published, for fixed numbers of guesses."""
     scores, members = gaussian_canaries(epsilon)
-    found = audit.one_run(scores, members, delta=1e-5, guesses=5000, bill=epsilon)
+    found = audit.one_run(scores, members, delta=1e-5, guesses=5000, cost=epsilon)
     assert found.trade_off_epsilon == pytest.approx(trade_off, rel=0.15)
     assert found.gaussian_epsilon == pytest.approx(gaussian, rel=0.15)
-    assert found.epsilon < found.trade_off_epsilon and not found.exceeds_bill and "no contradiction" in str(found)
+    assert found.epsilon < found.trade_off_epsilon and not found.exceeds_cost and "no contradiction" in str(found)
     assert audit.one_run(scores, members, delta=1e-5, guesses=7500).epsilon == pytest.approx(raw, rel=0.15)
 
 
@@ -439,7 +439,7 @@ def test_a_training_run_with_canaries():
     batch, state = dpx.Batch(data, None), mechanism.init(params)
     updates, state, _ = jax.jit(dpx.private_updates(with_canaries, mechanism))(params, batch, state)
     bill = dpx.epsilon(mechanism, state, delta=1e-5)
-    found = audit.one_run(updates["w"][2:], members, delta=1e-5, guesses=40, bill=bill)
+    found = audit.one_run(updates["w"][2:], members, delta=1e-5, guesses=40, cost=bill)
     assert found.right == 40 and 2 < found.epsilon < found.trade_off_epsilon < bill
 
 
@@ -493,7 +493,7 @@ def test_one_run_of_a_sampling_is_below_its_bill(name):
         moved.append(np.asarray(updates["w"]) * sampling.divisor)
     scores = score((np.stack(moved) - 0.5) / sigma**2, sampling)
     bill = dpx.epsilon(mechanism, state, delta=1e-4)
-    found = audit.one_run(scores, members, delta=1e-4, guesses=300, bill=bill)
+    found = audit.one_run(scores, members, delta=1e-4, guesses=300, cost=bill)
     assert 1 < found.epsilon < found.trade_off_epsilon < bill
 
 
@@ -521,10 +521,10 @@ def test_one_run_behind_transforms_raises_no_alarm(promoting):
     for name, of_name in scores.items():
         for sign in (1, -1):  # an optimizer steps against the gradient
             bounds = [
-                audit.one_run(sign * one, which, delta=1e-5, guesses=48, bill=bill)
+                audit.one_run(sign * one, which, delta=1e-5, guesses=48, cost=bill)
                 for one, which in zip(np.asarray(of_name), members, strict=True)
             ]
-            assert not any(bound.exceeds_bill for bound in bounds), name
+            assert not any(bound.exceeds_cost for bound in bounds), name
 
 
 def test_members_are_coins():
@@ -552,7 +552,7 @@ REFUSED = {
         lambda: audit.lower_bound_from_scores(SCORES, SCORES, delta=0.1, confidence=1.0),
         r"confidence must be in \(0, 1\), got 1",
     ),
-    "bill": (lambda: audit.lower_bound_from_scores(SCORES, SCORES, delta=0.1, bill=-1.0), "epsilon must be"),
+    "bill": (lambda: audit.lower_bound_from_scores(SCORES, SCORES, delta=0.1, cost=-1.0), "epsilon must be"),
     "few scores": (lambda: audit.lower_bound_from_scores(SCORES[:3], SCORES, delta=0.1), "at least 4 runs"),
     "a table": (lambda: audit.lower_bound_from_scores(SCORES, SCORES[:, None], delta=0.1), r"\(runs,\)"),
     "NaN": (lambda: audit.lower_bound_from_scores(SCORES * np.nan, SCORES, delta=0.1), "must hold no NaN"),
@@ -561,7 +561,7 @@ REFUSED = {
     "key": (lambda: audit.canary_scores(dp_sgd, steps=1, key=0), "key must be a jax PRNG key"),
     "sampling": (lambda: lower_bound(dp_sgd, sampling_truth=0.1), "sampling_truth must be"),
     "canary": (lambda: lower_bound(dp_sgd, canary={"w": jnp.zeros(3)}), "canary must be a gradient like params"),
-    "instead": (lambda: lower_bound(dp_sgd, instead={"w": -jnp.ones(2)}), "instead must be None for a bill whose"),
+    "instead": (lambda: lower_bound(dp_sgd, instead={"w": -jnp.ones(2)}), "instead must be None for a cost whose"),
     "infinite": (
         lambda: lower_bound(dp_sgd, runs=100, observe=lambda u, b, a, c: jnp.stack([u["w"].sum() / 0])),
         "must be finite",

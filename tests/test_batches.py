@@ -342,7 +342,7 @@ def test_without_steps_the_batches_are_those_of_the_budget():
     for unlimited, more in ((mechanism().init(PARAMS), {}), (state, {"beyond_budget": True})):
         with pytest.raises(ValueError, match="steps must be given"):
             POISSON.batches(DATA, KEY, unlimited, **more)
-    with pytest.raises(ValueError, match="bills the sampling of another record"):
+    with pytest.raises(ValueError, match="counts the sampling of another record"):
         SAMPLINGS["full"].batches(DATA, KEY, state)
 
 
@@ -507,7 +507,7 @@ def test_chunks_that_are_left_out_or_added_twice_are_not_billed():
         if order == (0, 1, 2):
             assert dpx.epsilon(made, after_step, delta=1e-5) == dpx.epsilon(made, 1, delta=1e-5, numbers=4)
             continue
-        with pytest.raises(ValueError, match="the state has no bill"):
+        with pytest.raises(ValueError, match="the state has no known cost"):
             dpx.epsilon(made, after_step, delta=1e-5)
 
 

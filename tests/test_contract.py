@@ -39,9 +39,9 @@ from tests.mechanisms import MECHANISMS, PARAMS, POISSON, Case, case_of_method
 
 DRAWS = 4000
 RESTS = {  # lines that cannot be checked without facts: the words that the report gives as the reason
-    "dice_sgd": {"noise": "the event bills more", "cost": "ErrorFeedbackDpEvent"},
-    "dice_sgd automatic, shuffled": {"noise": "the event bills more", "cost": "ErrorFeedbackDpEvent"},
-    "clip, then project": {"noise": "the event bills more", "cost": "ProjectedGaussianDpEvent"},
+    "dice_sgd": {"noise": "the event counts more", "cost": "ErrorFeedbackDpEvent"},
+    "dice_sgd automatic, shuffled": {"noise": "the event counts more", "cost": "ErrorFeedbackDpEvent"},
+    "clip, then project": {"noise": "the event counts more", "cost": "ProjectedGaussianDpEvent"},
     # tests/test_sparse_embeddings.py has the sums of `ada_fest` by brute force, and the noise of its step.
     "ada_fest": {"adjacent": "on the sums", "divisor": "not a linear function"},
     "counted_rows": {"adjacent": "on the sums", "divisor": "not a linear function"},

@@ -441,8 +441,8 @@ def test_the_best_attacks_come_near_the_bill(sampling, noise, steps, share, runs
         return made(strategy, noise_multiplier=noise, sampling=sampling, key=key)
 
     bound = dpx.audit.lower_bound(make, steps=steps, delta=1e-3, key=keys.secret_key(5**40), runs=runs)
-    assert share * bound.bill < bound.gaussian_epsilon < 1.05 * bound.bill and not bound.exceeds_bill
-    assert bound.epsilon > 0.4 * bound.bill
+    assert share * bound.cost < bound.gaussian_epsilon < 1.05 * bound.cost and not bound.exceeds_cost
+    assert bound.epsilon > 0.4 * bound.cost
 
 
 @pytest.mark.long
@@ -454,7 +454,7 @@ def test_an_attack_refutes_the_bill_of_one_step():
         return mechanism.replace(event=lambda steps: dp_accounting.GaussianDpEvent(2.5))
 
     bound = dpx.audit.lower_bound(make, steps=6, delta=1e-3, key=keys.secret_key(5**40), runs=10_000)
-    assert bound.exceeds_bill
+    assert bound.exceeds_cost
 
 
 # Settings in jax_privacy's docstrings and tests (execution_plan.py, 2026): bands or coefficients, steps, rate of a
@@ -521,7 +521,7 @@ def test_the_contract_tries_all_patterns_of_steps(strategy, sampling):
         return attrs.evolve(event, **change)
 
     ratio = found_share(mechanism)
-    with pytest.raises(Broken, match="are billed"):
+    with pytest.raises(Broken, match="are paid for"):
         require_sensitivity(on_trial(mechanism.replace(event=less)))
     if sampling is CYCLIC:
         one_turn = mechanism.replace(event=lambda steps: mechanism.event(1))

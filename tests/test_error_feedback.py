@@ -250,7 +250,7 @@ def test_equal_bounds_are_equal_after_rounding():
     assert made.event(3).error_shift == 0
 
 
-OF_ERRORS = ("Error feedback is billed as one event", "covers the rounding of the error", "reset_every=5")
+OF_ERRORS = ("Error feedback is one event", "covers the rounding of the error", "reset_every=5")
 
 
 @pytest.mark.parametrize(

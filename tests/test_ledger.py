@@ -520,9 +520,9 @@ def test_an_attack_on_a_whole_ledger_stays_below_its_epsilon(tmp_path):
         for _ in range(2):  # as two releases of half the precision; the second one only if that may show more
             score += np.where(score > -1, (2 * of_a_mean(present, 2**0.5 * 1.8) - 1) / (4 * 1.8**2), 0)
         scores.append(score)
-    found = dpx.audit.lower_bound_from_scores(*scores, delta=delta, bill=ledger.epsilon)
+    found = dpx.audit.lower_bound_from_scores(*scores, delta=delta, cost=ledger.epsilon)
     assert max(event_epsilon(event, delta=delta, relation="zero_out") for event in events) < found.epsilon
-    assert not found.exceeds_bill and ledger.epsilon <= 3
+    assert not found.exceeds_cost and ledger.epsilon <= 3
 
 
 @pytest.mark.long
@@ -554,9 +554,9 @@ def test_one_run_audits_a_whole_ledger(tmp_path):
     )
     fallen = -np.asarray(run.params["w"])
     scores = (2 * counts - 1) / (2 * 4.0**2) + (fallen - 1) / (2 * 0.7**2)
-    found = dpx.audit.one_run(scores, members, delta=1e-5, bill=ledger.epsilon)
+    found = dpx.audit.one_run(scores, members, delta=1e-5, cost=ledger.epsilon)
     others = [entry.event for entry in ledger.entries if entry.event != mechanism.event(4)]
-    assert len(others) == 3 and not found.exceeds_bill
+    assert len(others) == 3 and not found.exceeds_cost
     assert event_epsilon(ComposedDpEvent(others), delta=1e-5, relation="zero_out") < found.epsilon < ledger.epsilon
 
 

@@ -241,12 +241,12 @@ REFUSED = {  # the program and the words of its message
     "no mechanism": (lambda: cost(dp_sgd(), optax.adam(0.1).init(PARAMS)), "exactly one mechanism's state, found 0"),
     "a search by a score on private data": (
         search_on_private_data,
-        "a score on private data without noise has no bill",
+        "a score on private data without noise has no known cost",
     ),
     "the best of half a run": (lambda: best_of(trials=0.5), "trials must be a finite number at least 1"),
     "a winner of another search": (
         lambda: dpx.privacy_report(dp_sgd(), 4, delta=1e-5, tuning=best_of(trials=10)),
-        "the run must be one that the search billed",
+        "the run must be one that the search counted",
     ),
     "a batch without its padding": (lambda: step_of(dp_sgd(), tiny()), r"dpx.Batch\(examples, included=None\)"),
     "update without the padding": (lambda: update(GRADS, PARAMS), "included must be given"),
@@ -263,7 +263,7 @@ REFUSED = {  # the program and the words of its message
     "data of another length": (lambda: SAMPLING.take(tiny(500), KEY, fresh()), "must hold the 1000 examples"),
     "draw from a sampling that is not billed": (
         lambda: OTHER.take(DATA, KEY, fresh()),
-        "bills the sampling of another record",
+        "counts the sampling of another record",
     ),
     "draw inside jit": (take_under_jit, "outside of jit"),
     "a step beyond the budget": (beyond_the_plan, "the budget is spent: .* 3 steps, and 3 were made"),
@@ -456,7 +456,7 @@ def test_batches_of_another_sampling_are_not_billed():
         after = gradient(PARAMS, batch, state).state
         if sampling is bills:
             assert cost(mechanism, after) > 0
-    refused("drawn by another sampling than the one that is billed", cost, mechanism, after)
+    refused("drawn by another sampling than that of the mechanism", cost, mechanism, after)
     assert dpx.check_setup(loss, mechanism, PARAMS, batch).findings[0].name == "drawn"
 
 

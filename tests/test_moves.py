@@ -116,8 +116,8 @@ def test_steps_that_may_have_been_made_are_skipped(whole, tmp_path):
     planned = dpx.epsilon(optimizer, STEPS, delta=1e-5, accountant="rdp", numbers=3)
     assert result.steps == STEPS and result.epsilon == planned == whole[0].epsilon
     assert dpx.epsilon(optimizer, result.state, delta=1e-5, accountant="rdp") == planned
-    assert result.skipped == 4 and "4 of the steps are billed, but" in str(result.report)
-    assert whole[0].skipped == 0 and "of the steps are billed" not in str(whole[0].report)
+    assert result.skipped == 4 and "4 of the steps are in epsilon, but not" in str(result.report)
+    assert whole[0].skipped == 0 and "of the steps are in epsilon" not in str(whole[0].report)
     assert [row["step"] for row in result.history] == [1, 2, 3, 4, 8, 9, 10]
     assert result.history[4]["skipped"] == 4 and {row["epsilon"] for row in result.history} == {planned}
 
@@ -569,7 +569,10 @@ def test_fresh_projections_are_refused():
     inner = dpx.dp_sgd(sampling=SAMPLING, **NOISE)
     optimizer = dpx.mechanisms.clip_then_project(inner, rank=2, kind="gaussian", key=KEY)
     state = optimizer.init(PARAMS)
-    with pytest.raises(ValueError, match="billed as ProjectedGaussianDpEvent.*, for which skipped steps have no proof"):
+    with pytest.raises(
+        ValueError,
+        match="is that of ProjectedGaussianDpEvent.*, for which skipped steps have no proof",
+    ):
         require_skippable(dataclasses.replace(PLAN, optimizer=optimizer), state, 0, 4)
 
 

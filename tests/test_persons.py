@@ -106,7 +106,7 @@ def test_a_target_for_others_is_no_target():
     assert named.unit == f"one {UNIT} (each one document)"
 
 
-REFUSED = "records must be 1, because the bill of several is known for|the event must have releases of Gaussians"
+REFUSED = "records must be 1, because the cost of several is known for|the event must have releases of Gaussians"
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_search_is_billed_for_all_records():
         accounting.best_of((MECHANISM, STEPS), trials=3, score_on=LaplaceDpEvent(1.0))
     report = dpx.privacy_report(MECHANISM, STEPS, delta=DELTA, tuning=bill)
     assert report.spent == bill.epsilon(delta=DELTA) and report.unit == f"one {UNIT}"
-    with pytest.raises(ValueError, match="the run must be one that the search billed"):
+    with pytest.raises(ValueError, match="the run must be one that the search counted"):
         dpx.privacy_report(MECHANISM, STEPS, delta=DELTA, tuning=bill, records=1)
 
 
@@ -195,7 +195,7 @@ def test_a_budget_of_a_search_is_for_the_person():
         score_on="public",
         budget=BUDGET,
     )
-    assert found.bill.records == RECORDS and 1.999 <= found.epsilon <= 2.0
+    assert found.cost.records == RECORDS and 1.999 <= found.epsilon <= 2.0
     assert found.report.unit == f"one {UNIT}" and found.report.spent == found.epsilon
 
 
@@ -292,7 +292,7 @@ def test_numbers_without_a_bill_for_the_person_are_refused(rate):
         accounting.schedule_epsilon([4.0], **given, records=0)
     run = {"examples": 60, "batch_size": round(60 * rate), "epochs": 1, "noise_multiplier": 4.0, "delta": DELTA}
     for name in ("shuffled", "fixed"):
-        with pytest.raises(ValueError, match="records must be 1, because the bill of several is known for"):
+        with pytest.raises(ValueError, match="records must be 1, because the cost of several is known for"):
             accounting.dp_sgd_epsilon(**run, sampling=name, records=RECORDS)
     with pytest.raises(ValueError, match="records must be a whole number"):
         accounting.dp_sgd_epsilon(**run, records=1.5)

@@ -395,12 +395,12 @@ def test_other_unbilled_compositions_are_refused():
     with pytest.raises(ValueError, match="say rank"):
         dpx.mechanisms.clip_then_project(base(), reduction_rate=0.3, kind="gaussian", key=KEY)
     fixed = base(sampling=dpx.FixedSizeSampling(examples=100, batch_size=8))
-    with pytest.raises(ValueError, match="is billed before"):
+    with pytest.raises(ValueError, match="has a cost before"):
         dpx.mechanisms.clip_then_project(fixed, rank=5, kind="gaussian", key=KEY).event(1)
     twice = dpx.mechanisms.clip_then_project(base(), rank=10, kind="gaussian", key=KEY)
-    with pytest.raises(ValueError, match="is billed before"):
+    with pytest.raises(ValueError, match="has a cost before"):
         dpx.mechanisms.clip_then_project(twice, rank=5, kind="gaussian", key=KEY).event(1)
-    with pytest.raises(ValueError, match="is billed before"):
+    with pytest.raises(ValueError, match="has a cost before"):
         projected(dp_accounting.ComposedDpEvent([base().event(2), feedback().event(2)]), rank=5)
     for kind in ("gaussian", "subset"):
         with pytest.raises(ValueError, match="one clipped sum"):

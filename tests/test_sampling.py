@@ -448,7 +448,7 @@ def test_take_refuses_the_state_of_another_sampling():
             roomier = dpx.PoissonSampling(examples=100, batch_size=10, capacity=64)  # the same draws in more rows
             assert len(roomier.take(np.zeros(100), KEY, mechanism(own).init(PARAMS)).included) == 64
         for other in others:
-            with pytest.raises(ValueError, match="bills the sampling of another record"):
+            with pytest.raises(ValueError, match="counts the sampling of another record"):
                 other.take(np.zeros(other.examples), KEY, mechanism(own).init(PARAMS))
 
 

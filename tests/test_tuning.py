@@ -167,7 +167,7 @@ def test_what_has_no_bill_is_refused():
         key=jax.random.key(0),
     )
     for candidate, options, message in (
-        ((feedback, 20), {}, "a search over such runs has no bill"),
+        ((feedback, 20), {}, "a search over such runs has no known cost"),
         (LaplaceDpEvent(1.0), {"relation": "replace_one"}, "no known Renyi divergence"),
         (UnsupportedDpEvent(), {}, "no known Renyi divergence"),
         (None, {}, "a candidate must be"),
@@ -379,17 +379,17 @@ def test_a_poisson_number_may_be_zero():
 def test_the_report_of_a_search():
     found = Searcher()(3)
     assert found.report.epsilon == {"pld": None, "rdp": found.epsilon}
-    for words in ("Billed: the run is the best", "logarithmic, 6 expected", "4 configurations", "from public data"):
+    for words in ("Included: the run is the best", "logarithmic, 6 expected", "4 configurations", "from public data"):
         assert words in found.report.to_markdown()
     made = mechanism({}, jax.random.key(0))
     assert "Public data" in dpx.privacy_report(made, 20, delta=1e-5, tuning="public").tuning
     assert "Not included" in dpx.privacy_report(made, 20, delta=1e-5).to_markdown()
     with pytest.raises(ValueError, match="a key of its own"):
-        dpx.compose_runs(found.bill, found.bill, shared_batches=False)
+        dpx.compose_runs(found.cost, found.cost, shared_batches=False)
     with pytest.raises(ValueError, match="tuning must be"):
         dpx.privacy_report(made, 20, delta=1e-5, tuning="yes")  # type: ignore
-    with pytest.raises(ValueError, match="one that the search billed"):
-        dpx.privacy_report(made, 21, delta=1e-5, tuning=found.bill)
+    with pytest.raises(ValueError, match="one that the search counted"):
+        dpx.privacy_report(made, 21, delta=1e-5, tuning=found.cost)
 
 
 def test_trials_of_one_key_are_refused():
@@ -515,11 +515,11 @@ def test_trials_beyond_the_bill_are_refused():
     with pytest.raises(ValueError, match="at most the 2 steps"):
         search(steps=2)
     search.train = lambda trial: (*train(trial)[:1], planned(train(trial)[1], 5))  # and a callback ended it
-    with pytest.raises(ValueError, match="make and plan at most the 4 steps that are billed, got 5"):
+    with pytest.raises(ValueError, match="make and plan at most the 4 steps that are paid for, got 5"):
         search(steps=4)
     search.train = train
     noises = iter([*[2.0] * 4, *[0.1] * 20])
-    with pytest.raises(ValueError, match="must return the mechanism that is billed"):
+    with pytest.raises(ValueError, match="must return the mechanism that is paid for"):
         search(optimizer=lambda configuration, key: mechanism({"noise": next(noises)}, key))
     search.train = train_losers_with_less_noise
     with pytest.raises(ValueError, match="other noise"):

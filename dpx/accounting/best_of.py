@@ -1,4 +1,4 @@
-"""The bill of a search: what the best of a random number of trials costs."""
+"""The cost of a search: what the best of a random number of trials costs."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,7 +26,7 @@ class Selection(Composition):
     """The cost of the best of a random and secret number of trials, of which nothing else is released.
 
     trial: the event of one trial without its score. trials: the expected number of them. distribution: of that number.
-    configurations: int, how many different ones are billed. score: how the score is billed, in words.
+    configurations: int, how many different ones are paid for. score: how the score is paid for, in words.
     """
 
     trial: DpEvent
@@ -42,7 +42,7 @@ class Selection(Composition):
 
     def __str__(self) -> str:
         return (
-            f"Billed: the run is the best of a random number of trials ({self.distribution}, {self.trials:g} "
+            f"Included: the run is the best of a random number of trials ({self.distribution}, {self.trials:g} "
             f"expected), each of one of {self.configurations} configurations, drawn at random and scored {self.score}. "
             "This holds while the number of trials and all other results are secret."
         )
@@ -64,15 +64,15 @@ def best_of(
     candidates: each a (mechanism, steps or state), or an event, as `dpx.compose_runs` takes them; what a trial may
         run. A trial costs as much as the worst of them, even if it is never drawn.
     trials: float, at least 1, the expected number. The number itself must be drawn from the distribution and stay
-        secret, as `dpx.tuning.search` does; the best of a fixed number of runs is billed by `dpx.compose_runs`.
+        secret, as `dpx.tuning.search` does; the best of a fixed number of runs is paid for by `dpx.compose_runs`.
     score_on: "public" if the score sees a trial's release and public data only; else the event of the noise in the
         score, which every trial pays too.
     distribution: "logarithmic", "geometric" or "poisson"; in this order, many trials cost more and are spread less.
     relation: of events, "zero_out" by default; None for mechanisms, whose samplings state it.
-    records: int, how many of the examples one person owns at most, as for `dpx.compose_runs`; the score is billed for
+    records: int, how many of the examples one person owns at most, as for `dpx.compose_runs`; the score is paid for by
         as many.
 
-    The bill is by Renyi divergences ("rdp"), because no tighter one is known to dp-accounting.
+    The cost is by Renyi divergences ("rdp"), because no tighter one is known to dp-accounting.
 
     Raises ValueError for no candidates, several relations, other arguments, and events of unknown Renyi divergences.
     Source: Papernot and Steinke 2022, https://arxiv.org/abs/2110.03620; `accounting/selection.py`.
@@ -106,7 +106,7 @@ def best_of(
         trials=trials,
         distribution=distribution,
         configurations=len(candidates),
-        score="from public data" if score is None else f"from private data, billed as {score} in every trial",
+        score="from public data" if score is None else f"from private data, at the cost of {score} in every trial",
     )
 
 
@@ -123,7 +123,7 @@ def _score_event(score_on: Any, records: int) -> DpEvent | None:
     if isinstance(score_on, str) and score_on == "public":
         return None
     if not isinstance(score_on, DpEvent):
-        words = f"a score on private data without noise has no bill. Got {described(score_on)}"
+        words = f"a score on private data without noise has no known cost. Got {described(score_on)}"
         raise ValueError(f'score_on must be "public", or the event of the noise in the score: {words}')
     ledger = from_event(score_on)
     if not ledger.counts or not ledger.private:

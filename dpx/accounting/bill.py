@@ -1,4 +1,4 @@
-"""The bill of a mechanism: the epsilon and delta of the steps of a run, before or after it."""
+"""The cost of a mechanism: the epsilon and delta of the steps of a run, before or after it."""
 
 from typing import Any
 
@@ -38,23 +38,23 @@ def epsilon(
     steps_or_state: a number of steps (int, at least 0); or an optimizer state, for the steps that its run has made and
         all that it planned (of a `dpx.Budget` or of `dpx.fit`), unless it was built with `public_stop=True`.
     delta: in (0, 1), best far below 1 divided by the number of examples. A larger one warns.
-    accountant: "tightest" bills by "pld" (privacy loss distributions) where that is known for every release, else by
-        "rdp" (Renyi divergences).
+    accountant: "tightest" takes "pld" (privacy loss distributions) where that is known for every release, and
+        otherwise "rdp" (Renyi divergences).
     relation: how neighboring data sets differ; None is the relation that the mechanism's sampling states. The event of
         a Poisson sampling is also true for replacing an example ("replace_one"), and, like that of random allocation,
         for adding or removing one ("add_or_remove"). The latter has the number of "zero_out", but is about real
         numbers: in a program, a deleted row moves all later ones, and the order of the rows is in the last bits of
         their float sum. So the released bits are private for neighbors of "zero_out", where a null keeps the row.
-    weight: of `PoissonSampling(..., weights=...)`: the bill of the examples of at most this weight; None is for all.
+    weight: of `PoissonSampling(..., weights=...)`: the cost of the examples of at most this weight; None is for all.
     records: int, at least 1, how many of the examples one person owns at most; None is that of the mechanism's
-        `dpx.Budget`, and 1 without one. Above 1, the bill is that of nulling all of them together
+        `dpx.Budget`, and 1 without one. Above 1, the cost is that of nulling all of them together
         (`dpx/accounting/groups.py`), for `PoissonSampling` without `most_rows` and for `FullBatch`.
     numbers: int, at most 2^32, how many numbers a step releases at most. None is that of the mechanism's `dpx.Budget`;
         without one, a state's own, and 2^32 for a number of steps. It matters for deltas below 1e-12.
 
     Raises ValueError for a state that another mechanism made, for a relation that the event is not true for, for an
-    event that the accountant cannot bill, for a weight above all weights, for records of another sampling, and for
-    fewer numbers than those of the state or the budget.
+    event whose cost the accountant does not know, for a weight above all weights, for records of another sampling, and
+    for fewer numbers than those of the state or the budget.
 
         >>> sampling = dpx.PoissonSampling(examples=1_000, batch_size=50)
         >>> mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=dpx.secret_key())
@@ -111,7 +111,7 @@ def event_of(
     distinct: int, of `of_records`.
 
     Raises ValueError for a state that another mechanism made, for a relation that the event is not true for, and for
-    records and a weight that it has no bill for.
+    records and a weight whose cost is not known.
     """
     require_billable(optimizer)
     steps = billed_steps(steps_or_state)
@@ -120,7 +120,7 @@ def event_of(
     elif hasattr(optimizer, "event_matching"):
         event = optimizer.event_matching(steps_or_state, steps)
     else:
-        raise ValueError(f"a state is billed by the dpx Mechanism that made its releases, got {type(optimizer)}")
+        raise ValueError(f"a state must be read by the dpx Mechanism that made its releases, got {type(optimizer)}")
     relation = _relation_of(event, optimizer.sampling, relation)
     event = event if weight is None else _of_weight(event, optimizer.sampling, weight)
     records = records_of(optimizer, records)
@@ -196,12 +196,12 @@ def of_records(
 ) -> dp_accounting.DpEvent:
     """The event of the same releases for a unit that owns so many examples. Raises ValueError where it is not known.
 
-    distinct: int, how many noise multipliers are billed at most for more than one example.
+    distinct: int, how many noise multipliers are counted at most for more than one example.
     """
     if records == 1:
         return event
     if not sampling.own_coins:
-        words = "the bill of several is known for PoissonSampling without most_rows and for FullBatch"
+        words = "the cost of several is known for PoissonSampling without most_rows and for FullBatch"
         raise ValueError(f"records must be 1, because {words}; got {records} with {sampling}")
     require_nulled(records, relation)
     return from_event(event).of_records(records, distinct=distinct)

@@ -31,14 +31,15 @@ class Budget:
     epsilon: float, positive and finite. delta: float in (0, 1), best far below 1 divided by the number of examples.
     steps: int, at least 1, of the whole run. epochs: float, positive, in place of steps. The budget of a mechanism has
         steps, those of `sampling.steps(epochs=epochs)`, because the sampling says how long an epoch is.
-    accountant: the one by which the bill is at most epsilon, as for `dpx.epsilon`.
+    accountant: the one by which the cost is at most epsilon, as for `dpx.epsilon`.
     records: int, at least 1. Above 1, epsilon is for a person who owns up to so many examples, for Poisson samples and
-        full batches, and so is every later bill of the mechanism: its report says so. That nobody has more is yours to
-        see to, such as with `dpx.sampling.records_to_keep`. With `dpx.UserData`, the sampling draws persons: leave 1.
+        full batches, and so is every later cost of the mechanism: its report says so. You must ensure that nobody
+        owns more, for example with `dpx.sampling.records_to_keep`. With `dpx.UserData`, the sampling draws persons:
+        leave 1.
     public_stop: bool. True promises that public information alone decides after which step a run ends: no release, no
         metric of the parameters and no private data. A run that ends early then costs the steps that it made.
     numbers: int, at most 2^32, how many numbers a step releases at most: those that the model trains, and one more with
-        adaptive clipping. Every bill of the mechanism is for so many, and `init` refuses parameters with more. None:
+        adaptive clipping. Every cost of the mechanism is for so many, and `init` refuses parameters with more. None:
         the noise is for 2^32, and the cost of a state for its own. It matters for small deltas (`docs/exact.md`).
 
     Raises ValueError for a field outside its range, unless exactly one of steps and epochs is given, and in arithmetic.

@@ -1,4 +1,4 @@
-"""Calibration: the least noise, rounded up, or the most steps for which the bill is within a budget."""
+"""Calibration: the least noise, rounded up, or the most steps for which the cost is within a budget."""
 
 import math
 import warnings
@@ -46,7 +46,7 @@ def calibrate(
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
     relation: how neighboring data sets differ; None is the relation that the sampling states.
     records, numbers: ints, of the person whom epsilon is for, and of a release, as for `dpx.epsilon`.
-    tolerance: relative; the bill is in [epsilon (1 - tolerance), epsilon] if it is a continuous function of the noise.
+    tolerance: relative; the cost is in [epsilon (1 - tolerance), epsilon] if it is a continuous function of the noise.
 
     Guarantee: `dpx.epsilon` of the mechanism that is built with the returned number is at most epsilon.
 
@@ -94,7 +94,7 @@ def _warn_of_a_jump(budget: float, found: float, costs: Mapping[float, float]) -
     if below and costs[found] < _NEARLY * budget and costs[max(below)] == math.inf:
         warnings.warn(
             f"epsilon={budget} cannot be used up: the least noise of a known cost is noise_multiplier={found:.6g}, "
-            f"which costs epsilon={costs[found]:.6g}, and the run is billed for that. With less, an example could move "
+            f"which costs epsilon={costs[found]:.6g}, and that is what the run costs. With less, an example could move "
             "a release to where the noise of a program ends. Fewer `numbers` or a larger delta may allow less noise",
             stacklevel=3,
         )
@@ -167,10 +167,10 @@ def calibrate_schedule(
 
 
 def least_within(bill: Callable[[float], float], budget: float, tolerance: float, start: float) -> float:
-    """The least noise with bill(noise) <= budget, to the tolerance, for a bill that decreases.
+    """The least noise with bill(noise) <= budget, to the tolerance, for a cost that decreases.
 
     First the answer is bracketed. Then the bracket is narrowed by secants in log-log coordinates, or by bisection if a
-    secant leaves the bracket. Returns the upper end of the bracket, whose bill is within the budget.
+    secant leaves the bracket. Returns the upper end of the bracket, whose cost is within the budget.
     """
     low = high = start
     cost_low = cost_high = bill(start)
@@ -205,7 +205,7 @@ def least_within(bill: Callable[[float], float], budget: float, tolerance: float
 
 
 def _least_near(bill: Callable[[float], float], budget: float, tolerance: float, start: float, power: float) -> float:
-    """`least_within` for slow bills, which are about noise^-power near the start: it asks for three of them or so."""
+    """`least_within` for slow costs, which are about noise^-power near the start: it asks for three of them or so."""
     noise, last = start, None
     for _ in range(_NEAR):
         cost = bill(noise)
@@ -238,7 +238,7 @@ def max_steps(
     relation: Relation | None = None,
     records: int | None = None,
 ) -> int:
-    """The largest number of steps whose bill is at most epsilon at delta, an int; 0 if one step costs more.
+    """The largest number of steps whose cost is at most epsilon at delta, an int; 0 if one step costs more.
 
     optimizer: a `dpx.Mechanism`. epsilon: positive and finite. delta: in (0, 1).
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
@@ -246,7 +246,7 @@ def max_steps(
     records: int, how many of the examples the person owns at most whom epsilon is for, as for `dpx.epsilon`.
 
     A schedule may be defined for some steps only, and its event raises ValueError beyond them. The result is then at
-    most that number of steps. A bill grows with the steps, so the search doubles, then bisects: 2 log2(steps) bills.
+    most that number of steps. A cost grows with the steps, so the search doubles, then bisects: 2 log2(steps) costs.
 
     Guarantee: `dpx.epsilon(optimizer, max_steps(...), delta=delta)` is at most epsilon.
 

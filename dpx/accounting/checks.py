@@ -21,7 +21,7 @@ _LARGEST_USUAL_DELTA = 0.1  # a larger one warns even if the number of examples 
 
 
 def require_concrete(name: str, value: Any) -> Any:
-    """`value` unchanged. Raises ValueError if jax traces it, because a number must be known before it can be billed."""
+    """`value` unchanged. Raises ValueError if jax traces it, because a number must be known before it has a cost."""
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
             f"{name} must be known before the run, got the traced value {value}; "
@@ -31,7 +31,7 @@ def require_concrete(name: str, value: Any) -> Any:
 
 
 def require_nonnegative(name: str, value: Any) -> float:
-    """`value` as a float. Raises ValueError unless it is at least 0; infinity is allowed, because a bill may be it."""
+    """`value` as a float. Raises ValueError unless it is at least 0; infinity is allowed, because a cost may be it."""
     number = real(require_concrete(name, value))
     if number is None or not 0 <= number:
         raise ValueError(f"{name} must be at least 0, got {described(value)}")

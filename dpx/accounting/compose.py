@@ -105,7 +105,7 @@ def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | 
     contradict `shared_batches`, or that are of several keys; for states of different units, such as examples and users
     (`dpx.UserData`), because a run that protects examples costs a user with many of them more; for different
     neighboring relations; for a `Composition` of other records, and budgets of several without `records`; and, with
-    batches that are shared, or not known, for different samplings and for mechanisms that are not billed as one
+    batches that are shared, or not known, for different samplings and for mechanisms that are not counted as one
     Gaussian release a step. Warns of samplings of different sizes, where a unit is not known.
     """
     if shared_batches is not None:
@@ -174,7 +174,7 @@ def common_records(runs: Iterable[Any], records: int | None) -> int:
         found.add(require_whole("records", records))
     if len(found) > 1:
         raise ValueError(
-            f"every run must be billed for one number of records, got {sorted(found)}, because the bill of fewer does "
+            f"every run must be for one number of records, got {sorted(found)}, because the cost for fewer does "
             "not hold for more: give `records`, and compose runs rather than Compositions"
         )
     return found.pop() if found else 1
@@ -219,12 +219,12 @@ def require_one_unit(units: tuple[int, ...], examples: tuple[int, ...]) -> None:
         raise ValueError(
             "every run must protect the same unit, but the batches of these runs hold units of different kinds, such "
             "as examples and users: a run on examples costs a user with many examples more than it costs one example. "
-            "Bill the runs apart"
+            "Compute the cost of each run by itself"
         )
     if 0 in units and len(set(examples)) > 1:
         warnings.warn(
             f"these runs sample from {sorted(set(examples))} units. If these are of different kinds, such as examples "
-            "and users, no sum of their bills protects either. Pass states, which show the unit",
+            "and users, no sum of their costs protects either. Pass states, which show the unit",
             stacklevel=3,
         )
 
@@ -270,7 +270,7 @@ def ways_to_share(
     """The event of every way in which at least two of the runs share their batches, because none bounds all others.
 
     apart: the event of each run with batches of its own. of_group: that of some runs, by their numbers, on the same
-    batches. Raises ValueError for too many runs, and for those whose bill on shared batches is not known.
+    batches. Raises ValueError for too many runs, and for those whose cost on shared batches is not known.
     """
     if len(apart) > MOST_RUNS:
         words = f"for more than {MOST_RUNS} runs whose states do not show the keys of their batches"
@@ -281,7 +281,7 @@ def ways_to_share(
             parts = [apart[group[0]] if len(group) == 1 else of_group(group) for group in groups]
         except ValueError as error:
             words = "shared_batches must be False if every run drew its batches with a key of its own, as dpx.fit does"
-            raise ValueError(f"{words}; otherwise these runs have no bill: {error}") from error
+            raise ValueError(f"{words}; otherwise these runs have no known cost: {error}") from error
         event = dp_accounting.ComposedDpEvent(sorted(parts, key=fingerprint))
         if len(groups) < len(apart) and event not in found:
             found.append(event)

@@ -1,4 +1,4 @@
-"""Releases that dpx does not bill itself: dp-accounting's own accountants do."""
+"""Releases whose cost dpx does not compute itself: dp-accounting's own accountants do."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -84,4 +84,4 @@ def delegated(event: DpEvent, accountant: Accountant, relation: Relation) -> Del
             return DelegatedProfile(delegate.compose(event))
         except dp_accounting.UnsupportedEventError as error:
             refusals.append(str(error))
-    raise ValueError(f'accountant "{accountant}" cannot bill {event} under relation "{relation}": {refusals}')
+    raise ValueError(f'accountant "{accountant}" knows no cost of {event} under relation "{relation}": {refusals}')

@@ -1,10 +1,11 @@
 """The cost of dp-accounting's events: an event is read as a ledger, its releases as step losses, these as a profile.
 
-An event is billed as if its noise were made of real numbers, so that the numbers can be compared with those of other
-libraries. `billed` adds what the arithmetic of dpx adds (`arithmetic`), and all bills of runs come from it.
+The cost of an event is computed as if its noise were made of real numbers, so that the numbers can be compared with
+those of other libraries. `billed` adds what the arithmetic of dpx adds (`arithmetic`), and all costs of runs come from
+it.
 
-dpx bills Gaussian events, Poisson-sampled (also truncated) and fixed-size-sampled Gaussian events, and the events that
-are a `Loss`. dp-accounting's own accountants bill all other events.
+dpx computes the cost of Gaussian events, Poisson-sampled (also truncated) and fixed-size-sampled Gaussian events, and
+the events that are a `Loss`. dp-accounting's own accountants do so for all other events.
 """
 
 import math
@@ -35,24 +36,24 @@ def event_epsilon(
 ) -> float:
     """An upper bound of epsilon at `delta` for an event; inf if a release adds no noise.
 
-    The noise counts as exact. The bill of a run of dpx, such as `dpx.epsilon`, is larger by what the arithmetic of its
+    The noise counts as exact. The cost of a run of dpx, such as `dpx.epsilon`, is larger by what the arithmetic of its
     noise adds: below 1e-3 for up to 10,000 Gaussians at a delta of at least 1e-6 (`dpx/accounting/arithmetic.py`).
 
     event: a dp-accounting event, or one of a type that is a `Loss`.
     delta: in [0, 1). At 0, it is inf but for events that cost nothing, those of `PureDpEvent` alone, and some that
-        dp-accounting bills.
+        dp-accounting has a cost for.
     accountant: "pld" composes privacy loss distributions, "rdp" Renyi divergences. "tightest" is "pld" where it is
         known for every release, else "rdp"; "pld" is at most "rdp". All are guarantees.
     relation: how neighboring data sets differ. The noise of a Gaussian event is relative to the effect of adding or
         removing one example, which is also the effect of nulling one ("zero_out"). Replacing one has twice that effect,
-        and is billed so. The noise of an event of sampling without replacement is relative to the effect of replacing
+        and counts so. The noise of an event of sampling without replacement is relative to the effect of replacing
         one, and no other relation is true for it.
     buckets: at most so many distinct releases on Poisson samples, so many on samples of a fixed size, and so many on
         truncated samples, are composed by PLD; more are rounded up in cost to this many. Of epochs of random
         allocation, at most a quarter of it, and at most 24.
 
-    Raises ValueError for an event that is not true for the relation or that the accountant cannot bill, and for a
-    delta, accountant, relation or number of buckets outside its range.
+    Raises ValueError for an event that is not true for the relation or whose cost the accountant does not know, and
+    for a delta, accountant, relation or number of buckets outside its range.
 
         >>> from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
         >>> dpx.accounting.event_epsilon(SelfComposedDpEvent(GaussianDpEvent(10.0), 50), delta=1e-5)
@@ -111,7 +112,7 @@ def billed(
 ) -> Implemented:
     """The profile of a run of dpx with this event: that of `event_profile`, and what the arithmetic of its noise adds.
 
-    Every bill of a run is one of this profile. runs: how many runs each release of the event stands for. numbers: the
+    Every cost of a run is one of this profile. runs: how many runs each release of the event stands for. numbers: the
     most of one release, or the `Normals` that draw them; 0 for exact noise.
     """
     options: Any = {"buckets": buckets, "curve": curve, "grid": grid}
@@ -142,6 +143,6 @@ def words_of_first_step(event: DpEvent) -> str:
 
 
 def explanation(event: DpEvent, *, delta: float, relation: Relation) -> tuple[str, ...]:
-    """How the bill of an event of a whole run is computed, in one sentence; () for other events."""
+    """How the cost of an event of a whole run is computed, in one sentence; () for other events."""
     run = from_event(event).whole_run
     return () if run is None else (run.explain(delta, relation),)

@@ -3,7 +3,7 @@
 mu-GDP means that to tell two neighboring data sets apart is at least as hard as to tell N(0, 1) from N(mu, 1).
 
 `epsilon`, `delta`, `log_delta` and `mu` convert between mu and (epsilon, delta) (Dong, Roth and Su 2022,
-https://arxiv.org/abs/1905.02383). Bills of unsampled Gaussians use them.
+https://arxiv.org/abs/1905.02383). Costs of unsampled Gaussians use them.
 """
 
 import math

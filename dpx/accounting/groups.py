@@ -1,4 +1,4 @@
-"""The bill of a unit that owns several records, where the sampling draws records and not units.
+"""The cost of a unit that owns several records, where the sampling draws records and not units.
 
 A unit owns at most k records. All of them are nulled in their places ("zero_out"). At one step, each record has a coin
 of its own, of a rate of at most q, and moves the sum by at most 1 in units of the clip norm; the noise has the standard
@@ -58,7 +58,7 @@ _HALF = math.sqrt(0.5)
 
 
 def require_nulled(records: int, relation: Relation) -> None:
-    """Raises ValueError for several records under a relation that they have no bill for."""
+    """Raises ValueError for several records under a relation for which no cost is known."""
     if records > 1 and relation == "replace_one":
         raise ValueError(f'records must be 1 for relation "replace_one", got {records}: they are nulled, not replaced')
 

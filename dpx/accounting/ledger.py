@@ -109,7 +109,7 @@ class Ledger:
             return None
         loss = self.whole_runs[0]
         if len(self.counts) > 1 or self.counts[loss] > 1:
-            words = "is billed as a whole: it composes with nothing, got it beside another event"
+            words = "is one release as a whole: it composes with nothing, got it beside another event"
             raise ValueError(f"{event_of(loss)} {words}")
         return loss
 

@@ -79,7 +79,7 @@ class Loss:
 
     def at_rate(self, rate: float) -> DpEvent:
         """The event of the same release for an example that takes part at a lower rate."""
-        raise ValueError(f"the bill of one weight is known for releases on Poisson samples only, got {event_of(self)}")
+        raise ValueError(f"the cost of one weight is known for releases on Poisson samples only, got {event_of(self)}")
 
     def in_words(self) -> str:
         """The release, as a report lists it."""

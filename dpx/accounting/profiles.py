@@ -120,9 +120,9 @@ Directions = list[SummedLoss]  # one composition: its summed loss in each direct
 class ComposedProfile:
     """Composes the step losses anew for each query, with the exponential tilt that is most precise there.
 
-    Its epsilon is at most the RDP bill of these steps.
+    Its epsilon is at most the RDP cost of these steps.
 
-    The first composition is planned around the RDP bill. If too much of the answer was bounded instead of computed, or
+    The first composition is planned around the RDP cost. If too much of the answer was bounded instead of computed, or
     if epsilon is much smaller than planned, more compositions are planned around the answer. Compositions are kept for
     later questions about delta, because one composition answers for all neighboring epsilons.
 
@@ -236,7 +236,7 @@ def profile(
     """The profile of a composition of steps by an accountant: the one place where accountants are chosen.
 
     "pld" is exact for unsampled Gaussians. Otherwise it composes privacy loss distributions, and is at most the RDP
-    bill of the same steps (if there are many distinct steps, of the few rounded ones). So "tightest" is "pld" if every
+    cost of the same steps (if there are many distinct steps, of the few rounded ones). So "tightest" is "pld" if every
     step has a privacy loss distribution, else "rdp".
 
     curve: True if deltas at many rising epsilons will be computed, each to 0.1 %.

@@ -58,7 +58,7 @@ def schedule_epsilon(
 ) -> Interval:
     """Epsilon at `delta` of T Gaussian releases on Poisson samples, whose noise changes from step to step.
 
-    noise_multipliers: float (T,), standard deviations of the noise on the sum, in clip norms; a 0 bills infinity.
+    noise_multipliers: float (T,), standard deviations of the noise on the sum, in clip norms; a 0 costs infinity.
     sampling_rate: in (0, 1], one float or (T,); 1 is without amplification.
     counts: int (T,), how often each step is repeated; default once. relation: as for `event_epsilon`.
     accountant: "pld", which "tightest" means here, composes privacy loss distributions. "rdp" adds the Renyi
@@ -186,7 +186,7 @@ def implemented(
 
 
 def lower_profile(steps: Buckets, *, relation: Relation, grid: float | None = None) -> Profile:
-    """A lower bound, which is never a bill: noise is rounded up, and rates are rounded down.
+    """A lower bound, which is never a cost: noise is rounded up, and rates are rounded down.
 
     The bound is 0 if a noise multiplier is below 1e-6, but not 0.
     """
@@ -222,7 +222,7 @@ def dp_sgd_epsilon(
 
     examples: int, of the data set. batch_size: the expected one, in (0, examples]; whole unless sampling is "poisson".
     noise_multiplier: the standard deviation of the noise on the SUM of the clipped gradients of a batch, divided by the
-        clip norm: a float of at least 0, where 0 bills infinity; a function of the step; or one for each step, float
+        clip norm: a float of at least 0, where 0 costs infinity; a function of the step; or one for each step, float
         (steps,), in place of steps and epochs. With "shuffled", it is a number, or the smallest one of each epoch,
         float (epochs,).
     delta: in (0, 1), best far below 1 / examples. A larger one warns.

@@ -7,7 +7,7 @@ of the winner by those of one trial. What their theorems need, and where it hold
 * K has one of their distributions, depends on nothing else, and is not released: `draw_count`, `dpx.tuning`.
 * The trials are alike: each draws its configuration afresh, so that this is a part of the trial. The divergence of a
   trial is then at most the largest among all configurations (`OneOf`), drawn or not.
-* A trial's result is what its bill covers: the score is computed from it and from public data, or is billed with it.
+* A trial's result is what its cost covers: the score is computed from it and from public data, or is paid for with it.
 * The results are totally ordered. Of equal scores the first wins: because the trials are independent and alike, this
   winner has the distribution of one that is drawn at random among them: an order by score, then by a random number.
 * If K = 0, which only the Poisson distribution allows, the output does not depend on the data.
@@ -93,7 +93,7 @@ class BestOf(StepLoss):
 
     @property
     def orders(self) -> np.ndarray:
-        """The orders that its bill searches, rising, float64 (orders,)."""
+        """The orders that its cost searches, rising, float64 (orders,)."""
         steps = self.trial.steps if isinstance(self.trial, Several) else ()
         return _PURE_ORDERS if steps and all(isinstance(step, DelegatedStep) for step, _ in steps) else _ORDERS
 
@@ -184,7 +184,7 @@ def trial_loss(trial: Any, relation: Relation) -> StepLoss:
         return SampledGaussian(0.0, 1.0, relation)  # no noise
     if trial.whole_runs:
         run = event_of(trial.whole_runs[0])
-        raise ValueError(f"{run} is billed as a whole run: a search over such runs has no bill")
+        raise ValueError(f"{run} is one release as a whole run: a search over such runs has no known cost")
     return Several(tuple(trial.losses(relation).items()))
 
 

@@ -123,7 +123,7 @@ class Folder:
         if stored.get(RECORD) != facts[RECORD]:
             raise ValueError(
                 f"checkpoints must be a new folder or one of this version of dpx, but {self.path} holds a run of "
-                "another version, whose states keep another record of their releases. Finish and bill that run with "
+                "another version, whose states keep another record of their releases. Finish that run with "
                 "its own version, or begin again in a new folder with a new key"
             )
         differ = [name for name in stored | facts if stored.get(name) != facts.get(name)]
@@ -353,7 +353,7 @@ def open_folder(
         copies = [bytes_of(leaf) for leaf in jax.tree.leaves(carry.params) if leaf.is_fully_replicated]
         path = None if folder is None else str(Path(folder).expanduser().absolute())
         own = {"params (their fingerprint)": fingerprint(copies), "steps": run.steps, "checkpoints": path}
-        own |= {"steps that are billed if it ends before (its plan)": run.plan}
+        own |= {"steps that count if it ends before (its plan)": run.plan}
         processes.require_same(facts | own | rhythm | {"on_other_devices": on_other_devices})
     return _Nowhere(run) if folder is None else Folder(folder, facts, run, on_other_devices)
 
@@ -367,7 +367,7 @@ def require_skippable(run: RunPlan, state: Tree, first: int, reach: int):
     elif private:
         problem = f"the state is not a function of releases alone: it has {private[0]}"
     elif unproved:
-        problem = f"the mechanism is billed as {unproved[0]}, for which skipped steps have no proof"
+        problem = f"the cost of the mechanism is that of {unproved[0]}, for which skipped steps have no proof"
     elif reach >= run.steps:
         problem = f"no step is left to train, because all {run.steps} may have been made"
     else:
@@ -375,7 +375,7 @@ def require_skippable(run: RunPlan, state: Tree, first: int, reach: int):
     raise ValueError(
         f"on_other_devices must be False for this run, whose checkpoint is of step {first}, and which may have made "
         f"steps up to {reach}: {problem}. Continue it with the devices that it had; or begin a new run at the stored "
-        "parameters, with a new key, and bill both by dpx.compose_runs, this one for all steps that it may have made"
+        "parameters, with a new key, and compose both by dpx.compose_runs, this one for all steps that it may have made"
     )
 
 

@@ -31,12 +31,13 @@ from dpx.xla.place import traced_for
 
 _TRAINED: dict[int, Path | None] = {}  # the folder of the last run of each key, by the mark of the key
 SKIPPED = (
-    "{} of the steps are billed, but the parameters do not have them: the run was interrupted and continued on other "
+    "{} of the steps are in epsilon, but not in the parameters: the run was interrupted and continued on other "
     "devices, and these steps may have been made before."
 )
 UNWATCHED = (
     "Nothing measured whether the run learned. An example whose loss or gradient is not finite contributes nothing and "
-    "is billed like all others; how many there are is private. dpx.check_setup shows it to those who may see the data."
+    "counts in epsilon like all others; how many there are is private. dpx.check_setup shows it to those who may see "
+    "the data."
 )
 
 VALIDATED = (

@@ -69,7 +69,7 @@ def require_transforms(transforms: tuple[Any, ...]):
     """Raises ValueError if the transforms hold a mechanism, coordinates, or anything else that is not a transform."""
     for transform in transforms:
         if isinstance(transform, Mechanism):
-            raise ValueError("one mechanism, first in the chain, is billed; got a second one among the transforms")
+            raise ValueError("a chain must have one mechanism, its first part; got a second one among the transforms")
         if isinstance(transform, Coordinates):
             words = f"the coordinates {transform.name!r}; write dpx.in_coordinates(mechanism, coordinates)"
             raise ValueError(f"transforms must be optax transforms, got {words}")

@@ -249,7 +249,7 @@ def _with_tuning(event: DpEvent, relation: Relation, records: int, tuning: Any, 
     """The event whose cost is stated, and whether that includes the choice of hyper-parameters, in words."""
     if isinstance(tuning, Selection):
         if (tuning.relation, tuning.records) != (relation, records) or not tuning.covers(event):
-            raise ValueError(f"the run must be one that the search billed, got {event}; {tuning}")
+            raise ValueError(f"the run must be one that the search counted, got {event}; {tuning}")
         return tuning.event, str(tuning)
     if not (tuning is None or isinstance(tuning, str)) or tuning not in (None, "public"):
         raise ValueError(f'tuning must be "public", a dpx.accounting.Selection or None, got {described(tuning)}')

@@ -30,14 +30,15 @@ class RandomAllocation(VaryingSize):
                      vary as much as those of `PoissonSampling`.
 
     The step of an example is 64 bits of a cipher of (key, epoch, example), modulo t. No step has a probability above
-    1/t by more than the factor 1 + t 2^-64, which adds less than t 2^-64 to the epsilon of an epoch; this is not
-    billed. An epoch is made once, as a list of the examples of each step. It takes 4 bytes of the host for each example
-    (4 GB for 10^9), and is made from parts of 2^20 examples.
+    1/t by more than the factor 1 + t 2^-64, which adds less than t 2^-64 to the epsilon of an epoch; no
+    cost counts it. An epoch is made once, as a list of the examples of each step. It takes 4 bytes of the host for each
+    example (4 GB for 10^9), and is made from parts of 2^20 examples.
 
-    Neighbors differ by a null in place of one example, as for `PoissonSampling`. Replacing an example has no bill. All
+    Neighbors differ by a null in place of one example, as for `PoissonSampling`. No cost of
+    replacing an example is known. All
     batches of a run must be drawn with one key, because others would come from several allocations. An epoch that ends
     early costs less, if its last step was fixed in advance; a stop that looks at releases costs the planned number of
-    steps. The size of a batch is outside of the bill. Its event is `RandomAllocationDpEvent`, and the proof is in
+    steps. The size of a batch is outside of the cost. Its event is `RandomAllocationDpEvent`, and the proof is in
     `dpx/accounting/pld/allocation.py`. Raises ValueError for other sizes.
     """
 

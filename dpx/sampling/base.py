@@ -131,7 +131,7 @@ class Sampling(abc.ABC):
         """The examples that take part in one step, as arrays of a fixed shape for a jitted step.
 
         key: a PRNG key, (), secret. step: int, the number of steps before this one in the whole run. It never restarts,
-            because a step that is drawn twice has the same batch but is billed as two independent ones.
+            because a step that is drawn twice has the same batch but counts as two independent ones.
         size: rows of the result, at least as many as take part; None takes the record's own size.
         Raises ValueError if step is not a whole number of at least 0, and if size is too small.
         """
@@ -160,14 +160,14 @@ class Sampling(abc.ABC):
             Of a table of pandas, give its columns of numbers, `frame[columns].to_numpy(numpy.float32)`, and of sparse
             matrices dense arrays.
         key: a PRNG key, (), secret, of one run. With `ShuffledEpochs` and `RandomAllocation` it must be the same at
-            every step, because a run whose batches come from several orders has no bill.
+            every step, because a run whose batches come from several orders has no known cost.
         state: of the optimizer. Its step count is read, so this call waits until the state is computed.
         size: rows of the batch, the last of which are padding; None takes the record's own size.
         beyond_budget: continue after the steps of the `dpx.Budget` that the mechanism was calibrated for.
 
         Raises ValueError for data of another length or with unlike items, for an item that is another when it is read
         again (as 16 are in the first batches, and later one of 256), for objects of pandas and sparse matrices, if the
-        mechanism of the state bills another sampling, at the first step beyond the budget, and inside of jit, where
+        mechanism of the state counts another sampling, at the first step beyond the budget, and inside of jit, where
         `draw_ahead` serves.
         """
         require_known(keys.secret(key), state)
@@ -192,7 +192,7 @@ class Sampling(abc.ABC):
         """An iterator of the batches of the next steps: those of `take`, loaded while the step before runs.
 
         Use each batch once, in order, with the state after the step before, because a batch at another step makes the
-        state unbillable. The state is read here only: after an interruption, call this again with the last state.
+        state lose its cost. The state is read here only: after an interruption, call this again with the last state.
 
         data, key, size, beyond_budget: as in `take`. Their items are read in a thread, if `prefetch` is above 0.
         state: of the optimizer, before the first of the steps.

@@ -15,7 +15,7 @@ class Batch(NamedTuple):
 
     examples: pytree of arrays, with the B examples on axis 0 of each. A sampling fills padding with zeros.
     included: bool (B,), True where the row counts, False for padding; None says that all B rows count.
-    drawn:    a `Drawn`, set by the sampling. A run has no bill if it uses the batch twice, at another step, with
+    drawn:    a `Drawn`, set by the sampling. A run has no known cost if it uses the batch twice, at another step, with
               another number of rows that count, or with a mechanism of another sampling. To change the examples, use
               `batch._replace(examples=...)`, which keeps this field. Each new row must depend on its own old row alone:
               no mixup, no statistics of the batch. Nothing can check that.
@@ -39,7 +39,7 @@ def require_batch(batch: Any) -> Batch:
     raise ValueError(
         f"batch must be a dpx.Batch, got {type(batch)}. Get one by sampling.take(data, key, state). For a batch of "
         "your own, write dpx.Batch(examples, included) with included: bool (B,), or dpx.Batch(examples, included=None) "
-        "if every row counts; it is billed as if the sampling had drawn it, which it must have"
+        "if every row counts; its cost assumes that the sampling had drawn it, as it must have"
     )
 
 

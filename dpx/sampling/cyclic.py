@@ -30,7 +30,7 @@ class CyclicPoissonSampling(VaryingSize):
     of the example alone. So an example takes part at most every b steps, which noise that is correlated over b steps
     needs (https://arxiv.org/abs/2306.08153, theorem 4). All batches of a run must be drawn with one key.
 
-    The bill of T steps with independent noise is that of ceil(T / b) Poisson-sampled Gaussians of this rate, of each b
+    The cost of T steps with independent noise is that of ceil(T / b) Poisson-sampled Gaussians of this rate, of each b
     steps the one with the least noise. Proof: let the groups of all examples be public. Neighbors differ by a null in
     place of one example, and their sums differ in the steps of its group alone, at most one of each b; there, its coin
     is independent of all that was released. The other steps are post-processing. The groups are independent of each

@@ -138,7 +138,7 @@ def require_rows(drawn: np.ndarray, size: int):
     """Raises ValueError unless `size` rows hold the drawn examples."""
     if len(drawn) > size:
         raise ValueError(
-            f"size must hold the whole batch of {len(drawn)} examples, got {size}; a cut batch is not the billed one"
+            f"size must hold the whole batch of {len(drawn)} examples, got {size}; no cost holds for a cut one"
         )
 
 

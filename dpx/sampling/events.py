@@ -18,7 +18,7 @@ class RandomAllocationDpEvent(DpEvent):
 
     It is true for one example more or fewer, and for a null in its place, with independent steps of all examples.
     Epochs compose, if each draws new steps. The order inside of an epoch does not matter. dp-accounting's accountants
-    refuse this event; the bill is in `dpx/accounting/pld/allocation.py`.
+    refuse this event; the cost is in `dpx/accounting/pld/allocation.py`.
     """
 
     noise_multiplier: tuple[tuple[float, int], ...]
@@ -47,7 +47,7 @@ def composition(parts: Iterable[tuple[DpEvent, int]]) -> DpEvent:
 
 
 def composed(multipliers: np.ndarray, event_of: Callable[[float], DpEvent]) -> DpEvent:
-    """The composition of releases, grouped by their noise multipliers, because their order does not change the bill.
+    """The composition of releases, grouped by their noise multipliers, because their order does not change the cost.
 
     multipliers: float64 (steps,). event_of: (noise multiplier) -> DpEvent.
     """

@@ -144,7 +144,7 @@ def undivided(loaded: Generator[tuple[Batch, bool]]) -> Generator[Batch]:
 
 
 def chunked(loaded: Generator[tuple[Batch, bool]], steps: int) -> Generator[Iterator[Batch]]:
-    """The chunks of each step. Raises ValueError where some of a step were left out, because they are billed too."""
+    """The chunks of each step. Raises ValueError where some of a step were left out, because they are paid for too."""
 
     complete = False
 
@@ -161,7 +161,7 @@ def chunked(loaded: Generator[tuple[Batch, bool]], steps: int) -> Generator[Iter
             complete = False
             yield chunks()
             if not complete:
-                raise ValueError("every chunk of a batch must be used before the next batch, because all are billed")
+                raise ValueError("every chunk of a batch must be used before the next batch: the cost counts all")
     finally:
         loaded.close()
 

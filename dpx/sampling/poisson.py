@@ -49,18 +49,18 @@ class PoissonSampling(VaryingSize):
                 divisor stays batch_size. By default, inf: a batch is never cut.
     weights:    PUBLIC numbers of at least 0, (examples,). Example i then takes part with probability
                 q_i = min(1, batch_size w_i / sum w), and the divisor is sum q_i, which is below batch_size where rates
-                are capped at 1. The bill is at the largest rate, for every example; `dpx.epsilon(..., weight=w)` is
+                are capped at 1. The cost is at the largest rate, for every example; `dpx.epsilon(..., weight=w)` is
                 that of the examples of weight w and less. Weights that were computed from labels or other private data
-                are private: no bill covers them. To divide a clipped gradient by q_i lets an example move the sum by
-                C / q_i, which is not billed either.
+                are private: no cost covers them. To divide a clipped gradient by q_i lets an example move the sum by
+                C / q_i, which no cost covers either.
     capacity:   without `most_rows`, rows of a drawn batch; by default the least multiple of 8 that a batch exceeds with
                 a probability below 1e-9. A larger batch is not cut: its rows are the next multiple of 1/8 of the
                 capacity. A capacity that is often exceeded lets the shape, and so the last bits of a sum, depend on a
                 coin (docs/exact.md): one below the default warns.
 
-    Neighbors differ by a null in place of one example, which keeps its place and counts nowhere. The bill is that of
+    Neighbors differ by a null in place of one example, which keeps its place and counts nowhere. The cost is that of
     adding or removing an example. But a deleted row would move all later ones, and so the rounding of their sum. The
-    size of a batch is outside of the bill: who sees it, for example in the time of a step, knows more of the coins.
+    size of a batch is outside of the cost: who sees it, for example in the time of a step, knows more of the coins.
 
     Raises ValueError for other sizes. Its event is that of Abadi et al. 2016, https://arxiv.org/abs/1607.00133; with
     `most_rows`, dp-accounting's `TruncatedSubsampledGaussianDpEvent`, and the proof is in
@@ -83,7 +83,7 @@ class PoissonSampling(VaryingSize):
         if self.weights is not None:
             object.__setattr__(self, "weights", PublicWeights(self.weights, self.examples))
             if (count := int((self.rates == 1).sum())) and self.batch_size < self.examples:
-                words = "an example takes part in every step, which is billed without amplification for all examples"
+                words = "an example takes part in every step, so epsilon has no amplification"
                 warnings.warn(f"{count} weights give a rate of 1: such {words}. Cap the weights", stacklevel=3)
         if self.capacity is not None:
             require_whole("capacity", self.capacity)
@@ -95,7 +95,7 @@ class PoissonSampling(VaryingSize):
             limits = f"[batch_size = {self.batch_size}, examples = {self.examples}]"
             raise ValueError(f"most_rows must be in {limits}, got {described(self.most_rows)}")
         if self.weights is not None:
-            raise ValueError(f"weights must be left out with most_rows, because no bill is known for both; got {self}")
+            raise ValueError(f"weights must be left out with most_rows, because no cost is known for both; got {self}")
         if self.capacity is not None:
             raise ValueError(f"capacity must be left out with most_rows, which is the rows of all batches; got {self}")
         object.__setattr__(self, "most_rows", most)
@@ -198,7 +198,7 @@ class PoissonSampling(VaryingSize):
 def _subset(drawn: np.ndarray, count: int, key: jax.Array, fitting: int) -> np.ndarray:
     """A uniformly random subset of the drawn examples, int (count,), rising.
 
-    The first of the drawn would be those of the lowest numbers, for which no bill is known.
+    The first of the drawn would be those of the lowest numbers, for which no cost is known.
     fitting: at least as many as are drawn; of few values, because a program is compiled for each.
     """
     places = order(key, fitting, fitting)  # a random order of more places is one of the first of them

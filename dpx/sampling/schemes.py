@@ -1,4 +1,4 @@
-"""Samplings: one frozen record draws the batches and states their cost, so a run is billed for the batches it draws.
+"""Samplings: one frozen record draws the batches and states their cost, so a run costs what its batches cost.
 
 `draw(key, step)` runs on the host, and is a pure function of the key, the step and the record, so a resumed run draws
 the same batches. `take`, `batches` and `draw_ahead` (base.py) read the step from the optimizer state, and call it.
@@ -73,7 +73,7 @@ class FixedSizeSampling(Sampling):
 class _Epochs(Sampling):
     """Epochs that hold every example once, cut into batches of one size; the last batch of an epoch may be short.
 
-    k begun epochs are billed as k Gaussian releases, each at the smallest noise multiplier of its epoch. Proof: let the
+    k begun epochs count as k Gaussian releases, each at the smallest noise multiplier of its epoch. Proof: let the
     orders be public. An example is in one batch of an epoch, so its releases differ in that batch alone.
     """
 
@@ -125,7 +125,7 @@ class ShuffledEpochs(_Epochs):
     examples: int, size of the data set, a public number. batch_size: int, the most rows of a batch, and the divisor.
 
     An example takes part once an epoch, in a batch that an adversary may know, so no amplification is claimed. An epoch
-    is billed as one Gaussian release at its smallest noise multiplier (mu = sqrt(epochs) / sigma), even if it is not
+    counts as one Gaussian release at its smallest noise multiplier (mu = sqrt(epochs) / sigma), even if it is not
     complete. Raises ValueError for the same sizes as `FixedSizeSampling`.
 
         >>> dpx.ShuffledEpochs(examples=1_000, batch_size=64).steps(epochs=5)
@@ -149,7 +149,7 @@ class FixedOrder(_Epochs):
 
     An example takes part in every epoch once, `steps_per_epoch` steps apart, which noise that is correlated over the
     whole run needs. Nothing is left to chance, and the order is public: so is the place of an example, and no
-    amplification is claimed. k begun epochs are billed as k Gaussian releases, each at the smallest noise multiplier of
+    amplification is claimed. k begun epochs count as k Gaussian releases, each at the smallest noise multiplier of
     its epoch (mu = sqrt(k) / sigma). Neighbors differ by a null, which keeps the place. The order must not depend on
     private data: shuffle the data once, without looking at them. Raises ValueError for the same sizes as
     `FixedSizeSampling`.

@@ -1,6 +1,6 @@
 """Users in place of examples: groups the rows of each user, so that a sampling draws users and epsilon protects users.
 
-The bill holds if each person is in one item alone, and if an item depends on the rows of its own user alone. So the
+The cost holds if each person is in one item alone, and if an item depends on the rows of its own user alone. So the
 padding is zero, and the user's own number of rows decides which of them are kept.
 
 # Records with several owners each: which of them to keep, so that nobody owns more than some of those that are kept
@@ -9,8 +9,8 @@ Who owns which record is PUBLIC here ("fixed graph", Ganesh et al. 2025, https:/
 differ by a null in place of every record that one person owns, alone or with others; the places and the owners of all
 records stay. Then both neighbors keep the same records, of which at most k are nulled: `dpx.epsilon(..., records=k)`.
 
-If owners were private too, no bill would follow. Without a person's records, other records fit that did not fit before,
-and these displace others again: one record can exchange all that is kept of a chain of any length.
+If owners were private too, no guarantee would follow. Without a person's records, other records fit that did not fit
+before, and these displace others again: one record can exchange all that is kept of a chain of any length.
 """
 
 import warnings
@@ -145,7 +145,7 @@ def records_to_keep(owners: Any, *, most_records: int, first: First = "order") -
 
     Greedy: each record is kept if all of its owners have fewer than `most_records` kept ones by then. So no record that
     is left out could be added. The choice depends on the owners alone, which must be public: a label or a text that
-    decides about owners makes them private, and the choice then leaks it. Bill with `records=most_records`.
+    decides about owners makes them private, and the choice then leaks it. Compute its cost with `records=most_records`.
 
     owners: a sequence with the owners of each record, each a collection of integers or of strings, which is not empty;
         or a pair of arrays (owners, starts): the owners of record i are owners[starts[i]:starts[i + 1]], with starts

@@ -31,11 +31,11 @@ def release_state(state: Tree) -> ReleaseState:
     for holder, key in holders:
         _require_plain(holder, key)
     if isinstance(release.step, jax.core.Tracer):
-        raise ValueError("state must be known, got one that jax is tracing: read its steps and its bill outside of jit")
+        raise ValueError("state must be known, got one that jax is tracing: read its steps and its cost outside of jit")
     if jnp.shape(release.step) != ():
         raise ValueError(
             f"state must be of one run, got {jnp.shape(release.step)} runs. Runs of one key share their noise: give "
-            "each a key of its own, and bill them together by dpx.compose_runs"
+            "each a key of its own, and compose them by dpx.compose_runs"
         )
     return release
 
@@ -60,7 +60,7 @@ def _require_plain(node: Any, key: Any) -> None:
     if holder in (tuple, list) and key.idx != 0:
         raise ValueError(
             "the mechanism must come first in the chain, because a transform before it sees raw gradients and is not "
-            f"billed; got it at position {key.idx}. (If this is a tuple of your own, pass the optimizer state alone.)"
+            f"counted; got it at position {key.idx}. (If this is a tuple of your own, pass the optimizer state alone.)"
         )
     if isinstance(node, Mapping) and any(_is_transform(part) for name, part in node.items() if name != key.key):
         raise ValueError("the mechanism must come first, and optax.named_chain does not keep the order; use dpx.chain")
@@ -118,7 +118,7 @@ def next_steps(state: Tree, sampling: Any, steps: int | None, *, beyond_budget: 
     """
     release = release_state(state)
     if int(release.fingerprints[0]) != fingerprint(sampling):
-        raise ValueError(f"the state is of a mechanism that bills the sampling of another record than {sampling}")
+        raise ValueError(f"the state is of a mechanism that counts the sampling of another record than {sampling}")
     first, planned = int(release.step), int(release.planned_steps)
     if steps is None:
         if beyond_budget or not planned:
@@ -141,9 +141,9 @@ def require_matching(state: Tree, mechanism: Any, multipliers: np.ndarray) -> No
     """
     release = release_state(state)
     _require_counted(state, release)
-    advice = "bill a state by the mechanism that made its releases, rebuilt with the same numbers"
+    advice = "compute the cost of a state by the mechanism that made its releases, rebuilt with the same numbers"
     if problem := int(release.problem):
-        raise ValueError(f"the state has no bill: {list(REASONS.values())[problem - 1]}")
+        raise ValueError(f"the state has no known cost: {list(REASONS.values())[problem - 1]}")
     kinds = ("sampling", "kind of event")
     for found, asked, differs in zip(release.fingerprints, mechanism.fingerprints, kinds, strict=True):
         if int(found) != int(asked):

@@ -27,7 +27,7 @@ REASONS = {
     "batch key": "its batches were drawn with more than one key, so they are not those of one permutation an epoch",
     "chunks": "the chunks of a batch were not added each once, in order, and with the mechanism, the clip norm and the "
     "state that the batch was released with",
-    "sampling": "a batch was drawn by another sampling than the one that is billed. Draw with the `sampling` of the "
+    "sampling": "a batch was drawn by another sampling than that of the mechanism. Draw with the `sampling` of the "
     "mechanism",
     "noise key": "its noise was drawn with more than one key, so it may be the noise of another run too. A compiled "
     "step keeps the key that it was compiled with: compile a step for every mechanism",

@@ -108,7 +108,7 @@ class SearchSettings:
             raise ValueError("optimizer must build its mechanism with the key it is given: trials need fresh noise")
         return mechanism if self.budget is None else mechanism.replace(budget=self.budget)
 
-    def bill(self, mechanisms: list[Mechanism], steps: list[int]) -> Selection:
+    def cost_of(self, mechanisms: list[Mechanism], steps: list[int]) -> Selection:
         """What a search of these configurations costs."""
         noise = self.score_on
         if isinstance(noise, NoisySum):
@@ -133,8 +133,8 @@ class SearchSettings:
             return [self.build(each, own, noise) for each, noise in zip(configurations, noises, strict=True)]
 
         def cost(mechanisms: list[Mechanism]) -> float:
-            bill = self.bill(mechanisms, [_steps_of(mechanism) for mechanism in mechanisms])
-            return bill.epsilon(delta=budget.delta, accountant=budget.accountant)
+            cost = self.cost_of(mechanisms, [_steps_of(mechanism) for mechanism in mechanisms])
+            return cost.epsilon(delta=budget.delta, accountant=budget.accountant)
 
         def least(make: Callable[[float], list[Mechanism]]) -> float:
             try:
@@ -167,7 +167,7 @@ class SearchPlan:
     mechanisms: list[Mechanism]
     steps: list[int]
     delta: float
-    bill: Selection
+    cost: Selection
 
     @classmethod
     def of(cls, settings: SearchSettings) -> "SearchPlan":
@@ -186,9 +186,9 @@ class SearchPlan:
             if None in deltas or len(deltas) > 1:
                 raise ValueError(f"delta must be given, because the mechanisms' budgets do not agree on one: {deltas}")
             (delta,) = deltas
-        bill = replace(settings.bill(mechanisms, steps), keys=(settings.key,))
+        cost = replace(settings.cost_of(mechanisms, steps), keys=(settings.key,))
         delta = require_delta(delta)
-        return cls(settings=settings, noises=noises, mechanisms=mechanisms, steps=steps, delta=delta, bill=bill)
+        return cls(settings=settings, noises=noises, mechanisms=mechanisms, steps=steps, delta=delta, cost=cost)
 
     def trial(self, number: int, folder: Path | None) -> tuple[Trial, int]:
         """The trial of a number, and the most steps that it may make."""
@@ -197,7 +197,7 @@ class SearchPlan:
         mechanism = self.settings.build(configurations[chosen], _trial_key(key, number), self.noises[chosen])
         most = self.steps[chosen]
         if mechanism.event(most) != self.mechanisms[chosen].event(most):
-            raise ValueError("optimizer must return the mechanism that is billed at every call, got another one")
+            raise ValueError("optimizer must return the mechanism that is paid for at every call, got another one")
         own = keys.stream(key, "of a trial's own", number)
         return Trial(configurations[chosen], mechanism, own, None if folder is None else folder / str(number)), most
 
@@ -209,7 +209,7 @@ class SearchPlan:
             raise ValueError(f"train must return the result of dpx.fit, or (params, state), got {type(result)}")
         event_of(trial.optimizer, result[1], None)
         if (steps := steps_billed(result[1])) > most:
-            raise ValueError(f"a trial must make and plan at most the {most} steps that are billed, got {steps}")
+            raise ValueError(f"a trial must make and plan at most the {most} steps that are paid for, got {steps}")
         if int(stream := release_state(result[1]).batch_key) not in (0, int(keys.mark(trial.optimizer.key))):
             raise ValueError(
                 "a trial must train its own optimizer, and draw its batches with the key of that optimizer, as dpx.fit "

@@ -37,7 +37,7 @@ class SearchResult(NamedTuple):
 
     configuration, params: the winner's; None if a Poisson number of trials was 0, which costs the same.
     score: float, the winner's; minus infinity if it was NaN. steps: int, of the winner.
-    epsilon: float, an upper bound for the search at `delta`. bill: its cost, for `dpx.compose_runs` and
+    epsilon: float, an upper bound for the search at `delta`. cost: its cost, for `dpx.compose_runs` and
         `dpx.privacy_report`.
     report: the privacy report of the winner, with the cost of the search; None without a winner.
     """
@@ -48,7 +48,7 @@ class SearchResult(NamedTuple):
     steps: int
     epsilon: float
     delta: float
-    bill: Selection
+    cost: Selection
     report: PrivacyReport | None
 
     __repr__ = outlined
@@ -111,33 +111,33 @@ def search(
         delta=delta,
     )
     plan = SearchPlan.of(settings)
-    bill, winner, best = plan.bill, None, -math.inf
+    cost, winner, best = plan.cost, None, -math.inf
     with _opened(checkpoints, plan) as folder:
         if ledger is not None:
             processes.of_first(lambda: _pay(ledger, plan, unit or "example", words, folder))
-        for number in range(draw_count(keys.stream(key, "number of trials"), bill.trials, SHAPES[distribution])):
+        for number in range(draw_count(keys.stream(key, "number of trials"), cost.trials, SHAPES[distribution])):
             trial, params, state = plan.run(train, number, folder)
             value = plan.scored(params, number) if folder is None else _stored_score(plan, params, number, folder)
             if winner is None or value > best:
                 winner, best = (trial, params, state), value
-    epsilon = bill.epsilon(delta=plan.delta)
+    epsilon = cost.epsilon(delta=plan.delta)
     if winner is None:
-        return SearchResult(None, None, -math.inf, 0, epsilon, plan.delta, bill, None)
+        return SearchResult(None, None, -math.inf, 0, epsilon, plan.delta, cost, None)
     trial, params, state = winner
-    report = privacy_report(trial.optimizer, state, delta=plan.delta, unit=unit, records=bill.records, tuning=bill)
-    return SearchResult(trial.configuration, params, best, steps_taken(state), epsilon, plan.delta, bill, report)
+    report = privacy_report(trial.optimizer, state, delta=plan.delta, unit=unit, records=cost.records, tuning=cost)
+    return SearchResult(trial.configuration, params, best, steps_taken(state), epsilon, plan.delta, cost, report)
 
 
 def _pay(ledger: PrivacyLedger, plan: SearchPlan, unit: str, words: str, folder: Path | None) -> None:
     """Raises ValueError for a ledger of other neighbors or records, and where it does not allow the search."""
-    bill, terms = plan.bill, ledger.terms
-    if (bill.relation, bill.records) != (terms.relation, terms.records):
+    cost, terms = plan.cost, ledger.terms
+    if (cost.relation, cost.records) != (terms.relation, terms.records):
         wanted = f"relation {terms.relation!r} and {terms.records} records"
-        raise ValueError(f"the search must be for the ledger's {wanted}, got {bill.relation!r} and {bill.records}")
-    pairs = normals_of(bill.numbers).pairs
+        raise ValueError(f"the search must be for the ledger's {wanted}, got {cost.relation!r} and {cost.records}")
+    pairs = normals_of(cost.numbers).pairs
     holder = "" if folder is None else read(folder / "search.json")["mark"]
     key, numbers = plan.settings.key, min(2 * pairs, LARGEST_RELEASE)
-    ledger.spend(bill.event, key=key, words=words, numbers=numbers, unit=unit, holder=holder)
+    ledger.spend(cost.event, key=key, words=words, numbers=numbers, unit=unit, holder=holder)
 
 
 @contextlib.contextmanager
@@ -150,7 +150,7 @@ def _opened(folder: str | Path | None, plan: SearchPlan) -> Iterator[Path | None
     own = {
         "key of the search (its mark)": int(keys.mark(plan.settings.key)),
         "configurations": len(plan.settings.configurations),
-        "bill (its fingerprint)": fingerprint(plan.bill.event),
+        "cost (its fingerprint)": fingerprint(plan.cost.event),
     }
     with contextlib.ExitStack() as stack:
 
@@ -186,6 +186,6 @@ def _stored_score(plan: SearchPlan, params: Tree, number: int, folder: Path) -> 
         raise ValueError(
             "train must return the same parameters whenever a trial is made again, because its steps have the same "
             f"noise, but {file} was written for others. Train with dpx.fit(..., checkpoints=trial.folder), in a search "
-            "with another key and another folder, and bill both searches"
+            "with another key and another folder, and add the costs of both searches"
         )
     return stored["score"]

@@ -89,7 +89,7 @@ def warn_of_fast_math() -> None:
     if fast_math(os.environ.get("XLA_FLAGS", "")):
         warnings.warn(
             "XLA_FLAGS has xla_cpu_enable_fast_math=true: XLA then removes the second float32 number of a sum, so an "
-            "example can move it by more than is billed (docs/exact.md). Leave this flag out",
+            "example can move it by more than the cost counts (docs/exact.md). Leave this flag out",
             stacklevel=3,
         )
 

@@ -1,7 +1,7 @@
 """Texts with their units of privacy: text files, JSON lines, Hugging Face data sets on disk, and what packages ship.
 
 A unit is a document or a user, with one or more texts. A fixed tenth of the units, chosen by a hash of their names, is
-for testing. They are public: their loss is shown without noise, and no bill covers them.
+for testing. They are public: their loss is shown without noise, and no cost covers them.
 """
 
 import ast

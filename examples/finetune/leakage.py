@@ -1,4 +1,4 @@
-"""What the fine-tuned model leaks: canaries with their exposure, and who took part, beside the bill.
+"""What the fine-tuned model leaks: canaries with their exposure, and who took part, beside the cost.
 
 A canary is a unit that was made up: a sentence with a random number, again and again in all rows of the unit. The model
 is asked how surprised it is by the number, and by other numbers that were drawn in the same way.
@@ -53,14 +53,14 @@ def with_canaries(rows: Rows, chosen: list[tuple[str, str]], tokenizer: Any, mos
     return Rows(*(np.concatenate(pair) for pair in zip(rows, repeated, strict=True)))
 
 
-def attack(job: Job, params: Any, losses: Callable, settings: Settings, bill: float) -> dict[str, Any]:
+def attack(job: Job, params: Any, losses: Callable, settings: Settings, stated: float) -> dict[str, Any]:
     """The exposure of the canaries, and how well the losses of units say who took part, by name.
 
     The canaries are nobody's, so their losses may be shared. The losses of real units come from private texts, and no
-    bill covers what is computed from them: such numbers are called unreleased_*.
-    losses: (params, rows) -> the summed losses of rows, and their counts. bill: the epsilon of one unit.
+    cost covers what is computed from them: such numbers are called unreleased_*.
+    losses: (params, rows) -> the summed losses of rows, and their counts. stated: the epsilon of one unit.
     """
-    shown = exposure_of(job, params, losses, settings, bill)
+    shown = exposure_of(job, params, losses, settings, stated)
     members = unit_scores(job, params, losses, sample(job.private, MEMBERS, settings.most))
     found = dpx.audit.membership(members, unit_scores(job, params, losses, sample(job.test, MEMBERS, settings.most)))
     rates = {
@@ -77,7 +77,7 @@ def attack(job: Job, params: Any, losses: Callable, settings: Settings, bill: fl
     } | rates
 
 
-def exposure_of(job: Job, params: Any, losses: Callable, settings: Settings, bill: float) -> dpx.audit.Exposure:
+def exposure_of(job: Job, params: Any, losses: Callable, settings: Settings, stated: float) -> dpx.audit.Exposure:
     """Each canary's sentence with its own number and with others, each written once behind the start token."""
     true = canaries(settings.canaries)
     others = np.random.default_rng([settings.canaries, 2]).integers(0, 10, (len(true), REFERENCES, DIGITS))
@@ -88,7 +88,7 @@ def exposure_of(job: Job, params: Any, losses: Callable, settings: Settings, bil
     length = len(job.tokenizer.encode(max(sentences, key=len)))
     totals, _ = losses(params, candidate_rows(sentences, job.tokenizer, length))
     totals = totals.reshape(len(true), 1 + REFERENCES)
-    return dpx.audit.exposure(totals[:, 0], totals[:, 1:], delta=settings.delta, bill=bill)
+    return dpx.audit.exposure(totals[:, 0], totals[:, 1:], delta=settings.delta, cost=stated)
 
 
 def sample(rows: Rows, units: int, most: int) -> Rows:

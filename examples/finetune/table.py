@@ -126,7 +126,7 @@ so that the model sees a module {few_times:.0f} times, and not once.
 The numbers are means over the seeds that are there (the smallest and the largest). Loss is in nats a byte on the test
 modules, and
 {before:.4f} before fine-tuning. Epsilon "inf" has the same clip norm and no noise. Learning rates (the same for every
-epsilon) were chosen by a few trials with another seed on the same test modules, which the bill does not cover. Noise is
+epsilon) were chosen by a few trials with another seed on the same test modules, which the cost does not cover. Noise is
 the noise multiplier.
 """
 TABLE = """

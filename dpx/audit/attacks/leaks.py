@@ -45,7 +45,7 @@ class Exposure(Bound):
     references: int, other candidates of each canary. largest: float, log2(references + 1), the most that can be seen.
     epsilon: float, at least 0. A proof, for secrets and references as `exposure` asks: if a run's epsilon for one
         canary's unit is smaller at `delta`, a bound this large has a probability of at most 1 - confidence.
-    bill: float, the epsilon that the run states at `delta`; None if it is not known.
+    cost: float, the epsilon that the run states at `delta`; None if it is not known.
     """
 
     exposures: np.ndarray
@@ -79,7 +79,7 @@ class Exposure(Bound):
 
 
 def exposure(
-    losses: Any, references: Any, *, delta: float, confidence: float = 0.95, bill: float | None = None
+    losses: Any, references: Any, *, delta: float, confidence: float = 0.95, cost: float | None = None
 ) -> Exposure:
     """The exposure of canaries that took part in a training run, from the losses of true and of other secrets.
 
@@ -87,7 +87,7 @@ def exposure(
     references: float (canaries, n), its losses on n other secrets in the same place. For the bound on epsilon, draw
         these and the true secret independently from one distribution, and let the run depend on the true one only
         through the canary's unit, so no secret may be in two units. All losses must be functions of released values.
-    delta: in (0, 1), of the bill. confidence: in (0, 1). bill: at least 0, the epsilon of one unit.
+    delta: in (0, 1), of the cost. confidence: in (0, 1). cost: at least 0, the epsilon of one unit.
 
     `epsilon` is a proof for such losses. It is low: with m canaries and n references it is at most
     ln((1 - confidence) (n + 1) / m), and `dpx.audit.one_run` finds more with many canaries. Raises ValueError for other
@@ -95,7 +95,7 @@ def exposure(
     """
     delta = checks.require_delta(delta)
     confidence = require_open_fraction("confidence", confidence)
-    bill = None if bill is None else checks.require_epsilon(bill)
+    cost = None if cost is None else checks.require_epsilon(cost)
     true, others = require_floats("losses", losses), require_floats("references", references)
     if true.ndim != 1 or not len(true):
         raise ValueError(f"losses must hold one loss of each canary, (canaries,), at least one; got {true.shape}")
@@ -114,7 +114,7 @@ def exposure(
         epsilon=max(0.0, math.log(miss * (count + 1) / best)) if miss > 0 else 0.0,
         delta=delta,
         confidence=confidence,
-        bill=bill,
+        cost=cost,
     )
 
 
@@ -151,7 +151,7 @@ class Membership:
     roc: Roc = field(repr=False)
 
     @property
-    def above_bill(self) -> bool:
+    def above_cost(self) -> bool:
         """Whether a lower bound is above what the stated cost allows. A reason to search for a fault, not a proof."""
         return self.limits is not None and any(low > most for low, most in zip(self.lower, self.limits, strict=True))
 
@@ -163,7 +163,7 @@ class Membership:
             )
             said += f"members are found ({100 * self.lower[number]:.4g} to {100 * self.upper[number]:.4g} %)"
             if self.limits is not None:
-                said += f"; the bill allows {upper(100 * self.limits[number], 4)} %"
+                said += f"; the stated cost allows {upper(100 * self.limits[number], 4)} %"
             lines.append(said)
         lines.append(
             f"advantage {self.advantage:.4g}, area {self.area:.4g}; {self.members} members, {self.others} others"
@@ -177,7 +177,7 @@ def membership(
     *,
     false_positive_rates: Sequence[float] = FALSE_POSITIVE_RATES,
     confidence: float = 0.95,
-    bill: AttackBounds | None = None,
+    cost: AttackBounds | None = None,
 ) -> Membership:
     """The true-positive rates of a membership attack on one training run.
 
@@ -186,9 +186,9 @@ def membership(
         scores must be functions of what the run released. For a rate below 1 / m, the threshold is the largest of the
         others.
     false_positive_rates: floats in (0, 1). confidence: in (0, 1), of each bound by itself.
-    bill: `dpx.reports.attack_bounds` of the run, with the same false-positive rates.
+    cost: `dpx.reports.attack_bounds` of the run, with the same false-positive rates.
 
-    What is counted describes this run and these units. The bill bounds the expectation over the coins of the run, for
+    What is counted describes this run and these units. The cost bounds the expectation over the coins of the run, for
     units that took part by a coin, and units of one run are not independent. So no count here refutes it:
     `dpx.audit.one_run` and `lower_bound` do that. Raises ValueError for other numbers, shapes and rates, and for NaN.
     """
@@ -196,9 +196,9 @@ def membership(
     if rates.ndim != 1 or not len(rates) or not np.all((rates > 0) & (rates < 1)):
         raise ValueError(f"false_positive_rates must be numbers in (0, 1), got {described(false_positive_rates)}")
     confidence = require_open_fraction("confidence", confidence)
-    if bill is not None and not np.array_equal(rates, bill.false_positive_rates):
-        stated = described(bill.false_positive_rates)
-        raise ValueError(f"bill must have the false_positive_rates {described(false_positive_rates)}, got {stated}")
+    if cost is not None and not np.array_equal(rates, cost.false_positive_rates):
+        stated = described(cost.false_positive_rates)
+        raise ValueError(f"cost must have the false_positive_rates {described(false_positive_rates)}, got {stated}")
     present = np.sort(require_scores("members", members, _LEAST, "members"))
     absent = np.sort(require_scores("others", others, _LEAST, "others"))
     allowed = np.minimum(np.floor(rates * len(absent) * (1 + _ROUNDING)).astype(int), len(absent) - 1)
@@ -216,7 +216,7 @@ def membership(
         members=len(present),
         others=len(absent),
         confidence=confidence,
-        limits=None if bill is None else bill.true_positive_rates,
+        limits=None if cost is None else cost.true_positive_rates,
         roc=roc,
     )
 

@@ -35,7 +35,7 @@ from scipy import special
 
 from dpx import keys
 from dpx.accounting import checks
-from dpx.accounting.bill import epsilon as bill_of
+from dpx.accounting.bill import epsilon as cost_of
 from dpx.audit.attacks.scores import LowerBound, lower_bound_from_scores
 from dpx.audit.stand_ins import without_grid
 from dpx.sampling.base import Sampling
@@ -349,9 +349,9 @@ def lower_bound(
     delta: in (0, 1). confidence: in (0, 1).
 
     `epsilon` is a proof, up to its confidence, for every mechanism, because the scores are computed from released
-    values only. A bound above `bill` proves that the stated epsilon is wrong, if `make` takes all of its randomness
+    values only. A bound above `cost` proves that the stated epsilon is wrong, if `make` takes all of its randomness
     from its key, and the batches are drawn as `sampling_truth` says. One below proves nothing, because another attack
-    may be better. `gaussian_epsilon` is a hypothesis. `bill` is `dpx.epsilon` of the mechanism, or None if it has no
+    may be better. `gaussian_epsilon` is a hypothesis. `cost` is `dpx.epsilon` of the mechanism, or None if it has no
     event.
     Raises ValueError as `canary_scores` does, for a wrong delta or confidence, and `instead` under another relation.
     """
@@ -361,8 +361,8 @@ def lower_bound(
     stated = hasattr(mechanism, "event") and hasattr(mechanism, "sampling")
     if stated and instead is not None and mechanism.sampling.relation != "replace_one":
         raise ValueError(
-            f"instead must be None for a bill whose relation is {mechanism.sampling.relation!r}, because that bill is "
-            "not for replacing an example; give lower_bound_from_scores the canary_scores, without this bill"
+            f"instead must be None for a cost whose relation is {mechanism.sampling.relation!r}, because that cost is "
+            "not for replacing an example; give lower_bound_from_scores the canary_scores, without this cost"
         )
     scores = canary_scores(
         make,
@@ -376,8 +376,8 @@ def lower_bound(
         sampling_truth=sampling_truth,
         observe=observe,
     )
-    bill = bill_of(mechanism, steps, delta=delta) if stated else None
-    return lower_bound_from_scores(*scores, delta=delta, confidence=confidence, bill=bill)
+    cost = cost_of(mechanism, steps, delta=delta) if stated else None
+    return lower_bound_from_scores(*scores, delta=delta, confidence=confidence, cost=cost)
 
 
 def canary_scores(

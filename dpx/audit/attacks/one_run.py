@@ -59,7 +59,7 @@ class OneRun(Bound):
         the trade-off function of two Gaussians.
     gaussian_epsilon: float, at least 0. A stronger hypothesis: as if the scores of the canaries were independent, too.
     guesses, right: int, how many guesses gave `epsilon`, and how many of them are right.
-    bill: float, the epsilon that the mechanism states at `delta`; None if it is not known.
+    cost: float, the epsilon that the mechanism states at `delta`; None if it is not known.
     """
 
     trade_off_epsilon: float
@@ -87,7 +87,7 @@ def draw_members(key: jax.Array, *, canaries: int) -> np.ndarray:
 
 
 def one_run(
-    scores: Any, members: Any, *, delta: float, confidence: float = 0.95, guesses: Any = None, bill: float | None = None
+    scores: Any, members: Any, *, delta: float, confidence: float = 0.95, guesses: Any = None, cost: float | None = None
 ) -> OneRun:
     """Lower bounds on the epsilon of a training run, from one score of each canary.
 
@@ -95,7 +95,7 @@ def one_run(
         depend on the noise, or on anything else that is secret (such as a second run with the same key), prove nothing.
     members: bool (canaries,), the coins of `draw_members`. The run must depend on them only through who takes part, and
         the scores only through the run.
-    delta: in (0, 1), of the bill. confidence: in (0, 1), of each of the three bounds by itself. bill: at least 0.
+    delta: in (0, 1), of the cost. confidence: in (0, 1), of each of the three bounds by itself. cost: at least 0.
     guesses: int, or several, in [2, canaries]: how many canaries are guessed; default six shares of them from 1/32 to
         1. Choose them before you see the scores. Each of n numbers is tested at confidence 1 - (1 - confidence) / n, so
         that the largest of the n bounds holds with `confidence` (union bound).
@@ -105,7 +105,7 @@ def one_run(
     """
     delta = checks.require_delta(delta)
     confidence = require_open_fraction("confidence", confidence)
-    bill = None if bill is None else checks.require_epsilon(bill)
+    cost = None if cost is None else checks.require_epsilon(cost)
     scores, members = require_scores("scores", scores, _LEAST_CANARIES, "canaries"), np.asarray(members)
     if members.shape != scores.shape or members.dtype != np.bool_:
         raise ValueError(f"members must be bool {scores.shape}, like the scores; got {members.dtype}{members.shape}")
@@ -125,7 +125,7 @@ def one_run(
         canaries=size,
         guesses=int(counts[best]),
         right=int(right[best]),
-        bill=bill,
+        cost=cost,
     )
 
 

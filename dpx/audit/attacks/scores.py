@@ -51,25 +51,25 @@ class Roc(NamedTuple):
 class Bound:
     """A lower bound on epsilon at one delta, with a confidence, beside the epsilon that was stated.
 
-    epsilon: float, at least 0. bill: float, the epsilon that is stated at `delta`; None if it is not known.
+    epsilon: float, at least 0. cost: float, the epsilon that is stated at `delta`; None if it is not known.
     """
 
     epsilon: float
     delta: float
     confidence: float
-    bill: float | None = None
+    cost: float | None = None
 
     @property
-    def exceeds_bill(self) -> bool:
+    def exceeds_cost(self) -> bool:
         """Whether the stated epsilon is refuted, with the stated confidence. Hypotheses refute nothing."""
-        return self.bill is not None and self.epsilon > self.bill
+        return self.cost is not None and self.epsilon > self.cost
 
     def _lines(self) -> list[str]:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        words = "the bill is WRONG" if self.exceeds_bill else "no contradiction"
-        return "\n".join(self._lines() + ([] if self.bill is None else [f"the bill is {self.bill:.4g}: {words}"]))
+        words = "the stated cost is WRONG" if self.exceeds_cost else "no contradiction"
+        return "\n".join(self._lines() + ([] if self.cost is None else [f"the stated cost is {self.cost:.4g}: {words}"]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class LowerBound(Bound):
     gaussian_epsilon: float, at least 0. A hypothesis: the same, but only for mechanisms with the trade-off function of
         two Gaussians.
     runs: (with, without) the example, the runs in the second half, on which both bounds are computed.
-    bill: float, the epsilon that the mechanism states at `delta`; None if it is not known.
+    cost: float, the epsilon that the mechanism states at `delta`; None if it is not known.
     """
 
     gaussian_epsilon: float
@@ -97,7 +97,7 @@ class LowerBound(Bound):
 
 
 def lower_bound_from_scores(
-    with_canary: Any, without_canary: Any, *, delta: float, confidence: float = 0.95, bill: float | None = None
+    with_canary: Any, without_canary: Any, *, delta: float, confidence: float = 0.95, cost: float | None = None
 ) -> LowerBound:
     """A lower bound on epsilon from the scores of an attack, one score for each independent run.
 
@@ -105,14 +105,14 @@ def lower_bound_from_scores(
         information: the first half of each chooses the threshold, the second half gives the bound. A larger score says
         "with". A score is valid if it depends on what its own run released, and on numbers that are independent of all
         runs. A score that depends on the noise of its run, or on anything else that is secret, proves nothing.
-    delta: in (0, 1). confidence: in (0, 1), of each bound by itself. bill: at least 0, the stated epsilon.
+    delta: in (0, 1). confidence: in (0, 1), of each bound by itself. cost: at least 0, the stated epsilon.
 
     `epsilon` is a proof for such scores, `gaussian_epsilon` a hypothesis (`LowerBound`). Raises ValueError for other
     numbers, for scores of another shape, and for NaN.
     """
     delta = checks.require_delta(delta)
     confidence = require_open_fraction("confidence", confidence)
-    bill = None if bill is None else checks.require_epsilon(bill)
+    cost = None if cost is None else checks.require_epsilon(cost)
     present = _halves(require_scores("with_canary", with_canary, _LEAST_RUNS, "runs"))
     absent = _halves(require_scores("without_canary", without_canary, _LEAST_RUNS, "runs"))
     miss, bounds = (1 - confidence) / 2, []
@@ -127,7 +127,7 @@ def lower_bound_from_scores(
         delta=delta,
         confidence=confidence,
         runs=(len(present[1]), len(absent[1])),
-        bill=bill,
+        cost=cost,
         roc=_roc(present[1], absent[1]),
     )
 
@@ -222,15 +222,15 @@ def _roc(present: np.ndarray, absent: np.ndarray) -> Roc:
     return Roc(1 - np.searchsorted(absent, thresholds, "left") / len(absent), type_two)
 
 
-def plot_lower_bound(bound: LowerBound, bill: TradeOff | None = None, *, axes: Any = None) -> Any:
+def plot_lower_bound(bound: LowerBound, cost: TradeOff | None = None, *, axes: Any = None) -> Any:
     """Draws the attack's error rates, and the trade-off function that the cost allows, on matplotlib `axes`; returns
     them.
 
-    bound: of `lower_bound` or `lower_bound_from_scores`. bill: of `dpx.reports.curves.trade_off`, which no attack on a
+    bound: of `lower_bound` or `lower_bound_from_scores`. cost: of `dpx.reports.curves.trade_off`, which no attack on a
         correct mechanism can go below, except by chance. axes: new ones by default.
     """
     label = f"attack: epsilon at least {bound.epsilon:.3g} at delta {bound.delta:g}"
     axes = plot_trade_off(TradeOff(bound.roc.type_one, bound.roc.type_two), axes=axes, label=label)
-    if bill is not None:
-        plot_trade_off(bill, axes=axes, label="bill: no attack is below")
+    if cost is not None:
+        plot_trade_off(cost, axes=axes, label="stated cost: no attack is below")
     return axes

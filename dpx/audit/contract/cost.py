@@ -57,7 +57,7 @@ def cost(trial: Trial) -> str:
     used = trial.multipliers[:TAKEN]
     precision = float(release.precision[0]) - float(release.precision[1])
     if (used > 0).all() and not math.isclose(precision, float(np.sum(used**-2.0)), rel_tol=1e-5):
-        raise Broken(f"the state records other noise multipliers than {used.tolist()}, which are billed")
+        raise Broken(f"the state records other noise multipliers than {used.tolist()}, which the cost counts")
     return billed(trial)
 
 
@@ -84,16 +84,16 @@ def billed(trial: Trial) -> str:
         return require_sensitivity(trial)
     if own:
         raise NotChecked(f"{own} is not an event of the sampling, so its own proof and tests must say that it is true")
-    extra = "; more releases are billed" if more else ""
+    extra = "; the cost counts more releases" if more else ""
     tried = ", ".join(str(steps) for steps in all_steps if steps <= last)
-    return f"{tried} steps bill the multipliers and the sampling that the mechanism states{extra}"
+    return f"{tried} steps cost what the multipliers and the sampling of the mechanism say{extra}"
 
 
 def _require_billed(expected: DpEvent, event: DpEvent, steps: int) -> bool:
     """Whether the event has more releases than expected. Raises Broken if it lacks one."""
     wanted, offered = from_event(expected).events, from_event(event).events
     if missing := _missing(wanted, offered):
-        raise Broken(f"{steps} steps do not bill {missing}, of noise multiplier and sampling of the mechanism")
+        raise Broken(f"{steps} steps do not count {missing}, of noise multiplier and sampling of the mechanism")
     return sum(offered.values()) > sum(wanted.values())
 
 
@@ -105,19 +105,19 @@ def _require_plausible(event: DpEvent, multipliers: np.ndarray, sampling: Sampli
     """
     steps, parts = len(multipliers), list(_parts(event))
     if foreign := sorted({type(part).__name__ for part in parts if isinstance(part, OF_SAMPLINGS)} - _kinds(sampling)):
-        raise Broken(f"{steps} steps bill {', '.join(foreign)}, which is not of the sampling that draws, {sampling}")
+        raise Broken(f"{steps} steps count {', '.join(foreign)}, which is not of the sampling that draws, {sampling}")
     drawn = (getattr(part, _PROBABILITY, None) for part in _parts(sampling.event(np.ones(1))))
     rate = max((rate for rate in drawn if rate is not None), default=1.0)
     for part in parts:
         if getattr(part, _PROBABILITY, 1.0) < rate * (1 - 1e-6):
-            raise Broken(f"{steps} steps bill {part}, of a lower rate than that of the sampling that draws, {sampling}")
+            raise Broken(f"{steps} steps count {part}, of a lower rate than the sampling that draws, {sampling}")
         if identity_of(getattr(part, "sampling", sampling)) != identity_of(sampling):
-            raise Broken(f"{steps} steps bill {part}, of another sampling than the one that draws, {sampling}")
+            raise Broken(f"{steps} steps count {part}, of another sampling than the one that draws, {sampling}")
         noise = getattr(part, "noise_multiplier", 0.0)
         if isinstance(noise, int | float) and noise > multipliers.max(initial=0) * (1 + 1e-6):
-            raise Broken(f"{steps} steps bill {part}, of more noise than the largest multiplier of the mechanism")
+            raise Broken(f"{steps} steps count {part}, of more noise than the largest multiplier of the mechanism")
     if (ledger := from_event(event)).readable and (most := ledger.released.most) < steps:
-        raise Broken(f"{steps} steps are billed as {most} releases of noisy numbers")
+        raise Broken(f"{steps} steps are counted as {most} releases of noisy numbers")
 
 
 def _kinds(sampling: Sampling) -> set[str]:
@@ -194,12 +194,12 @@ def require_sensitivity(trial: Trial) -> str:
         moved = trial.multiplier(0) / min(loss.noise_multiplier for loss in billed)
         if not moved >= largest * (1 - BILL_SLACK):
             words = f"an example moves C G by {largest:.6g} clip norms in {steps} steps"
-            raise Broken(f"{words}, and {moved:.6g} are billed")
+            raise Broken(f"{words}, and {moved:.6g} are paid for")
         turns = math.ceil(steps / getattr(mechanism.sampling, "bands", steps))
         if sum(billed.values()) < turns:
-            raise Broken(f"{steps} steps are billed as {sum(billed.values())} turns, and are {turns}")
+            raise Broken(f"{steps} steps are counted as {sum(billed.values())} turns, and are {turns}")
         shown = max(shown, largest / moved)
-    return f"{tried} patterns and signs of up to {SHORT} steps move C G by at most {shown:.4g} of what is billed"
+    return f"{tried} patterns and signs of up to {SHORT} steps move C G by at most {shown:.4g} of what the cost counts"
 
 
 def patterns(sampling: Sampling, steps: int) -> Iterator[tuple[int, ...]]:
@@ -257,7 +257,7 @@ def sampling(trial: Trial) -> str:
         _require_allocated(lambda step: record.draw(key, step), record.examples, event.steps_per_epoch)
         return f"in {DRAWN} batches of each of two epochs, the examples take part once an epoch, as the event says"
     _require_counted(batches, record)
-    return f"in {DRAWN} batches, no example takes part more often than the event bills"
+    return f"in {DRAWN} batches, no example takes part more often than the event counts"
 
 
 def _examples(draw: Draw) -> np.ndarray:
@@ -297,7 +297,7 @@ def _require_cyclic(draw: Callable[[int], Draw], examples: int, bands: int, rate
     batches = [_examples(draw(step)) for step in range(turns * bands)]
     taken = np.array([np.bincount(np.concatenate(batches[g::bands]), minlength=examples) for g in range(bands)])
     if ((taken > 0).sum(axis=0) > 1).any():
-        raise Broken("an example takes part in the steps of two groups, and those of one are billed")
+        raise Broken("an example takes part in the steps of two groups, and the cost counts those of one")
     if rate == 1:
         return len(batches)
     pairs = [(first + g, first + g + bands) for first in range(0, len(batches), 2 * bands) for g in range(bands)]
@@ -320,7 +320,7 @@ def _require_alike(taken: np.ndarray, trials: int, rate: float):
 def _require_weighted(batches: list[np.ndarray], rates: np.ndarray, billed: float):
     """Examples of low and of high rates, and those shared with the next batch, fit independent coins."""
     if rates.max() > billed * (1 + 1e-12):
-        raise Broken(f"an example takes part at rate {rates.max():.6g}, and {billed:.6g} is billed")
+        raise Broken(f"an example takes part at rate {rates.max():.6g}, and {billed:.6g} is paid for")
     taken = np.bincount(np.concatenate(batches), minlength=len(rates))
     pairs = list(zip(batches[:-1:2], batches[1::2], strict=True))
     for number, group in enumerate(np.array_split(np.argsort(rates, kind="stable"), 4), start=1):
@@ -409,4 +409,4 @@ def _require_counted(batches: list[np.ndarray], record: Sampling):
     taken = np.bincount(np.concatenate(batches), minlength=record.examples).max()
     billed = sum(from_event(record.event(np.ones(len(batches)))).counts.values())
     if taken > billed:
-        raise Broken(f"an example takes part in {taken} of {len(batches)} steps, and {billed} are billed")
+        raise Broken(f"an example takes part in {taken} of {len(batches)} steps, and {billed} are paid for")

@@ -118,10 +118,10 @@ def adjacent(trial: Trial) -> str:
                     if not size <= most:
                         raise Broken(
                             f"one example moves the update by {size:.6g} standard deviations of the noise, and "
-                            f"{trial.most(step):.6g} are billed ({name}, {problem.name}, step {step})"
+                            f"{trial.most(step):.6g} are paid for ({name}, {problem.name}, step {step})"
                         )
                     largest, tried = max(largest, size / trial.most(step)), tried + 1
-    words = f"{tried} times one of {inputs.ROWS} examples left out: at most {largest:.6g} of what is billed"
+    words = f"{tried} times one of {inputs.ROWS} examples left out: at most {largest:.6g} of what the cost counts"
     return f"{words}; {require_rows_alone(trial)}"
 
 

@@ -60,7 +60,7 @@ def noise(trial: Trial) -> str:
     if len(found) < len(used):
         missing.append("`secrecy` alone sees its size, because no derivative passes the update")
     elif not trial.moves_by_multiplier:
-        missing.append("its size is not compared, because the event bills more than a multiplier")
+        missing.append("its size is not compared, because the event counts more than a multiplier")
     if not drawn:
         missing.append("its draws are not tested, because no public value is linear in it; their keys differ by step")
     more_words = [words for words in (drawn, *more_words) if words]
@@ -68,8 +68,8 @@ def noise(trial: Trial) -> str:
         raise NotChecked("; ".join([*missing, *more_words]))
     billed = [trial.multiplier(step) for step in STEPS]
     more = any(value > 1.01 * least for value, least in zip(found, billed, strict=True))
-    words = f"multiplier {listed(found)} {AT_STEPS}; billed {listed(billed)}"
-    return "; ".join([words, *["more noise than is billed"] * more, *more_words])
+    words = f"multiplier {listed(found)} {AT_STEPS}; the cost counts {listed(billed)}"
+    return "; ".join([words, *["more noise than the cost counts"] * more, *more_words])
 
 
 def _is_billed(trial: Trial, step: int) -> bool:
@@ -92,7 +92,7 @@ def _used(trial: Trial, step: int, *, others: bool = False) -> float | None:
     largest = max(float(release.size(sums).max()) for sums in trial.contributions(step).values())
     used = 1 / max(largest, 1e-30)
     if trial.moves_by_multiplier and not used >= billed * (1 - release.tolerance):
-        raise Broken(f"the noise multiplier is {used:.6g} at {where}, and {billed:.6g} is billed")
+        raise Broken(f"the noise multiplier is {used:.6g} at {where}, and {billed:.6g} is paid for")
     return used
 
 
@@ -243,7 +243,7 @@ def _require_size(trial: Trial, found: Large) -> None:
             standard.append(drawn.ravel() / deviation)
     used = 1 / max(float(np.sqrt(sizes.max())), 1e-30)
     if trial.billed_by_multiplier and not used >= trial.multiplier(0) * (1 - SLACK):
-        raise Broken(f"the noise multiplier is {used:.3g} in larger parameters; {trial.multiplier(0):.6g} is billed")
+        raise Broken(f"the noise multiplier is {used:.3g} in larger parameters; {trial.multiplier(0):.6g} is paid for")
     if standard:
         ordered = np.sort(np.concatenate(standard))
         distance = np.abs(special.ndtr(ordered) - (np.arange(len(ordered)) + 0.5) / len(ordered)).max()

@@ -107,7 +107,7 @@ def _require_own_event_for_unreleased(trial: Trial):
     try:
         inputs.require_close(found, expected)
     except AssertionError:
-        raise Broken("unreleased state enters a release, and the event bills each as if it stood alone") from None
+        raise Broken("unreleased state enters a release, and the event counts each as if it stood alone") from None
 
 
 def public_of(result: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
@@ -242,7 +242,7 @@ def require_small_rounding(trial: Trial) -> str:
     if not excess <= 1:
         raise Broken(
             f"one of {LONG} rows moves the sum by {excess * ETA:.3g} clip norms more than it moves an empty one, and "
-            f"{ETA:.3g} is billed: the rounding of the others depends on it"
+            f"{ETA:.3g} is in the cost: the rounding of the others depends on it"
         )
     return f"of {LONG} rows against its rounding, one moves the sum by {excess:.2g} ETA more than alone"
 

@@ -127,7 +127,7 @@ class Trial(Subject):
         """Raises NotChecked if a step has no noise, because the cost then says nothing about its size."""
         for step in STEPS:
             if self.multiplier(step) == 0:
-                raise NotChecked(f"the noise multiplier is 0 at step {step}, so the bill is infinite")
+                raise NotChecked(f"the noise multiplier is 0 at step {step}, so the cost is infinite")
 
     def require_linear(self, step: int, what: str) -> Release:
         """The release of the step. Raises NotChecked unless the updates are a linear function of its noise."""

@@ -47,7 +47,7 @@ def constants(closed: core.ClosedJaxpr, example: Tree, rows: int, examples: int)
     size = sum(size for _, size in found)
     numbers = {"arrays": len(found), "bytes": size, "suspects": len(suspects)}
     if suspects:
-        words = f"the loss closes over an array of shape {suspects[0]}: if these are training data, they enter unbilled"
+        words = f"the loss closes over an array of shape {suspects[0]}: if these are training data, no cost covers them"
         return Finding("closures", "warning", words, numbers)
     if size >= LARGE:
         words = f"the loss closes over {size / 2**20:.0f} MiB of arrays: they must not be computed from the data"

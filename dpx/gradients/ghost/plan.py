@@ -18,7 +18,7 @@ from dpx.xla.jaxprs import identity_of_equation
 
 TOLD = 1e-4  # of a norm: a smaller raise is not worth a word
 _NUMBER = re.compile(r"\d+")
-_ROUNDING = f"rounding can lengthen what an example adds to a sum by eta = {ETA:.3g} of the clip norm; it is billed"
+_ROUNDING = f"rounding can lengthen what an example adds to a sum by eta = {ETA:.3g} of the clip norm, as epsilon knows"
 
 
 class EncodedLeaf(NamedTuple):

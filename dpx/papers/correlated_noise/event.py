@@ -120,7 +120,7 @@ class CyclicBandedDpEvent(DpEvent, Loss):
 def _require_zero_out(relation: Relation) -> None:
     if relation != "zero_out":
         words = "one example replaced by a null in all its steps"
-        raise ValueError(f'correlated noise is billed under relation "zero_out" only, {words}; got {relation!r}')
+        raise ValueError(f'correlated noise has a known cost under relation "zero_out" only, {words}; got {relation!r}')
 
 
 def rounding(

@@ -80,7 +80,7 @@ def correlated_noise(
         return dp_sgd(**common)
     for name, value in (("clip_norm", clip_norm), ("noise_multiplier", noise_multiplier)):
         if callable(value):
-            raise ValueError(f"{name} must be a number with correlated noise, got a schedule: its bill is not known")
+            raise ValueError(f"{name} must be a number with correlated noise, got a schedule: its cost is not known")
     clip_norm = require_number("clip_norm", clip_norm, minimum=SMALLEST_CLIP_NORM, maximum=LARGEST_CLIP_NORM)
     noise_multiplier = require_number("noise_multiplier", noise_multiplier, minimum=0, exclusive=True)
     _require_sampling(sampling, strategy)

@@ -130,6 +130,6 @@ def _require_fresh_and_ranked(rank: int | Tree | None, reduction_rate: float | T
         )
     if rank is None:
         raise ValueError(
-            "clip-then-project by a Gaussian is billed by its rank, before parameters are known; say rank, "
+            "clip-then-project by a Gaussian has a cost by its rank, before parameters are known; say rank, "
             f"got reduction_rate={described(reduction_rate)}"
         )

@@ -67,7 +67,7 @@ class ProjectedGaussianDpEvent(dp_accounting.DpEvent, Loss):
 
     def step(self, relation: Relation) -> "ProjectedGaussian":
         if relation == "replace_one":
-            raise ValueError(f'{self} is billed under "add_or_remove" and "zero_out" only, got relation {relation!r}')
+            raise ValueError(f'{self} has a cost under "add_or_remove" and "zero_out" only, got relation {relation!r}')
         return ProjectedGaussian(self.noise_multiplier, self.sampling_probability, self.rank, self.blocks)
 
 
@@ -91,7 +91,7 @@ def projected(event: dp_accounting.DpEvent, *, rank: int, blocks: int = 1) -> dp
     if not ledger.private:
         return dp_accounting.NonPrivateDpEvent()
     if not ledger.gaussian:
-        raise ValueError(f"a fresh projection is billed before (Poisson-sampled) Gaussian events only, got {event}")
+        raise ValueError(f"a fresh projection has a cost before (Poisson-sampled) Gaussian events only, got {event}")
     losses = ledger.losses("add_or_remove")
     if not losses:
         return dp_accounting.NoOpDpEvent()

@@ -65,7 +65,7 @@ class ErrorFeedbackDpEvent(DpEvent, Loss):
         least = min(epsilons, key=lambda name: epsilons[name])
         listed = ", ".join(f"{name}: {upper(value, 6)}" for name, value in epsilons.items())
         return (
-            "Error feedback is billed as one event of all its steps, by dpx's own bounds. No privacy loss distribution "
+            "Error feedback is one event of all its steps, by dpx's own bounds. No privacy loss distribution "
             f'is known, so "pld" gives the least of them. Used: {least}. All: {listed}. {_rounding(self)}'
         )
 
@@ -92,7 +92,7 @@ def bounds(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relati
     sampling, stated = event.sampling, event.sampling.relation
     if not sampling.plain:
         words = "its bounds are proved for coins of one rate"
-        raise ValueError(f"error feedback is not billed for Poisson sampling with most_rows or weights: {words}")
+        raise ValueError(f"error feedback has no known cost for Poisson sampling with most_rows or weights: {words}")
     moves_rows = relation == "add_or_remove" and not isinstance(sampling, PoissonSampling)
     if relation != stated and (stated == "replace_one" or moves_rows):
         raise ValueError(f'relation {relation!r} does not fit {sampling}, whose event is true for "{stated}"')
@@ -107,7 +107,7 @@ def bounds(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relati
         return {"participations known, Gaussian privacy": GaussianProfile(mu)}
     if not isinstance(sampling, PoissonSampling | FixedSizeSampling):
         names = ", ".join(known.__name__ for known in SAMPLINGS)
-        raise ValueError(f"error feedback is billed for {names} only, got {sampling}")
+        raise ValueError(f"error feedback has a known cost for {names} only, got {sampling}")
     rate = sampling.divisor / sampling.examples
     profiles: dict[str, Profile] = {}
     if accountant != "rdp":
@@ -119,7 +119,7 @@ def bounds(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relati
         profiles["amplified by sampling, Renyi recursion"] = AmplifiedProfile(rate=rate, noise_multiplier=noise, **run)
     if not profiles:
         raise ValueError(
-            f'accountant "rdp" bills error feedback on {sampling} only at a sampling rate below 1, under relation '
+            f'accountant "rdp" has a cost of error feedback on {sampling} only at a rate below 1, under relation '
             f'"add_or_remove" or "zero_out" and with a finite outer_clip_norm; got {event}, relation {relation!r}'
         )
     return profiles

@@ -97,7 +97,7 @@ def dice_sgd(
     if not isinstance(sampling, SAMPLINGS):
         raise ValueError(f"sampling must be one of {[s.__name__ for s in SAMPLINGS]}, got {described(sampling)}")
     if not sampling.plain:
-        words = "because error feedback has no bill for them"
+        words = "because error feedback has no known cost for them"
         raise ValueError(f"sampling must have no most_rows and no weights, {words}; got {sampling}")
     noise_key = keys.stream(keys.secret(key), "noise")
     clip_norm = _rounded("clip_norm", clip_norm, SMALLEST_CLIP_NORM)
