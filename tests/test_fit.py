@@ -1,6 +1,7 @@
 """`dpx.fit`: the loop by hand, within its budget, and continued bit for bit."""
 
 import dataclasses
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ import dpx
 from dpx import catalog
 from dpx.fitting import step as fitting_step
 from dpx.fitting.watching import Watcher
+from dpx.reports.report import sections_of
 from dpx.states.record import planned
 from tests import kills
 from tests.mechanisms import PARAMS as MECHANISM_PARAMS
@@ -71,6 +73,23 @@ def whole():
 
 
 # the run
+
+
+def test_the_report_says_what_was_trained():
+    """Its names are checked before the first step, and no cost of a search is that of another run."""
+    run = fit(name="a model, May", dataset="patients of 2024", tuning="public")
+    rows = dict(sections_of(run.report)[0].rows)
+    assert rows["run"] == "a model, May" and rows["data"] == "patients of 2024, 60 units, each one example"
+    assert run.report.title == "Privacy report of a model, May" and "Public data" in run.report.tuning
+    search = dpx.accounting.best_of((made(), 8), trials=2, score_on="public")
+    for wrong, said in [
+        ({"name": "two\nlines"}, "name must be printable"),
+        ({"dataset": ""}, "dataset must be printable"),
+        ({"tuning": "no"}, "tuning must be"),
+        ({"tuning": search}, "tuning must be .* one more release"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            fit(**wrong, callbacks=[lambda progress: pytest.fail("a step was made")])
 
 
 def test_it_is_the_loop_by_hand(whole):
@@ -351,13 +370,22 @@ def test_another_run_is_refused_and_loses_nothing(stored, said):
 
 
 def test_folders_of_earlier_versions_are_refused(stored, tmp_path):
-    """Their facts have other marks and no record, so that the key would be blamed."""
+    """By the name of their version: a run without a record, with another one, and with other code for the same one."""
     folder = shutil.copytree(stored, tmp_path / "earlier")
-    facts = json.loads((folder / "run.json").read_text())["facts"]
-    for earlier in (facts, {"facts": facts | {"record of the releases": "step, precision"}}):
+    known = json.loads((folder / "run.json").read_text())
+    facts, now = known["facts"], importlib.metadata.version("dpx-jax")
+    assert facts["version of dpx"] == now
+    before = facts | {"version of dpx": "0.1.7"}
+    for earlier, said in [
+        (facts, f"one of dpx {now}, but .* holds a run of dpx of an unknown version"),
+        ({"facts": before | {"record of the releases": "step, precision"}}, f"dpx {now}, .* a run of dpx 0.1.7, whose"),
+        (known | {"facts": before}, f"version of dpx was 0.1.7, now {now}"),
+    ]:
         (folder / "run.json").write_text(json.dumps(earlier | {"reach": 1}))
-        with pytest.raises(ValueError, match="a run of another version"):
-            fit(made(2.0), steps=1, delta=1e-5, accountant="rdp", checkpoints=folder)
+        for anywhere in (False, True):
+            with pytest.raises(ValueError, match=said):
+                options = {"delta": 1e-5, "accountant": "rdp", "on_other_devices": anywhere}
+                fit(made(2.0), steps=1, checkpoints=folder, **options)
 
 
 def test_other_folders_are_refused(stored, tmp_path, monkeypatch):

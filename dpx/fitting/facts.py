@@ -48,7 +48,8 @@ QUIET = (  # how the names of settings of jax go on that change no number, or th
 )
 INSTRUCTIONS = ("avx", "fma", "sse", "amx", "asimd", "sve")  # of a CPU, whose numbers a kernel may add in another order
 FIRST_EXAMPLE = "first example of the data (its mark)"
-PACKAGES = ("dpx", "jax", "jaxlib", "optax")  # whose versions decide the numbers of a run
+PACKAGES = ("jax", "jaxlib", "optax")  # whose versions decide the numbers of a run, as that of dpx does
+VERSION = "version of dpx"
 
 
 def facts_of(run: RunPlan, carry: Carry, options: dict[str, Any]) -> dict[str, Any]:
@@ -76,6 +77,7 @@ def facts_of(run: RunPlan, carry: Carry, options: dict[str, Any]) -> dict[str, A
     facts |= {"backend": jax.default_backend(), MACHINE: machine(), MEMORY: here().most_memory}
     facts |= {SETTING + name: value for name, value in settings_of().items()}
     facts |= {OF_LIBRARIES[-1]: fingerprint(_libraries())} if jax.default_backend() != "cpu" else {}
+    facts |= {VERSION: version_of("dpx-jax")}  # not "dpx", which is another package
     return facts | {f"version of {name}": version_of(name) for name in (*PACKAGES, *LIBRARIES)}
 
 

@@ -45,6 +45,7 @@ from dpx.fitting.facts import (
     MEMORY,
     PROGRAM,
     RECORD,
+    VERSION,
     bytes_of,
     facts_of,
     is_of_rounding,
@@ -122,9 +123,9 @@ class Folder:
         stored = self._known.get("facts", {})
         if stored.get(RECORD) != facts[RECORD]:
             raise ValueError(
-                f"checkpoints must be a new folder or one of this version of dpx, but {self.path} holds a run of "
-                "another version, whose states keep another record of their releases. Finish that run with "
-                "its own version, or begin again in a new folder with a new key"
+                f"checkpoints must be a new folder or one of dpx {facts[VERSION]}, but {self.path} holds a run of dpx "
+                f"{stored.get(VERSION, 'of an unknown version')}, whose states keep another record of their releases. "
+                "Finish that run with its own version, or begin again in a new folder with a new key"
             )
         differ = [name for name in stored | facts if stored.get(name) != facts.get(name)]
         names = [name for name in differ if name != KERNELS and not is_words(name)]

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -16,7 +16,7 @@ from dpx.fitting.facts import FIRST_EXAMPLE, LAYOUT, first_example, layout_of
 from dpx.fitting.folder import open_folder
 from dpx.fitting.payment import Payment
 from dpx.fitting.processes import require_spanned, together
-from dpx.fitting.settings import RunPlan, require_inputs
+from dpx.fitting.settings import RunPlan, require_described, require_inputs
 from dpx.fitting.step import Carry, begin, compiled_step, compiled_step_in_chunks
 from dpx.fitting.watching import FitResult, Progress, Watcher
 from dpx.gradients.sums import Norms
@@ -61,8 +61,12 @@ def fit(
     records: int | None = None,
     public_stop: bool | None = None,
     ledger: PrivacyLedger | None = None,
-    words: str = "a run of dpx.fit",
+    words: str | None = None,
     part: str | None = None,
+    # what its report says
+    name: str | None = None,
+    dataset: str | None = None,
+    tuning: Literal["public"] | None = None,
     # what is measured
     evaluate: Callable[[Tree], Any] | None = None,
     evaluate_private: PrivateMetric | None = None,
@@ -105,7 +109,13 @@ def fit(
         its folder pays once. If a callback ends the run, it gets back what the other steps would have cost, and has
         ended for good. The epsilon of the result is of the run alone, and covers the plan; `ledger.epsilon` is of all
         releases of the data, less what was given back, and the report names both. words: what the ledger calls the
-        run, in one line. part: the name of the part of a public partition that `data` are.
+        run, in one line; None is `name`. part: the name of the part of a public partition that `data` are.
+
+    What its report says:
+    name: of the run, in one line. dataset: the name of the data, in one line.
+    tuning: "public" if hyper-parameters were chosen without any run on the private data. None: the report says that the
+        cost of the choice is not included. (`dpx.tuning.search` writes the report of its winner; a run that repeats the
+        winner with a new key is one more release.)
 
     What is measured:
     evaluate: (params) -> number or dict of numbers, from PUBLIC data only: epsilon does not cover what it reads.
@@ -161,6 +171,8 @@ def fit(
         require_inputs(loss, optimizer, params, data, loss_at)
         given = {"delta": delta, "accountant": accountant, "records": records, "public_stop": public_stop}
         run = RunPlan.of(optimizer, key=key, steps=steps, epochs=epochs, **given)
+        said: dict[str, Any] = {"name": name, "dataset": dataset, "tuning": require_described(tuning, name, dataset)}
+        words = (name or "a run of dpx.fit") if words is None else words
         payment = Payment(ledger, {"words": words, "unit": unit_of(data), "part": part}, run)
         users = {"evaluate": evaluate, "evaluate_private": evaluate_private, "callbacks": callbacks, "loss_at": loss_at}
         watcher = Watcher.of(run, evaluate_every, progress, **users)
@@ -179,7 +191,8 @@ def fit(
     opened = open_folder(checkpoints, run, carry, rounding, rhythm, on_other_devices)
     with contextlib.closing(opened) as folder, traced_for(memory=folder.memory):
         carry = _train(carry, step, batches, run, watcher, folder, payment, checkpoint_every)
-    report = privacy_report(optimizer, carry.state, delta=run.delta, unit=unit_of(data), records=run.records)
+    said |= {"delta": run.delta, "unit": unit_of(data), "records": run.records}
+    report = privacy_report(optimizer, carry.state, **said)
     result = FitResult(
         params=carry.params,
         state=carry.state,

@@ -10,6 +10,7 @@ from dpx.accounting.bill import epsilon, records_of
 from dpx.accounting.checks import Accountant
 from dpx.guards import FLAX, require_params
 from dpx.mechanism import Mechanism, require_mechanism
+from dpx.reports.report import require_names
 from dpx.sampling.rows import rows_of
 from dpx.trees import Tree, described
 from dpx.validation import require_bool, require_function, require_whole
@@ -88,3 +89,18 @@ def require_inputs(loss: Any, optimizer: Any, params: Tree, data: Any, loss_at: 
     if not jax.tree.leaves(params) or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
         raise ValueError(f"params must be a pytree of float arrays, got no array. {FLAX}")
     rows_of(data, optimizer.sampling.examples, optimizer.key)
+
+
+def require_described(tuning: Any, name: str | None, dataset: str | None) -> Any:
+    """`tuning`, checked as `name` and `dataset` are before the run, and not when its report is written.
+
+    No cost of a search is allowed: the run that a search covers is the one that it made, and not another one of the
+    same settings.
+    """
+    require_names(name, dataset)
+    if tuning is not None and not (isinstance(tuning, str) and tuning == "public"):
+        raise ValueError(
+            f'tuning must be "public" or None in fit, got {described(tuning)}: a search reports its winner, and a '
+            "run that repeats it is one more release, which dpx.compose_runs adds to the cost of the search"
+        )
+    return tuning

@@ -55,8 +55,9 @@ class PrivacyReport:
         any attack) of floats, at 41 rates. tuning: whether epsilon covers the choice of hyper-parameters, in words.
     events: the releases, one sentence each. versions: by package. caveats: what the guarantee does not cover.
     date: of the report, in UTC, such as "2026-01-31". name: of the run, in one line, or None.
+    dataset: the name of the data, in one line, or None. rows: int, how many units the sampling draws from.
 
-    `dataclasses.replace(report, name="...")` names the run afterwards. Raises ValueError for a name of several lines.
+    `dataclasses.replace(report, name="...")` names the run afterwards. Raises ValueError for names of several lines.
     """
 
     mechanism: str
@@ -79,10 +80,11 @@ class PrivacyReport:
     records: int = 1
     budget: Budget | None = None
     name: str | None = None
+    dataset: str | None = None
+    rows: int | None = None
 
     def __post_init__(self):
-        if self.name is not None and not (isinstance(self.name, str) and self.name.strip() and self.name.isprintable()):
-            raise ValueError(f"name must be printable words in one line, got {described(self.name)}")
+        require_names(self.name, self.dataset)
 
     @property
     def spent(self) -> float:
@@ -152,6 +154,7 @@ def privacy_report(
     numbers: int | None = None,
     tuning: Selection | Literal["public"] | None = None,
     name: str | None = None,
+    dataset: str | None = None,
 ) -> PrivacyReport:
     """The report of a mechanism after some steps: epsilon by "pld" and by "rdp", and all assumptions.
 
@@ -165,9 +168,11 @@ def privacy_report(
     tuning: how hyper-parameters were chosen. "public": without any run on the private data. A `Selection` (of
         `dpx.accounting.best_of` or `dpx.tuning.search`): this run is the winner, and the report states the cost of the
         search. None: the report says that the cost of the choice is not included.
-    name: of the run, such as "cancer model, May", in one line. None: the report has none.
+    name: of the run, such as "cancer model, May", in one line. None: the report has none. dataset: the name of the
+        data, such as "patients of 2024", in one line.
+
     Raises ValueError as `dpx.epsilon` does, for a unit that differs from the state's, if neither accountant knows the
-    cost of the event, for another tuning or name, and for a run that costs more than a trial of the search.
+    cost of the event, for another tuning or other names, and for a run that costs more than a trial of the search.
 
         >>> dpx.privacy_report(mechanism, 200, delta=1e-5, name="a trial")
         PrivacyReport(name='a trial', unit='one example', epsilon=4.765..., delta=1e-05, steps=200)
@@ -218,7 +223,16 @@ def privacy_report(
         records=records,
         budget=None if isinstance(tuning, Selection) else getattr(mechanism, "budget", None),
         name=name,
+        dataset=dataset,
+        rows=getattr(mechanism.sampling, "examples", None),
     )
+
+
+def require_names(name: str | None, dataset: str | None):
+    """Raises ValueError unless each is None, or words in one line."""
+    for argument, words in (("name", name), ("dataset", dataset)):
+        if words is not None and not (isinstance(words, str) and words.strip() and words.isprintable()):
+            raise ValueError(f"{argument} must be printable words in one line, got {described(words)}")
 
 
 def _unit_of(recorded: int, unit: str | None) -> str:
@@ -433,9 +447,12 @@ def _target(report: PrivacyReport, unit: str) -> str:
 
 def _numbers(report: PrivacyReport, unit: str) -> tuple[tuple[str, str], ...]:
     budget = report.budget
+    each = unit if report.records == 1 else "record"
+    data = ", ".join(filter(None, [report.dataset, f"{report.rows:,} units, each one {each}" if report.rows else ""]))
     target = upper(budget.epsilon, 6) if budget is not None and budget.records == report.records else "none"
     return (
         *((("run", report.name),) if report.name else ()),
+        *((("data", data),) if data else ()),
         ("date", report.date),
         ("who is protected", f"one {unit}"),
         (f"epsilon of one {unit}, spent", upper(report.spent, 6)),

@@ -24,7 +24,7 @@ from dpx.keys.noise import LARGEST_RELEASE
 from dpx.ledgers import PrivacyLedger
 from dpx.ledgers.files import lock_of, make_folder, read, write
 from dpx.mechanism import Mechanism
-from dpx.reports.report import PrivacyReport, privacy_report
+from dpx.reports.report import PrivacyReport, privacy_report, version_of
 from dpx.states.identity import fingerprint
 from dpx.states.reading import steps_taken
 from dpx.trees import Tree, outlined, path_of
@@ -151,6 +151,7 @@ def _opened(folder: str | Path | None, plan: SearchPlan) -> Iterator[Path | None
         "key of the search (its mark)": int(keys.mark(plan.settings.key)),
         "configurations": len(plan.settings.configurations),
         "cost (its fingerprint)": fingerprint(plan.cost.event),
+        "version of dpx": version_of("dpx-jax"),
     }
     with contextlib.ExitStack() as stack:
 

@@ -69,7 +69,8 @@ class Bound:
 
     def __str__(self) -> str:
         words = "the stated cost is WRONG" if self.exceeds_cost else "no contradiction"
-        return "\n".join(self._lines() + ([] if self.cost is None else [f"the stated cost is {self.cost:.4g}: {words}"]))
+        verdict = [] if self.cost is None else [f"the stated cost is {self.cost:.4g}: {words}"]
+        return "\n".join(self._lines() + verdict)
 
 
 @dataclass(frozen=True, kw_only=True)
