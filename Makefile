@@ -94,7 +94,7 @@ wheel: install
 # JAX, optax, Flax and NumPy, for which it needs the internet.
 docs: install
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
-	$(BIN)/python -m sphinx -c docs -d runs/doctrees --fail-on-warning --keep-going --quiet . runs/site
+	$(BIN)/python -m sphinx -c docs -d runs/doctrees --jobs auto --fail-on-warning --keep-going --quiet . runs/site
 	$(BIN)/python -m docs._site.links runs/site
 
 # The links to other sites, for which it needs the internet.

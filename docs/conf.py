@@ -17,7 +17,7 @@ project, author, copyright = "dpx", "The dpx authors", "The dpx authors"
 version = release = dpx.__version__
 root_doc = "docs/index"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.intersphinx", "sphinx_copybutton"]
-extensions += ["_site.code", "_site.docstrings"]
+extensions += ["_site.code", "_site.docstrings", "_site.names"]
 include_patterns = ["docs/**", "benchmarks/results/**", "examples/README.md", "examples/notebooks/*", "*.md"]
 exclude_patterns = ["README.md", ".venv", ".git", "runs", "dist", "tests", "dpx", "docs/_site", "**.ipynb_checkpoints"]
 
@@ -48,12 +48,22 @@ if not os.environ.get("DPX_DOCS_INTERSPHINX"):
     intersphinx_mapping = {}  # `make docs` works without the internet; the workflow of the site sets the variable
 
 html_theme = "sphinx_book_theme"
-html_title = "dpx"
+html_title = f"dpx {version}"
 html_static_path = ["_static"]
 html_css_files = ["dpx.css"]
 html_extra_path = ["_site/root"]  # index.html, which leads to the home page
 html_show_sourcelink = False
 html_theme_options = {"home_page_in_toc": True, "show_toc_level": 2, "use_download_button": False}
 html_theme_options["navbar_persistent"] = []  # the search box of the menu is enough
+# Where GitHub builds the site, each page links to its source, and a notebook to Colab. The address is not written down.
+if repository := os.environ.get("GITHUB_REPOSITORY"):
+    html_theme_options |= {
+        "repository_url": f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{repository}",
+        "repository_branch": "main",
+        "path_to_docs": "",
+        "use_repository_button": True,
+        "use_edit_page_button": True,
+        "launch_buttons": {"colab_url": "https://colab.research.google.com"},
+    }
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

@@ -201,11 +201,11 @@ def until(mechanism, last):
         (feedback(POISSON), feedback(HALF), "of another sampling than the one that draws"),
         (feedback(POISSON), feedback(POISSON, noise_multiplier=1.4), "of more noise than the largest multiplier"),
         (feedback(POISSON), until(feedback(POISSON), 12), "100 steps are counted as 12 releases"),
-        (bands(CYCLIC), bands(RARER), "of a lower rate than that of the sampling"),
+        (bands(CYCLIC), bands(RARER), "of a lower rate than the sampling"),
         (bands(CYCLIC), until(bands(CYCLIC), 100), "1001 steps are counted as 102 releases"),
         (correlated(ORDERED), plain(ORDERED), "2 steps are counted as 1 releases"),
         (bands(CYCLIC), plain(CYCLIC), "moves C G by 1.2|counted as 1 releases"),
-        (bands(CYCLIC), plain(RARER), "of a lower rate than that of the sampling"),
+        (bands(CYCLIC), plain(RARER), "of a lower rate than the sampling"),
         (correlated(ORDERED), until(correlated(ORDERED), 12), "100 steps are counted as 12 releases"),
     ],
 )

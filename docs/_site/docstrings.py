@@ -89,6 +89,8 @@ def converted(lines: list[str], names: set[str] = frozenset()) -> list[str]:  # 
                 result += [f"``{argument[1]}``", f"    {prose([rest, *entry[1:]])}", ""]
             elif entry[0].startswith("* "):
                 result += [f"* {prose([entry[0][2:], *entry[1:]])}", ""]
+            elif len(paragraph) > 1 and len(entry) == 1 and entry[0].endswith(":"):
+                result += [f"**{prose(entry)}**", ""]  # the name of a group of arguments
             else:
                 result += [prose(entry), ""]
     return result

@@ -25,7 +25,8 @@ class Page(HTMLParser):
 
 def broken(site: Path) -> list[str]:
     """Each link that leads nowhere, with its page."""
-    pages = {path.resolve(): Page(path) for path in site.rglob("*.html")}
+    written = (path for path in site.rglob("*.html") if "_static" not in path.parts)  # there are templates of the theme
+    pages = {path.resolve(): Page(path) for path in written}
     found = []
     for path, page in pages.items():
         for target in page.targets:

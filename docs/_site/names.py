@@ -1,0 +1,41 @@
+"""Each page of the reference begins with a table of its names: a link, and the first sentence of the docstring."""
+
+import importlib
+import inspect
+import re
+
+DOCUMENTED = re.compile(r"^\.\. auto(?:function|class):: (\S+)$", re.MULTILINE)
+SENTENCE = re.compile(r"(?:[^.]|\.(?! [A-Z`]| \w+: |$))+")  # up to a period that ends it
+
+
+def found(path: str) -> object:
+    """The object of a public name, such as "dpx.sampling.FixedOrder"."""
+    value: object = importlib.import_module("dpx")
+    parts = path.split(".")
+    for number, name in enumerate(parts[1:], start=2):
+        value = getattr(value, name, None) or importlib.import_module(".".join(parts[:number]))
+    return value
+
+
+def first_sentence(value: object) -> str:
+    """In one line, as Markdown in a table."""
+    paragraph = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
+    sentence = (SENTENCE.match(paragraph) or [paragraph])[0]
+    parts = re.split(r"(`[^`]*`)", sentence.rstrip(".:").replace("|", "\\|"))
+    return "".join(part if part.startswith("`") else re.sub(r"([<*])", r"\\\1", part) for part in parts)
+
+
+def table(text: str) -> str:
+    rows = [f"| {{py:obj}}`{path}` | {first_sentence(found(path))} |" for path in DOCUMENTED.findall(text)]
+    return "\n".join(["| name | |", "|---|---|", *rows])
+
+
+def add_table(app, docname, source) -> None:
+    if docname.startswith("docs/api/") and DOCUMENTED.search(source[0]):
+        before, heading, after = source[0].partition("\n## ")
+        source[0] = f"{before}\n{table(source[0])}\n{heading}{after}"
+
+
+def setup(app):
+    app.connect("source-read", add_table)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
