@@ -22,6 +22,7 @@ from dpx.accounting import gdp
 from dpx.audit.attacks.many_runs import Attack, observed_run, takes_part
 from dpx.audit.attacks.one_run import steinke_p_value, trade_off_rejected
 from dpx.audit.attacks.scores import clopper_pearson
+from dpx.sampling.draws import tossed
 
 KEY = jax.random.key(11)
 FULL = dpx.FullBatch(examples=10)
@@ -310,6 +311,13 @@ def test_other_examples_change_nothing():
         np.testing.assert_allclose(among - np.mean(among), alone - np.mean(alone), atol=0.1)  # a cell of the grid
 
 
+class Thirds(dpx.FullBatch):
+    """A sampling that somebody adds."""
+
+    def takes_part(self, key, steps):
+        return tossed(key, steps, 1 / 3)
+
+
 @pytest.mark.parametrize(
     ("sampling", "rate"),
     [
@@ -321,6 +329,7 @@ def test_other_examples_change_nothing():
         (dpx.PoissonSampling(examples=4, batch_size=0.5, weights=[1, 1, 2, 4]), 0.25),
         (dpx.sampling.CyclicPoissonSampling(examples=40, batch_size=10, bands=3), 0.25),
         (FULL, 1.0),
+        (Thirds(examples=40), 1 / 3),
     ],
 )
 def test_the_canary_takes_part_as_the_sampling_says(sampling, rate):
