@@ -2,8 +2,10 @@
 
 import decimal
 import functools
+import gc
 import itertools
 import math
+import types
 from fractions import Fraction
 
 import jax
@@ -444,6 +446,25 @@ def test_every_statistic_is_for_examples_or_for_users(name, tmp_path):
         elif name in ("count", "sum", "histogram"):
             wide, narrow = (np.subtract(*each.interval()[::-1]) for each in (found, alone))
             assert wide == pytest.approx(3 * narrow, rel=1e-4)
+
+
+def arrays_within(thing, seen):
+    """All arrays that an object holds, also in the closures of its functions."""
+    if id(thing) not in seen and not isinstance(thing, type | types.ModuleType):
+        seen[id(thing)] = thing
+        of = isinstance(thing, types.FunctionType)
+        for part in [cell.cell_contents for cell in thing.__closure__ or ()] if of else gc.get_referents(thing):
+            arrays_within(part, seen)
+    return [each for each in seen.values() if isinstance(each, np.ndarray)]
+
+
+@pytest.mark.parametrize("name", [*SUMS, "quantiles"])
+def test_a_release_holds_no_data(name):
+    """Anyone may see it, so it may be stored or sent whole, with what its interval is computed from."""
+    values = np.linspace(0, 1, 1237)
+    calls = SUMS | {"quantiles": lambda data: statistics.release_quantiles(data, low=0, high=1, points=3, **asked())}
+    found = arrays_within(calls[name](values), {})
+    assert found and all(len(values) not in each.shape for each in found)
 
 
 # ------------------------------------------------------------------ keys and ledgers

@@ -13,7 +13,8 @@ The arguments that all of them take:
 noise_multiplier: float, positive, of the noise, relative to what one example, or one user, moves. Or a `dpx.Budget`:
     the least noise with which `steps` releases like this one are within it.
 key: a secret PRNG key, (), of this release alone. The same question about the same data has the same noise, so to
-    repeat it costs nothing; another one with this key is refused.
+    repeat it costs nothing; another one with this key is refused. Whether it is refused shows whether the data are the
+    same, which epsilon does not cover: take a new key for other data.
 noise: "gaussian" or "laplace". None is, for a budget, the one that deviates less, and Gaussian otherwise. Laplace noise
     of multiplier b costs epsilon 1 / b at delta 0.
 words: what is released, in one line, for its record.

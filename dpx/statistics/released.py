@@ -43,6 +43,11 @@ class Records(NamedTuple):
         """A public bound of the number of records."""
         return self.units * self.most
 
+    @property
+    def public(self) -> "Records":
+        """What remains with a release, which anyone may see: no values."""
+        return self._replace(values=np.empty((0, self.values.shape[1]), self.values.dtype))
+
     def shaped(self, found: np.ndarray) -> Any:
         """Numbers of the columns, (..., columns), or without that axis where the values have none; floats where ()."""
         found = found if self.vector else found[..., 0]

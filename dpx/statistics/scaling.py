@@ -69,6 +69,7 @@ def standardize(
     cells, columns, most = cells_of(records, low, high, 2), records.values.shape[1], QUANTA * records.most_rows
     effect = Effect(QUANTA * columns, QUANTA * math.sqrt(columns), 3 * columns)
     query = f"standardize {low.tolist()} {high.tolist()}"
+    records = records.public
     noisy, added, facts = asked.noisy(records, cells, effect, 0, most, query=query)
     total, size = noisy.sum(axis=0), high - low
     mean = safe_ratio(noisy[1] / 2 + noisy[2], total, 0.5)

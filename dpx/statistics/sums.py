@@ -66,7 +66,7 @@ def release_count(
     there = records.values if records.values.dtype.kind == "b" else ~np.isnan(records.values)
     columns = there.shape[1]
     effect = Effect(WHOLE * columns, WHOLE * math.sqrt(columns), columns)
-    return _counts(asked, records, WHOLE * there.sum(axis=0, dtype=np.int64), effect, "count", records.shaped)
+    return _counts(asked, records, WHOLE * there.sum(axis=0, dtype=np.int64), effect, "count", records.public.shaped)
 
 
 def release_histogram(
@@ -171,6 +171,7 @@ def _spread_sum(
     """offset + size times the sums of quanta, int64 (rows, columns), each at most QUANTA in size."""
     columns, most = quanta.shape[1], QUANTA * records.most_rows
     effect = Effect(QUANTA * columns, QUANTA * math.sqrt(columns), columns)
+    records = records.public
     noisy, added, facts = asked.noisy(records, quanta.sum(axis=0), effect, -most, most, query=query)
     value = offset + noisy * size
 
@@ -227,9 +228,10 @@ def release_mean(
         middle = low + half
         quanta = _rounded((np.clip(records.values, low, high) - middle) / half)
         found = _spread_sum(asked, records, quanta, half / (QUANTA * rows), middle, query)
-        return _cut(found, records, low, high)
+        return _cut(found, records.public, low, high)
     cells, columns, most = cells_of(records, low, high, 1), records.values.shape[1], QUANTA * records.most_rows
     effect = Effect(QUANTA * columns, QUANTA * math.sqrt(columns), 2 * columns)
+    records = records.public
     noisy, added, facts = asked.noisy(records, cells, effect, 0, most, query=query)
     value = low + (high - low) * safe_ratio(noisy[1], noisy.sum(axis=0), 0.5)
 
