@@ -90,8 +90,21 @@ def frontier():
     save(figure, "frontier")
 
 
+def noise():
+    """The noise of a run over the batch size: `plan.plot()`."""
+    sizes = [2**power for power in range(6, 15)]
+    plan = dpx.plan_noise(examples=60_000, epsilon=2.0, delta=1e-5, epochs=[10, 20, 40], batch_sizes=sizes)
+    figure, axes = pyplot.subplots(figsize=(5.2, 3.4), layout="constrained")
+    plan.plot(axes=axes)
+    for line, (color, style) in zip(axes.lines, STYLES, strict=False):
+        line.set(color=color, linestyle=style)
+    axes.legend()
+    save(figure, "noise")
+
+
 if __name__ == "__main__":
     matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "dpx", "font.family": "sans-serif"}
     samplings()
     bets()
     frontier()
+    noise()
