@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 PRELOADED = ["dpx", "orbax.checkpoint", "dp_accounting.pld", "dp_accounting.rdp", "scipy.stats", "scipy.signal"]
 EVERY = 3  # steps from a checkpoint to the next
 REACH = 8  # a process is killed at most so many steps after the step that it continued at
+LINES = 3  # of a ledger of one run, which pays once: the budget, the run, and that it is made
 LONGEST = 120.0  # seconds until a process must have said something
 
 
@@ -52,7 +53,8 @@ class Place(NamedTuple):
 
 
 def run(folder: str | None, steps: int, sender: Connection | None, place: Place | None = None, correlated=False):
-    """A run that reports each of its steps, and at its end every number that it has; without `sender`, nothing.
+    """A run that reports each of its steps, and at its end every number that it has; without `sender`, nothing. With a
+    folder, it pays into a ledger.
 
     correlated: whether it has noise of 4 bands, whose past is in the state.
     """
@@ -76,6 +78,10 @@ def run(folder: str | None, steps: int, sender: Connection | None, place: Place 
         mechanism = dpx.dp_sgd(sampling=dpx.PoissonSampling(examples=40, batch_size=8), **given)
     optimizer = dpx.chain(mechanism, optax.sgd(0.5, momentum=0.9))
 
+    ledger = None
+    if folder is not None:  # beside it, because what is in it belongs to the run
+        ledger = dpx.PrivacyLedger(Path(folder).parent / "ledger.jsonl", epsilon=50.0, delta=1e-5)
+
     def say(what):
         if sender is not None:
             sender.send(what)
@@ -98,6 +104,7 @@ def run(folder: str | None, steps: int, sender: Connection | None, place: Place 
         checkpoints=folder,
         checkpoint_every=EVERY,
         sharding=sharding,
+        ledger=ledger,
     )
     leaves = jax.tree.leaves((result.params, result.state))
     say([np.asarray(leaf).tobytes() for leaf in leaves] + [repr(result.history), repr(result.epsilon)])
@@ -190,7 +197,8 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         kills = [killed(Path(folder) / "run", steps, chance, given.hosts) for _ in range(given.kills)]
         made, found = finished(Path(folder) / "run", steps, given.hosts)
-    same = found == expected
+        paid = (Path(folder) / "ledger.jsonl").read_text().count("\n") == LINES
+    same = found == expected and paid
     if given.report:
         given.report.write_text(report(given, steps, kills, made[0] - 1, same))
     print(f"{len(kills)} kills, then {len(made)} steps of {steps}: {'the same bits' if same else 'OTHER NUMBERS'}")

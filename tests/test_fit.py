@@ -329,6 +329,7 @@ def test_a_killed_run_continues_bit_for_bit(tmp_path):
         assert kills.killed(tmp_path / "run", steps, chance).last < steps
     remaining, found = kills.finished(tmp_path / "run", steps)
     assert found == expected and remaining[-1] == steps and remaining[0] > 1
+    assert len((tmp_path / "ledger.jsonl").read_text().splitlines()) == kills.LINES
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
