@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import dpx
-from dpx.gradients.ghost import algorithms, make_plan, norms, trace_loss
+from dpx.gradients.ghost import algorithms, engine, make_plan, norms, trace_loss
 from tests.ghost import (
     QUICK,
     WAYS,
@@ -170,6 +170,47 @@ def test_broken_and_padded_examples_add_nothing_where_examples_are_added_one_by_
     included = jnp.array([True, True, True, True, False])
     found = clipped_sums(loss, params, x.at[3].set(jnp.inf).at[4].set(jnp.nan), "ghost", included=included)
     assert_same(found.updates, good.updates)
+
+
+def normalized(size):
+    """A loss of a layer whose kernel has columns of norm g, its parameters, and a batch."""
+
+    def loss(p, x):
+        return score(jnp.tanh(x @ (p["g"] * p["v"] / jnp.linalg.norm(p["v"], axis=0, keepdims=True))))
+
+    return loss, {"v": normal(1, size, size), "g": normal(2, 1, size)}, normal(3, 5, 2, size)
+
+
+@pytest.mark.parametrize(("size", "way"), [(4, "product"), (72, "again")])
+@pytest.mark.parametrize("broken", [np.nan, np.inf, 3e38])
+def test_a_broken_example_changes_no_other_where_a_kernel_is_made(size, way, broken):
+    loss, params, x = normalized(size)
+    assert set(ways(loss, params, x).values()) == {WAYS[way]}
+    included = jnp.array([True, True, False, True, True])
+
+    def of_batch(x):
+        return clipped_sums(loss, params, x, "ghost", included=included)
+
+    alone, beside = of_batch(x.at[4].set(0)), of_batch(x.at[4].set(broken).at[2].set(np.nan))
+    chex.assert_trees_all_equal(alone.updates, beside.updates)
+    for before, after in zip(
+        jax.tree.leaves(alone.unreleased.norms), jax.tree.leaves(beside.unreleased.norms), strict=True
+    ):
+        np.testing.assert_array_equal(before[np.array([0, 1, 3])], after[np.array([0, 1, 3])])
+
+
+def test_a_sum_adds_no_more_than_was_measured_where_a_kernel_is_made(monkeypatch):
+    """As if the loop of the sum had rounded to twice the gradient that the loop of the norms found."""
+    loss, params, x = normalized(72)
+    expected, measure = clipped_sums(loss, params, x, "ghost"), engine.made.measure
+
+    def half(*arguments, keep):
+        (records, found), norms = measure(*arguments, keep=keep)
+        return (records, [norm / 2 for norm in found]), norms
+
+    monkeypatch.setattr(engine.made, "measure", half)
+    found = clipped_sums(loss, params, x, "ghost")
+    assert_same(found.updates, jax.tree.map(lambda x: x / 2, expected.updates))
 
 
 def test_an_activation_that_overflows_where_its_gradient_vanishes():
@@ -747,14 +788,14 @@ def test_products_with_axes_of_length_one(scale, data):
     assert_agrees(loss, params, normal(3, SIZE, *data), norms=("ghost",))
 
 
-def test_tied_weights_under_a_mask_fall_back():
+def test_tied_weights_under_a_mask_are_computed():
     made = noiseless(dpx.in_coordinates(inner(clip_norm=1e-3), scaled(mask)))
     w, x = normal(1, 3, 4), normal(2, SIZE, 3)
 
     def loss(w, x):
         return score(jnp.tanh(x @ w) @ w.T)
 
-    assert set(ways(loss, w, x, made=made).values()) == {WAYS["gradient"]}
+    assert set(ways(loss, w, x, made=made).values()) == {WAYS["product"]}
     assert_agrees(loss, w, x, norms=("ghost",), made=made)
 
 

@@ -175,6 +175,12 @@ CASES = {
     ),
     "function of a kernel": Case(made(jnp.exp), f32(7, 5), (f32(7), f32(5)), {"outer"}),
     "function of a kernel of many positions": Case(made(jnp.exp), f32(3, 4), (f32(16, 3), f32(16, 4)), {"product"}),
+    "kernel normalized": Case(
+        made(lambda w: w / jnp.linalg.norm(w, axis=0, keepdims=True)), f32(7, 5), (f32(7), f32(5)), {"product"}
+    ),
+    "kernel normalized, large": Case(
+        made(lambda w: w / jnp.linalg.norm(w, axis=0, keepdims=True)), f32(72, 72), (f32(72), f32(72)), {"again"}
+    ),
     "complex": Case(spectral, {"a": f32(3, 4), "b": f32(3, 4)}, (f32(8, 3), f32(8, 3), f32(8, 4)), {"product"}),
     "bfloat16": Case(low(jnp.bfloat16), *LOW, {"gram"}),
     "float16": Case(low(jnp.float16), *LOW, {"gram"}),
@@ -284,9 +290,26 @@ VARIANTS: dict[str, Callable[[], dpx.Mechanism]] = {
 }
 
 
-MADE = ("kernels side by side", "kernel divided", "function of a kernel", "function of a kernel of many positions")
+MADE = (
+    "kernels side by side",
+    "kernel divided",
+    "kernel normalized",
+    "function of a kernel",
+    "function of a kernel of many positions",
+)
 ONCE = ("outer", "gram", "product", "rows", "used twice", "tied", "convolution")  # one case of each way
-MASKED = (*ONCE, "logistic", "perceptron", "slice", "stack", "slices", "kernels side by side", "function of a kernel")
+MASKED = (
+    *ONCE,
+    "kernel normalized",
+    "kernel normalized, large",
+    "logistic",
+    "perceptron",
+    "slice",
+    "stack",
+    "slices",
+    "kernels side by side",
+    "function of a kernel",
+)
 
 
 @pytest.mark.parametrize(
@@ -302,6 +325,8 @@ MASKED = (*ONCE, "logistic", "perceptron", "slice", "stack", "slices", "kernels 
     "function of a kernel-",
     "function of a kernel of many positions-normalized",
     "gram-normalized",
+    "kernel normalized-",
+    "kernel normalized, large-masked",
     "kernel divided-normalized",
     "kernels side by side-masked",
     "kernels side by side-normalized",

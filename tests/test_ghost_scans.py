@@ -579,7 +579,7 @@ row("stack_as_the_carry", "gradient")(
 )
 
 
-@animal("gradient")
+@animal("product")
 def stack_used_in_a_scan_and_whole():
     def apply(w, x):
         return lax.scan(tanh_layer, x, w)[0] @ w.reshape(4, 12)
@@ -587,7 +587,7 @@ def stack_used_in_a_scan_and_whole():
     return layer(apply, normal(1, 3, 4, 4), 4)
 
 
-@animal("gradient")
+@animal("product")
 def two_scans_in_other_orders():
     def apply(w, x):
         return lax.scan(tanh_layer, lax.scan(tanh_layer, x, w)[0], jnp.flip(w, 0))[0]
@@ -595,7 +595,7 @@ def two_scans_in_other_orders():
     return layer(apply, normal(1, 3, 4, 4), 4)
 
 
-@animal("gradient")
+@animal("product")
 def two_scans_that_overlap():
     def apply(w, x):
         return lax.scan(tanh_layer, lax.scan(tanh_layer, x, w[:3])[0], w[2:])[0]
@@ -603,7 +603,7 @@ def two_scans_that_overlap():
     return layer(apply, normal(1, 5, 4, 4), 4)
 
 
-row("stack_with_steps", "gradient")(
+row("stack_with_steps", "product")(
     lambda: layer(lambda w, x: lax.scan(tanh_layer, x, w[::2])[0], normal(1, 5, 4, 4), 4)
 )
 
@@ -643,10 +643,10 @@ def kernel_shared_by_iterations():
     return layer(apply, normal(1, 2, 2, 3, 2), 1, 2, 4, 4)
 
 
-row("loop_over_slices_that_overlap", "gradient")(
+row("loop_over_slices_that_overlap", "product")(
     lambda: layer(lambda w, x: jnp.tanh(x @ w[0:2].reshape(8, 4).T) @ w[1:3].reshape(8, 4), normal(1, 3, 4, 4), 4)
 )
-row("function_of_a_stack_before_its_scan", "gradient")(
+row("function_of_a_stack_before_its_scan", "product")(
     lambda: layer(lambda w, x: lax.scan(tanh_layer, x, 0.5 * w)[0], normal(1, 3, 4, 4), 4)
 )
 row("function_of_two_slices", "gradient")(

@@ -286,7 +286,7 @@ row("kernels_side_by_side_for_each_head", "product")(
     )
 )
 row("kernels_in_turn", "outer")(lambda: made(lambda p: jnp.stack([p["a"], p["b"]], -1).reshape(3, 8)))
-row("kernel_of_a_stack_made_in_the_loss", "outer gradient")(lambda: made(lambda p: jnp.stack([p["a"], p["b"]])[0]))
+row("kernel_of_a_stack_made_in_the_loss", "outer product")(lambda: made(lambda p: jnp.stack([p["a"], p["b"]])[0]))
 row("kernel_padded", "outer unused")(lambda: made(lambda p: jnp.pad(p["a"], ((0, 0), (1, 2)))[:, :6].T.T))
 row("kernel_times_a_number", "product unused")(lambda: made(lambda p: 0.5 * p["a"], 20))
 row("kernel_times_numbers_of_its_inputs", "outer unused")(
@@ -374,6 +374,73 @@ def lstm_of_two_directions():
     return module(Net(), 9, 3)
 
 
+# kernels that are other functions of parameters
+
+
+def normalized(p, axis=0):
+    return p["g"] * p["v"] / jnp.linalg.norm(p["v"], axis=axis, keepdims=True)
+
+
+def direction(inputs, outputs, *stack):
+    return {"v": normal(1, *stack, inputs, outputs), "g": normal(2, *stack, 1, outputs)}
+
+
+row("weight_normalized_by_flax", "product gradient")(lambda: module(linen.WeightNorm(linen.Dense(4)), 20, 3))
+row("weight_normalized_that_is_large", "again")(
+    lambda: layer(lambda p, x: jnp.tanh(x @ normalized(p)), direction(70, 72), 2, 70)
+)
+row("weight_normalized_that_is_used_twice", "product")(
+    lambda: layer(lambda p, x: jnp.tanh(x @ normalized(p)) @ normalized(p).T, direction(3, 4), 2, 3)
+)
+row("weights_normalized_before_their_scan", "product")(
+    lambda: layer(
+        lambda p, x: lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, normalized(p, 1))[0], direction(4, 4, 3), 2, 4
+    )
+)
+row("weight_normalized_in_each_iteration", "product")(
+    lambda: layer(
+        lambda p, x: lax.scan(lambda h, x: (jnp.tanh(h @ normalized(p) + x), None), jnp.zeros(4), x)[0],
+        direction(4, 4),
+        6,
+        4,
+    )
+)
+row("weight_divided_by_its_spectral_norm", "shared")(
+    lambda: layer(lambda w, x: jnp.tanh(x @ (w / (jnp.ones(3) @ w @ jnp.ones(4)))), normal(1, 3, 4), 3)
+)
+
+
+@animal("gradient product")
+def weight_normalized_that_meets_data():
+    def apply(p, x):
+        kernel = normalized(p)
+        return (x @ kernel + jnp.sum(x[:, None] * kernel, 0)) @ (p["u"] / jnp.sum(p["u"]))
+
+    return layer(apply, direction(3, 4) | {"u": normal(3, 4, 2)}, 3)
+
+
+row("weight_of_a_power_iteration", "product")(
+    lambda: layer(
+        lambda w, x: x @ lax.fori_loop(0, 3, lambda _, v: v @ w / jnp.linalg.norm(w), jnp.ones((3, 3))),
+        normal(1, 3, 3),
+        3,
+    )
+)
+row("table_of_normalized_rows", "product")(
+    lambda: lookup(lambda table, t: (table / jnp.linalg.norm(table, axis=1, keepdims=True))[t])
+)
+
+
+@animal("product")
+def weight_standardized_of_a_convolution():
+    def apply(w, x):
+        mean, variance = (of(w, (0, 1, 2), keepdims=True) for of in (jnp.mean, jnp.var))
+        w = (w - mean) * lax.rsqrt(variance + 1e-5)
+        return lax.conv_general_dilated(x[None], w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    return layer(apply, normal(1, 3, 3, 2, 4), 6, 6, 2)
+
+
 # parameters used several times
 
 
@@ -449,7 +516,7 @@ def gradient_penalty():
     return loss, {"w": normal(1, 3, 4), "b": normal(2, 4)}, normal(3, SIZE, 3)
 
 
-row("weight_used_in_slices_that_overlap", "gradient")(
+row("weight_used_in_slices_that_overlap", "product")(
     lambda: layer(lambda w, x: jnp.tanh(x @ w[:, :4]) * (x @ w[:, 2:6]), normal(1, 3, 8), 3)
 )
 
@@ -506,19 +573,19 @@ reversed_gradient.defvjp(
 
 
 row("under_a_custom_derivative", "gradient")(lambda: layer(reversed_gradient, normal(1, 3, 4), 3))
-row("weight_normalized", "gradient")(
+row("weight_normalized", "product")(
     lambda: layer(lambda w, x: x @ (w / jnp.linalg.norm(w, axis=0, keepdims=True)), normal(1, 3, 4), 3)
 )
-row("weight_through_functions_of_two_orders", "gradient")(
+row("weight_through_functions_of_two_orders", "product")(
     lambda: layer(lambda w, x: x @ jnp.tanh(w + w.T), normal(1, 4, 4), 4)
 )
-row("weight_through_sums_of_its_columns", "gradient")(lambda: layer(lambda w, x: x @ sums(w), normal(1, 3, 4), 3))
+row("weight_through_sums_of_its_columns", "product")(lambda: layer(lambda w, x: x @ sums(w), normal(1, 3, 4), 3))
 row("weight_times_what_the_data_says", "gradient")(lambda: layer(lambda w, x: x @ (w * x[0]), normal(1, 3, 4), 3))
 row("weight_decay_in_the_loss", "gradient")(
     lambda: (lambda w, x: score(x @ w) + jnp.sum(w**2), normal(1, 3, 4), normal(2, SIZE, 3))
 )
 row("weight_as_the_data_of_a_convolution", "gradient")(lambda: layer(lambda w, x: jnp.convolve(w, x), normal(1, 9), 3))
-row("weight_broadcast", "gradient")(lambda: layer(lambda w, x: x @ jnp.broadcast_to(w, (3, 4)), normal(1, 4), 3))
+row("weight_broadcast", "product")(lambda: layer(lambda w, x: x @ jnp.broadcast_to(w, (3, 4)), normal(1, 4), 3))
 row("parameter_that_is_the_loss", "gradient")(lambda: (lambda w, x: w, jnp.float32(2.0), normal(1, SIZE, 3)))
 
 
@@ -548,17 +615,23 @@ def test_equals_per_example_gradients(name):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(sums))
 
 
-@pytest.mark.parametrize("name", ["kernels_side_by_side", "kernel_masked", "kernel_of_a_sum"])
+MASKED = ["kernels_side_by_side", "kernel_masked", "kernel_of_a_sum"]
+MASKED += ["weight_normalized", "weight_normalized_that_is_large"]
+
+
+@pytest.mark.parametrize("name", MASKED)
 def test_a_mask_reaches_a_function(name):
     loss, params, batch = ZOO[name][0]()
     masked = dpx.coordinates.random_freeze(freeze_rate=0.4, every=1, key=key(5))
     assert_agrees(loss, params, batch, norms=("ghost",), made=noiseless(dpx.in_coordinates(mechanism(), masked)))
 
 
-def test_slopes_that_are_not_finite_add_nothing():
-    params, x = jnp.zeros((3, 4)).at[1, 2].set(-1.0), normal(1, SIZE, 3)
-    found = clipped_sums(lambda w, x: score(x @ jnp.sqrt(w)), params, x, "ghost").updates
-    np.testing.assert_array_equal(found[0], 0)
+@pytest.mark.parametrize("sizes", [(3, 4), (70, 72)])
+@pytest.mark.parametrize("kernel", [jnp.sqrt, lambda w: jnp.sqrt(w) / jnp.sum(w)])
+def test_slopes_that_are_not_finite_add_nothing(kernel, sizes):
+    params, x = jnp.zeros(sizes).at[1, 2].set(-1.0), normal(1, SIZE, sizes[0])
+    found = clipped_sums(lambda w, x: score(x @ kernel(w)), params, x, "ghost").updates
+    np.testing.assert_array_equal(found, 0)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -173,9 +173,9 @@ def added(
     return add(total, of_part(size - left, left)) if left else total
 
 
-def sum_in_blocks(sum_block: Callable[[Tree], jax.Array], rows: Tree, numbers: int, unit: Unit = FLOAT32) -> jax.Array:
-    """The sum, float32, of up to `most_float32_rows` rows with this many `numbers` in a sum. sum_block: the float32 sum
-    of up to `MOST_ROWS` rows, in any order, by the additions of `unit`."""
+def sum_in_blocks(sum_block: Callable[[Tree], Any], rows: Tree, numbers: int, unit: Unit = FLOAT32) -> Any:
+    """The sum, float32 arrays, of up to `most_float32_rows` rows with this many `numbers` in a sum. sum_block: the
+    float32 sum of up to `MOST_ROWS` rows, in any order, by the additions of `unit`."""
     size = jax.tree.leaves(rows)[0].shape[0]
     devices = devices_for(size)
     blocks, small = blocks_for(size, devices, unit), AT_ONCE if unit.rounds else SMALL_SUMS
@@ -185,14 +185,19 @@ def sum_in_blocks(sum_block: Callable[[Tree], jax.Array], rows: Tree, numbers: i
         return sum_block(rows)
     if size % blocks == 0 and (devices > 1 or blocks * numbers <= small):
         parts = jax.vmap(sum_block)(jax.tree.map(lambda x: x.reshape(blocks, -1, *x.shape[1:]), rows))
-        return jnp.sum(jax.lax.optimization_barrier(parts), 0)
+        return jax.tree.map(lambda part: jnp.sum(part, 0), jax.lax.optimization_barrier(parts))
     # A loop, so that one block's sum is in memory at a time. Without it, a step that adds three blocks writes twice the
     # parameters more, and fresh memory takes longer than the additions (benchmarks/step.py).
     width = size // blocks
     first = size - width * (blocks - 1)
     if not here().unit.rounds:
-        return added(sum_block, rows, first, width, lambda total, block: total + jax.lax.optimization_barrier(block))
+        return added(sum_block, rows, first, width, plus_finished)
     # A matrix unit could begin a block's product with the total, but not if it is multiplied before. The product, which
     # is by 1 for every number, and the addition are then one kernel, which reads and writes the total once.
     one = jnp.where(opaque_false(rows), jnp.float32(2), jnp.float32(1))
-    return added(sum_block, rows, first, width, lambda total, block: total + one * block)
+    return added(sum_block, rows, first, width, lambda *sums: jax.tree.map(lambda x, y: x + one * y, *sums))
+
+
+def plus_finished(total: Tree, more: Tree) -> Tree:
+    """`total` plus `more`, float32 arrays; the barrier keeps a matrix product in `more` from starting with `total`."""
+    return jax.tree.map(jnp.add, total, jax.lax.optimization_barrier(more))

@@ -364,8 +364,7 @@ def _rows_sum(uses: Uses, shape: tuple[int, ...], records: Any, factors: jax.Arr
 def _shared_cost(uses: Uses, scaled: bool) -> float | None:
     if uses.sharing is None or scaled or uses.are_one_lookup or not uses.few_positions:
         return None
-    sums = sum(2.0 * site.sizes[1] * site.sizes[3] if site.lookup else _sum_cost(site) for site in uses.sites)
-    return gram_operations(uses.sharing) * GRAM_SLOWDOWN + sums
+    return gram_operations(uses.sharing) * GRAM_SLOWDOWN + sum(map(gradient_operations, uses.sites))
 
 
 def _shared_norm(uses: Uses, scale: jax.Array | None, records: Captured):
@@ -380,8 +379,7 @@ def _shared_norm(uses: Uses, scale: jax.Array | None, records: Captured):
 def _again_cost(uses: Uses, scaled: bool) -> float | None:
     if scaled or uses.are_one_lookup or uses.few_positions:
         return None
-    sums = sum(2.0 * site.sizes[1] * site.sizes[3] if site.lookup else _sum_cost(site) for site in uses.sites)
-    return 2 * sums + OPERATIONS_PER_BYTE * 4 * 2 * math.prod(uses.shape)
+    return 2 * sum(map(gradient_operations, uses.sites)) + OPERATIONS_PER_BYTE * 4 * 2 * math.prod(uses.shape)
 
 
 def _again_norm(uses: Uses, scale: jax.Array | None, records: Captured):
@@ -419,6 +417,11 @@ def gradient_cost(uses: Uses) -> float:
         return slowdown * _sum_cost(site) + _gradient_memory_cost(site, uses.slices)
 
     return sum(map(at, uses.sites))
+
+
+def gradient_operations(site: Site) -> float:
+    """Operations of one example's gradient at a site."""
+    return 2.0 * site.sizes[1] * site.sizes[3] if site.lookup else _sum_cost(site)
 
 
 def _only_dense(uses: Uses) -> Site | None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from dpx.gradients.ghost import interpreter, parts, trace
+from dpx.gradients.ghost import interpreter, made, parts, trace
 from dpx.gradients.ghost.hooks import (
     EXAMPLES,
     Captured,
@@ -60,7 +60,8 @@ def sum_by_plan(
     hooks |= capture_hooks(plan, hooks, included.shape[0])
     losses, aux, captured, found = _backward_pass(plan, leaves, examples, hooks, apart)
     captured = for_all_readers(with_records(plan, with_captured(plan, captured, found), values))
-    leaf_norms, captured = _norms(plan, leaves, captured, scales, found)
+    backwards = [(made.backward(group, plan.program, leaves, scales), keep) for group, keep in plan.made]
+    leaf_norms, captured = _norms(plan, leaves, captured, scales, found, backwards)
     norms, factors = _norms_and_factors(plan, mechanism, leaf_norms, state, included.shape[0])
     included &= in_range(norms)
     of_leaves = [_factors_of_leaves(plan, factor, included) for factor in factors]
@@ -68,13 +69,13 @@ def sum_by_plan(
     without = frozenset(part for choices in twice.values() for part in choices)
     for factor in of_leaves:
         factor = compute_after(sums, factor)  # one set of weighted cotangents in memory at a time
-        sums += (_weighted_sums(plan, leaves, captured, factor, scales, without),)
+        sums += (_weighted_sums(plan, leaves, captured, factor, scales, without, backwards),)
     if twice:
         by_leaf = {encoded.leaf: [f[encoded.leaf] for f in of_leaves] for encoded in plan.encoded}
         of_first = {part: norms for part, (_, norms) in found.items()}
         make_hooks = functools.partial(sum_hooks, plan, twice, leaves, of_first, by_leaf)
-        made = [total for of_factor in sums for total in of_factor.values()]
-        for part, totals in _second_pass(plan, leaves, examples, make_hooks, included, made, apart).items():
+        before = [total for of_factor in sums for total in of_factor.values()]
+        for part, totals in _second_pass(plan, leaves, examples, make_hooks, included, before, apart).items():
             for of_factor, total in zip(sums, totals, strict=True):
                 of_factor[part] = total
     return tuple(_joined(plan, leaves, of_factor) for of_factor in sums), (losses, norms, aux)
@@ -154,7 +155,17 @@ def _backward_pass(
     return losses, aux, captured, found
 
 
-def _norms(plan: GhostPlan, leaves: list[jax.Array], captured: Captured, scales: dict[Part, jax.Array], found: dict):
+Backwards = list[tuple[made.Backward, bool]]  # for each group of kernels, and whether its gradients are kept
+
+
+def _norms(
+    plan: GhostPlan,
+    leaves: list[jax.Array],
+    captured: Captured,
+    scales: dict[Part, jax.Array],
+    found: dict,
+    backwards: Backwards,
+):
     """The norms of the parameters' per-example gradients, float32 (B,), by leaf; and `captured` with the gradients that
     were kept. found: both, (..., B, ...) and (..., B), of the parts with hooks."""
     norms, gradients = {}, {}
@@ -163,7 +174,14 @@ def _norms(plan: GhostPlan, leaves: list[jax.Array], captured: Captured, scales:
         return parts.norm(choice, scale, captured)
 
     of_part = _shared_programs(plan, leaves, scales, norm_of_part)
+    for backward, keep in backwards:
+        first, *_ = of_group = backward.made.leaves
+        records = captured.of(first, 0, plan.choices[first][0])
+        gradients[first, 0], of_leaves = made.measure(backward, records, keep=keep)
+        norms |= dict(zip(of_group, of_leaves, strict=True))
     for leaf in (*plan.followed, *plan.differentiated):
+        if leaf in norms:
+            continue
         of_parts = []
         for number in range(len(plan.choices[leaf])):
             if (leaf, number) in found:
@@ -213,14 +231,25 @@ def _factors_of_leaves(plan: GhostPlan, factor: Tree, included: jax.Array) -> di
 
 
 def _weighted_sums(
-    plan: GhostPlan, leaves, captured: Captured, factor: dict[int, jax.Array], scales, without: frozenset[Part]
+    plan: GhostPlan,
+    leaves,
+    captured: Captured,
+    factor: dict[int, jax.Array],
+    scales,
+    without: frozenset[Part],
+    backwards: Backwards,
 ) -> dict[Part, FloatPair]:
     """sum_i f_i z_i for one factor f, by part of a parameter, from what is captured, except for the parts `without`. On
     several devices, those outside of scans come last: a device may hold a whole sum before it is sharded, and the sum
     of an embedding is large."""
     sums, of_part = {}, _shared_programs(plan, leaves, scales, parts.weighted_sum)
+    for backward, keep in backwards:
+        of_group = backward.made.leaves
+        kept, factors = captured.gradients[of_group[0], 0], [factor[leaf] for leaf in of_group]
+        found = made.weighted_sums(backward, kept, factors, keep=keep)
+        sums.update(zip(((leaf, 0) for leaf in of_group), found, strict=True))
     wanted = [(one.leaf, number) for one in plan.encoded for number in range(len(plan.choices[one.leaf]))]
-    wanted = [part for part in wanted if part not in without]
+    wanted = [part for part in wanted if part not in without and part not in sums]
     stacked = [part for part in wanted if plan.choices[part[0]][part[1]].view.slices]
     for leaf, number in [*stacked, *(part for part in wanted if part not in stacked)]:
         of_leaf = factor[leaf]

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from dpx.gradients.ghost import parts
 from dpx.gradients.ghost.plan import Choice, GhostPlan
 from dpx.gradients.ghost.trace import REMAT, View
-from dpx.sums.rows import in_range
+from dpx.gradients.ghost.weighted import no_longer
 from dpx.sums.total import FloatPair
 from dpx.trees import Tree
 from dpx.xla.place import here
@@ -106,7 +106,6 @@ def with_records(plan: GhostPlan, captured: Captured, values: Mapping[int, jax.A
 
 
 EXAMPLES = "the examples of dpx"  # the name of the examples' axis in a backward pass
-SLACK = 1 - 2.0**-21  # for the roundings of a quotient of two norms and of its product with a factor
 
 Part = tuple[int, int]  # the numbers of a parameter leaf and of its part
 CAPTURED = -1  # instead of a leaf's number: what is captured at the equation of this number
@@ -178,7 +177,8 @@ def hooked(plan: GhostPlan, scales: dict[Part, jax.Array], backward_passes: int)
 
     def fits(part: Part, choice: Choice) -> bool:
         (site, *others) = choice.uses.sites
-        return not others and not site.use.view.repeats and not site.record and part not in scales
+        alone = not (others or choice.made or site.use.view.repeats)
+        return alone and not site.record and part not in scales
 
     def small(choice: Choice) -> bool:
         _, positions, fan_in, fan_out = choice.uses.sites[0].sizes
@@ -300,8 +300,7 @@ def _sums(choice: Choice, shape: tuple[int, ...], captured: Any, norms: jax.Arra
     """The sums of a part's contributions, none longer than its factor times its norm, float32 (B,)."""
     choice = _of_slice(choice)
     kept, found = parts.norm(choice, None, captured)
-    shorter = jnp.where(found > norms, norms / found * SLACK, 1)
-    shorter = jnp.where(in_range(found), shorter, 0)
+    shorter = no_longer(found, norms)
     return [parts.weighted_sum(choice, shape, None, captured if kept is None else kept, f * shorter) for f in factors]
 
 

@@ -11,11 +11,14 @@ from jax.extend import core
 
 from dpx.gradients.ghost import algorithms, kernels, rules, trace
 from dpx.gradients.ghost.algorithms import Algorithm, Uses
+from dpx.gradients.ghost.made import Made
+from dpx.gradients.ghost.made import find as find_made
 from dpx.mechanism import Mechanism
 from dpx.sums.total import ETA
 from dpx.trees import Tree, float32_like
 from dpx.xla.jaxprs import identity_of_equation
 
+CHEAPER = "cheaper than ghost norms"
 TOLD = 1e-4  # of a norm: a smaller raise is not worth a word
 _NUMBER = re.compile(r"\d+")
 _ROUNDING = f"rounding can lengthen what an example adds to a sum by eta = {ETA:.3g} of the clip norm, as epsilon knows"
@@ -40,6 +43,7 @@ class Choice(NamedTuple):
     view: of the part; `algorithm` computes each of its slices alone
     pieces: where `algorithm` takes the gradients of the backward pass, the view of each part that the loss uses, and
         the equations that slice it; () to differentiate with respect to the whole parameter
+    made: the kernels that are made of the parameter, which then `made` computes with those of other parameters; or None
     """
 
     algorithm: Algorithm
@@ -47,6 +51,7 @@ class Choice(NamedTuple):
     uses: Uses = Uses()
     view: trace.View = trace.View()
     pieces: tuple[tuple[trace.View, tuple[int, ...]], ...] = ()
+    made: Made | None = None
 
 
 class GhostPlan(NamedTuple):
@@ -88,6 +93,12 @@ class GhostPlan(NamedTuple):
         for site in self.sites:
             followed.setdefault(site.use.equation, set()).add(site.use.operand)
         return {equation: operands if len(operands) == 1 else set() for equation, operands in followed.items()}
+
+    @property
+    def made(self) -> list[tuple[Made, bool]]:
+        """The kernels that are made of parameters, in groups, and whether the gradients of each group are kept."""
+        found = {choice.made.leaves: choice for choice in self.parts.values() if choice.made}
+        return [(choice.made, choice.algorithm.keeps_gradients) for choice in found.values() if choice.made]
 
     def keeps_gradients(self, leaf: int) -> bool:
         """Whether the gradients of a leaf for all examples of a microbatch are in memory."""
@@ -139,9 +150,29 @@ def make_plan(
         return (Choice(algorithms.GRADIENT, choices, pieces=pieces if all(ends for _, ends in pieces) else ()),)
 
     choices = tuple(choose(leaf, uses) for leaf, uses in enumerate(program.uses))
+    choices = _with_made(choices, program, made, [leaf.shape for leaf in leaves], force=force)
     if not trace.differentiates(program):
         return "a custom derivative closes over values of the loss"
     return GhostPlan(program, choices, encoded, structure)
+
+
+def _with_made(
+    choices: tuple[tuple[Choice, ...], ...],
+    program: trace.Program,
+    made: Mapping[Any, trace.Equation],
+    shapes: list[tuple[int, ...]],
+    *,
+    force: bool,
+) -> tuple[tuple[Choice, ...], ...]:
+    """The choices, for the parameters that are not followed but whose kernels are."""
+    alone = [(leaf, of_leaf[0]) for leaf, of_leaf in enumerate(choices) if of_leaf[0].algorithm is algorithms.GRADIENT]
+    found = dict(enumerate(choices))
+    for group in find_made(program, {leaf for leaf, one in alone if one.reason != CHEAPER}, made, shapes):
+        choice = Choice(algorithms.GRADIENT, CHEAPER)
+        if way := group.cheapest(shapes, force=force):
+            choice = Choice(way, "through what the loss makes of it", group.uses, made=group)
+        found.update(dict.fromkeys(group.leaves, (choice,)))
+    return tuple(found.values())
 
 
 Followed = list[tuple[trace.View, Uses]]
@@ -197,7 +228,7 @@ def _cheapest(followed: Followed, *, scaled: bool, force: bool) -> tuple[Choice,
         words += [f"raised by up to {100 * raised:.2f} % against rounding"] * (raised >= TOLD)
         choices.append(Choice(way, ", ".join(words), uses, view))
     if not force and gradient <= ghost:
-        return "cheaper than ghost norms"
+        return CHEAPER
     return tuple(choices)
 
 

@@ -359,6 +359,17 @@ class Use(NamedTuple):
         return self._replace(view=loops) if self.view.makes else self
 
 
+class Kernel(NamedTuple):
+    """A public value that the loss makes of parameters, or a parameter, and all uses of it that are not public.
+
+    value: its number. leaves: of the parameters that it has a gradient by. uses: their views begin at the value
+    """
+
+    value: int
+    leaves: frozenset[int]
+    uses: tuple[Use, ...]
+
+
 class Program(NamedTuple):
     """The loss of one example. Values 0, 1, ... are the leaves of the parameters, then those of the example.
 
@@ -366,6 +377,7 @@ class Program(NamedTuple):
     returns beside it, a tree of structure `aux`. uses: for each parameter leaf, those that the loss depends on
     public: by number of a public value, where it comes from: an equation, by number, or None for a parameter; in a
         body, the same value outside
+    kernels: those that the loss depends on
     """
 
     equations: tuple[Equation, ...]
@@ -373,6 +385,7 @@ class Program(NamedTuple):
     aux: Any
     uses: tuple[tuple[Use, ...], ...]
     public: dict[int, "Origin"]
+    kernels: tuple[Kernel, ...]
 
     def source(self, value: int | Constant) -> int | Constant:
         """The number of a value where it was computed; that of another one where a body has it from outside."""
@@ -424,12 +437,18 @@ def follow(traced: TracedLoss, leaves: int) -> Program:
     tracer = _Tracer(leaves=leaves, inputs=len(closed.jaxpr.invars))
     inputs = tuple(range(len(closed.jaxpr.invars)))
     result, *beside = tracer.walk(closed.jaxpr, [Constant(value) for value in closed.consts], inputs)
-    if isinstance(result, int) and result in tracer.views:
+    if isinstance(result, int):
         tracer.used(result, -1, 0)
     block = Block(inputs, tuple(tracer.block), (result, *beside), len(tracer.equations))
     live = {-1} | _live(tracer.equations, block, _numbers([result]))[0]
-    uses = tuple(tuple(use for use in uses if use.equation in live) for uses in tracer.uses)
-    return Program(tuple(tracer.equations), block, jax.tree.structure(aux), uses, tracer.public)
+
+    def of_loss(uses):
+        return tuple(use for use in uses if use.equation in live)
+
+    found = ((value, leaves, of_loss(tracer.of_kernels.get(value, ()))) for value, leaves in tracer.depends.items())
+    kernels = tuple(Kernel(*each) for each in found if each[2])
+    uses = tuple(map(of_loss, tracer.uses))
+    return Program(tuple(tracer.equations), block, jax.tree.structure(aux), uses, tracer.public, kernels)
 
 
 def carried(equation: Equation) -> tuple[int, int]:
@@ -472,7 +491,11 @@ def _live_inside(equations: list[Equation], equation: Equation, body: Block, nee
 
 
 class _Tracer:
-    """Numbers the values of a jaxpr, and collects the views and the uses of the parameters."""
+    """Numbers the values of a jaxpr, and collects the views and the uses of parameters, and of kernels made of them.
+
+    kernels: by a value that has a gradient by parameters, the number of a public value, and the view of it. depends: by
+    the number of such a public value, the parameters. of_kernels: its uses
+    """
 
     def __init__(self, *, leaves: int, inputs: int):
         self.equations: list[Equation] = []
@@ -480,6 +503,9 @@ class _Tracer:
         self.public: dict[int, Origin] = dict.fromkeys(range(leaves))
         self.known: dict[int, Known] = {}
         self.uses: list[list[Use]] = [[] for _ in range(leaves)]
+        self.kernels: dict[Any, tuple[int, View]] = {leaf: (leaf, View()) for leaf in range(leaves)}
+        self.depends: dict[int, frozenset[int]] = {leaf: frozenset([leaf]) for leaf in range(leaves)}
+        self.of_kernels: dict[int, list[Use]] = {}
         self.count = inputs
         self.block: list[int] = []  # the equations of the block that it walks through
         self.counts: tuple[int, ...] = ()  # and the iterations of the scans around it
@@ -496,28 +522,56 @@ class _Tracer:
 
     def add(self, equation, inputs):
         """Appends one equation, or those of its body if it calls a function of a parameter; returns its outputs."""
-        followed = [i for i, value in enumerate(inputs) if isinstance(value, int) and value in self.views]
+        followed, of_kernels = (
+            [i for i, value in enumerate(inputs) if isinstance(value, int) and value in seen]
+            for seen in (self.views, self.kernels)
+        )
         name = equation.primitive.name
         body = equation.params.get(CALLS.get(name, ""))
-        if followed and isinstance(body, core.ClosedJaxpr):
+        if (followed or of_kernels) and isinstance(body, core.ClosedJaxpr):
             return self.walk(body.jaxpr, [Constant(value) for value in body.consts], inputs)
-        if followed and (parts := slices_of_split(equation)):
+        if (followed or of_kernels) and (parts := slices_of_split(equation)):
             return self.walk(parts.jaxpr, [], inputs)
         outputs = self.numbered(len(equation.outvars))
         number = self.append(Equation(equation, tuple(inputs), outputs, counts=self.counts))
-        if followed and (name == "scan" or name in REMAT):
-            self.enter(number)
-            return outputs
         if all(map(self.is_public, inputs)):
             self.public.update(dict.fromkeys(outputs, number))
+        if carries_gradient(equation):
+            self.make(equation, number, inputs, outputs, of_kernels)
+        if (followed or of_kernels) and (name == "scan" or name in REMAT):
+            self.enter(number)
+            return outputs
         if known := self.computed(equation, inputs):
             self.known[outputs[0]] = known
         if seen := self.seen(equation, number, inputs, followed):
             self.views[outputs[0]] = seen
         elif carries_gradient(equation):
             for i in followed:
-                self.used(inputs[i], number, i)
+                for leaf, view in self.views[inputs[i]]:
+                    self.uses[leaf].append(Use(leaf, view, number, i))
         return outputs
+
+    def make(self, equation, number, inputs, outputs, of_kernels):
+        """Kernels that an equation makes of others, and the uses of those that it makes none of."""
+        found = [(i, *self.kernels[inputs[i]]) for i in of_kernels]
+        if outputs[0] in self.public:
+            leaves = frozenset().union(*(self.depends[value] for _, value, _ in found))
+            for output, variable in zip(outputs, equation.outvars, strict=True):
+                if leaves and jnp.issubdtype(variable.aval.dtype, jnp.inexact):
+                    loops = tuple(Loop(count, sliced=False) for count in self.counts)
+                    self.kernels[output], self.depends[output] = (output, View(loops)), leaves
+        elif equation.primitive.name != "scan" and equation.primitive.name not in REMAT:
+            for i, value, view in found:
+                if moves(equation):
+                    self.kernels[outputs[0]] = value, view.then(Move(equation, number))
+                elif (
+                    equation.primitive.name == "dynamic_slice"
+                    and i == 0
+                    and (rows := self.in_slices(equation, number, inputs, view))
+                ):
+                    self.kernels[outputs[0]] = value, rows
+                else:
+                    self.of_kernels.setdefault(value, []).append(Use(value, view, number, i))
 
     def seen(self, equation, number, inputs, followed) -> tuple[tuple[int, View], ...]:
         """The views in the result of an equation of `followed` operands; () if it is a use."""
@@ -629,20 +683,23 @@ class _Tracer:
         body, (first, count), length = params["jaxpr"], carried(equation), params.get("length")
         if length is not None:
             self.counts = (*self.counts, length)
-        arguments = self.numbered(len(equation.inputs))
+        arguments, is_public = self.numbered(len(equation.inputs)), all(map(self.is_public, equation.inputs))
         for i, value in enumerate(equation.inputs):
             if i < first and self.is_public(value):
                 self.public[arguments[i]] = Same(value)
             if known := self.iterated(equation, body, i):
                 self.known[arguments[i]] = known
-            if isinstance(value, int) and value in self.views:
-                if first <= i < first + count:
-                    self.used(value, number, i)
-                else:
-                    loop = () if length is None else (Loop(length, sliced=i >= first),)
-                    self.views[arguments[i]] = tuple(
-                        (leaf, View(view.steps + loop)) for leaf, view in self.views[value]
-                    )
+            if isinstance(value, Constant) or not (value in self.views or value in self.kernels):
+                continue
+            if first <= i < first + count:
+                self.used(value, number, i)
+                continue
+            loop = () if length is None else (Loop(length, sliced=i >= first),)
+            if value in self.views:
+                self.views[arguments[i]] = tuple((leaf, View(view.steps + loop)) for leaf, view in self.views[value])
+            if value in self.kernels and not is_public:
+                made, view = self.kernels[value]
+                self.kernels[arguments[i]] = made, View(view.steps + loop)
         constants = [Constant(value) for value in getattr(body, "consts", ())]
         results = self.walk(getattr(body, "jaxpr", body), constants, arguments)
         outputs = tuple(map(self.handed_on, results))
@@ -652,15 +709,19 @@ class _Tracer:
 
     def handed_on(self, value):
         """A result of a body. A parameter is not followed any further, but this counts as a use."""
-        if isinstance(value, Constant) or value not in self.views:
+        if isinstance(value, Constant) or not (value in self.views or value in self.kernels):
             return value
         outputs = self.numbered(1)
         self.used(value, self.append(Equation(None, (value,), outputs, counts=self.counts)), 0)
         return outputs[0]
 
     def used(self, value, number, operand):
-        for leaf, view in self.views[value]:
+        for leaf, view in self.views.get(value, ()):
             self.uses[leaf].append(Use(leaf, view, number, operand))
+        outputs = self.equations[number].outputs if number >= 0 else ()
+        if value in self.kernels and not any(map(self.is_public, outputs)):
+            made, view = self.kernels[value]
+            self.of_kernels.setdefault(made, []).append(Use(made, view, number, operand))
 
     def append(self, equation: Equation) -> int:
         self.equations.append(equation)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from dpx.gradients.ghost.norms import product_of_positions
 from dpx.gradients.ghost.rules import Site
-from dpx.sums.rows import added, devices_for, repeated, sum_in_blocks, times, weighted_rows
+from dpx.sums.rows import added, devices_for, in_range, plus_finished, repeated, sum_in_blocks, times, weighted_rows
 from dpx.sums.total import blocks_for
 from dpx.xla.place import here
 
@@ -111,9 +111,7 @@ def one_by_one(
     def sum_block(rows):
         def add(number, total):
             of_one, factor = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, 0, False), rows)
-            grad = of_example(sites, groups, shape, weighted_rows(factor, of_one), factor)
-            # The barrier keeps matrix products from starting with the sum of the examples before.
-            return total + jax.lax.optimization_barrier(grad)
+            return plus_finished(total, of_example(sites, groups, shape, weighted_rows(factor, of_one), factor))
 
         return jax.lax.fori_loop(0, len(rows[1]), add, jnp.zeros(shape, jnp.float32))
 
@@ -130,8 +128,17 @@ def one_by_one(
     return sum_in_blocks(sum_block, (records, factors), math.prod(shape))
 
 
-def one_after_another(function: Callable, rows: Any) -> jax.Array:
-    """What `function` finds for each of B examples, float32 (B,), one at a time on each device. rows: (B, ...)."""
+SLACK = 1 - 2.0**-21  # for the roundings of a quotient of two norms and of its product with a factor
+
+
+def no_longer(found: jax.Array, norms: jax.Array) -> jax.Array:
+    """The factors, float32, that make gradients of norms `found` no longer than `norms`; 0 if not in range."""
+    shorter = jnp.where(found > norms, norms / found * SLACK, 1)
+    return jnp.where(in_range(found), shorter, 0)
+
+
+def one_after_another(function: Callable, rows: Any) -> Any:
+    """What `function` finds for each of B examples, (B, ...), one at a time on each device. rows: (B, ...)."""
     size = len(jax.tree.leaves(rows)[0])
     devices = devices_for(size)
     if devices == 1:
@@ -141,7 +148,8 @@ def one_after_another(function: Callable, rows: Any) -> jax.Array:
     def of_each_device(number):
         return jax.vmap(function)(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, 1, False), by_device))
 
-    return jax.lax.map(of_each_device, jnp.arange(size // devices)).T.reshape(size)
+    found = jax.lax.map(of_each_device, jnp.arange(size // devices))
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(size, *x.shape[2:]), found)
 
 
 def of_example(
