@@ -61,7 +61,8 @@ def precisions(program: str) -> set[str]:
     """Of all matrix products and convolutions, float32 or not: words, or the operands of a named algorithm."""
     products = [line for line in program.splitlines() if PRODUCT.search(line)]
     words = r"(?<=lhs_precision_type = )\w+|\b(?:DEFAULT|HIGHEST|HIGH)\b(?!.*algorithm)"
-    found = [re.findall(words, line) for line in products]
+    # Operands of bfloat16 are as a unit takes them.
+    found = [["bf16"] if "bf16>, tensor<" in line else re.findall(words, line) for line in products]
     assert all(found), "a product that says no precision has the default one"
     return set(sum(found, []))
 

@@ -12,7 +12,7 @@ import pytest
 import dpx
 from benchmarks import sum_rounding
 from benchmarks.adders import CORES, emulated, searched
-from dpx.gradients.ghost import norms
+from dpx.gradients.ghost import norms, rules
 from dpx.sums import total as bounds
 from dpx.sums.total import ETA, MOST_ROWS, RESERVE, UNIT
 from dpx.xla import units
@@ -256,3 +256,22 @@ def test_a_cpu_rounds_nothing():
     lines = products_of("cpu", "transformer")
     assert not any("reduce_precision" in line or "algorithm" in line for line in lines)
     assert here().unit == FLOAT32 and math.isclose(FLOAT32.within, 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "taps", "strides", "dilations", "padding"),
+    [((9,), (3,), (2,), (2,), ((1, 1, 0),)), ((7, 6), (3, 2), (2, 1), (1, 2), ((1, 2, 0), (0, 1, 1)))]
+    + [((3, 4, 5), (2, 1, 3), (1, 2, 1), (1, 1, 2), ((0, 0, 0), (1, 1, 0), (2, 0, 0)))],
+)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_matrix_unit_picks_the_numbers_of_patches(sizes, taps, strides, dilations, padding, groups):
+    reach = zip(sizes, taps, strides, dilations, padding, strict=True)
+    spatial = tuple(
+        ((n - 1) * (inner + 1) + 1 + low + high - (tap - 1) * apart - 1) // stride + 1
+        for n, tap, stride, apart, (low, high, inner) in reach
+    )
+    patches = rules.Patches(4, groups, taps, strides, dilations, padding, spatial)
+    data = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, *sizes, 4)), jnp.bfloat16).astype(jnp.float32)
+    assert np.array_equal(patches.matrix(data, by_unit=True), patches.matrix(data))
+    far = np.asarray(patches.matrix(data.at[1].set(3e38).at[1, 0].set(jnp.nan), by_unit=True))
+    assert np.array_equal(far[0], patches.matrix(data)[0])  # no number of another example is in it
