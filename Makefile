@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo demo-text quick check test long nightly lint mutants wheel docs links release-check accelerators clean
+.PHONY: install demo demo-text quick check test long nightly others lint mutants wheel docs links release-check accelerators clean
 
 install: $(VENV)/installed
 
@@ -57,6 +57,11 @@ OPTIMIZED := $(addprefix tests/test_, sum_rounding rows_apart noise release keys
 nightly: install
 	DPX_TESTS_AS_A_USER=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile \
 		$(OPTIMIZED:=.py)
+
+# Loops and models of other libraries, which the other tests skip: every night.
+others: install
+	$(BIN)/python -m pip install --quiet --editable '.[others,test]'
+	$(PYTEST) tests/test_other_loops.py tests/test_models_of_others.py
 
 # While editing: every line of the contract for dp_sgd and for what is new in the catalog, the layers that ghost norms know
 # best, the bills of Gaussians and of mixed events, the table of imports, the keys, and whether every deliberate fault still

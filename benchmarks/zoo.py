@@ -1,0 +1,155 @@
+"""Thirty models of ten code bases: what ghost norms follow, and what a step costs.
+
+    python -m benchmarks.zoo
+    python -m benchmarks.zoo --times  # on a machine that does nothing else
+
+`JAX` is a step without privacy: the mean gradient. `vmap` is the private step with `norms="vmap"`, which clips the
+gradient of every example; `dpx` is the one that `private_updates` chooses. Operations are those on floats that XLA
+counts in a program before it is optimized, with the noise; a loop counts one turn. With `--times`, the three take
+turns, the least of their times counts, and memory is what XLA allocates beside arguments and results. Writes
+benchmarks/results/zoo.md; a package that is not installed is left out.
+"""
+
+import argparse
+import functools
+import importlib.util
+import math
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dpx
+from benchmarks import report
+from benchmarks.timing import Timer, interleaved
+from benchmarks.zoo_models import ANIMALS
+
+ROUNDS = 20
+NOISE = 1e-5  # so small that the grid of the noise hides no error of a sum
+PACKAGES = "jax flax dm-haiku equinox keras transformers google-tunix numpyro distrax jraph e3nn-jax".split()
+
+
+def optimizer(examples: int, clip_norm: float) -> dpx.Mechanism:
+    sampling = dpx.FullBatch(examples=examples)
+    return dpx.dp_sgd(clip_norm=clip_norm, noise_multiplier=NOISE, sampling=sampling, key=dpx.secret_key(2**40 + 1))
+
+
+def clipped_mean(loss, params, rows, clip_norm: float):
+    """What a step without noise releases: by `jax.vmap`, in NumPy, and independent of dpx. Also the norms, (B,)."""
+    gradients = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, rows)
+    leaves, treedef = jax.tree.flatten(jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), gradients))
+    norms = np.sqrt(sum((leaf.reshape(len(leaf), -1) ** 2).sum(1) for leaf in leaves))
+    factors = np.minimum(1, clip_norm / norms) / len(norms)
+    return jax.tree.unflatten(treedef, [np.tensordot(factors, leaf, 1) for leaf in leaves]), norms
+
+
+def distance(found, expected) -> float:
+    """Between two pytrees, as a share of the norm of `expected`."""
+    pairs = list(zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True))
+    return math.sqrt(sum(((a - b) ** 2).sum() for a, b in pairs) / sum((b**2).sum() for _, b in pairs))
+
+
+def followed(loss, params, rows) -> dict[str, Any]:
+    """The shares of the parameters that ghost norms follow, and why they do not follow the others."""
+    made = optimizer(len(jax.tree.leaves(rows)[0]), 1.0)
+    table = dpx.explain_norms(loss, made, params, dpx.Batch(rows, None), norms="ghost")
+    leaves = jax.tree.leaves(params)
+    # A reason says why it cannot be followed; without one, the gradient of an example is the cheapest way.
+    lost = [(leaf, why) for (_, way, why), leaf in zip(table.rows, leaves, strict=True) if way[:3] == "per" and why]
+    matrices = sum(leaf.size for leaf in leaves if leaf.ndim > 1)
+    of_matrices = [leaf.size for leaf, _ in lost if leaf.ndim > 1]
+    return {
+        "parameters": sum(leaf.size for leaf in leaves),
+        "followed": 1 - sum(leaf.size for leaf, _ in lost) / sum(leaf.size for leaf in leaves),
+        "matrices": 1 - sum(of_matrices) / matrices,
+        "because": sorted({why for leaf, why in lost if leaf.ndim > 1}),
+    }
+
+
+def measured(loss, params, rows, *, times: bool) -> dict[str, Any]:
+    """The floating-point operations of a step; with `times`, also seconds, bytes, and the error of a release without
+    its noise. Half of the rows are clipped."""
+    count = len(jax.tree.leaves(rows)[0])
+    clip_norm = float(np.median(clipped_mean(loss, params, rows, 1.0)[1])) if times else 1.0
+    made, included = optimizer(count, clip_norm), np.ones(count, bool)
+    state, batch = made.init(params), dpx.Batch(rows, included)
+
+    def plain(params, batch, state):
+        return jax.grad(lambda params: jax.vmap(loss, (None, 0))(params, batch.examples).mean())(params)
+
+    steps = {"JAX": plain, "vmap": dpx.private_updates(loss, made, norms="vmap")}
+    steps["dpx"] = dpx.private_updates(loss, made)
+    lowered: dict[str, Any] = {each: jax.jit(step).lower(params, batch, state) for each, step in steps.items()}
+    found: dict[str, Any] = {"operations": {each: one.cost_analysis()["flops"] for each, one in lowered.items()}}
+    if times:
+        programs: dict[str, Any] = {each: one.compile() for each, one in lowered.items()}
+        found["memory"] = {each: one.memory_analysis().temp_size_in_bytes for each, one in programs.items()}
+        run = {each: functools.partial(_run, program, params, batch, state) for each, program in programs.items()}
+        timers = {each: Timer(one, time.perf_counter) for each, one in run.items()}
+        found["time"] = {each: min(seconds) for each, seconds in interleaved(timers, ROUNDS).items()}
+        # A step of an empty batch releases the noise alone, which is that of the same key and step.
+        batches = (dpx.Batch(rows, each) for each in (included, ~included))
+        whole, noise = (programs["dpx"](params, each, state).updates for each in batches)
+        released = jax.tree.map(lambda a, b: np.asarray(a, np.float64) - np.asarray(b), whole, noise)
+        found["error"] = distance(released, clipped_mean(loss, params, rows, clip_norm)[0])
+    return found
+
+
+def _run(program, *arguments):
+    return jax.block_until_ready(program(*arguments))
+
+
+def of_two(found: dict[str, Any], kind: str, other: str) -> float:
+    return found[kind]["dpx"] / found[kind][other]
+
+
+RATIOS = [("operations", "JAX"), ("operations", "vmap"), ("time", "JAX"), ("time", "vmap"), ("memory", "vmap")]
+
+
+def page(found: dict[str, dict[str, Any]], missing: list[str], batch: int) -> str:
+    kinds = [each for each in RATIOS if each[0] in next(iter(found.values()))]
+    columns = ["model", "parameters", "followed", "of matrices", *(f"{kind} / {other}" for kind, other in kinds)]
+    columns += ["error of sums", "matrices that are not followed"]
+    rows = [
+        [name, f"{each['parameters']:,}", f"{each['followed']:.0%}", f"{each['matrices']:.0%}"]
+        + [f"{of_two(each, *kind):.2f}" for kind in kinds]
+        + [f"{each['error']:.0e}" if "error" in each else "-", ", ".join(each["because"])]
+        for name, each in found.items()
+    ]
+    most, of_matrices = (sum(each[name] >= 0.95 for each in found.values()) for name in ("followed", "matrices"))
+    said = [
+        f"Of {len(found)} models, {most} have 95 % of their parameters followed, and {of_matrices} have 95 % of those "
+        "in arrays of two axes or more. The rest are biases and scales, whose gradients of examples are small."
+    ]
+    for kind, other in kinds:
+        ratios = [of_two(each, kind, other) for each in found.values()]
+        said.append(f"{kind} / {other}: median {np.median(ratios):.2f}, largest {max(ratios):.2f}.")
+    said += [f"Not installed: {', '.join(missing)}."] if missing else []
+    heading = report.heading("benchmarks.zoo", PACKAGES, batch=batch, **report.load(-1))
+    return report.write("zoo", heading, {"A step": report.grid(columns, rows)}, notes=said)
+
+
+def made_of(name: str, count: int):
+    """The loss, the parameters and `count` rows of a model."""
+    loss, params, rows = ANIMALS[name].make()
+    return loss, jax.tree.map(jnp.asarray, params), jax.tree.map(jnp.asarray, rows(count))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--times", action="store_true", help="also measure time, memory, and the error of sums")
+    options = parser.parse_args()
+    there = {name: all(map(importlib.util.find_spec, animal.needs)) for name, animal in ANIMALS.items()}
+    found = {}
+    for name in (name for name in ANIMALS if there[name]):
+        model = made_of(name, options.batch)
+        found[name] = followed(*model) | measured(*model, times=options.times)
+        print(name, found[name], flush=True)
+    print(page(found, [name for name in ANIMALS if not there[name]], options.batch))
+
+
+if __name__ == "__main__":
+    main()
