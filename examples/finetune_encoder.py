@@ -49,6 +49,7 @@ def rows_of(dataset: str) -> list[Row]:
     """The linear probe at every epsilon; what needs a pass through blocks at few, with fewer steps."""
     rows = [
         Row("linear probe", PROBE, (0.01, 0.03), EPSILONS),
+        Row("linear probe, as short", SHORT | {"task_options": {"blocks": 0, "length": 32}}, (0.01, 0.03)),
         Row("BitFit", of_block("biases"), (3e-3, 1e-2)),
         Row("LoRA", of_block("lora"), (3e-3, 1e-2)),
         Row("full", of_block("all"), (3e-4, 1e-3)),
@@ -70,12 +71,19 @@ def name_of(row: Row, epsilon: float, rate: float, seed: int) -> str:
     return f"{row.config['dataset']}-{row.words}-epsilon{epsilon:g}-rate{rate:g}-seed{seed}"
 
 
-def chosen(runs: Runs, row: Row) -> float | None:
-    """The rate whose trial is the best, or None where a trial is missing."""
-    found = [runs.documents([name_of(row, TUNED_AT, rate, TUNING_SEED)]) for rate in row.rates]
-    if not all(found):
+def trials_of(row: Row, epsilon: float) -> dict[float, tuple[str, Config]]:
+    """The name and the configuration of each trial by its rate: at TUNED_AT, or without privacy."""
+    at = TUNED_AT if epsilon < math.inf else epsilon
+    of = {rate: (row, at, rate, TUNING_SEED) for rate in row.rates}
+    return {rate: (name_of(*each), config_of(*each)) for rate, each in of.items()}
+
+
+def best_trial(runs: Runs, row: Row, epsilon: float) -> tuple[float, float] | None:
+    """The accuracy and the rate of the best trial, or None where a trial is missing."""
+    found = {rate: runs.documents([name]) for rate, (name, _) in trials_of(row, epsilon).items()}
+    if not all(found.values()):
         return None
-    return max(zip(row.rates, found, strict=True), key=lambda pair: pair[1][0]["result"]["accuracy"])[0]
+    return max((documents[0]["result"]["accuracy"], rate) for rate, documents in found.items())
 
 
 def train(runs: Runs, datasets: list[str], words: str) -> None:
@@ -83,38 +91,39 @@ def train(runs: Runs, datasets: list[str], words: str) -> None:
     with contextlib.suppress(NotRun):
         for seed in SEEDS:
             for row in (row for dataset in datasets for row in rows_of(dataset) if words in row.words):
-                for rate in row.rates if chosen(runs, row) is None else ():
-                    runs.result(name_of(row, TUNED_AT, rate, TUNING_SEED), config_of(row, TUNED_AT, rate, TUNING_SEED))
-                rate = chosen(runs, row)
-                assert rate is not None
-                for epsilon in row.epsilons:
-                    runs.result(name_of(row, epsilon, rate, seed), config_of(row, epsilon, rate, seed))
+                for epsilon in (TUNED_AT, *row.epsilons):
+                    for name, config in trials_of(row, epsilon).values():
+                        runs.result(name, config)
+                    best = best_trial(runs, row, epsilon)
+                    assert best is not None
+                    if epsilon in row.epsilons:
+                        of = (epsilon, best[1], seed)
+                        runs.result(name_of(row, *of), config_of(row, *of))
 
 
 def lines_of(runs: Runs, dataset: str) -> Iterator[str]:
     """A line for every row and epsilon of which a run is finished."""
     examples = len(text_data.load(dataset, runs.places["data_dir"]).train_labels)
     for row in rows_of(dataset):
-        if (rate := chosen(runs, row)) is None:
-            continue
+        finished, rates = {}, {}
         for epsilon in row.epsilons:
-            names = {e: [name_of(row, e, rate, seed) for seed in SEEDS] for e in (epsilon, math.inf)}
-            of = {e: runs.documents(names[e]) for e in names}
-            if not of[epsilon]:
-                continue
-            means = {e: statistics.mean(one["result"]["accuracy"] for one in found) for e, found in of.items() if found}
-            each = ", ".join(f"{100 * one['result']['accuracy']:.2f}" for one in of[epsilon])
+            if best := best_trial(runs, row, epsilon):
+                rates[epsilon] = best[1]
+                finished[epsilon] = runs.documents(name_of(row, epsilon, best[1], seed) for seed in SEEDS)
+        results = {epsilon: [one["result"] for one in found] for epsilon, found in finished.items() if found}
+        means = {epsilon: statistics.mean(one["accuracy"] for one in found) for epsilon, found in results.items()}
+        for epsilon, found in results.items():
+            each = ", ".join(f"{100 * one['accuracy']:.2f}" for one in found)
             behind = f"{100 * (means[epsilon] - means[math.inf]):+.1f}" if epsilon < math.inf in means else ""
-            first = of[epsilon][0]["result"]
-            noise, search = "0", "inf"
+            noise, search, steps = "0", "inf", found[0]["steps"]
             if epsilon < math.inf:
-                noise = f"{first['noise_multiplier']:.3f}"
-                numbers = first["noise_multiplier"], first["steps"], examples
-                search = f"{with_search(config_of(row, epsilon, rate, 0), *numbers):.2f}"
-            seconds = statistics.mean(one["result"]["seconds"] for one in of[epsilon])
+                multiplier = found[0]["noise_multiplier"]
+                config = config_of(row, epsilon, rates[epsilon], 0)
+                noise, search = f"{multiplier:.3f}", f"{with_search(config, multiplier, steps, examples):.2f}"
+            seconds = statistics.mean(one["seconds"] for one in found)
             yield (
                 f"| {row.words} | {epsilon:g} | {search} | **{100 * means[epsilon]:.2f}** ({each}) | {behind} "
-                f"| {noise} | {first['steps']} | {rate:g} | {seconds:.0f} |"
+                f"| {noise} | {steps} | {rates[epsilon]:g} | {seconds:.0f} |"
             )
 
 
@@ -135,12 +144,12 @@ of rank 4 beside its queries and values, `full` all of its 1.8 million parameter
 sampling, and PLD.
 
 A pass through a block takes long on two cores, so these runs have 30 steps of 256 texts and few epsilons, where the
-linear probe has 25 epochs of batches of 1,024. So their rows compare with one another, and the gap to the linear probe
-contains their shorter training. Each row had two trials of its learning rate on seed 100 at epsilon 2, judged on the
-test texts, which are public; the better is taken at every epsilon. Epsilon does not cover this choice. The column `with
-a search` is epsilon if each run were the winner of `dpx.tuning.search` with two trials on average. `inf` is without
-privacy: a clip norm of 1,000, which clips nothing, and a noise multiplier of 1e-6, at the same rate and steps. Seconds
-are those of a run on a shared machine, without the states that are computed once.
+linear probe has 25 epochs of batches of 1,024. Compare them with `linear probe, as short`, which has their steps. Each
+row had two trials of its learning rate on seed 100 at epsilon 2, judged on the test texts, which are public; the better
+is taken at every epsilon. Epsilon does not cover this choice. The column `with a search` is epsilon if each run were
+the winner of `dpx.tuning.search` with two trials on average. `inf` is without privacy, with two trials of its own: a
+clip norm of 1,000, which clips nothing, and a noise multiplier of 1e-6. Seconds are those of a run on a shared machine,
+without the states that are computed once.
 """
 TITLES = {
     MOVIES: "## Film reviews: positive or negative\n\n10,605 sentences, rated by people, from the source package of "
@@ -168,12 +177,15 @@ def page(runs: Runs) -> str:
         if lines := list(lines_of(runs, dataset)):
             text += "\n" + TITLES[dataset] + "\n" + TABLE + "\n".join(lines) + "\n"
     rows = [row for dataset in DATASETS for row in rows_of(dataset)]
-    if missing := [f"{row.words} on {row.config['dataset']}" for row in rows if chosen(runs, row) is None]:
-        text += "\n" + filled(f"Not run: {', '.join(missing)}.")
+    best = {f"{row.words} on {row.config['dataset']}": best_trial(runs, row, TUNED_AT) for row in rows}
+    tried = "; ".join(f"{words} {100 * found[0]:.2f}" for words, found in best.items() if found)
+    text += "\n" + filled(f"The better trials at epsilon {TUNED_AT:g}, seed {TUNING_SEED}: {tried}.")
+    if missing := [words for words, found in best.items() if found is None]:
+        text += "\n" + filled(f"Without trials yet: {'; '.join(missing)}.")
     text += "\n" + filled(TAIL) + "\n```\n"
     for row in rows_of(MOVIES):
-        if (rate := chosen(runs, row)) is not None:
-            text += command(config_of(row, 1.0, rate, 0)) + "\n"
+        if found := best_trial(runs, row, 1.0):
+            text += command(config_of(row, 1.0, found[1], 0)) + "\n"
     return text + "```\n"
 
 
