@@ -83,7 +83,9 @@ def title_of_results(app, docname, source) -> None:
 
 
 def merge(app, env, docnames, other) -> None:
-    env.__dict__.setdefault("shown_code", {}).update(other.__dict__.get("shown_code", {}))
+    """What another process has read: its pages alone, because it holds an older copy of all others."""
+    read = other.__dict__.get("shown_code", {})
+    env.__dict__.setdefault("shown_code", {}).update({name: read[name] for name in docnames if name in read})
 
 
 def setup(app):
