@@ -57,7 +57,8 @@ def followed(loss, params, rows) -> dict[str, Any]:
     table = dpx.explain_norms(loss, made, params, dpx.Batch(rows, None), norms="ghost")
     leaves = jax.tree.leaves(params)
     # A reason says why it cannot be followed; without one, the gradient of an example is the cheapest way.
-    lost = [(leaf, why) for (_, way, why), leaf in zip(table.rows, leaves, strict=True) if way[:3] == "per" and why]
+    rows_of = zip(table.rows, leaves, strict=True)
+    lost = [(leaf, why) for (_, way, why), leaf in rows_of if way == "per-example gradients" and why]
     matrices = sum(leaf.size for leaf in leaves if leaf.ndim > 1)
     of_matrices = [leaf.size for leaf, _ in lost if leaf.ndim > 1]
     return {

@@ -13,7 +13,6 @@ from tests.problems import as_a_user
 
 # The shares of the numbers in arrays of two axes or more that are followed, where it is less than 95 %.
 NOT_FOLLOWED = {
-    "flax: linen weight norm": 0.1,
     "numpyro: block autoregressive flow": 0.0,
 }
 
