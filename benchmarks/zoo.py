@@ -5,9 +5,9 @@
 
 `JAX` is a step without privacy: the mean gradient. `vmap` is the private step with `norms="vmap"`, which clips the
 gradient of every example; `dpx` is the one that `private_updates` chooses. Operations are those on floats that XLA
-counts in a program before it is optimized, with the noise; a loop counts one turn. With `--times`, the three take
-turns, the least of their times counts, and memory is what XLA allocates beside arguments and results. Writes
-benchmarks/results/zoo.md; a package that is not installed is left out.
+counts in a program before it is optimized, with the noise; a loop counts one turn. The three take turns, the least of
+their times counts, and memory is what XLA allocates beside arguments and results. Without `--times`, the page has only
+what ghost norms follow. Writes benchmarks/results/zoo.md; a package that is not installed is left out.
 """
 
 import argparse
@@ -69,11 +69,11 @@ def followed(loss, params, rows) -> dict[str, Any]:
     }
 
 
-def measured(loss, params, rows, *, times: bool) -> dict[str, Any]:
-    """The floating-point operations of a step; with `times`, also seconds, bytes, and the error of a release without
-    its noise. Half of the rows are clipped."""
+def measured(loss, params, rows) -> dict[str, Any]:
+    """Floating-point operations, seconds and bytes of a step, and the error of a release without its noise. Half of the
+    rows are clipped."""
     count = len(jax.tree.leaves(rows)[0])
-    clip_norm = float(np.median(clipped_mean(loss, params, rows, 1.0)[1])) if times else 1.0
+    clip_norm = float(np.median(clipped_mean(loss, params, rows, 1.0)[1]))
     made, included = optimizer(count, clip_norm), np.ones(count, bool)
     state, batch = made.init(params), dpx.Batch(rows, included)
 
@@ -83,19 +83,19 @@ def measured(loss, params, rows, *, times: bool) -> dict[str, Any]:
     steps = {"JAX": plain, "vmap": dpx.private_updates(loss, made, norms="vmap")}
     steps["dpx"] = dpx.private_updates(loss, made)
     lowered: dict[str, Any] = {each: jax.jit(step).lower(params, batch, state) for each, step in steps.items()}
-    found: dict[str, Any] = {"operations": {each: one.cost_analysis()["flops"] for each, one in lowered.items()}}
-    if times:
-        programs: dict[str, Any] = {each: one.compile() for each, one in lowered.items()}
-        found["memory"] = {each: one.memory_analysis().temp_size_in_bytes for each, one in programs.items()}
-        run = {each: functools.partial(_run, program, params, batch, state) for each, program in programs.items()}
-        timers = {each: Timer(one, time.perf_counter) for each, one in run.items()}
-        found["time"] = {each: min(seconds) for each, seconds in interleaved(timers, ROUNDS).items()}
-        # A step of an empty batch releases the noise alone, which is that of the same key and step.
-        batches = (dpx.Batch(rows, each) for each in (included, ~included))
-        whole, noise = (programs["dpx"](params, each, state).updates for each in batches)
-        released = jax.tree.map(lambda a, b: np.asarray(a, np.float64) - np.asarray(b), whole, noise)
-        found["error"] = distance(released, clipped_mean(loss, params, rows, clip_norm)[0])
-    return found
+    programs: dict[str, Any] = {each: one.compile() for each, one in lowered.items()}
+    run = {each: functools.partial(_run, program, params, batch, state) for each, program in programs.items()}
+    timers = {each: Timer(one, time.perf_counter) for each, one in run.items()}
+    # A step of an empty batch releases the noise alone, which is that of the same key and step.
+    batches = (dpx.Batch(rows, each) for each in (included, ~included))
+    whole, noise = (programs["dpx"](params, each, state).updates for each in batches)
+    released = jax.tree.map(lambda a, b: np.asarray(a, np.float64) - np.asarray(b), whole, noise)
+    return {
+        "operations": {each: one.cost_analysis()["flops"] for each, one in lowered.items()},
+        "memory": {each: one.memory_analysis().temp_size_in_bytes for each, one in programs.items()},
+        "time": {each: min(seconds) for each, seconds in interleaved(timers, ROUNDS).items()},
+        "error": distance(released, clipped_mean(loss, params, rows, clip_norm)[0]),
+    }
 
 
 def _run(program, *arguments):
@@ -112,11 +112,12 @@ RATIOS = [("operations", "JAX"), ("operations", "vmap"), ("time", "JAX"), ("time
 def page(found: dict[str, dict[str, Any]], missing: list[str], batch: int) -> str:
     kinds = [each for each in RATIOS if each[0] in next(iter(found.values()))]
     columns = ["model", "parameters", "followed", "of matrices", *(f"{kind} / {other}" for kind, other in kinds)]
-    columns += ["error of sums", "matrices that are not followed"]
+    columns += [*(["error of sums"] if kinds else []), "matrices that are not followed"]
     rows = [
         [name, f"{each['parameters']:,}", f"{each['followed']:.0%}", f"{each['matrices']:.0%}"]
         + [f"{of_two(each, *kind):.2f}" for kind in kinds]
-        + [f"{each['error']:.0e}" if "error" in each else "-", ", ".join(each["because"])]
+        + ([f"{each['error']:.0e}"] if kinds else [])
+        + [", ".join(each["because"])]
         for name, each in found.items()
     ]
     most, of_matrices = (sum(each[name] >= 0.95 for each in found.values()) for name in ("followed", "matrices"))
@@ -129,7 +130,7 @@ def page(found: dict[str, dict[str, Any]], missing: list[str], batch: int) -> st
         said.append(f"{kind} / {other}: median {np.median(ratios):.2f}, largest {max(ratios):.2f}.")
     said += [f"Not installed: {', '.join(missing)}."] if missing else []
     heading = report.heading("benchmarks.zoo", PACKAGES, batch=batch, **report.load(-1))
-    return report.write("zoo", heading, {"A step": report.grid(columns, rows)}, notes=said)
+    return report.write("zoo", heading, {"Models": report.grid(columns, rows)}, notes=said)
 
 
 def made_of(name: str, count: int):
@@ -141,13 +142,15 @@ def made_of(name: str, count: int):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--times", action="store_true", help="also measure time, memory, and the error of sums")
+    parser.add_argument(
+        "--times", action="store_true", help="also measure operations, time, memory and the error of sums"
+    )
     options = parser.parse_args()
     there = {name: all(map(importlib.util.find_spec, animal.needs)) for name, animal in ANIMALS.items()}
     found = {}
     for name in (name for name in ANIMALS if there[name]):
         model = made_of(name, options.batch)
-        found[name] = followed(*model) | measured(*model, times=options.times)
+        found[name] = followed(*model) | (measured(*model) if options.times else {})
         print(name, found[name], flush=True)
     print(page(found, [name for name in ANIMALS if not there[name]], options.batch))
 
