@@ -70,9 +70,10 @@ def recipes():
 
 @pytest.mark.parametrize("code", [*recipes()])
 @pytest.mark.filterwarnings("ignore")
-def test_recipes(code):
+def test_recipes(code, monkeypatch):
     """Each runs after the first lines of the page, and is short; a package that is not installed skips it."""
     assert lines_of(code) <= 24
+    monkeypatch.setenv("KERAS_BACKEND", "jax")  # which the first import of keras reads
     for names in re.findall(r"^(?:from|import) ([\w, ]+)", code, re.MULTILINE):
         for name in re.findall(r"\w+(?=,|$)", names.split(" import ")[0].split(" as ")[0]):
             pytest.importorskip(name)
