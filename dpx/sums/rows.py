@@ -21,9 +21,7 @@ from dpx.xla.units import FLOAT32, Unit
 LARGEST = 2.0**63
 LONG_VECTOR = 2**14  # numbers
 SMALL_SUMS = 2**16  # numbers: up to here all block sums are made at once, because a loop takes longer to compile
-AT_ONCE = (
-    2**20
-)  # the same where a matrix unit rounds: there a kernel takes as long as 10^5 numbers, and a loop has many
+AT_ONCE = 2**20  # the same where a matrix unit rounds: a kernel there takes as long as 10^5 numbers do
 EXACT = jax.lax.Precision.HIGHEST  # float32 products, even where the hardware would round them
 
 

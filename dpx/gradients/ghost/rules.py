@@ -65,8 +65,9 @@ class Patches(NamedTuple):
         # On several devices, the examples may be sharded. With one tap, the patches are the data.
         if here().devices > 1 or math.prod(self.taps) == 1:
             return self._at_once(data, dy)
-        picks = functools.partial(self._apart, by_unit=math.prod(self.taps) * self.features <= MOST_PICKED)
-        return lax.platform_dependent(data, dy, cpu=self._one_by_one, default=self._apart, tpu=picks)
+        by_unit = here().platform == "tpu" and math.prod(self.taps) * self.features <= MOST_PICKED
+        apart = functools.partial(self._apart, by_unit=by_unit)
+        return lax.platform_dependent(data, dy, cpu=self._one_by_one, default=apart)
 
     def _at_once(self, data: jax.Array, dy: jax.Array) -> jax.Array:
         return product(self.matrix(data), self.cotangents(dy))
