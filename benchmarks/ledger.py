@@ -214,9 +214,9 @@ NOTES = [
     "The filter of pairs is Theorem 1 of Whitehouse et al. 2023, with a pair of the same delta for each step. It "
     "is made for few releases: of a step on a small batch, a pair at a tiny delta says little.",
     "The odometer bounds every moment of the whole run at once.",
-    "Consecutive runs are charged one by one, so noise, batch size and steps of each may follow from what was "
-    "released. A short run on small batches is far from a Gaussian, so many of them cost more than the Renyi "
-    "filter of the first table, which does not see parts.",
+    "The ledger charges consecutive runs one by one, so each may choose its noise, batch size and steps from what "
+    "was released before. It counts each as a Gaussian. A short run on small batches is far from one, so many short "
+    "runs cost more here than by the Renyi filter of the first table, which counts step by step.",
 ]
 NOTES_OF_RUNS = [
     f"Validation: {EXAMPLES - TRAIN:,} of the {EXAMPLES:,} examples, a public part of their own, whose accuracy is "

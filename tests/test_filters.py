@@ -190,7 +190,7 @@ def later(mu: float, epsilons: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize(("rate", "sigma", "share"), [(0.9, 3.5, 0.7), (0.5, 2.0, 0.3)])
 def test_no_policy_gains_by_ending_a_run_early(rate, sigma, share):
-    """Three steps that were paid for: after each, a policy goes on or ends the run, and spends what is then left."""
+    """Three steps are paid for. After each, a policy continues, or ends the run and spends what the refund leaves."""
     epsilon, delta, steps = 1.5, 1e-2, 3
     tried, losses = Filter(epsilon, delta), 0.01 * np.arange(-800, 801)
     paid = tried.charge(event_profile(sampled(rate, sigma, steps), curve=True), NOTHING)

@@ -21,7 +21,9 @@ from dpx.xla.jaxprs import identity_of_equation
 CHEAPER = "cheaper than ghost norms"
 TOLD = 1e-4  # of a norm: a smaller raise is not worth a word
 _NUMBER = re.compile(r"\d+")
-_ROUNDING = f"rounding can lengthen what an example adds to a sum by eta = {ETA:.3g} of the clip norm, as epsilon knows"
+_ROUNDING = (
+    f"rounding can lengthen what an example adds to a sum by eta = {ETA:.3g} of the clip norm; epsilon includes it"
+)
 
 
 class EncodedLeaf(NamedTuple):
