@@ -7,7 +7,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from dpx.gradients.ghost import interpreter, made, parts, trace
+from dpx.gradients.ghost import interpreter, made, parts, views
 from dpx.gradients.ghost.hooks import (
     EXAMPLES,
     Captured,
@@ -130,7 +130,7 @@ def _backward_pass(
         found = [
             functools.reduce(jnp.add, [cotangents[n].astype(jnp.float32) for n in each]) for _, each in pieces[leaf]
         ]
-        return trace.joined([view for view, _ in pieces[leaf]], found, leaves[leaf].shape)
+        return views.joined([view for view, _ in pieces[leaf]], found, leaves[leaf].shape)
 
     def of_one_example(example):
         def loss(differentiated, added):

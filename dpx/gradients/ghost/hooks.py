@@ -23,7 +23,8 @@ import jax.numpy as jnp
 
 from dpx.gradients.ghost import parts
 from dpx.gradients.ghost.plan import Choice, GhostPlan
-from dpx.gradients.ghost.trace import REMAT, View
+from dpx.gradients.ghost.trace import REMAT
+from dpx.gradients.ghost.views import View
 from dpx.gradients.ghost.weighted import no_longer
 from dpx.sums.total import FloatPair
 from dpx.trees import Tree

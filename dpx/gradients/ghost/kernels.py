@@ -16,7 +16,8 @@ from jax.extend import core
 
 from dpx.gradients.ghost.norms import EXACT, product
 from dpx.gradients.ghost.rules import Record, Site
-from dpx.gradients.ghost.trace import CALLS, ELEMENTWISE, Constant, Elementwise, Equation, Program, Use, View
+from dpx.gradients.ghost.trace import CALLS, Constant, Equation, Program, Use
+from dpx.gradients.ghost.views import ELEMENTWISE, Elementwise, View
 from dpx.xla import jaxprs
 from dpx.xla.place import here
 

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from dpx.gradients.ghost import algorithms, interpreter, norms, rules, weighted
 from dpx.gradients.ghost.algorithms import OPERATIONS_PER_BYTE, Algorithm, Uses
 from dpx.gradients.ghost.rules import Site
-from dpx.gradients.ghost.trace import Equation, Kernel, Loop, Program, Use, View
+from dpx.gradients.ghost.trace import Equation, Kernel, Program, Use
+from dpx.gradients.ghost.views import Loop, View
 from dpx.sums.rows import plus_finished, total_of_rows, weighted_sum
 from dpx.sums.rows import repeated as spread
 from dpx.sums.total import FloatPair

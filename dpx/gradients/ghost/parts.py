@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpx.gradients.ghost import norms, trace
+from dpx.gradients.ghost import norms, views
 from dpx.gradients.ghost.plan import Choice
 from dpx.sums.rows import AT_ONCE, total_of_rows
 from dpx.sums.total import FloatPair, with_low
@@ -59,13 +59,13 @@ def weighted_sum(
     return _of_slices(of_slice, choice)((scale, records))
 
 
-def joined(of_views: list[trace.View], totals: list[FloatPair], shape: tuple[int, ...]) -> FloatPair:
+def joined(of_views: list[views.View], totals: list[FloatPair], shape: tuple[int, ...]) -> FloatPair:
     """The sum of a parameter of this shape from the sums of its parts."""
     if any(total.low is not None for total in totals):
         totals = [with_low(total) for total in totals]
     low = [total.low for total in totals if total.low is not None]
-    high = trace.joined(of_views, [total.high for total in totals], shape)
-    return FloatPair(high, trace.joined(of_views, low, shape) if low else None)
+    high = views.joined(of_views, [total.high for total in totals], shape)
+    return FloatPair(high, views.joined(of_views, low, shape) if low else None)
 
 
 def _are_small(choice: Choice, records: Any) -> bool:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from dpx.gradients.ghost import algorithms, kernels, rules, trace
+from dpx.gradients.ghost import algorithms, kernels, rules, trace, views
 from dpx.gradients.ghost.algorithms import Algorithm, Uses
 from dpx.gradients.ghost.made import Made
 from dpx.gradients.ghost.made import find as find_made
@@ -51,8 +51,8 @@ class Choice(NamedTuple):
     algorithm: Algorithm
     reason: str = ""
     uses: Uses = Uses()
-    view: trace.View = trace.View()
-    pieces: tuple[tuple[trace.View, tuple[int, ...]], ...] = ()
+    view: views.View = views.View()
+    pieces: tuple[tuple[views.View, tuple[int, ...]], ...] = ()
     made: Made | None = None
 
 
@@ -141,7 +141,7 @@ def make_plan(
             return (Choice(algorithms.NOT_TRAINED),)
         if not uses:
             return (Choice(algorithms.UNUSED, "the loss does not use it"),)
-        parts = trace.parts([use.view for use in uses], leaves[leaf].shape)
+        parts = views.parts([use.view for use in uses], leaves[leaf].shape)
         if isinstance(parts, str):
             return (Choice(algorithms.GRADIENT, parts),)
         found = _follow(uses, parts, program, made, leaves[leaf].shape, scaled=scaled[leaf])
@@ -177,12 +177,12 @@ def _with_made(
     return tuple(found.values())
 
 
-Followed = list[tuple[trace.View, Uses]]
+Followed = list[tuple[views.View, Uses]]
 
 
 def _follow(
     uses: tuple[trace.Use, ...],
-    parts: list[trace.Part],
+    parts: list[views.Part],
     program: trace.Program,
     made: Mapping[Any, trace.Equation],
     shape: tuple[int, ...],
