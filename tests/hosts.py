@@ -19,7 +19,7 @@ import dpx
 from tests.compiling import begin
 
 STEPS = 10
-SAMPLING = dpx.PoissonSampling(examples=48, batch_size=8, capacity=32)
+SAMPLING = dpx.PoissonSampling(examples=48, batch_size=8)
 ROWS = np.rint(4 * np.random.default_rng(0).normal(size=(48, 8))).astype(np.float32) / 64
 SEED = 2**80 + 7
 
@@ -134,7 +134,7 @@ def moved(folder: Path, name: str, mesh, checkpoints: Path, skipped: str, **opti
 def require_own_rows(source: Source, first: int):
     """This process read the rows of its own device alone, after row 0, which says what a row looks like."""
     rank, hosts = jax.process_index(), jax.process_count()
-    size, others, own = SAMPLING.capacity // hosts, set(), set()
+    size, others, own = SAMPLING.usual_rows // hosts, set(), set()
     for step in range(first, STEPS):
         drawn = SAMPLING.draw(dpx.secret_key(SEED), step).indices
         own |= set(drawn[rank * size : (rank + 1) * size].tolist())

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -19,9 +18,13 @@ from dpx.fitting.folder import Folder
 from tests.compiling import begin
 
 STEPS = 5
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", UserWarning)  # batches that exceed the capacity are tested too
-    SAMPLING = dpx.PoissonSampling(examples=64, batch_size=16, capacity=24)
+
+
+class FewRows(dpx.PoissonSampling):
+    usual_rows = 24  # batches that exceed it are tested too
+
+
+SAMPLING = FewRows(examples=64, batch_size=16)
 CUT = dpx.PoissonSampling(examples=64, batch_size=16, most_rows=16)
 RANDOM = np.random.default_rng(0)
 DATA = {"x": RANDOM.normal(size=(64, 4)).astype(np.float32), "y": RANDOM.normal(size=64).astype(np.float32)}

@@ -405,8 +405,8 @@ def truth(noise_multiplier, steps, sampling=SAMPLING):
 def test_a_rebuilt_mechanism_with_the_same_numbers_goes_on():
     before, after = dp_sgd(BUDGET), dp_sgd(budget(steps=100))
     assert resumed(before, after) == pytest.approx(truth(before.noise_multiplier, 100))
-    other_capacity = dpx.PoissonSampling(examples=1000, batch_size=50.0, capacity=128)
-    assert resumed(dp_sgd(), dp_sgd(sampling=other_capacity)) == pytest.approx(truth(1.0, 6))
+    same = dpx.PoissonSampling(examples=np.int64(1000), batch_size=50.0)
+    assert resumed(dp_sgd(), dp_sgd(sampling=same)) == pytest.approx(truth(1.0, 6))
 
 
 def test_steps_beyond_the_plan_are_billed():

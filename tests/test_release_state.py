@@ -171,7 +171,7 @@ def test_terms_are_those_of_the_sampling_and_the_event():
         {"noise_multiplier": 2.0},
         {"clip_norm": 3.0},
         {"key": jax.random.key(9)},
-        {"sampling": dpx.PoissonSampling(examples=np.int64(1000), batch_size=8.0, capacity=100)},
+        {"sampling": dpx.PoissonSampling(examples=np.int64(1000), batch_size=8.0)},
     ]
     assert {terms(**changes) for changes in same} == {terms()}
     other = [

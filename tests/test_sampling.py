@@ -183,10 +183,12 @@ def test_an_epoch_takes_every_example_once():
     assert len(drawn(sampling, 9)) == 5
 
 
+class FewRows(dpx.PoissonSampling):
+    usual_rows = 64
+
+
 def test_a_large_poisson_batch_is_never_cut():
-    with pytest.warns(UserWarning, match="capacity is 64, and should be at least 168"):
-        small = dpx.PoissonSampling(examples=1000, batch_size=100, capacity=64)
-    free = dpx.PoissonSampling(examples=1000, batch_size=100)
+    small, free = FewRows(examples=1000, batch_size=100), dpx.PoissonSampling(examples=1000, batch_size=100)
     for step in range(20):
         np.testing.assert_array_equal(np.sort(drawn(small, step)), np.sort(drawn(free, step)))
         assert len(small.draw(KEY, step)[0]) % 8 == 0
@@ -305,8 +307,8 @@ def test_all_truncated_batches_have_one_shape():
         cut.draw(KEY, 0, size=50)
     assert ("most_rows", 110) in cut.identity()
     assert cut.most_rows == 110 and cut.truncates and cut.pads
-    free = dpx.PoissonSampling(examples=1000, batch_size=100, capacity=200)
-    assert free.identity() == dpx.PoissonSampling(examples=1000, batch_size=100).identity() != cut.identity()
+    free = dpx.PoissonSampling(examples=1000, batch_size=100)
+    assert free.identity() != cut.identity()
     assert free.most_rows == math.inf
 
 
@@ -314,8 +316,6 @@ def test_all_truncated_batches_have_one_shape():
 def test_bad_most_rows(most_rows):
     with pytest.raises(ValueError, match="most_rows must be"):
         dpx.PoissonSampling(examples=1000, batch_size=100, most_rows=most_rows)
-    with pytest.raises(ValueError, match="capacity must be left out with most_rows"):
-        dpx.PoissonSampling(examples=1000, batch_size=100, most_rows=110, capacity=200)
 
 
 @pytest.mark.parametrize(("examples", "steps", "together"), [(95, 9, 2**20), (95, 9, 10), (7, 7, 2**20), (5, 1, 2)])
@@ -445,8 +445,6 @@ def test_take_refuses_the_state_of_another_sampling():
                 dpx.PoissonSampling(examples=100, batch_size=10.5),
                 dpx.PoissonSampling(examples=101, batch_size=10),
             ]
-            roomier = dpx.PoissonSampling(examples=100, batch_size=10, capacity=64)  # the same draws in more rows
-            assert len(roomier.take(np.zeros(100), KEY, mechanism(own).init(PARAMS)).included) == 64
         for other in others:
             with pytest.raises(ValueError, match="counts the sampling of another record"):
                 other.take(np.zeros(other.examples), KEY, mechanism(own).init(PARAMS))
@@ -523,19 +521,3 @@ def test_bad_sizes(examples, batch_size):
         else:
             with pytest.raises(ValueError, match="examples|batch_size"):
                 make(examples=examples, batch_size=batch_size)
-
-
-def test_a_small_capacity_warns():
-    """One that a batch exceeds more often than in 1 of 10^9 steps. A warning is an error in these tests."""
-    usual = len(dpx.PoissonSampling(examples=60_000, batch_size=256).draw(KEY, 0)[0])
-    for capacity in (None, usual, 10 * usual):
-        dpx.PoissonSampling(examples=60_000, batch_size=256, capacity=capacity)
-    with pytest.warns(UserWarning, match=f"capacity is {usual - 1}, and should be at least {usual}: ") as warned:
-        dpx.PoissonSampling(examples=60_000, batch_size=256, capacity=usual - 1)
-    assert warned[0].filename == __file__
-
-
-def test_bad_capacity():
-    for capacity in (0, 8.5, math.nan, True, "8"):
-        with pytest.raises(ValueError, match="capacity must be a whole number of at least 1, got"):
-            dpx.PoissonSampling(examples=10, batch_size=2, capacity=capacity)  # type: ignore

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import warnings
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -185,16 +184,6 @@ def usual_rows(examples: int, probability: float) -> int:
     tails = scipy.special.betainc(sizes + 1, np.maximum(examples - sizes, 1), probability)
     exceeded = np.where(sizes < examples, tails, 0.0)
     return min(examples, int(sizes[np.argmax(exceeded < LARGE)]))
-
-
-def warn_of_small(capacity: int, rows: int) -> None:
-    """Warns if batches may exceed `capacity` rows more often than `usual_rows`, which are `rows`."""
-    if capacity < rows:
-        warnings.warn(
-            f"capacity is {capacity}, and should be at least {rows}: a batch that exceeds it has another shape, which "
-            "shows a coin in the last bits of a sum, and epsilon does not contain that (docs/exact.md)",
-            stacklevel=4,  # of the call that makes the sampling
-        )
 
 
 def round_up(number: float, multiple: int) -> int:

@@ -3,7 +3,7 @@
 import functools
 import math
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
@@ -25,11 +25,9 @@ from dpx.sampling.draws import (
     step_key,
     tossed,
     usual_rows,
-    warn_of_small,
 )
 from dpx.sampling.events import composed
 from dpx.sampling.weights import PublicWeights
-from dpx.states.identity import by_fields
 from dpx.trees import described
 from dpx.validation import require_number, require_whole
 
@@ -53,10 +51,9 @@ class PoissonSampling(VaryingSize):
                 that of the examples of weight w and less. Weights that were computed from labels or other private data
                 are private: no cost covers them. To divide a clipped gradient by q_i lets an example move the sum by
                 C / q_i, which no cost covers either.
-    capacity:   without `most_rows`, rows of a drawn batch; by default the least multiple of 8 that a batch exceeds with
-                a probability below 1e-9. A larger batch is not cut: its rows are the next multiple of 1/8 of the
-                capacity. A capacity that is often exceeded lets the shape, and so the last bits of a sum, depend on a
-                coin (docs/exact.md): one below the default warns.
+
+    Without `most_rows`, the rows of a drawn batch are the least multiple of 8 that a batch exceeds with a probability
+    below 1e-9. A larger batch is not cut: its rows are the next multiple of 1/8 of these (docs/exact.md).
 
     Neighbors differ by a null in place of one example, which keeps its place and counts nowhere. The cost is that of
     adding or removing an example. But a deleted row would move all later ones, and so the rounding of their sum. The
@@ -75,7 +72,6 @@ class PoissonSampling(VaryingSize):
     batch_size: float
     most_rows: float = math.inf  # pyrefly: ignore[bad-override]
     weights: Any = None
-    capacity: int | None = field(default=None)
     relation: ClassVar[str] = "zero_out"
 
     def __post_init__(self):
@@ -85,9 +81,6 @@ class PoissonSampling(VaryingSize):
             if (count := int((self.rates == 1).sum())) and self.batch_size < self.examples:
                 words = "an example takes part in every step, so epsilon has no amplification"
                 warnings.warn(f"{count} weights give a rate of 1: such {words}. Cap the weights", stacklevel=3)
-        if self.capacity is not None:
-            require_whole("capacity", self.capacity)
-            warn_of_small(self.capacity, usual_rows(self.examples, self.divisor / self.examples))
         if self.most_rows == math.inf:
             return
         most = require_whole("most_rows", self.most_rows)
@@ -96,13 +89,7 @@ class PoissonSampling(VaryingSize):
             raise ValueError(f"most_rows must be in {limits}, got {described(self.most_rows)}")
         if self.weights is not None:
             raise ValueError(f"weights must be left out with most_rows, because no cost is known for both; got {self}")
-        if self.capacity is not None:
-            raise ValueError(f"capacity must be left out with most_rows, which is the rows of all batches; got {self}")
         object.__setattr__(self, "most_rows", most)
-
-    def identity(self) -> tuple:
-        """What decides which examples are drawn, and so all but `capacity`."""
-        return by_fields(self, without="capacity")
 
     def __repr__(self) -> str:
         limit = f", most_rows={self.most_rows}" if self.truncates else ""
@@ -171,7 +158,7 @@ class PoissonSampling(VaryingSize):
         if self.truncates:
             return int(self.most_rows)
         # With several rates, a batch is not larger than of one rate with the same mean (Hoeffding 1956).
-        return self.capacity or usual_rows(self.examples, self.divisor / self.examples)
+        return usual_rows(self.examples, self.divisor / self.examples)
 
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         own = step_key(key, require_step(key, step))
