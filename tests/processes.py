@@ -282,6 +282,7 @@ def check_refusals(rank, sharding, folder):
         "key of the batches (its mark) is": {"key": dpx.secret_key(rank)},
         "fingerprint) is": {"made": other if rank else made},
         "data must hold the 64 examples of the sampling, got 50": {"data": short},
+        "first example of the data (its mark) is": {"data": {"x": DATA["x"] + np.float32(rank), "y": DATA["y"]}},
         "params (their fingerprint) is": {"params": params},
         "steps is 4 in process 0, 5": {"steps": 4 + rank},
         "evaluate_every is 2 in process 0, 3": {"evaluate_every": 2 + rank},

@@ -11,7 +11,8 @@ import pytest
 import dpx
 from tests import hosts, kills
 
-pytestmark = pytest.mark.xdist_group("hosts")  # one process of pytest, because the tests share their runs
+# One process of pytest, because the tests share their runs. `make test` has two processes in tests/test_processes.py.
+pytestmark = [pytest.mark.xdist_group("hosts"), pytest.mark.long]
 
 
 def together(folder, program, number, codes):
