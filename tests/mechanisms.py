@@ -52,8 +52,8 @@ class Case(NamedTuple):
     linear: the update is a linear function of the noisy sum, known from the fields above. Else the noise is checked by
             exchanging it for sums, before it is decoded.
     from_catalog: made from a line of dpx/catalog.py, of which nothing else is known.
-    like: a case of the same code, with other options or another sampling. `make test` checks every line of that one,
-          and the lines `quick` of this one; `make long` checks the others.
+    like: a case of the same code, with other options or another sampling. `make test` checks all of that one, and the
+          lines `quick` of this one; `make long` checks the others.
     """
 
     name: str
@@ -441,6 +441,5 @@ assert {case.like for case in MECHANISMS} - {""} <= {case.name for case in MECHA
 assert set(COORDINATES_BY_HAND.values()) <= {case.name for case in MECHANISMS if not case.like}
 MECHANISMS += cases_of_the_catalog()
 ALL = [  # for tests of one property of every mechanism
-    pytest.param(case, id=case.name, marks=[pytest.mark.long] if case.like and not case.quick else [])
-    for case in MECHANISMS
+    pytest.param(case, id=case.name, marks=[pytest.mark.long] if case.like else []) for case in MECHANISMS
 ]

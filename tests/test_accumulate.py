@@ -216,7 +216,8 @@ def test_sums_that_were_clipped_to_another_norm_have_no_bill():
 def test_the_clip_norms_of_both_programs_agree(case):
     """No mechanism is refused for the rounding of its schedules, which two programs compute."""
     state = jax.jit(case.mechanism.init)(PARAMS)
+    programs = [jax.jit(lambda state, k=k: _clipping(case.mechanism, state) * k) for k in (1.0, 2.0)]
     for step in range(3):
         at = map_states(lambda node, step=step: node._replace(step=jnp.int32(step)), state, ReleaseState)
-        one, other = (jax.jit(lambda state, k=k: _clipping(case.mechanism, state) * k)(at) for k in (1.0, 2.0))
+        one, other = (program(at) for program in programs)
         assert one.shape and bool(_alike(one, other / 2)) and not bool(_alike(one, other))

@@ -18,7 +18,6 @@ from flax.training.train_state import TrainState
 import dpx
 from dpx.accounting.bill import numbers_of
 from dpx.states import reading
-from dpx.states.reading import release_state
 from dpx.states.record import LARGEST_WEIGHT, ReleaseState, noise_order
 from tests.mechanisms import ALL, PARAMS
 
@@ -115,24 +114,6 @@ def test_accepted(name, promoting):
     assert dpx.accounting.steps_taken(state) == 2
     mechanism = dp_sgd(sampling=dpx.FullBatch(examples=ROWS)) if name == "Lookahead" else dp_sgd()
     assert dpx.epsilon(mechanism, state, delta=1e-5) == of_steps(mechanism, 2, state) > 0
-
-
-@pytest.mark.parametrize("case", ALL)
-def test_every_mechanism_bills_its_own_state(case):
-    """The state that counts the releases is billed as the number of steps is, also after a restored checkpoint."""
-    mechanism = case.mechanism
-    state = jax.eval_shape(mechanism.init, PARAMS)
-    sums = jax.eval_shape(lambda state: dpx.mechanism.sum_contributions(mechanism, GRADS, state, EVERYONE)[0], state)
-    zeros, nobody = jax.tree.map(lambda s: jnp.zeros(s.shape), sums), jnp.int32(0)
-    step = jax.jit(lambda state: mechanism.release_once(zeros, state, PARAMS, nobody)[1])
-    state = jax.jit(mechanism.init)(PARAMS)
-    for _ in range(4):
-        state = step(jax.tree.map(lambda leaf: np.asarray(leaf), state))
-    again = case.make(mechanism.key)
-    assert dpx.epsilon(again, state, delta=1e-5) == of_steps(mechanism, 4, state)
-    release = release_state(state)
-    expected = sum(float(np.float32(case.multiplier(t))) ** -2 for t in range(4))
-    assert float(release.precision[0]) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("case", ALL)
