@@ -47,10 +47,15 @@ def noiseless(made: dpx.Mechanism) -> dpx.Mechanism:
     return made.replace(release=lambda sums, state, params: (tuple(as_pair(total).high for total in sums), state))
 
 
+def compiled(loss, made, params, **options):
+    """(examples, included) -> the step by ghost norms, or as `private_updates` is told to take it."""
+    step = jax.jit(dpx.private_updates(loss, made, **{"norms": "ghost"} | options), compiler_options=QUICK)
+    return lambda examples, included=None: step(params, dpx.Batch(examples, included), made.init(params))
+
+
 def clipped_sums(loss, params, batch, clipping, *, made=None, included=None, microbatch_size=None):
-    made = made or mechanism()
-    step = dpx.private_updates(loss, made, norms=clipping, microbatch_size=microbatch_size)
-    return jax.jit(step, compiler_options=QUICK)(params, dpx.Batch(batch, included), made.init(params))
+    step = compiled(loss, made or mechanism(), params, norms=clipping, microbatch_size=microbatch_size)
+    return step(batch, included)
 
 
 def assert_same(found, expected, tolerance=TOLERANCE):

@@ -20,8 +20,6 @@ ANIMALS = {name: made for zoo in (test_ghost_zoo.ZOO, test_ghost_scans.ZOO) for 
 COMMON = {
     "dense",
     "deep",
-    "attention",
-    "transformer",
     "convolution",
     "embedding",
     "tied_weights",

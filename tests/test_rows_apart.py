@@ -19,7 +19,7 @@ from dpx.xla.apart import may_mix_rows, rows_apart
 from dpx.xla.jaxprs import equations
 from dpx.xla.place import traced_for
 from tests.devices import on_eight_devices
-from tests.test_ghost_hostile import CASES
+from tests.test_ghost_hostile import CASES, ONCE
 
 ROWS, SIZE = 4, 6
 HOSTILE = (np.nan, np.inf, -np.inf, np.float32(3e38))
@@ -452,7 +452,7 @@ def assert_apart(made: tuple, path: str, sharding=None):
     assert_rows_apart(build, change(loss), mechanism(), params, examples, sharding)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name not in ONCE)) for name in CASES])
 def test_no_row_reaches_another_in_any_way_to_a_norm(name):
     """In microbatches, the last of which is one row."""
     case, rng = CASES[name], np.random.default_rng(3)
