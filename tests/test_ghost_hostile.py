@@ -126,8 +126,14 @@ def spectral(p, example):
 TWO_LAYERS = {"in": f32(6, 5), "b": f32(5), "out": f32(5, 4)}
 LOW = {"in": f32(30, 40), "out": f32(40, 6)}, (f32(2, 30), f32(2, 6))
 CASES = {
-    "logistic": Case(logistic, {"w": f32(20, 2), "b": f32(2)}, (f32(20), i32()), {"outer", "gradient"}),
-    "perceptron": Case(perceptron, TWO_LAYERS, (f32(6), f32(4), i32()), {"outer", "gradient"}),
+    "logistic": Case(logistic, {"w": f32(20, 2), "b": f32(2)}, (f32(20), i32()), {"outer", "small"}),
+    "perceptron": Case(perceptron, TWO_LAYERS, (f32(6), f32(4), i32()), {"outer", "small"}),
+    "scale and shift": Case(
+        lambda p, e: jnp.sum(e[1] * (e[0] * p["scale"] + p["shift"])),
+        {"scale": f32(1, 5), "shift": f32(3, 5)},
+        (f32(3, 5), f32(3, 5)),
+        {"small"},
+    ),
     "outer": Case(dense, f32(7, 5), (f32(7), f32(5)), {"outer"}),
     "gram": Case(dense, f32(30, 40), (f32(2, 30), f32(2, 40)), {"gram"}),
     "product": Case(dense, f32(3, 4), (f32(16, 3), f32(16, 4)), {"product"}),

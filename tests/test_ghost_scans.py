@@ -77,7 +77,7 @@ row("stack_in_a_scan_and_by_index", "outer")(
 )
 
 
-@animal("outer gradient")
+@animal("outer small")
 def stacks_with_biases_and_data():
     """Each layer has data of its own, and a bias that all share."""
 
@@ -140,7 +140,7 @@ def scan_in_a_scan():
     return layer(lambda w, x: lax.scan(outer, x, w)[0], normal(1, 2, 3, 4, 4), 4)
 
 
-@animal("shared gram gradient")
+@animal("shared gram small")
 def time_in_a_stack():
     """A stack of recurrent layers: in the scan over the layers is a scan over time."""
 
@@ -379,14 +379,14 @@ class Stacked(linen.Module):
         return linen.Dense(2)(over(dtype=self.dtype)(x, None)[0])
 
 
-row("linen_scan", "product gradient")(lambda: module(Stacked(), 9, 6))
-row("linen_scan_along_axis_1_with_remat", "outer gradient")(
+row("linen_scan", "product small")(lambda: module(Stacked(), 9, 6))
+row("linen_scan_along_axis_1_with_remat", "outer small")(
     lambda: module(Stacked(linen.remat(Block, prevent_cse=False), axis=1), 6)
 )
-row("linen_scan_in_bfloat16", "product gradient", tolerance=BF16)(lambda: module(Stacked(dtype=jnp.bfloat16), 9, 6))
+row("linen_scan_in_bfloat16", "product small", tolerance=BF16)(lambda: module(Stacked(dtype=jnp.bfloat16), 9, 6))
 
 
-@animal("gram gradient", tolerance=BF16)
+@animal("gram small", tolerance=BF16)
 def stack_of_bfloat16_parameters():
     def loss(p, x):
         def body(h, row):
@@ -398,7 +398,7 @@ def stack_of_bfloat16_parameters():
     return loss, *jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, normal(3, SIZE, 3, 40)))
 
 
-@animal("outer gradient")
+@animal("outer small")
 def linen_remat_scan():
     class Layer(linen.Module):
         @linen.compact
@@ -426,19 +426,19 @@ def nnx_stack(forward):
     return layer(lambda state, x: forward(nnx.merge(graph, state), x), random_like(state), 6)
 
 
-@animal("outer gradient")
+@animal("outer small")
 def nnx_scan():
     scan = nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
     return nnx_stack(lambda model, x: scan(lambda block, x: block(x))(model, x))
 
 
-@animal("outer gradient")
+@animal("outer small")
 def nnx_scan_with_remat():
     scan = nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
     return nnx_stack(lambda model, x: scan(nnx.remat(lambda block, x: block(x)))(model, x))
 
 
-@animal("product gram gradient")
+@animal("product gram small")
 def mixture_of_experts():
     """Two of four experts for each position, with the weights of a router."""
 
@@ -515,7 +515,7 @@ def loop_over_slices_along_another_axis():
     return layer(apply, 0.2 * normal(1, 40, 4, 40), 3, 40)
 
 
-@animal("outer gradient")
+@animal("outer small")
 def loop_over_layers():
     def apply(p, x):
         for number in range(3):
@@ -526,7 +526,7 @@ def loop_over_layers():
     return layer(apply, {"w": normal(1, 3, 4, 4), "b": normal(2, 3, 4)}, 4)
 
 
-@animal("outer gradient")
+@animal("outer small")
 def loop_over_layers_in_another_order():
     """Each bias is taken from its stack twice."""
 

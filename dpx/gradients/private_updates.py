@@ -193,7 +193,7 @@ def explain_norms(
     norms, with_key, has_aux, platform: as for `private_updates`. Raises ValueError for arguments that it refuses.
 
         >>> print(dpx.explain_norms(loss, optimizer, params, batch))
-        ['b']  per-example gradients          used in add
+        ['b']  per-example gradients as small as cotangents
         ['w']  norm from |input| |cotangent|
         ...
     """

@@ -483,6 +483,7 @@ GRADIENT = Algorithm(
     weighted_sum=lambda uses, shape, grads, factors: weighted_sum(factors, grads),
     keeps_gradients=True,
 )
+SMALL = GRADIENT._replace(words="per-example gradients as small as cotangents")
 UNUSED = Algorithm(
     "no gradient",
     cost=lambda uses, scaled: 0.0,

@@ -142,14 +142,16 @@ def make_plan(
         if not uses:
             return (Choice(algorithms.UNUSED, "the loss does not use it"),)
         parts = views.parts([use.view for use in uses], leaves[leaf].shape)
+        small = Choice(algorithms.SMALL) if _is_small(uses, program, leaves[leaf].size) else None
         if isinstance(parts, str):
-            return (Choice(algorithms.GRADIENT, parts),)
+            return (small or Choice(algorithms.GRADIENT, parts),)
+        pieces = tuple((part.view, part.ends) for part in parts)
+        pieces = pieces if all(ends for _, ends in pieces) else ()
+        if small:
+            return (small._replace(pieces=pieces),)
         found = _follow(uses, parts, program, made, leaves[leaf].shape, scaled=scaled[leaf])
         choices = found if isinstance(found, str) else _cheapest(found, scaled=scaled[leaf], force=force)
-        if not isinstance(choices, str):
-            return choices
-        pieces = tuple((part.view, part.ends) for part in parts)
-        return (Choice(algorithms.GRADIENT, choices, pieces=pieces if all(ends for _, ends in pieces) else ()),)
+        return (Choice(algorithms.GRADIENT, choices, pieces=pieces),) if isinstance(choices, str) else choices
 
     choices = tuple(choose(leaf, uses) for leaf, uses in enumerate(program.uses))
     choices = _with_made(choices, program, made, [leaf.shape for leaf in leaves], force=force)
@@ -175,6 +177,22 @@ def _with_made(
             choice = Choice(way, "through what the loss makes of it", group.uses, made=group)
         found.update(dict.fromkeys(group.leaves, (choice,)))
     return tuple(found.values())
+
+
+def _is_small(uses: tuple[trace.Use, ...], program: trace.Program, size: int) -> bool:
+    """Whether a parameter of this size, such as a bias, a scale or a table of positions, has no more numbers than the
+    cotangents where the loss uses it, which the backward pass of a batch holds for each example anyway. Ghost norms
+    would read these in place of the gradient, so they can save nothing."""
+    equations = {use.equation: program.equations[use.equation] for use in uses if use.equation >= 0}
+    numbers = 0
+    for equation in equations.values():
+        if equation.jaxpr is None or equation.name in (*rules.RULES, "scan"):  # a carry may stay the parameter
+            return False
+        for value, variable in zip(equation.outputs, equation.jaxpr.outvars, strict=True):
+            aval: Any = variable.aval
+            own = value not in program.public and jnp.issubdtype(aval.dtype, jnp.inexact)
+            numbers += math.prod(equation.counts) * aval.size if own else 0
+    return size <= numbers
 
 
 Followed = list[tuple[views.View, Uses]]
