@@ -289,19 +289,23 @@ MECHANISMS = [
         _method("dynamic_dp_sgd", **DYNAMIC),
         lambda t: 1.1 * 2 ** (-(t + 1) / 8),
         lambda t: 2.5 * 3 ** (-(t + 1) / 8),
+        like="scheduled",
+        quick=OF_A_DIVISOR,
     ),
     Case(
         "dynamic_dp_sgd per epoch",
         _method("dynamic_dp_sgd", **DYNAMIC, every=3, sampling=EPOCHS),
         lambda t: 1.1 * 2 ** (-(t // 3 * 3 + 1) / 8),
         lambda t: 2.5 * 3 ** (-(t // 3 * 3 + 1) / 8),
-        like="dynamic_dp_sgd",
+        like="scheduled",
     ),
     Case(
         "d2p_sgd",
         _method("d2p_sgd", noise_multiplier=2.0, power=0.5, every=2),
         lambda t: 1.0,
         lambda t: 2 * (t // 2 + 1) ** -0.5,
+        like="scheduled",
+        quick=OF_A_DIVISOR,
     ),
     _dice("dice_sgd", POISSON, outer=1.0, reset_every=3),
     _dice("dice_sgd automatic, shuffled", EPOCHS, outer=math.inf, stability=0.05, like="dice_sgd"),
@@ -317,7 +321,13 @@ MECHANISMS = [
         clips_frozen=True,
         like="random_freeze_sgd",
     ),
-    Case("ranked_freeze_sgd", _method("ranked_freeze_sgd", freeze_rate=0.6, every=2), scale=_masked),
+    Case(
+        "ranked_freeze_sgd",
+        _method("ranked_freeze_sgd", freeze_rate=0.6, every=2),
+        scale=_masked,
+        like="random_freeze_sgd",
+        quick=OF_A_DIVISOR,
+    ),
     Case("ada_dpigu", _ada_dpigu(keep=optax.linear_schedule(0.5, 1.0, 10)), scale=_restored, fed_back=_mean),
     Case("ada_dpigu, top third", _ada_dpigu(example_keep=0.3), scale=_restored, fed_back=_mean, like="ada_dpigu"),
     Case(
@@ -428,7 +438,7 @@ def case_of_sampling(entry: catalog.Entry) -> Case:
 
 def cases_of_the_catalog() -> list[Case]:
     """A case for every line of the catalog that has none by hand."""
-    by_hand = {case.name.split(",")[0] for case in MECHANISMS if not case.like}
+    by_hand = {case.name.split(",")[0] for case in MECHANISMS}
     return [
         *[case_of_method(entry) for entry in catalog.METHODS if entry.name not in by_hand],
         *[case_of_method(entry) for entry in catalog.MECHANISMS if entry.name not in MECHANISMS_BY_HAND],
@@ -438,7 +448,7 @@ def cases_of_the_catalog() -> list[Case]:
 
 
 assert {case.like for case in MECHANISMS} - {""} <= {case.name for case in MECHANISMS if not case.like}
-assert set(COORDINATES_BY_HAND.values()) <= {case.name for case in MECHANISMS if not case.like}
+assert set(COORDINATES_BY_HAND.values()) <= {case.name for case in MECHANISMS if not case.like or case.quick}
 MECHANISMS += cases_of_the_catalog()
 ALL = [  # for tests of one property of every mechanism
     pytest.param(case, id=case.name, marks=[pytest.mark.long] if case.like else []) for case in MECHANISMS

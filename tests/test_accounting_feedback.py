@@ -123,7 +123,7 @@ def test_more_is_dearer():
     [{}, {"sampling": EPOCHS}, {"error_shift": math.inf, "feedback_shift": 0.1}],
     ids=["sampled", "epochs", "feedback alone"],
 )
-@pytest.mark.long_cases("feedback alone")
+@pytest.mark.long_cases("feedback alone", "sampled")
 def test_delta_and_epsilon_agree(options):
     made = event(**({"noise": 8.0, "steps": 60} | options))
     relation = made.sampling.relation

@@ -5,6 +5,7 @@ from unittest import mock
 
 import dp_accounting
 import numpy as np
+import pytest
 from dp_accounting import NeighboringRelation, SelfComposedDpEvent, privacy_accountant
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 from dp_accounting.pld import pld_privacy_accountant, pld_privacy_accountant_test
@@ -17,6 +18,7 @@ from dpx.accounting.events import event_profile
 from dpx.accounting.ledger import from_event
 from dpx.accounting.selection import trial_loss
 
+pytestmark = pytest.mark.long  # tests/data/bills.json has the same costs bit for bit
 RELATIONS = {neighbors: relation for relation, neighbors in NEIGHBORS.items()}
 
 

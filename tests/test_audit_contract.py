@@ -46,11 +46,13 @@ from tests.mechanisms import PARAMS
 @pytest.mark.parametrize("broken", ZOO, ids=lambda broken: broken.name)
 @pytest.mark.long_cases(
     *"""
-    clipped_in_groups discrete_noise first_rows_kept half_the_noise_from_step_1000 importance_of_raw_gradients
-    laplace_noise layers_clipped_apart no_noise_in_16_bits no_noise_on_convolutions noise_by_number_of_parameters
+    clipped_in_groups discrete_noise dpx_noise_repeats event_of_its_own_kind_and_a_lower_rate first_rows_kept
+    half_the_noise_from_step_1000 importance_of_raw_gradients key_of_eight_bits laplace_noise layers_clipped_apart
+    no_noise_at_some_steps no_noise_in_16_bits no_noise_on_convolutions noise_by_number_of_parameters
     noise_by_shape noise_divided_twice noise_from_the_projection noise_in_tiles noise_keyed_by_params
-    noise_of_256_sizes noise_of_the_drawn_batch noise_on_another_mask noise_repeats_after_7
-    one_noise_with_other_signs other_signs_at_every_step projected_after_the_clip schedule_shifted_by_a_step
+    noise_of_256_sizes noise_of_the_drawn_batch noise_on_another_mask noise_repeats_after_ noise_scaled_by_params
+    one_key_for_all_leaves one_noise_with_other_signs other_signs_at_every_step projected_after_the_clip
+    schedule_shifted_by_a_step
     sign_of_two_others step_in_bfloat16 sums_of_one_step_in_the_state uniform_noise
     """.split()
 )
@@ -110,7 +112,7 @@ def test_a_report_is_for_asserts():
         (two_thirds_of_the_noise, None, ["noise"], []),
     ],
 )
-@pytest.mark.long_cases("sound-bfloat16")
+@pytest.mark.long_cases("sound-bfloat16", "sound-None")
 def test_the_noise_behind_an_optimizer(make, mu_dtype, failures, unchecked, promoting):
     """Adam's updates are not linear in the noise, but its average of them is, if it is float32."""
     mechanism = dpx.chain(make(jax.random.key(7)), optax.adam(1e-2, mu_dtype=mu_dtype))
@@ -120,6 +122,7 @@ def test_the_noise_behind_an_optimizer(make, mu_dtype, failures, unchecked, prom
 
 
 @pytest.mark.parametrize(("batch_size", "examples", "clip_norm"), [(8, 1000, 0.7), (100, 1500, 1.0)])
+@pytest.mark.long_cases("100-")
 def test_rounding_in_small_derivatives_is_no_fault(batch_size, examples, clip_norm, promoting):
     """The first step of Adam is almost a sign, so its derivative is the small difference of large numbers."""
     sampling = dpx.PoissonSampling(examples=examples, batch_size=batch_size)
@@ -242,18 +245,24 @@ def test_noise_that_is_not_gaussian_is_soon_seen(make, monkeypatch):
     assert bounded.outcome == adjacent.outcome == "not checked" and bounded.words == adjacent.words == noise.words
 
 
-def test_gaussian_noise_is_not_soon_refused(promoting):
-    """Nor is noise of one number, with coordinates, behind an optimizer, or of another size at other steps."""
-    falling = with_noise(sound(KEY), lambda total, step: jax.tree.map(lambda n: n / (1.0 + step), own(total, step)))
-    one = with_noise(sound(KEY), lambda total, step: jax.tree.map(lambda n: 0 * n + own(total, step)["scale"], total))
-    random = dpx.coordinates.random_projection(rank=12, kind="gaussian", key=KEY)
-    for mechanism in (
-        dpx.chain(sound_noise_of_its_own(KEY), optax.adam(0.1)),
-        dpx.in_coordinates(sound_noise_of_its_own(KEY), random),
-        falling,
-        one,
-    ):
-        assert Trial(mechanism, PARAMS, draws=500, seed=0).seen_soon == ""
+GAUSSIAN = {
+    "behind an optimizer": lambda: dpx.chain(sound_noise_of_its_own(KEY), optax.adam(0.1)),
+    "with coordinates": lambda: dpx.in_coordinates(
+        sound_noise_of_its_own(KEY), dpx.coordinates.random_projection(rank=12, kind="gaussian", key=KEY)
+    ),
+    "of another size at other steps": lambda: with_noise(
+        sound(KEY), lambda total, step: jax.tree.map(lambda n: n / (1.0 + step), own(total, step))
+    ),
+    "of one number": lambda: with_noise(
+        sound(KEY), lambda total, step: jax.tree.map(lambda n: 0 * n + own(total, step)["scale"], total)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GAUSSIAN)
+@pytest.mark.long_cases("behind an optimizer", "of one number")
+def test_gaussian_noise_is_not_soon_refused(name, promoting):
+    assert Trial(GAUSSIAN[name](), PARAMS, draws=500, seed=0).seen_soon == ""
 
 
 def own(total, step):
@@ -283,7 +292,7 @@ def test_a_run_that_may_not_be_so_long_is_not_billed():
 
 
 @pytest.mark.parametrize("coordinates", [[], [dpx.coordinates.random_projection(rank=12, kind="gaussian", key=KEY)]])
-@pytest.mark.long_cases("coordinates1")
+@pytest.mark.long_cases("coordinates1", "coordinates0")
 def test_noise_of_a_mechanisms_own(coordinates):
     """Sound noise that does not come from `keys.normal_like` passes, also with coordinates of the key."""
     mechanism = sound_noise_of_its_own(KEY)

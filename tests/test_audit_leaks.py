@@ -119,6 +119,7 @@ def test_misuse_is_refused(call, said):
         call()
 
 
+@pytest.mark.long
 def test_the_page(capsys):
     """The code of docs/auditing.md about what a trained model leaks."""
     page, names = (Path(__file__).parents[1] / "docs" / "auditing.md").read_text(), {}

@@ -81,6 +81,7 @@ def test_the_runs_that_choose_do_not_count():
     assert found.epsilon == 0 and found.gaussian_epsilon == 0
 
 
+@pytest.mark.long
 def test_coverage():
     """Randomized response at epsilon 1, for which the raw bounds have no slack but for chance, and Gaussian scores."""
     right, truth, bounds = 1 / (1 + math.exp(-1)), np.array([1.0, 1.0, gdp.epsilon(1, delta=1e-5)]), []
@@ -123,6 +124,7 @@ def test_poisson_is_below_its_bill_and_near_it():
     assert 0.5 * found.cost < found.epsilon <= found.cost
 
 
+@pytest.mark.long
 def test_error_feedback_is_seen_in_later_releases():
     def dice(key):
         return dpx.methods.dice_sgd(
@@ -162,7 +164,7 @@ def same_noise(key):
     ],
     ids=["noise of 2/3", "same noise", "no clip", "every batch"],
 )
-@pytest.mark.long_cases("no clip", "noise of 2/3")
+@pytest.mark.long_cases("no clip", "noise of 2/3", "every batch")
 def test_wrong_bills_are_refuted(make, options):
     found = lower_bound(make, **options)
     assert found.exceeds_cost, found
@@ -340,14 +342,15 @@ def test_the_canary_takes_part_as_the_sampling_says(sampling, rate):
         assert (taken[:, :4].sum(axis=1) == 1).all() and (taken[:, 4:].sum(axis=1) == 1).all()
 
 
+@pytest.mark.long
 def test_shuffled_epochs_are_scored_by_epochs():
     epochs = dpx.ShuffledEpochs(examples=3, batch_size=1)
     found = lower_bound(functools.partial(dp_sgd, sampling=epochs, noise_multiplier=0.5))
     assert 0.2 * found.cost < found.epsilon <= found.cost  # nobody knows the batch, but the bill is for a known one
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("steps", "share"), [(9, 0.4), (2, 0.3)])
-@pytest.mark.long_cases("2-")
 def test_random_allocation_is_scored_by_epochs_and_below_its_bill(steps, share):
     """Above the bill of a tenth of the noise lost, of a wrong event, it would be red: 3 epochs of one step of 3."""
     allocated = dpx.sampling.RandomAllocation(examples=6, steps_per_epoch=3)
@@ -489,6 +492,7 @@ ONE_RUN = {
 
 
 @pytest.mark.parametrize("name", ONE_RUN)
+@pytest.mark.long_cases("allocated", "cyclic", "ordered", "weighted")
 def test_one_run_of_a_sampling_is_below_its_bill(name):
     """Twelve steps. Canaries that are no members are nulls, which keep their places."""
     sampling, score = ONE_RUN[name]
@@ -545,6 +549,7 @@ def test_members_are_coins():
 # ------------------------------------------------------------------ Plots and wrong inputs
 
 
+@pytest.mark.long
 def test_the_plot_has_both_curves():
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("agg")

@@ -258,6 +258,7 @@ def test_a_resumed_run_has_the_same_noise_and_bill(strategy):
             dpx.epsilon(other, state, delta=1e-5)
 
 
+@pytest.mark.long
 def test_fit_is_the_loop_by_hand(tmp_path):
     """A run that was ended and resumed: the memory is in the checkpoint."""
     mechanism, data = made(BANDS), np.ones((20, 3), np.float32)

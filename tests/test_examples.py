@@ -146,7 +146,7 @@ def test_trials_climb_to_the_best_rate(tiny, monkeypatch, of, best, trials):
 
 
 @pytest.mark.parametrize("method", samplings.METHODS)
-@pytest.mark.long_cases("band-mf")
+@pytest.mark.long_cases("band-mf", "fixed-order", "random-allocation", "truncated-poisson")
 def test_every_method_of_the_samplings_meets_its_budget(method):
     build = samplings.METHODS[method]
     mechanism, own = build(samplings.Sizes(600, 20, 2.0, 0.7), 2.0, clip_norm=1.0, key=SECRET)
@@ -261,6 +261,7 @@ def test_the_trainer_is_dp_sgd(tmp_path, ungridded):
         np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_resumed_run_is_the_uncut_run_bit_for_bit(whole, tmp_path):
     with cut_at(17):
         run(tmp_path)
@@ -309,13 +310,26 @@ def test_other_samplings(tmp_path, sampling, batch_size, steps):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.long_cases("d2p_sgd", "dp2_sgd")
+@pytest.mark.long_cases(
+    "d2p_sgd",
+    "dp2_sgd",
+    "ada_",
+    "adaptive_clipping",
+    "d2p2_sgd",
+    "dynamic_dp_sgd",
+    "gep_sgd",
+    "lambda_cgd",
+    "ranked_freeze_sgd",
+    "tp_topk_sgd",
+    "zeroth_order_sgd",
+)
 def test_every_method_trains(tmp_path, method):
     allowed = METHODS[method].samplings
     result = run(tmp_path, method=method, epochs=0.5, **({"sampling": allowed[0]} if allowed else {}))
     assert result.steps == 7 and 0 < result.epsilon < 100
 
 
+@pytest.mark.long
 def test_the_command_line_end_to_end_and_its_resumption(tmp_path, capsys):
     folder = ["--output-dir", str(tmp_path / "run"), "--quiet"]
     words = "--dataset digits --epsilon 2 --epochs 1 --model linear".split()
@@ -494,6 +508,7 @@ def test_disk_follows_its_formula():
         np.testing.assert_allclose(params["ahead"], x + gamma * move, rtol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("coordinates", [transforms.SUMMED, transforms.scaled(1e-3)])
 @pytest.mark.long_cases("coordinates1")
 def test_the_contract_holds_in_the_new_coordinates(coordinates):

@@ -38,6 +38,7 @@ COUNTS = {
 
 
 @pytest.mark.parametrize(("name", "shape"), COUNTS)
+@pytest.mark.long_cases("adadpigu_cifar", "adadpigu_cnn_printed", "d2p2", "end_to_end", "resnet20", "scatter", "vit_")
 def test_parameter_count_and_logits(name, shape):
     """The numbers of parameters that the papers print."""
     assert {name for name, _ in COUNTS} == set(models.MODELS)

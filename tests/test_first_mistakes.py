@@ -118,7 +118,9 @@ SEEN = {
 
 @pytest.mark.parametrize("chunk_size", [None, 6])
 @pytest.mark.parametrize("name", SEEN)
-@pytest.mark.long_cases("a callback-6", "an unused parameter-6", "one dropout mask-6")
+@pytest.mark.long_cases(
+    "a callback-6", "an unused parameter-6", "one dropout mask-6", "an unused parameter-None", "training data-6"
+)
 def test_fit_says_what_check_setup_finds_in_a_loss(name, chunk_size):
     of, params, words = SEEN[name]
     with pytest.warns(UserWarning, match=words) as caught:
@@ -226,6 +228,7 @@ def test_multi_steps_around_a_chain_is_refused_in_words():
         wrapped.update({"w": jnp.ones((ROWS, 3))}, wrapped.init(PARAMS), PARAMS, included=None)
 
 
+@pytest.mark.long
 def test_other_transforms_of_optax_stand_behind_a_mechanism(promoting):
     grads = {"w": jnp.ones((ROWS, 3))}
     others = optax.contrib.schedule_free_sgd(0.1), optax.adamw(0.1), optax.contrib.prodigy(), optax.contrib.muon(0.1)
@@ -367,6 +370,7 @@ def test_trained_integers_are_refused_on_every_path():
 # ------------------------------------------------------------------ Without jit, without noise
 
 
+@pytest.mark.long
 def test_a_step_without_jit_is_the_step():
     def stacked(params, x):
         return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["s"])[0].sum()

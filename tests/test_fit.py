@@ -332,6 +332,7 @@ def test_a_killed_run_continues_bit_for_bit(tmp_path):
     assert len((tmp_path / "ledger.jsonl").read_text().splitlines()) == kills.LINES
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
 def test_a_killed_run_of_correlated_noise_continues_bit_for_bit(tmp_path):
     """Killed before step 8, at the earliest at step 4: later noise cancels that of steps before the checkpoint."""

@@ -668,6 +668,7 @@ def test_the_least_noise_is_what_the_budget_allows(ledger):
         ledger.least_noise(lambda noise: NonPrivateDpEvent(), numbers=1)
 
 
+@pytest.mark.long
 def test_the_page_runs_as_it_stands(promoting, capsys):
     ledger = run_page("docs/ledger.md")["ledger"]
     assert [entry.words for entry in ledger.entries] == ["mean", "first run", "second run"]

@@ -35,6 +35,7 @@ def test_index():
     assert np.abs(names["run"].params - 3).max() < 0.2 and 1.9 < names["run"].epsilon <= 2
 
 
+@pytest.mark.long
 def test_epsilon():
     """The table of the attacker's bet: the worst case of an epsilon, and a run that has it; rounded up."""
     rows = [
@@ -51,6 +52,7 @@ def test_epsilon():
         assert right <= float(shown) < right + 0.11
 
 
+@pytest.mark.long
 def test_choose(capsys):
     """The page prints what it says that it prints."""
     run_page("docs/choose.md")
@@ -112,6 +114,7 @@ def test_pages_of_papers_have_the_same_parts(page):
     assert "../../benchmarks/results/" in text and page.name in (ROOT / "docs" / "papers.md").read_text()
 
 
+@pytest.mark.long
 def test_ship_it():
     """The folder holds the parameters, the report and a state without unreleased values and keys."""
     names = run_page("docs/ship_it.md")

@@ -490,6 +490,7 @@ def check_on_devices():
             assert_apart(made, path, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
 
 
+@pytest.mark.long
 def test_no_row_reaches_another_on_several_devices():
     on_eight_devices("from tests import test_rows_apart as t; t.check_on_devices()")
 

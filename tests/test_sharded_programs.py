@@ -108,6 +108,7 @@ def print_on_eight_devices():
     print(json.dumps(told))
 
 
+@pytest.mark.long
 def test_tensor_parallel_keeps_and_sends_no_whole_gradient():
     """No gradient and no noise is gathered, and no array of all examples' gradients exists beside the logits."""
     printed = on_eight_devices("from tests import test_sharded_programs as t; t.print_on_eight_devices()")
@@ -234,6 +235,7 @@ def test_the_sum_of_a_table_is_computed_after_those_of_the_layers(eight_devices,
     assert waited == [2]
 
 
+@pytest.mark.long
 def test_two_passes_need_as_much_memory_as_a_step_without_privacy():
     """In an order for little memory, as XLA has it on GPUs. In a CPU's default order they need 1.8 times as much, and
     one pass 5.3 times."""

@@ -93,6 +93,7 @@ def test_the_most_read_rows_are_updated_and_no_other():
 
 
 @pytest.mark.parametrize(("size", "microbatch"), [(8, None), (8, 3), (220, None)])
+@pytest.mark.long_cases("220", "8-None")
 def test_the_step_for_large_tables_is_the_method(size, microbatch):
     """Without noise, also with padding, several blocks of rows, and microbatches."""
     options, given = OPTIONS | {"noise_multiplier": 0.0}, params()
@@ -176,6 +177,7 @@ def test_the_cost_is_that_of_one_gaussian():
         assert single.event(1) == made.event(1)
 
 
+@pytest.mark.long
 def test_public_rows_are_the_rows_of_a_table():
     """The gradient by the rows of the list is that by the table, in these rows; the others are read as they are."""
     table, public = normal(1, 9, 2), np.array([1, 4, 5, 8])

@@ -618,6 +618,7 @@ def test_what_is_refused(call, words):
         call()
 
 
+@pytest.mark.long
 def test_the_page_on_statistics(capsys):
     names = run_page("docs/statistics.md")
     assert "incomes, [" in capsys.readouterr().out

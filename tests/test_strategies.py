@@ -139,6 +139,7 @@ def test_the_noise_of_a_mechanism_has_the_covariance(name):
     assert strategy.covariance(steps) == pytest.approx(inverse @ inverse.T, rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.long
 def test_the_table_of_mean_losses():
     rows = {
         strategies.identity(): (22.371857, 1, 90.531762),
@@ -278,6 +279,7 @@ def test_events_are_those_of_the_papers():
     assert strategies.fixed_order_event(noise_multiplier=2.0).noise_multiplier == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [(256, 8.0, 8), (256, 8.0, 48), (2048, 8.0, 8), (256, 1.0, 0), (256, 8.0, 0)], ids=str)
 def test_the_benchmark_reproduces_stated_ratios(case):
     assert correlated_noise.again(*case) == pytest.approx(correlated_noise.STATED[case], rel=0.02)

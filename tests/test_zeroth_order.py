@@ -29,6 +29,7 @@ def frozen_base(key=KEY) -> dpx.Mechanism:
 
 
 @pytest.mark.parametrize("kind", ["alone", "normalized", "behind frozen layers", "chained"])
+@pytest.mark.long_cases("alone", "normalized")
 def test_what_is_taken_forward_is_what_gradients_give(kind):
     """Norms, sums and updates, at two steps, whose directions differ."""
     mechanism, params = dpx.methods.zeroth_order_sgd(directions=5, **BASE), PARAMS
@@ -99,6 +100,7 @@ def test_a_hostile_row_moves_the_sum_by_no_more_than_its_bound(hostile):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(norms[0].updates))
 
 
+@pytest.mark.long
 def test_the_memory_is_that_of_inference(layers=12, width=256, batch=32):
     """A deep loss keeps nothing for a backward pass, and no gradient of an example: temporaries of compiled steps."""
     params = [jnp.zeros((width, width))] * layers
