@@ -280,13 +280,13 @@ def test_no_setting_changes_the_noise_or_the_batches():
 
 def test_a_run_keeps_to_the_memory_that_it_began_with(whole, tmp_path, monkeypatch):
     """The microbatches are those of the first machine, so that a step that is made again has the same bits."""
-    sizes, choose = [], sums.choose_microbatch_size
+    sizes, choose = [], sums.choose_microbatches
 
-    def chosen(*arguments):
-        sizes.append(choose(*arguments).size)
-        return choose(*arguments)
+    def chosen(*arguments, **given):
+        sizes.append(choose(*arguments, **given).size)
+        return choose(*arguments, **given)
 
-    monkeypatch.setattr(sums, "choose_microbatch_size", chosen)
+    monkeypatch.setattr(sums, "choose_microbatches", chosen)
     real = os.sysconf
     pages = lambda number: lambda name: number if name == "SC_PHYS_PAGES" else 32 if "SIZE" in name else real(name)  # noqa: E731
     monkeypatch.setattr(os, "sysconf", pages(12))

@@ -8,8 +8,10 @@ import pytest
 import dpx
 from dpx.gradients.ghost import hooks
 from dpx.gradients.ghost.plan import GhostPlan
+from dpx.gradients.microbatch_size import choose_microbatches
 from dpx.sums.total import FloatPair
 from dpx.xla.jaxprs import equations
+from dpx.xla.place import Place, traced_for
 from tests import test_ghost_scans
 from tests.ghost import QUICK, assert_same, key, mechanism, noiseless, normal
 from tests.test_ghost import two_factors
@@ -72,14 +74,15 @@ def layers(params, x):
 LAYERS, WIDTH, POSITIONS, BATCH = 5, 6, 7, 4
 PARAMS = {"w": 0.3 * normal(1, LAYERS, WIDTH, WIDTH), "b": 0.1 * normal(2, LAYERS, WIDTH)}
 ROWS = normal(3, BATCH, POSITIONS, WIDTH)
+GIVEN = PARAMS, mechanism().init(PARAMS), (ROWS,)
 
 
 KEPT = 3 if jax.__version_info__ < (0, 11) else 2  # later, a layer's input is the carry that is kept anyway
 
 
-def stacked(passes, loss=layers, params=PARAMS):
+def stacked(passes, loss=layers, params=PARAMS, **options):
     """How many arrays of the program have the numbers of all layers, examples and positions."""
-    made = jax.make_jaxpr(step(loss, params, backward_passes=passes))(params, ROWS)
+    made = jax.make_jaxpr(step(loss, params, backward_passes=passes, **options))(params, ROWS)
     results = [
         v.aval for equation in equations(made.jaxpr) if equation.primitive.name == "scan" for v in equation.outvars
     ]
@@ -89,6 +92,35 @@ def stacked(passes, loss=layers, params=PARAMS):
 def test_keeps_the_carries_alone():
     """What `jax.checkpoint` keeps of each layer, in each pass; with one pass also the layer's input and cotangent."""
     assert stacked(1) == KEPT and stacked(2) == 2
+
+
+def test_the_memory_decides_how_many_passes_there_are():
+    """Two where one pass over the fewest examples would not fit in half of it; the sums are the same."""
+    plan, cost = dpx.private_updates(layers, mechanism(), norms="ghost").row_sum.plan(*GIVEN)
+
+    def chosen(memory, **options):
+        return choose_microbatches(cost, plan, PARAMS, BATCH, Place("cpu", 1, memory=memory), **options)
+
+    (smallest,) = [m for m in range(1, 5000) if (chosen(m).passes, chosen(m + 1).passes) == (2, 1)]
+    assert chosen(smallest + 1)[:2] == (1, "all 4 would not fit in half of the device's memory")
+    assert chosen(None).passes == chosen(BATCH * (smallest + 1)).passes == 1 < chosen(smallest).size
+    assert [chosen(BATCH * smallest, microbatch_size=size).passes for size in (BATCH - 1, BATCH, 100)] == [1, 2, 2]
+    assert chosen(1, backward_passes=1).passes == 1 and chosen(None, backward_passes=2).passes == 2
+    said = "two backward passes: one pass over one example would not fit in half of the device's memory"
+    expected = step(layers, PARAMS)(PARAMS, ROWS)
+    with traced_for(memory=smallest):
+        assert said in str(dpx.explain_norms(layers, mechanism(), PARAMS, dpx.Batch(ROWS, None), norms="ghost"))
+        assert_same(step(layers, PARAMS)(PARAMS, ROWS).updates, expected.updates)
+        assert [stacked(passes, microbatch_size=BATCH) for passes in (None, 2, 1)] == [2, 2, KEPT]
+
+
+def test_one_pass_where_two_would_save_nothing():
+    """A mask of the mechanism needs the layers' records."""
+    masked = dpx.coordinates.random_freeze(freeze_rate=0.4, every=1, key=key(3))
+    made = dpx.in_coordinates(mechanism(), masked)
+    with traced_for(memory=1):
+        said = dpx.explain_norms(layers, made, PARAMS, dpx.Batch(ROWS, None), norms="ghost")
+    assert said.microbatches.startswith("microbatches of 1") and not said.backward_passes
 
 
 def test_small_gradients_are_taken_in_one_pass(monkeypatch):
@@ -138,7 +170,7 @@ def sums_after(norms, inputs=INPUTS):
     cotangents = normal(5, BATCH, POSITIONS, WIDTH)
     plan = _plan()
     ((equation, choices),) = [
-        item for item in hooks.hooked(plan, {}, 2)[1].items() if any(part[0] == 1 for part in item[1])
+        item for item in hooks.hooked(plan, 2)[1].items() if any(part[0] == 1 for part in item[1])
     ]
     leaves = jax.tree.leaves(PARAMS)
     (part,) = choices
@@ -157,8 +189,7 @@ def sums_after(norms, inputs=INPUTS):
 
 
 def _plan() -> GhostPlan:
-    row_sum = dpx.private_updates(layers, mechanism(), norms="ghost").row_sum
-    plan, _ = row_sum.plan(PARAMS, mechanism().init(PARAMS), (ROWS,))
+    plan, _ = dpx.private_updates(layers, mechanism(), norms="ghost").row_sum.plan(*GIVEN)
     assert isinstance(plan, GhostPlan)
     return plan
 
@@ -179,7 +210,7 @@ def test_what_leaves_the_range_in_the_second_pass_adds_nothing(broken):
 
 @pytest.mark.parametrize("norms", ["vmap", "auto"])
 def test_refuses_what_has_one_pass(norms):
-    with pytest.raises(ValueError, match="backward_passes must be 1 or 2"):
+    with pytest.raises(ValueError, match="backward_passes must be 1, 2 or None"):
         dpx.private_updates(layers, mechanism(), norms=norms, backward_passes=2 if norms == "vmap" else 3)
 
 

@@ -86,7 +86,7 @@ def fit(
     chunk_size: int | None = None,
     microbatch_size: int | None = None,
     norms: Norms = "auto",
-    backward_passes: int = 1,
+    backward_passes: int | None = None,
 ) -> FitResult:
     """Trains `params` on `data` with the steps of a budget. See `dpx.fitting` for how to continue a run.
 
@@ -136,9 +136,9 @@ def fit(
     on_other_devices: whether the stored run may continue on another number of devices or processes, on another backend
         or kind of machine (even with another number of CPUs), with other flags of XLA, settings of jax (except those
         that change the dtypes of the step, such as jax_enable_x64, because they make another program) or versions of
-        numpy, scipy or flax, or with another `chunk_size`, `microbatch_size` or `norms`; and whether a killed run may
-        continue on a GPU without XLA_FLAGS=--xla_gpu_deterministic_ops=true. Steps that may have been made since the
-        last checkpoint then count as made, and train nothing: the same noise must not be used twice.
+        numpy, scipy or flax, or with another `chunk_size`, `microbatch_size`, `norms` or `backward_passes`; and whether
+        a killed run may continue on a GPU without XLA_FLAGS=--xla_gpu_deterministic_ops=true. Steps that may have been
+        made since the last checkpoint then count as made, and train nothing: the same noise must not be used twice.
 
     What the loss takes and returns:
     loss_at: (params, state) -> the parameters that `loss` and `evaluate` see, such as `dpx.coordinates.masked_params`;
@@ -149,10 +149,10 @@ def fit(
     Where and how a step is computed:
     sharding: of axis 0 of a batch over devices, such as `NamedSharding(mesh, PartitionSpec("data"))`.
     chunk_size: int, examples that are loaded at once, for batches that do not fit in memory; None loads whole batches.
-    microbatch_size: int, how many examples are computed at once; None chooses. A stored run keeps the memory that this
-        was chosen for, because the size decides how sums are rounded.
+    microbatch_size: int, how many examples are computed at once. backward_passes: int, 2 for less memory. None chooses,
+        as in `dpx.private_updates`. A stored run keeps the memory that both were chosen for, because they decide how
+        sums are rounded.
     norms: how the norms are computed: "auto", "ghost" or "vmap", as in `dpx.private_updates`.
-    backward_passes: int, 2 for less memory, as in `dpx.private_updates`.
 
     Raises ValueError for arguments of another type or range, data of another length than the sampling's, steps beyond
     the budget, and the checkpoints of another run; ImportError for checkpoints without orbax-checkpoint.
@@ -165,7 +165,7 @@ def fit(
     """
     loss_at = (lambda params, state: params) if loss_at is None else loss_at
     options = {"microbatch_size": microbatch_size, "norms": norms, "with_key": with_key, "has_aux": has_aux}
-    options |= {} if backward_passes == 1 else {"backward_passes": backward_passes}  # stored runs have no such line
+    options["backward_passes"] = backward_passes
     with together():
         require_spanned(sharding)
         require_inputs(loss, optimizer, params, data, loss_at)

@@ -132,7 +132,7 @@ def private_updates_in_chunks(
     has_aux: bool = False,
     platform: str | None = None,
     sharding: jax.sharding.Sharding | None = None,
-    backward_passes: int = 1,
+    backward_passes: int | None = None,
 ) -> PrivateChunks:
     """Builds `private_updates` in two functions, for a batch that does not fit into memory and comes in chunks.
 

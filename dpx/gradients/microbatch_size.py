@@ -1,5 +1,9 @@
-"""The default number of examples in memory at once: as many as fit in memory, and on a CPU in its cache, because a
-step over the whole batch writes fresh memory, which the kernel must zero and the cache cannot hold."""
+"""How much is in memory at once: as many examples as fit, and on a CPU as fit in its cache, because a step over the
+whole batch writes fresh memory, which the kernel must zero and the cache cannot hold; and in how many backward passes.
+
+With `jax.checkpoint`, one pass keeps the inputs and cotangents of all layers. Two passes keep none, and take 1.4 times
+as long, while microbatches take hardly longer than the whole batch (benchmarks/scans.py). So there are two where not
+even one example would fit."""
 
 import math
 from typing import NamedTuple
@@ -8,6 +12,7 @@ import jax
 from jax.extend import core
 
 from dpx.gradients import ghost
+from dpx.gradients.ghost.trace import REMAT
 from dpx.trees import Tree, described
 from dpx.xla.apart import may_mix_rows
 from dpx.xla.convolutions import CALLS
@@ -26,29 +31,49 @@ CONVOLUTION_BYTES_PER_SUM_BYTE = 4
 CONVOLUTION_EXAMPLES = 8  # at least; with fewer, convolutions are slower
 
 
+Plan = ghost.GhostPlan | ghost.ForwardPlan | str  # a reason for per-example gradients
+
+
 class ForwardCost(NamedTuple):
     """Counts in the equations of the loss of one example, which predict its memory and time.
 
     numbers: int, how many numbers the equations define. convolves: bool, whether one of them is a convolution
+    stored: int, the same numbers, but of the bodies of `jax.checkpoint`, which are computed again, the largest alone
     loops: bool, True if `xla.convolutions.reordered` finds all convolutions, so that none is slow in a loop on a CPU
     mixes: bool, True if rows need `xla.apart.rows_apart`
     """
 
     numbers: int
+    stored: int
     convolves: bool
     loops: bool
     mixes: bool
 
 
 def forward_cost(jaxpr: core.Jaxpr) -> ForwardCost:
-    return ForwardCost(_numbers(jaxpr), convolves(jaxpr), not hides_convolutions(jaxpr), may_mix_rows(jaxpr))
+    return ForwardCost(
+        sum(_numbers(jaxpr)),
+        sum(_numbers(jaxpr, REMAT)),
+        convolves(jaxpr),
+        not hides_convolutions(jaxpr),
+        may_mix_rows(jaxpr),
+    )
 
 
 class Microbatches(NamedTuple):
-    """How many examples one microbatch holds, and the reason in words; "" if it holds the whole batch."""
+    """How many examples one microbatch holds, and in how many backward passes, with the reasons in words; "" for the
+    whole batch, and for the number of passes that was asked for or is usual."""
 
     size: int
     reason: str = ""
+    passes: int = 1
+    why: str = ""
+
+    @property
+    def words(self) -> tuple[str, str]:
+        """Both choices, for `ghost.explain`; "" for those without a reason."""
+        at_once = self.reason and f"microbatches of {self.size} examples: {self.reason}"
+        return at_once, self.why and f"two backward passes: {self.why}"
 
 
 def require_platform(platform: str | None) -> str:
@@ -59,32 +84,62 @@ def require_platform(platform: str | None) -> str:
     return platform or here().platform
 
 
-def choose_microbatch_size(
-    cost: ForwardCost, plan: ghost.GhostPlan | ghost.ForwardPlan | str, params: Tree, size: int, place: Place
+def choose_microbatches(
+    cost: ForwardCost,
+    plan: Plan,
+    params: Tree,
+    size: int,
+    place: Place,
+    *,
+    microbatch_size: int | None = None,
+    backward_passes: int | None = None,
 ) -> Microbatches:
-    """How many of the `size` examples of a batch one microbatch holds: all, unless they do not fit in half of the
-    device's memory, or fewer are known to be faster. More are faster on an accelerator, on several devices, and for
-    convolutions that are slow in a loop on a CPU."""
+    """How many of the `size` examples of a batch one microbatch holds, and in how many passes, unless both are given.
+
+    All, unless they do not fit in half of the device's memory, or fewer are known to be faster. More are faster on an
+    accelerator, on several devices, and for convolutions that are slow in a loop on a CPU.
+    """
+    one, two = (_example_bytes(cost, plan, params, passes) for passes in (1, 2))
+    half = (place.most_memory or math.inf) / 2
+    at_least = min(microbatch_size or 1, size)
+    passes, why = backward_passes or 1, ""
+    if backward_passes is None and two < one and at_least * one > half:
+        what = "one example" if at_least == 1 else f"{at_least} examples"
+        passes, why = 2, f"one pass over {what} would not fit in half of the device's memory"
+    if microbatch_size is not None:
+        return Microbatches(microbatch_size, "", passes, why)
+    of_example = two if passes == 2 else one
+    if of_example * size > half:
+        largest = max(1, int(half // of_example))
+        reason = f"all {size} would not fit in half of the device's memory"
+        return Microbatches(_without_rest(largest, size), reason, passes, why)
+    at_once = _of_cache(cost, one, params, size, place)
+    return Microbatches(at_once, f"all {size} would not fit in the CPU's cache" * (at_once < size), passes, why)
+
+
+def _example_bytes(cost: ForwardCost, plan: Plan, params: Tree, passes: int) -> int:
+    """The bytes that a step holds for each example, with one backward pass or two."""
     leaves = jax.tree.leaves(params)
-    keeps = [isinstance(plan, str) or plan.keeps_gradients(number) for number in range(len(leaves))]
-    kept = sum(leaf.size for leaf, keep in zip(leaves, keeps, strict=True) if keep)
-    example_bytes = max(1, 4 * (cost.numbers // EQUATION_NUMBERS_PER_WRITE + kept))
-    memory = place.most_memory
-    if memory and example_bytes * size > memory / 2:
-        largest = max(1, memory // 2 // example_bytes)
-        return Microbatches(_without_rest(largest, size), f"all {size} would not fit in half of the device's memory")
+    numbers, kept = cost.numbers, {n for n in range(len(leaves)) if isinstance(plan, str) or plan.keeps_gradients(n)}
+    if passes == 2 and isinstance(plan, ghost.GhostPlan):
+        nowhere, all_layers = ghost.kept_nowhere(plan)
+        numbers, kept = cost.stored if all_layers else numbers, kept - nowhere
+    return max(1, 4 * (numbers // EQUATION_NUMBERS_PER_WRITE + sum(leaves[n].size for n in kept)))
+
+
+def _of_cache(cost: ForwardCost, example_bytes: int, params: Tree, size: int, place: Place) -> int:
+    """How many of the `size` examples are fastest at once on a CPU, whose cache is small; elsewhere all."""
     if place.platform != "cpu" or place.devices > 1 or not cost.loops:
-        return Microbatches(size)
-    sum_bytes = 4 * sum(leaf.size for leaf in leaves)
+        return size
+    sum_bytes = 4 * sum(leaf.size for leaf in jax.tree.leaves(params))
     if cost.convolves:
         filled, per_sum_byte, least = CONVOLUTION_BYTES, CONVOLUTION_BYTES_PER_SUM_BYTE, CONVOLUTION_EXAMPLES
     else:
         filled, per_sum_byte, least = CACHE_BYTES, EXAMPLE_BYTES_PER_SUM_BYTE, 1
     if example_bytes * size < WHOLE_BATCH * filled:
-        return Microbatches(size)
+        return size
     largest = max(least, max(filled, per_sum_byte * sum_bytes) // example_bytes)
-    at_once = _without_rest(largest, size) if largest < size else size
-    return Microbatches(at_once, f"all {size} would not fit in the CPU's cache" if at_once < size else "")
+    return _without_rest(largest, size) if largest < size else size
 
 
 def _without_rest(largest: int, size: int) -> int:
@@ -93,13 +148,18 @@ def _without_rest(largest: int, size: int) -> int:
     return max(without_rest, default=math.ceil(size / math.ceil(size / largest)))
 
 
-def _numbers(jaxpr) -> int:
-    """How many numbers the equations define; the body of a loop counts once for each iteration."""
-    total = 0
+def _numbers(jaxpr, again: tuple[str, ...] = ()) -> tuple[int, int]:
+    """How many numbers the equations define, without the bodies of those whose name is in `again`, and how many the
+    largest of these defines. The body of a loop counts once for each iteration."""
+    total = largest = 0
     for equation in jaxpr.eqns:
-        inner = sum(_numbers(body) for body in bodies(equation))
-        total += equation.params.get("length", 1) * inner or sum(v.aval.size for v in equation.outvars)
-    return total
+        found = [_numbers(body, again) for body in bodies(equation)]
+        inside, of_body = sum(numbers for numbers, _ in found), max((one for _, one in found), default=0)
+        if equation.primitive.name in again:
+            inside, of_body = 0, inside + of_body
+        total += equation.params.get("length", 1) * inside or sum(v.aval.size for v in equation.outvars)
+        largest = max(largest, of_body)
+    return total, largest
 
 
 def hides_convolutions(jaxpr: core.Jaxpr) -> bool:

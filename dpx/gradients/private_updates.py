@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dpx.gradients import ghost
-from dpx.gradients.microbatch_size import choose_microbatch_size, require_platform
+from dpx.gradients.microbatch_size import require_platform
 from dpx.gradients.rows import of_one_row, rows_of
 from dpx.gradients.sums import Norms, RowSum, devices_of_rows, sum_gradients
 from dpx.guards import require_params
@@ -19,7 +19,6 @@ from dpx.sampling.batch import Batch, inclusion, require_batch
 from dpx.states.record import ReleaseState
 from dpx.trees import Tree, batch_size, find_state, outlined
 from dpx.validation import require_function, require_whole
-from dpx.xla.place import here
 
 
 class Unreleased(NamedTuple):
@@ -91,7 +90,7 @@ def private_updates(
     has_aux: bool = False,
     platform: str | None = None,
     sharding: jax.sharding.Sharding | None = None,
-    backward_passes: int = 1,
+    backward_passes: int | None = None,
 ) -> PrivateStep:
     """Builds `fn(params, batch, state) -> PrivateUpdates`, the private gradient of `loss(params, example)`.
 
@@ -114,7 +113,9 @@ def private_updates(
         memory. The result is the same up to float32 rounding.
     backward_passes: int, 1 or 2. One keeps the inputs and the cotangents of all layers until the norms are known. With
         two, the second pass computes those in scans or under `jax.checkpoint` again, so that they are never all in
-        memory, as in a step without privacy. It takes about 1.5 times as long (docs/devices.md).
+        memory, as in a step without privacy. It takes about 1.5 times as long (docs/devices.md). None: two if one pass
+        over one example, or over `microbatch_size` of them, would not fit in half of the device's memory. It decides
+        the rounding too.
 
     params: a pytree of real arrays. batch: a `dpx.Batch` with the B examples on axis 0, which may be sharded. state:
     from `optimizer.init(params)`. The updates equal `optimizer.update` on stacked per-example gradients, up to float32
@@ -203,8 +204,8 @@ def explain_norms(
     rows = jax.eval_shape(functools.partial(rows_of, optimizer, with_key=with_key), state, examples)
     with row_sum.placed():
         plan, cost = row_sum.plan(params, state, rows)
-        at_once = choose_microbatch_size(cost, plan, params, batch_size(examples), here())
-    return ghost.explain(plan, params, at_once.reason and f"microbatches of {at_once.size} examples: {at_once.reason}")
+        at_once = row_sum.at_once(plan, cost, params, batch_size(examples))
+    return ghost.explain(plan, params, *at_once.words)
 
 
 def augmented(

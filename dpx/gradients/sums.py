@@ -9,7 +9,14 @@ import jax
 from jax.extend import core
 
 from dpx.gradients import ghost
-from dpx.gradients.microbatch_size import ForwardCost, choose_microbatch_size, forward_cost, require_platform
+from dpx.gradients.microbatch_size import (
+    ForwardCost,
+    Microbatches,
+    Plan,
+    choose_microbatches,
+    forward_cost,
+    require_platform,
+)
 from dpx.gradients.rows import noted, of_one_row, shapes_of_one, value_and_gradient, warn_of_constants
 from dpx.guards import require_real
 from dpx.mechanism import Mechanism, require_mechanism
@@ -22,7 +29,6 @@ from dpx.xla.convolutions import reordered
 from dpx.xla.place import here, traced_for
 
 Norms = Literal["auto", "ghost", "vmap"]
-Plan = ghost.GhostPlan | ghost.ForwardPlan | str  # a reason for per-example gradients
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +38,7 @@ class RowSum:
     of_row: (params, row) -> (value, aux), the loss of one example or the update of one unit; see `rows.of_one_row`.
     optimizer: the mechanism that bounds the rows; one sum for each of its factors.
     norms, backward_passes: as in `private_updates`; norms is "update" if `of_row` returns an update and not a loss.
-    microbatch_size: int, how many rows are in memory at once; None for a choice by their cost.
+    microbatch_size: int, how many rows are in memory at once. It and `backward_passes` are None for a choice by cost.
     platform: what the program is compiled for. devices: how many the rows are spread over; None if not known.
     look: gets the closed jaxpr of a loss, the parameters and the shapes of one row, when a step is traced.
     """
@@ -43,7 +49,7 @@ class RowSum:
     microbatch_size: int | None
     platform: str
     devices: int | None = None
-    backward_passes: int = 1
+    backward_passes: int | None = None
     look: Callable[[Any, Tree, tuple], None] = warn_of_constants
 
     def __post_init__(self):
@@ -55,16 +61,16 @@ class RowSum:
         """The sums, and the losses, norms and aux of every row. rows: of `rows.rows_of`. included: bool (B,)."""
         with self.placed():
             plan, cost = self.plan(params, state, rows)
-            size = self.microbatch_size or choose_microbatch_size(cost, plan, params, included.shape[0], here()).size
+            at_once = self.at_once(plan, cost, params, included.shape[0])
 
             def microbatch(ordered, rows):
-                return self.sum_microbatch(plan, cost.mixes, ordered(params), state, *rows)
+                return self.sum_microbatch(plan, at_once.passes, cost.mixes, ordered(params), state, *rows)
 
             on_cpu = self.platform == "cpu"
             how = {"unroll": on_cpu and not cost.loops, "like": params}
             how["in_loop"] = reordered if on_cpu and cost.convolves else core.jaxpr_as_fun
             with self.noted(lambda: shapes_of_one(rows)):
-                return sum_over_microbatches(microbatch, (rows, included), max(1, size), **how)
+                return sum_over_microbatches(microbatch, (rows, included), max(1, at_once.size), **how)
 
     def placed(self) -> contextlib.AbstractContextManager[None]:
         return traced_for(platform=self.platform, row_devices=self.devices)
@@ -88,11 +94,16 @@ class RowSum:
             return ghost.ForwardPlan(len(jax.tree.leaves(params))), cost
         return ghost.make_plan(traced, self.optimizer, params, state, force=self.norms == "ghost"), cost
 
-    def sum_microbatch(self, plan: Plan, mixes: bool, params: Tree, state: Tree, rows: tuple, included: jax.Array):
+    def at_once(self, plan: Plan, cost: ForwardCost, params: Tree, size: int) -> Microbatches:
+        """What of `size` rows is in memory at once, at the place of the program."""
+        given = {"microbatch_size": self.microbatch_size, "backward_passes": self.backward_passes}
+        return choose_microbatches(cost, plan, params, size, here(), **given)
+
+    def sum_microbatch(self, plan: Plan, passes: int, mixes: bool, params: Tree, state: Tree, rows: tuple, included):
         """The sums of the contributions of one microbatch, and the losses, norms and aux of its rows."""
         apart = rows_apart if mixes else lambda function: function
         if isinstance(plan, ghost.GhostPlan) and plan.followed:
-            how = {"backward_passes": self.backward_passes, "apart": apart}
+            how = {"backward_passes": passes, "apart": apart}
             return ghost.sum_by_plan(plan, self.optimizer, params, rows, state, included, **how)
         optimizer, of_row = self.optimizer, self.gradient
         if isinstance(plan, ghost.ForwardPlan):
@@ -124,13 +135,14 @@ def sum_gradients(
     has_aux: bool,
     platform: str | None = None,
     sharding: Any = None,
-    backward_passes: int = 1,
+    backward_passes: int | None = None,
 ) -> RowSum:
     """The clipped sum of the gradients of a loss of one example. The arguments are as in `private_updates`."""
     if norms not in ("auto", "ghost", "vmap"):
         raise ValueError(f'norms must be "auto", "ghost" or "vmap", got {described(norms)}')
-    if backward_passes not in (1, 2) or (backward_passes == 2 and norms == "vmap"):
-        raise ValueError(f'backward_passes must be 1 or 2, and 1 with norms="vmap", got {described(backward_passes)}')
+    if backward_passes not in (None, 1, 2) or (backward_passes == 2 and norms == "vmap"):
+        got = described(backward_passes)
+        raise ValueError(f'backward_passes must be 1, 2 or None, and not 2 with norms="vmap", got {got}')
     of_row = of_one_row(loss, has_aux=has_aux)
     where = require_platform(platform), devices_of_rows(sharding)
     return RowSum(of_row, optimizer, norms, microbatch_size, *where, backward_passes)

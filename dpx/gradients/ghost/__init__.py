@@ -18,6 +18,7 @@ cotangent of a layer is above 2^63, or an input whose cotangent is not 0, even w
 """
 
 from dpx.gradients.ghost.engine import sum_by_plan as sum_by_plan
+from dpx.gradients.ghost.hooks import kept_nowhere as kept_nowhere
 from dpx.gradients.ghost.plan import Explanation as Explanation
 from dpx.gradients.ghost.plan import ForwardPlan as ForwardPlan
 from dpx.gradients.ghost.plan import GhostPlan as GhostPlan

@@ -54,7 +54,7 @@ def sum_by_plan(
     reads = frozenset(number for site in plan.sites for number in site.reads)
     values = interpreter.public_values(plan.program, leaves, reads)
     scales = _scales(plan, mechanism, params, state, values)
-    once, twice = hooked(plan, scales, backward_passes)
+    once, twice = hooked(plan, backward_passes)
     hooks = norm_hooks(plan, once, included.shape[0], keep=True)
     hooks |= norm_hooks(plan, twice, included.shape[0], keep=False)
     hooks |= capture_hooks(plan, hooks, included.shape[0])

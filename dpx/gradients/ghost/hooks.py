@@ -163,7 +163,7 @@ def slots(hooks: dict[int, Hook]) -> dict[Part, Tree]:
 Hooked = dict[int, dict[Part, Choice]]  # by number of an equation, the parts of parameters that it uses
 
 
-def hooked(plan: GhostPlan, scales: dict[Part, jax.Array], backward_passes: int) -> tuple[Hooked, Hooked]:
+def hooked(plan: GhostPlan, backward_passes: int) -> tuple[Hooked, Hooked]:
     """The equations in bodies whose parameters are all used once, in slices by all scans around, and not scaled: those
     that need one pass, and those that need two.
 
@@ -174,12 +174,12 @@ def hooked(plan: GhostPlan, scales: dict[Part, jax.Array], backward_passes: int)
     for part, choice in plan.parts.items():
         for site in choice.uses.sites:
             found.setdefault(site.use.equation, {})[part] = choice
-    outside = set(plan.program.block.equations)
+    outside, scaled = set(plan.program.block.equations), plan.scaled
 
     def fits(part: Part, choice: Choice) -> bool:
         (site, *others) = choice.uses.sites
         alone = not (others or choice.made or site.use.view.repeats)
-        return alone and not site.record and part not in scales
+        return alone and not site.record and part not in scaled
 
     def small(choice: Choice) -> bool:
         _, positions, fan_in, fan_out = choice.uses.sites[0].sizes
@@ -192,6 +192,15 @@ def hooked(plan: GhostPlan, scales: dict[Part, jax.Array], backward_passes: int)
     if backward_passes == 2:
         return once, twice
     return once if here().devices > 1 else {}, {}
+
+
+def kept_nowhere(plan: GhostPlan) -> tuple[set[int], bool]:
+    """The leaves of whose layers two backward passes keep neither records nor gradients, and whether that is so of all
+    layers in checkpoints."""
+    once, twice = hooked(plan, 2)
+    parts = {part for choices in twice.values() for part in choices}
+    leaves = {leaf for leaf, of_leaf in enumerate(plan.choices) if {(leaf, n) for n in range(len(of_leaf))} <= parts}
+    return leaves, _in_checkpoints(plan) <= {*once, *twice}
 
 
 def norm_hooks(plan: GhostPlan, equations: Hooked, size: int, *, keep: bool) -> dict[int, Hook]:
@@ -211,7 +220,7 @@ def norm_hooks(plan: GhostPlan, equations: Hooked, size: int, *, keep: bool) -> 
 def capture_hooks(plan: GhostPlan, hooks: dict[int, Hook], size: int) -> dict[int, Hook]:
     """Hooks that capture inputs and cotangents of `size` examples, at the equations in checkpoints without `hooks`. The
     first of several equations that read a value captures it."""
-    equations = _in_checkpoints(plan) - set(hooks)
+    equations = {equation for equation in _in_checkpoints(plan) - set(hooks) if _is_real(plan, equation)}
     places_of = _places(plan, equations)
     first = {value: place for place, value in reversed(places_of.items())}
     again = {value for (equation, _), value in places_of.items() if first[value][0] != equation}
@@ -245,17 +254,18 @@ def with_captured(plan: GhostPlan, captured: Captured, found: dict[Part, Any]) -
 
 
 def _in_checkpoints(plan: GhostPlan) -> set[int]:
-    """The equations of sites in bodies that a backward pass computes again, if everything they capture is real."""
+    """The equations of sites in bodies that a backward pass computes again."""
     equations = plan.program.equations
     bodies = [(number, one.body) for number, one in enumerate(equations) if one.body and one.name in REMAT]
     inside = {number for first, body in bodies for number in range(first + 1, body.stop)}
+    return {site.use.equation for site in plan.sites if site.use.equation in inside}
 
-    def real(equation: int) -> bool:
-        jaxpr: Any = equations[equation].jaxpr
-        wanted = [v.aval for i, v in enumerate(jaxpr.invars) if i not in plan.unread[equation]]
-        return all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in wanted)
 
-    return {site.use.equation for site in plan.sites if site.use.equation in inside and real(site.use.equation)}
+def _is_real(plan: GhostPlan, equation: int) -> bool:
+    """Whether everything that is captured at an equation is real."""
+    jaxpr: Any = plan.program.equations[equation].jaxpr
+    wanted = [v.aval for i, v in enumerate(jaxpr.invars) if i not in plan.unread[equation]]
+    return all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in wanted)
 
 
 def _places(plan: GhostPlan, equations: set[int]) -> dict[tuple[int, int], Any]:

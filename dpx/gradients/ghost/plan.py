@@ -102,6 +102,13 @@ class GhostPlan(NamedTuple):
         found = {choice.made.leaves: choice for choice in self.parts.values() if choice.made}
         return [(choice.made, choice.algorithm.keeps_gradients) for choice in found.values() if choice.made]
 
+    @property
+    def scaled(self) -> set[tuple[int, int]]:
+        """The parts whose coordinates the mechanism or the loss multiplies."""
+        leaves = {encoded.leaf for encoded in self.encoded if encoded.scaled}
+        sloped = {part for part, choice in self.parts.items() if any(site.slopes for site in choice.uses.sites)}
+        return sloped | {part for part in self.parts if part[0] in leaves}
+
     def keeps_gradients(self, leaf: int) -> bool:
         """Whether the gradients of a leaf for all examples of a microbatch are in memory."""
         return any(choice.algorithm.keeps_gradients for choice in self.choices[leaf])
@@ -297,10 +304,12 @@ class Explanation(NamedTuple):
 
     rows: (parameter, way, reason) for every parameter leaf; the reason is "" where there is nothing to add
     microbatches: how many examples are in memory at once, and why; "" if all are
+    backward_passes: that there are two, and why; "" for one
     """
 
     rows: tuple[tuple[str, str, str], ...]
     microbatches: str = ""
+    backward_passes: str = ""
 
     def __str__(self) -> str:
         alike: dict[tuple[str, ...], list[str]] = {}
@@ -309,7 +318,7 @@ class Explanation(NamedTuple):
         rows = [(_pattern(paths), way, why) for (_, way, why), paths in alike.items()]
         widths = [max(len(row[i]) for row in rows) for i in range(2)]
         lines = [f"{name:{widths[0]}}  {way:{widths[1]}}  {why}".rstrip() for name, way, why in rows]
-        return "\n".join([*lines, _ROUNDING, *filter(None, [self.microbatches])])
+        return "\n".join([*lines, _ROUNDING, *filter(None, [self.backward_passes, self.microbatches])])
 
 
 def _pattern(paths: list[str]) -> str:
@@ -321,8 +330,8 @@ def _pattern(paths: list[str]) -> str:
     return f"{_NUMBER.sub(lambda _: next(numbers), paths[0])} ({len(paths)})"
 
 
-def explain(plan: GhostPlan | ForwardPlan | str, params: Tree, microbatches: str) -> Explanation:
-    """The plan in words, or the reason for per-example gradients, and how many examples are in memory at once."""
+def explain(plan: GhostPlan | ForwardPlan | str, params: Tree, microbatches: str, backward_passes: str) -> Explanation:
+    """The plan in words, or the reason for per-example gradients, and what is in memory at once."""
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     choices = [(Choice(algorithms.GRADIENT, plan),)] * len(paths) if isinstance(plan, str) else plan.choices
 
@@ -333,4 +342,4 @@ def explain(plan: GhostPlan | ForwardPlan | str, params: Tree, microbatches: str
         (path, both(choice.algorithm.words for choice in of_leaf), both(choice.reason for choice in of_leaf))
         for path, of_leaf in zip(paths, choices, strict=True)
     )
-    return Explanation(tuple(rows), microbatches)
+    return Explanation(tuple(rows), microbatches, backward_passes)
