@@ -139,6 +139,7 @@ def composed(sigmas, epochs, epsilons):
 
 
 @pytest.mark.parametrize("sigma", [1.0, 2.0])
+@pytest.mark.long_cases("2.0")
 def test_three_epochs_are_billed_closely_and_never_below_the_truth(sigma):
     epsilons = np.array([0.0, 0.5, 1.5])
     truth = composed((sigma, sigma), 3, epsilons)

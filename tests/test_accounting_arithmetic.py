@@ -326,6 +326,7 @@ def test_every_bill_of_a_run_has_the_addition():
     assert dpx.compose_runs(shared, (mechanism(seed=3), 9), shared_batches=False).together == 2
 
 
+@pytest.mark.long
 def test_calibration_keeps_the_budget_with_the_addition():
     for steps, epsilon in ((50, 2.0), (5000, 0.5)):
         budget = dpx.Budget(epsilon=epsilon, delta=1e-5, steps=steps)

@@ -90,6 +90,7 @@ def test_the_bill_is_the_least_bound():
     assert epsilon(sampling=dpx.FullBatch(examples=100), steps=3) == pytest.approx(known, rel=1e-9)
 
 
+@pytest.mark.long
 def test_no_error_is_dp_sgd():
     plain = dp_accounting.SelfComposedDpEvent(
         dp_accounting.PoissonSampledDpEvent(0.02, dp_accounting.GaussianDpEvent(1.5)), 150
@@ -351,6 +352,7 @@ def test_relations():
     )
 
 
+@pytest.mark.long
 def test_report_names_the_bound():
     report = dpx.privacy_report(mechanism(), 150, delta=1e-5)
     assert report.epsilon["pld"] == report.epsilon["rdp"] == dpx.epsilon(mechanism(), 150, delta=1e-5)
@@ -419,7 +421,7 @@ def attacks(steps):
 
 
 @pytest.mark.parametrize("name", attacks(1))
-@pytest.mark.long_cases("drifting", "turning")
+@pytest.mark.long_cases("drifting", "turning", "cancelling")
 def test_attacks_stay_within_the_bill(name):
     """(i) sum S^2 <= (k rho)^2 and sum |shift|^2 <= c_k^2 on every run; (ii) a linear test does no better."""
     steps, error_shift, rate = 24, 1.5, 0.1
@@ -460,6 +462,7 @@ def linear_test(moves: np.ndarray, noise: float, level: float, *, added: bool = 
     return float((with_example - math.exp(level) * without).max())
 
 
+@pytest.mark.long
 def test_the_same_attack_breaks_the_published_claim():
     """All gradients zero but one constant one of norm 150 C: delta(2) >= 0.408 where Theorem 3.8 claims 1e-5."""
     examples, batch_size, steps = 50_000, 1000, 150

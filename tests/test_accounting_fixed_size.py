@@ -150,6 +150,7 @@ def fixed(rate, sigma, steps):
     return dp_accounting.SelfComposedDpEvent(sampled, steps)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("steps", "most"), [(1, 1.001), (10, 1.05), (100, 1.12), (1000, 1.24)])
 @pytest.mark.long_cases("1-", "100-", "1000-")
 def test_bills_are_above_and_near_those_of_two_data_sets(steps, most):

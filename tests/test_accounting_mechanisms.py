@@ -318,6 +318,7 @@ def test_calibrating_a_mechanism_under_another_relation():
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.long_cases("rdp")
 def test_calibrated_schedule(accountant):
     shape = np.linspace(3, 1, 40)
     found = accounting.calibrate_schedule(shape, sampling_rate=0.02, epsilon=1.5, delta=1e-5, accountant=accountant)
@@ -585,7 +586,7 @@ def test_epsilon_over_steps_rises_and_ends_at_the_bill():
         (Mechanism(2.0, decay=0.97), 30, "pld"),
     ],
 )
-@pytest.mark.long_cases("mechanism2-100-pld")
+@pytest.mark.long_cases("mechanism2-100-pld", "mechanism0", "mechanism3")
 def test_delta_over_epsilon_is_smooth_and_that_of_single_bills(mechanism, steps, accountant):
     epsilons = np.linspace(0, 4, 33)[::-1]
     curve = curves.delta_over_epsilon(mechanism, steps, epsilons=epsilons, accountant=accountant)

@@ -311,17 +311,10 @@ def test_other_samplings(tmp_path, sampling, batch_size, steps):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.long_cases(
-    "d2p_sgd",
-    "dp2_sgd",
-    "ada_",
-    "adaptive_clipping",
-    "d2p2_sgd",
-    "dynamic_dp_sgd",
-    "gep_sgd",
-    "lambda_cgd",
-    "ranked_freeze_sgd",
-    "tp_topk_sgd",
-    "zeroth_order_sgd",
+    *"""
+    ada_ adaptive_clipping d2p2_sgd d2p_sgd dp2_sgd dynamic_dp_sgd gep_sgd lambda_cgd ranked_freeze_sgd
+    tp_topk_sgd zeroth_order_sgd
+    """.split()
 )
 def test_every_method_trains(tmp_path, method):
     allowed = METHODS[method].samplings
@@ -510,7 +503,6 @@ def test_disk_follows_its_formula():
 
 @pytest.mark.long
 @pytest.mark.parametrize("coordinates", [transforms.SUMMED, transforms.scaled(1e-3)])
-@pytest.mark.long_cases("coordinates1")
 def test_the_contract_holds_in_the_new_coordinates(coordinates):
     mechanism = dpx.in_coordinates(dp_sgd(poisson(40), key=SECRET), coordinates)
     lines = ["bounded", "adjacent", "secrecy"]  # no noise: both points are given one

@@ -72,17 +72,10 @@ UNITS = {"cuda": "tf32", "tpu": "bf16"}  # what matrix units multiply exactly
 
 @pytest.mark.parametrize(("name", "platform"), [(name, "cuda") for name in ENTRIES] + [("dp_sgd", "tpu")])
 @pytest.mark.long_cases(
-    "ada_fest",
-    "adaptive_clipping",
-    "band_mf_sgd",
-    "dice_sgd",
-    "dp2_sgd",
-    "d2p_sgd",
-    "dynamic_dp_sgd",
-    "gep_sgd",
-    "lambda_cgd",
-    "ranked_freeze_sgd",
-    "tp_topk_sgd",
+    *"""
+    ada_fest adaptive_clipping band_mf_sgd d2p_sgd dice_sgd dp2_sgd dynamic_dp_sgd gep_sgd lambda_cgd
+    ranked_freeze_sgd tp_topk_sgd
+    """.split()
 )
 def test_steps_lower_for_accelerators(name, platform):
     program = exported(case_of_method(ENTRIES[name]).mechanism, platform)

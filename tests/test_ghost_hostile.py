@@ -363,7 +363,7 @@ def test_no_row_exceeds_the_bound(name, variant):
 
 
 @pytest.mark.parametrize("name", ["perceptron", "gram", "tied", "bfloat16", "float16"])
-@pytest.mark.long_cases("float16")
+@pytest.mark.long_cases("float16", "gram", "tied")
 def test_no_row_exceeds_the_bound_on_stacked_gradients(name):
     case = CASES[name]
     assert_bounded(alone(case.loss, mechanism(), *rows_of(name), norms="vmap"), 0.7)
@@ -376,6 +376,7 @@ def test_no_row_exceeds_the_bound_where_leaves_are_dropped():
 
 
 @pytest.mark.parametrize("clipping", ["auto", "ghost", "vmap"])
+@pytest.mark.long_cases("auto")
 def test_the_largest_number_in_the_input_of_a_logistic_regression(clipping):
     params, x = {"w": jnp.zeros((20, 2)), "b": jnp.zeros(2)}, normal(0, 8, 20).at[0, 3].set(MOST)
     found = in_a_batch(logistic, mechanism(), params, (x, integers(1, 2, 8)), clipping)
@@ -393,7 +394,7 @@ def network(params, example):
 
 
 @pytest.mark.parametrize("clipping, variant", [("ghost", "clipped"), ("ghost", "masked"), ("vmap", "clipped")])
-@pytest.mark.long_cases("ghost-masked")
+@pytest.mark.long_cases("ghost-masked", "vmap-clipped")
 def test_no_row_of_a_batch_exceeds_the_bound(clipping, variant):
     shapes = {"kernel": (3, 3, 2, 3), "gram": (8, 8), "bias": (1, 8), "table": (5, 8), "outer": (16, 4)}
     params = {name: 0.3 * normal(number, *shape) for number, (name, shape) in enumerate(shapes.items())}

@@ -166,6 +166,7 @@ def gradients_held(loss, microbatch_size=None, size=64, mechanism=None, norms="v
 
 
 @pytest.mark.parametrize("loss", [dense, hiding(dense)], ids=["looped", "unrolled"])
+@pytest.mark.long_cases("unrolled")
 def test_memory_is_that_of_a_microbatch(loss):
     """Of 64 examples, 4 at once: the gradients of 64 are never there together."""
     assert gradients_held(loss, 64) > 30
