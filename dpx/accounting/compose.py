@@ -16,7 +16,7 @@ from dpx.accounting.arithmetic import Normals, worst
 from dpx.accounting.bill import batches_of, billed_steps, event_of, normals_for, of_records, records_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
-from dpx.accounting.profiles import Profile
+from dpx.accounting.profiles import OneOf, Profile
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.schedules.scalars import over
 from dpx.states.identity import fingerprint, identity_of
@@ -25,19 +25,6 @@ from dpx.trees import described
 from dpx.validation import require_bool, require_whole
 
 MOST_RUNS = 4  # which can share their batches in 14 ways
-
-
-@dataclass(frozen=True)
-class Largest:
-    """The profile of runs that have one of these profiles, and it is not known which."""
-
-    profiles: tuple[Profile, ...]
-
-    def epsilon(self, delta: float) -> float:
-        return max(profile.epsilon(delta) for profile in self.profiles)
-
-    def delta(self, epsilon: float) -> float:
-        return max(profile.delta(epsilon) for profile in self.profiles)
 
 
 @dataclass(frozen=True)
@@ -77,7 +64,7 @@ class Composition:
         of: Any = {"accountant": accountant, "relation": self.relation, "curve": curve}
         of |= {"runs": self.together, "numbers": self.numbers}
         found = tuple(billed(event, **of) for event in (self.event, *self.others))
-        return Largest(found) if self.others else found[0]
+        return OneOf(max, found) if self.others else found[0]
 
 
 def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | None = None) -> Composition:

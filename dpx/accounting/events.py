@@ -10,7 +10,6 @@ the events that are a `Loss`. dp-accounting's own accountants do so for all othe
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from dp_accounting import DpEvent
 
@@ -86,17 +85,15 @@ def event_profile(
     relation: Relation = "add_or_remove",
     buckets: int = BUCKETS,
     curve: bool = False,
-    grid: float | None = None,
 ) -> Profile:
     """The profile of an event, which computes epsilon and delta; see `event_epsilon`.
 
     curve: True if deltas at many epsilons will be computed, each to 0.1 %; compute them at rising epsilons.
-    grid: spacing of privacy losses, where they are composed; the default is fine enough for four digits.
     """
     checks.require_accountant(accountant)
     checks.require_relation(relation)
     require_whole("buckets", buckets)
-    return from_event(event).profile(accountant, relation, buckets=buckets, curve=curve, grid=grid)
+    return from_event(event).profile(accountant, relation, buckets=buckets, curve=curve)
 
 
 def billed(
@@ -106,7 +103,6 @@ def billed(
     accountant: Accountant = "tightest",
     buckets: int = BUCKETS,
     curve: bool = False,
-    grid: float | None = None,
     runs: int = 1,
     numbers: int | Normals = LARGEST_RELEASE,
 ) -> Implemented:
@@ -115,8 +111,7 @@ def billed(
     Every cost of a run is one of this profile. runs: how many runs each release of the event stands for. numbers: the
     most of one release, or the `Normals` that draw them; 0 for exact noise.
     """
-    options: Any = {"buckets": buckets, "curve": curve, "grid": grid}
-    exact = event_profile(event, accountant=accountant, relation=relation, **options)
+    exact = event_profile(event, accountant=accountant, relation=relation, buckets=buckets, curve=curve)
     return from_event(event).implemented(exact, relation, runs=runs, numbers=numbers)
 
 

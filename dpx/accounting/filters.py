@@ -36,6 +36,7 @@ The epsilon is the least for which 1 - e^(epsilon - L) <= (delta - S) M for ever
 is P(E) - E'[e^epsilon; E] for the worst E, is at most delta - S. r is B / 16.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -46,7 +47,7 @@ from scipy import special
 from dpx.accounting import gdp
 from dpx.accounting.checks import require_delta, require_positive_epsilon
 from dpx.accounting.pld.losses import Losses, SampledGaussian
-from dpx.accounting.profiles import ComposedProfile, Profile, lower_deltas, unsampled
+from dpx.accounting.profiles import ComposedProfile, Profile, least, lower_deltas, unsampled
 
 COINS = 0.2  # share of delta that is for coins; a tenth and a third give the same epsilons to 1 %
 _COARSE, _POINTS = 32, 512  # intervals of epsilon in which profiles are compared, at first and where it matters most
@@ -129,8 +130,9 @@ def domination(profile: Profile, delta: float) -> float:
     bounds = np.array([profile.delta(epsilon) for epsilon in points.tolist()])
     while True:
         needed = (bounds * (1 + _ROUNDING) - delta) / (1 - delta)
-        mu = min(mu, _least_mu(points, needed))
-        decide = ~_bounded(points, needed, mu * (1 - _NEAR)) if mu < math.inf else np.ones(len(points) - 1, bool)
+        bounded = functools.partial(_bounded, points, needed)
+        mu = min(mu, least(lambda mu, of=bounded: bool(of(mu).all()), most=_FARTHEST, fine=1e-5, smallest=_ROUNDING))
+        decide = ~bounded(mu * (1 - _NEAR)) if mu < math.inf else np.ones(len(points) - 1, bool)
         split = decide & (np.diff(points) > 1.5 * top / _POINTS)
         if not split.any():
             return mu
@@ -144,21 +146,9 @@ def _bounded(points: np.ndarray, needed: np.ndarray, mu: float) -> np.ndarray:
     """Whether delta_mu is above the chords of `needed`, bool (points - 1,): by its tangents in the middles."""
     middles = (points[:-1] + points[1:]) / 2
     likely, slope = special.log_ndtr(mu / 2 - middles / mu), special.log_ndtr(-mu / 2 - middles / mu)
-    least = -np.exp(likely) * (np.expm1(middles + slope - likely) + _ROUNDING)
+    height = -np.exp(likely) * (np.expm1(middles + slope - likely) + _ROUNDING)
     run = np.expm1(np.stack([points[:-1], points[1:]]) - middles)
-    return (least - np.exp(middles + slope) * run >= np.stack([needed[:-1], needed[1:]])).all(axis=0)
-
-
-def _least_mu(points: np.ndarray, needed: np.ndarray) -> float:
-    low, high = 0.0, 1.0
-    while not _bounded(points, needed, high).all():
-        low, high = high, 2 * high
-        if high > _FARTHEST:
-            return math.inf
-    while high - low > 1e-5 * high > _ROUNDING:
-        middle = (low + high) / 2
-        low, high = (low, middle) if _bounded(points, needed, middle).all() else (middle, high)
-    return high
+    return (height - np.exp(middles + slope) * run >= np.stack([needed[:-1], needed[1:]])).all(axis=0)
 
 
 def credit(losses: Losses, coins: float) -> Spent:

@@ -125,13 +125,7 @@ class Ledger:
         return composition((event_of(loss), count) for loss, count in self.counts.items())
 
     def profile(
-        self,
-        accountant: Accountant,
-        relation: Relation,
-        *,
-        buckets: int = BUCKETS,
-        curve: bool = False,
-        grid: float | None = None,
+        self, accountant: Accountant, relation: Relation, *, buckets: int = BUCKETS, curve: bool = False
     ) -> Profile:
         """The profile, for noise of real numbers; see `events.event_profile`."""
         if not self.private:
@@ -148,7 +142,7 @@ class Ledger:
             for kind in (SampledGaussian, FixedSizeGaussian):
                 losses = round_to_few(losses, kind, buckets)
             losses = round_to_few_truncated(losses, buckets)
-        return profile(losses, accountant, curve=curve, grid=grid)
+        return profile(losses, accountant, curve=curve)
 
     def words(self) -> tuple[str, ...]:
         """The releases in words: up to 8 noise multipliers one by one, more of them by their range."""

@@ -6,7 +6,7 @@ chooses among the accountants of step losses.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -58,6 +58,22 @@ class GaussianProfile:
 UNBOUNDED = GaussianProfile(math.inf)
 
 
+def least(holds: Callable[[float], bool], *, most: float, fine: float, smallest: float = 0.0) -> float:
+    """The least positive number that holds, rounded up by a share of at most `fine`; inf if none up to `most` does.
+
+    holds: for all numbers above one that holds. smallest: a step that is fine enough for any number.
+    """
+    low, high = 0.0, 1.0
+    while not holds(high):
+        low, high = high, 2 * high
+        if high > most:
+            return math.inf
+    while high - low > fine * high > smallest:
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
 @dataclass(frozen=True, eq=False)
 class RenyiProfile:
     """Renyi divergences of at most `rdp` at `orders`, except for outcomes of probability `missing`.
@@ -85,33 +101,26 @@ class DeltaProfile:
     deltas: Callable[[float], float]
 
     def epsilon(self, delta: float) -> float:
-        low, high = 0.0, 1.0
-        if self.deltas(low) <= delta:
-            return low
-        while self.deltas(high) > delta:
-            low, high = high, 2 * high
-            if high > _INFINITE_EPSILON:
-                return math.inf
-        while high - low > 1e-12 * high:
-            middle = (low + high) / 2
-            low, high = (low, middle) if self.deltas(middle) <= delta else (middle, high)
-        return high
+        if self.deltas(0.0) <= delta:
+            return 0.0
+        return least(lambda epsilon: self.deltas(epsilon) <= delta, most=_INFINITE_EPSILON, fine=1e-12)
 
     def delta(self, epsilon: float) -> float:
         return self.deltas(epsilon)
 
 
-class Least:
-    """The least of several profiles of one run."""
+@dataclass(frozen=True)
+class OneOf:
+    """The least of several profiles of one run (`min`), or the largest, where it is not known which it has (`max`)."""
 
-    def __init__(self, *profiles: Profile):
-        self._profiles = profiles
+    pick: Callable[[Iterable[float]], float]
+    profiles: tuple[Profile, ...]
 
     def epsilon(self, delta: float) -> float:
-        return min(profile.epsilon(delta) for profile in self._profiles)
+        return self.pick(profile.epsilon(delta) for profile in self.profiles)
 
     def delta(self, epsilon: float) -> float:
-        return min(profile.delta(epsilon) for profile in self._profiles)
+        return self.pick(profile.delta(epsilon) for profile in self.profiles)
 
 
 Directions = list[SummedLoss]  # one composition: its summed loss in each direction of the relation
@@ -126,20 +135,12 @@ class ComposedProfile:
     if epsilon is much smaller than planned, more compositions are planned around the answer. Compositions are kept for
     later questions about delta, because one composition answers for all neighboring epsilons.
 
-    grid: spacing of privacy losses; the default is fine enough for four digits.
     side: "below" gives lower bounds instead, for which the losses must be `SampledGaussian`s.
     deviations: as for `composition.plan`.
     """
 
-    def __init__(
-        self,
-        losses: Losses,
-        *,
-        grid: float | None = None,
-        side: Side = "above",
-        deviations: float = _DEVIATIONS_ONE_ANSWER,
-    ):
-        self._losses, self._grid, self._deviations = losses, grid, deviations
+    def __init__(self, losses: Losses, *, side: Side = "above", deviations: float = _DEVIATIONS_ONE_ANSWER):
+        self._losses, self._deviations = losses, deviations
         self._side: Side = side
         self._renyi = RenyiProfile(total_renyi(losses))
         self._kept: list[tuple[float, Directions]] = []  # with the epsilon that each was planned for
@@ -175,7 +176,7 @@ class ComposedProfile:
                 planned = epsilon, delta
                 epsilon, delta = (min(pair) for pair in zip(planned, read(directions), strict=True))
                 self._kept = [*self._kept[-_MOST_KEPT + 1 :], (planned[0], directions)]
-                fine = epsilon >= planned[0] / _PLANNED_RATIO or self._grid is not None
+                fine = epsilon >= planned[0] / _PLANNED_RATIO
                 better = epsilon < 0.999 * planned[0] or delta < 0.999 * planned[1]
                 computed = fine and _bounded_share(directions, epsilon) <= _MOST_BOUNDED
                 if epsilon == 0 or computed or (attempt > 1 and not better):
@@ -201,7 +202,6 @@ class ComposedProfile:
             delta=delta,
             epsilon=epsilon,
             orders=rdp_profile.orders,
-            grid=self._grid,
             expected_epsilon=expected_epsilon,
             deviations=self._deviations,
         )
@@ -230,9 +230,7 @@ def _bounded_share(directions: Directions, epsilon: float) -> float:
     return max(directions, key=lambda direction: direction.delta(epsilon)).bounded_share(epsilon)
 
 
-def profile(
-    losses: Losses, accountant: Accountant = "tightest", *, grid: float | None = None, curve: bool = False
-) -> Profile:
+def profile(losses: Losses, accountant: Accountant = "tightest", *, curve: bool = False) -> Profile:
     """The profile of a composition of steps by an accountant: the one place where accountants are chosen.
 
     "pld" is exact for unsampled Gaussians. Otherwise it composes privacy loss distributions, and is at most the RDP
@@ -252,7 +250,7 @@ def profile(
     if without_pmfs:
         raise ValueError(f'{without_pmfs[0]} has no privacy loss distribution: pass accountant="rdp" or "tightest"')
     deviations = _DEVIATIONS_CURVE if curve else _DEVIATIONS_ONE_ANSWER
-    return unsampled(losses) or ComposedProfile(losses, grid=grid, deviations=deviations)
+    return unsampled(losses) or ComposedProfile(losses, deviations=deviations)
 
 
 def unsampled(losses: Losses) -> GaussianProfile | None:

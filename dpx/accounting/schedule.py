@@ -51,7 +51,6 @@ def schedule_epsilon(
     accountant: Accountant = "tightest",
     relation: Relation = "zero_out",
     buckets: int = BUCKETS,
-    grid: float | None = None,
     records: int = 1,
     numbers: int = LARGEST_RELEASE,
     exact_noise: bool = False,
@@ -64,9 +63,8 @@ def schedule_epsilon(
     accountant: "pld", which "tightest" means here, composes privacy loss distributions. "rdp" adds the Renyi
         divergences of every distinct step at dp-accounting's orders; the lower end of its interval is 0.
     buckets: the most distinct steps in the composition. The width of the interval is about proportional to 1 / buckets;
-        if no more steps are distinct, only the error of the grid is left. With the default, the upper end is what
+        if no more steps are distinct, only rounding in the fifth digit is left. With the default, the upper end is what
         `dpx.epsilon` says of the same run. Fewer are faster, and their upper end is larger.
-    grid: spacing of privacy losses; the default is fine enough for four digits. The upper end is a bound for any grid.
     records: int, at least 1, how many records one person owns at most whom epsilon is for, as for `dpx.epsilon`. Above
         1, at most 32 distinct steps are composed, and the lower end counts one of the records at sampled steps.
     numbers: int, at most 2^32, how many numbers a step releases at most. exact_noise: as for `dp_sgd_epsilon`.
@@ -86,7 +84,7 @@ def schedule_epsilon(
     """
     delta = checks.require_delta(delta)
     numbers = checks.require_numbers(numbers, exact_noise)
-    run = noise_multipliers, sampling_rate, counts, accountant, relation, buckets, grid, records, numbers
+    run = noise_multipliers, sampling_rate, counts, accountant, relation, buckets, records, numbers
     upper, lower = _profiles(*run)
     return _interval(upper, lower, lambda profile: profile.epsilon(delta))
 
@@ -100,7 +98,6 @@ def schedule_delta(
     accountant: Accountant = "tightest",
     relation: Relation = "zero_out",
     buckets: int = BUCKETS,
-    grid: float | None = None,
     records: int = 1,
     numbers: int = LARGEST_RELEASE,
     exact_noise: bool = False,
@@ -114,36 +111,30 @@ def schedule_delta(
     """
     epsilon = checks.require_epsilon(epsilon)
     numbers = checks.require_numbers(numbers, exact_noise)
-    run = noise_multipliers, sampling_rate, counts, accountant, relation, buckets, grid, records, numbers
+    run = noise_multipliers, sampling_rate, counts, accountant, relation, buckets, records, numbers
     upper, lower = _profiles(*run)
     return _interval(upper, lower, lambda profile: profile.delta(epsilon))
 
 
 def _profiles(
-    noise, sampling_rate, counts, accountant, relation, buckets, grid, records, numbers
+    noise, sampling_rate, counts, accountant, relation, buckets, records, numbers
 ) -> tuple[Profile, Profile | None]:
     """The upper profile, and the lower one, or None if the accountant has no lower one."""
     sigmas, rates, repeats = checks.require_schedule(noise, sampling_rate, counts)
     relation, buckets = checks.require_relation(relation), require_whole("buckets", buckets)
-    if grid is not None:
-        grid = require_number("grid", grid, minimum=0, exclusive=True)
     checks.require_accountant(accountant)
-    options: Any = dict(relation=relation, grid=grid)
     if require_whole("records", records) > 1:
-        of_several = dict(accountant=accountant, numbers=numbers, **options)
+        of_several = dict(accountant=accountant, numbers=numbers, relation=relation)
         upper = _of_records(sigmas, rates, repeats, records, buckets, of_several)
         sigmas = np.where(rates == 1, sigmas / records, sigmas)  # one record is less than all of them
-    elif accountant == "rdp":
-        steps = Buckets(sigmas, sigmas, rates, rates, repeats)
-        exact = upper_profile(steps, accountant="rdp", relation=relation)
-        upper = implemented(exact, sigmas, repeats, relation, numbers)
     else:
-        steps = bucketed_gaussians(sigmas, rates, repeats, buckets)
-        exact = upper_profile(steps, accountant=accountant, **options)
+        whole = Buckets(sigmas, sigmas, rates, rates, repeats)
+        steps = whole if accountant == "rdp" else bucketed_gaussians(sigmas, rates, repeats, buckets)
+        exact = upper_profile(steps, accountant=accountant, relation=relation)
         upper = implemented(exact, sigmas, repeats, relation, numbers)
     if accountant == "rdp":
         return upper, None
-    return upper, lower_profile(bucketed_gaussians(sigmas, rates, repeats, buckets), **options)
+    return upper, lower_profile(bucketed_gaussians(sigmas, rates, repeats, buckets), relation=relation)
 
 
 def _of_records(
@@ -170,10 +161,9 @@ def gaussian_losses(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, r
     return losses
 
 
-def upper_profile(steps: Buckets, *, accountant: Accountant, relation: Relation, grid: float | None = None) -> Profile:
+def upper_profile(steps: Buckets, *, accountant: Accountant, relation: Relation) -> Profile:
     """An upper bound for exact arithmetic: noise is rounded down, and rates are rounded up."""
-    losses = gaussian_losses(steps.smallest_noise, steps.largest_rate, steps.counts, relation)
-    return profile(losses, accountant, grid=grid)
+    return profile(gaussian_losses(steps.smallest_noise, steps.largest_rate, steps.counts, relation), accountant)
 
 
 def implemented(
@@ -185,7 +175,7 @@ def implemented(
     return Implemented(exact, int(counts.sum()), float(counts.sum()), shift, normals)
 
 
-def lower_profile(steps: Buckets, *, relation: Relation, grid: float | None = None) -> Profile:
+def lower_profile(steps: Buckets, *, relation: Relation) -> Profile:
     """A lower bound, which is never a cost: noise is rounded up, and rates are rounded down.
 
     The bound is 0 if a noise multiplier is below 1e-6, but not 0.
@@ -195,7 +185,7 @@ def lower_profile(steps: Buckets, *, relation: Relation, grid: float | None = No
         return UNBOUNDED
     if any(loss.unbounded for loss in losses):
         return GaussianProfile(0.0)
-    return unsampled(losses) or ComposedProfile(losses, grid=grid, side="below")
+    return unsampled(losses) or ComposedProfile(losses, side="below")
 
 
 def dp_sgd_epsilon(

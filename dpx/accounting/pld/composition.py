@@ -28,7 +28,7 @@ _TAIL_SHARE = 1e-7  # share of delta that truncated losses may add
 _WRAP_SHARE = 1e-7  # share of delta that losses may add by wrapping around the window
 _LARGEST_ROUNDING = 1e7  # rounding error of the transform, divided by delta, in units of float64's 2e-16
 _TILTS = 200  # candidates between the smallest and the largest order
-_LARGEST_SIZE = 2**20  # grid points of a window, 8 MiB an array; up to 64 times as many if the caller chose the grid
+_LARGEST_SIZE = 2**20  # grid points of a window, 8 MiB an array
 _GRID = 4e-4  # coarsest spacing of privacy losses for an epsilon up to 10; it grows with epsilon
 _COARSEST_GRID = 0.5  # a larger spacing of privacy losses gives no useful answer
 _POINTS_PER_EPSILON = 250  # grid points per epsilon, times sqrt(T)
@@ -73,7 +73,6 @@ def plan(
     *,
     delta: float,
     epsilon: float,
-    grid: float | None,
     orders: np.ndarray = renyi.ORDERS,
     expected_epsilon: float | None = None,
     deviations: float = 0.5,
@@ -109,11 +108,10 @@ def plan(
     best = int(np.argmin(np.where(rounds_well, spans, np.inf)))
     larger = int(wrap_spans[best].argmin()) if best < len(tilts) - 1 else best
     span = float(spans[best])
-    if grid is None:
-        scale = max(epsilon, 1e-3 * span, deviations * math.sqrt(2 * renyis[0]))
-        finest = scale / (_POINTS_PER_EPSILON * math.sqrt(steps))
-        grid = max(min(_GRID * max(1.0, epsilon / 10), finest), span / _LARGEST_SIZE)
-    if span / grid > 64 * _LARGEST_SIZE or grid > _COARSEST_GRID:
+    scale = max(epsilon, 1e-3 * span, deviations * math.sqrt(2 * renyis[0]))
+    finest = scale / (_POINTS_PER_EPSILON * math.sqrt(steps))
+    grid = max(min(_GRID * max(1.0, epsilon / 10), finest), span / _LARGEST_SIZE)
+    if grid > _COARSEST_GRID:
         return None
     size = int(fft.next_fast_len(math.ceil(span / grid) + 8, real=True) or 0)
     wrap_tilt, wrap_renyi = float(tilts[larger]), float(renyis[larger])

@@ -16,7 +16,7 @@ from dp_accounting import DpEvent
 from dpx.accounting import renyi
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.loss import Loss, Released
-from dpx.accounting.profiles import UNBOUNDED, DeltaProfile, GaussianProfile, Least, Profile, RenyiProfile
+from dpx.accounting.profiles import UNBOUNDED, DeltaProfile, GaussianProfile, OneOf, Profile, RenyiProfile
 from dpx.accounting.words import upper
 from dpx.papers.dice_sgd import energy as feedback_energy
 from dpx.papers.dice_sgd import rounding
@@ -55,7 +55,7 @@ class ErrorFeedbackDpEvent(DpEvent, Loss):
         """The least of the bounds. The accountant "rdp" uses only the amplified bound, or Gaussian privacy."""
         if self.noise_multiplier < renyi.SMALLEST_NOISE:
             return UNBOUNDED
-        return Least(*bounds(self, accountant, relation).values())
+        return OneOf(min, tuple(bounds(self, accountant, relation).values()))
 
     def explain(self, delta: float, relation: Relation) -> str:
         """The bounds of the run in words, and which of them is its cost."""
