@@ -22,14 +22,16 @@ import optax
 from dp_accounting import DpEvent
 
 from dpx import guards, keys
+from dpx.accounting.arithmetic import addition
 from dpx.accounting.budget import Budget
-from dpx.accounting.events import words_of_first_step
+from dpx.accounting.ledger import from_event
 from dpx.sampling.batch import MISSING, inclusion
 from dpx.sampling.schemes import Sampling
 from dpx.schedules.scalars import ScalarOrSchedule, over
 from dpx.states.reading import require_matching, steps_taken
 from dpx.states.record import checked, counted, fingerprints_of, stamped
 from dpx.sums.rows import sum_contributions
+from dpx.sums.total import ETA
 from dpx.trees import Tree, batch_size, float32_like
 
 
@@ -152,7 +154,10 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
         return self.event(steps)
 
     def __repr__(self) -> str:
-        pipeline, cost = "\n  -> ".join(self.stages), words_of_first_step(self.event(1))
+        pipeline, event = "\n  -> ".join(self.stages), self.event(1)
+        added = addition(*from_event(event).released).epsilon(0.0)  # the least by arithmetic, at the usual deltas
+        rounding = f"eta = {ETA:.3g} of the clip norm, by which the noise is larger, and {added:.2g} of epsilon in the "
+        cost = f"cost of the first step: {event}\n  rounding: {rounding}first step"
         return f"Mechanism(\n     {pipeline}\n  drawn by {self.sampling}\n  {cost}\n)"
 
 

@@ -79,3 +79,8 @@ def require_function(name: str, value: Any) -> Callable:
     if not callable(value):
         raise ValueError(f"{name} must be a function, got {described(value)}")
     return value
+
+
+def require_words(name: str, value: Any):
+    if not (isinstance(value, str) and value.strip() and value.isprintable()):
+        raise ValueError(f"{name} must be printable words in one line, got {described(value)}")

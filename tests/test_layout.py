@@ -20,7 +20,7 @@ keys: trees validation xla sums
 states: trees xla keys
 schedules: validation
 sampling: trees validation keys states
-accounting: trees validation xla sums keys states schedules sampling
+accounting: trees validation xla keys states schedules sampling
 reports: trees validation sums keys states sampling accounting
 ledgers: trees validation xla keys states sampling accounting reports
 mechanism: trees guards sums keys states schedules sampling accounting

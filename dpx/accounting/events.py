@@ -14,14 +14,13 @@ from dataclasses import replace
 from dp_accounting import DpEvent
 
 from dpx.accounting import checks
-from dpx.accounting.arithmetic import Implemented, Normals, addition
+from dpx.accounting.arithmetic import Implemented, Normals
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.delegated import DelegatedProfile
 from dpx.accounting.ledger import from_event
 from dpx.accounting.pld.buckets import BUCKETS
 from dpx.accounting.profiles import GaussianProfile, Profile
 from dpx.keys.noise import LARGEST_RELEASE
-from dpx.sums.total import ETA
 from dpx.validation import require_whole
 
 
@@ -128,16 +127,3 @@ def within(run: Implemented, epsilon: float, delta: float) -> float:
             f"{advice}, or state fewer `numbers`"
         )
     return run.epsilon(delta)
-
-
-def words_of_first_step(event: DpEvent) -> str:
-    """The event of a first step, and the least that the arithmetic of its noise adds at the usual deltas, in words."""
-    rounding = f"eta = {ETA:.3g} of the clip norm, by which the noise is larger, and "
-    rounding += f"{addition(*from_event(event).released).epsilon(0.0):.2g} of epsilon in the first step"
-    return f"cost of the first step: {event}\n  rounding: {rounding}"
-
-
-def explanation(event: DpEvent, *, delta: float, relation: Relation) -> tuple[str, ...]:
-    """How the cost of an event of a whole run is computed, in one sentence; () for other events."""
-    run = from_event(event).whole_run
-    return () if run is None else (run.explain(delta, relation),)

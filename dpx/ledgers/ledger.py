@@ -22,7 +22,7 @@ from dpx.accounting.events import billed
 from dpx.accounting.filters import NOTHING, Filter, Spent, credit
 from dpx.accounting.ledger import from_event
 from dpx.accounting.loss import event_of, hashable
-from dpx.accounting.profiles import Profile
+from dpx.accounting.profiles import Profile, least
 from dpx.accounting.words import owner_of
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.ledgers.files import write
@@ -32,7 +32,7 @@ from dpx.reports.pages import as_markdown, as_text
 from dpx.sampling.events import composition
 from dpx.states.record import unit_mark
 from dpx.trees import described
-from dpx.validation import require_whole
+from dpx.validation import require_whole, require_words
 from dpx.xla.place import here
 
 _MOST_NOISE, _FINE = 1e4, 1e-3  # of `least_noise`
@@ -233,17 +233,11 @@ class PrivacyLedger:
         event: such as `lambda noise: sampling.event(np.full(steps, noise))`; the noise of every release must grow with
         the number. numbers, part: as for `spend`. Raises ValueError if 1e4 is not enough.
         """
-        low, high = 0.0, 1.0
-        while not self.affords(event(high), numbers=numbers, part=part):
-            low, high = high, 2 * high
-            if high > _MOST_NOISE:
-                raise ValueError(
-                    f"the budget of {self.path} must allow some noise multiplier, but {low:g} is too small"
-                )
-        while high - low > _FINE * high:
-            middle = (low + high) / 2
-            low, high = (low, middle) if self.affords(event(middle), numbers=numbers, part=part) else (middle, high)
-        return high
+        given: Any = {"numbers": numbers, "part": part}
+        found = least(lambda noise: self.affords(event(noise), **given), most=_MOST_NOISE, fine=_FINE)
+        if found == math.inf:
+            raise ValueError(f"the budget of {self.path} must allow some noise multiplier up to {_MOST_NOISE:g}")
+        return found
 
     def _enter(self, event, key, words, numbers, part, unit, *, made: bool, holder: str) -> Entry:
         event = hashable(event)
@@ -267,9 +261,8 @@ class PrivacyLedger:
     def _require_terms(self, event: Any, words: Any, part: Any, unit: Any) -> None:
         if not isinstance(event, DpEvent):
             raise ValueError(f"event must be a DpEvent, got {described(event)}")
-        for name, value in {"words": words, "part": "one" if part is None else part}.items():
-            if not (isinstance(value, str) and value.strip() and value.isprintable()):
-                raise ValueError(f"{name} must be printable words in one line, got {described(value)}")
+        require_words("words", words)
+        require_words("part", "all" if part is None else part)
         if unit is not None and unit_mark(unit) != unit_mark(self.terms.unit):
             raise ValueError(f"the release must be for the unit of the ledger, {self.terms.unit!r}, got {unit!r}")
         if part is not None and self.terms.relation == "replace_one":

@@ -15,15 +15,13 @@ from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
 from dpx.accounting.pld.buckets import BUCKETS
 from dpx.accounting.words import upper, whose
-from dpx.reports.attacks import profile_of
+from dpx.reports.attacks import bounds_of, profile_of
 from dpx.reports.pages import draw_guessing, labeled
-from dpx.sampling.base import Sampling
 from dpx.trees import outlined
 from dpx.validation import require_floats, require_whole
 
 _BUCKETS = 64  # distinct releases in each point of a curve over steps: about a second a point at 10,000 releases
-_NEGLIGIBLE_DELTA = 1e-10  # a smaller delta cannot be seen in a trade-off curve
-_TRADE_OFF_EPSILONS = (0.0, *np.geomspace(1e-3, 50, 160).tolist())  # any set of them gives a lower bound
+_NEGLIGIBLE_DELTA = 1e-6  # a smaller delta cannot be seen in a trade-off curve
 
 
 class EpsilonOverSteps(NamedTuple):
@@ -96,7 +94,9 @@ def epsilon_over_steps(
     Raises ValueError for steps or points below these, and as `dpx.epsilon` does.
     """
     steps, points = require_whole("steps", steps), require_whole("points", points, minimum=2)
-    epoch = _billed_at_once(mechanism.sampling)
+    sampling = mechanism.sampling
+    epoch = max(sampling.groups, sampling.epoch)  # of an epoch, or a turn of cyclic groups, that is paid for at once
+    epoch = epoch if epoch > 1 and sampling.event(np.ones(1)) == sampling.event(np.ones(epoch)) else 1
     ends = np.linspace(1, steps, points) if epoch == 1 else np.linspace(math.ceil(steps / epoch), 1, points - 1)
     steps_shown = np.unique(np.append(1, np.minimum(ends.round().astype(np.int64) * epoch, steps)))
     spent = []
@@ -107,12 +107,6 @@ def epsilon_over_steps(
         spent.append(billed(event, accountant=accountant, relation=stated, **options).epsilon(delta))
     spent = np.minimum.accumulate(spent[::-1])[::-1]  # fewer steps cost no more
     return EpsilonOverSteps(steps_shown, spent, checks.require_delta(delta), epoch > 1, records_of(mechanism, records))
-
-
-def _billed_at_once(sampling: Sampling) -> int:
-    """How many steps cost as much as the first of them: an epoch, a turn of cyclic groups, or 1."""
-    steps = max(sampling.groups, sampling.epoch)
-    return steps if steps > 1 and sampling.event(np.ones(1)) == sampling.event(np.ones(steps)) else 1
 
 
 def delta_over_epsilon(
@@ -157,15 +151,8 @@ def trade_off(
     """
     type_one = np.linspace(0, 1, require_whole("points", points, minimum=2))
     profile = profile_of(mechanism, steps_or_state, accountant, relation, records)
-    epsilons, deltas = [], []
-    for epsilon in _TRADE_OFF_EPSILONS:
-        epsilons.append(epsilon)
-        deltas.append(profile.delta(epsilon))
-        if deltas[-1] < _NEGLIGIBLE_DELTA:
-            break
-    delta, growth = np.array(deltas), np.exp(epsilons)
-    lines = [1 - delta - growth * type_one[:, None], (1 - delta - type_one[:, None]) / growth]
-    return TradeOff(type_one, np.maximum(0, np.maximum(*lines).max(axis=1)), records_of(mechanism, records))
+    most = np.array(bounds_of(profile, _NEGLIGIBLE_DELTA, type_one.tolist()).true_positive_rates)
+    return TradeOff(type_one, 1 - most, records_of(mechanism, records))
 
 
 def plot_epsilon_over_steps(curve: EpsilonOverSteps, *, axes: Any = None, label: str | None = None) -> Any:

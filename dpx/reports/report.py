@@ -26,7 +26,7 @@ from dpx.accounting.bill import (
 )
 from dpx.accounting.budget import Budget
 from dpx.accounting.checks import Relation
-from dpx.accounting.events import billed, explanation
+from dpx.accounting.events import billed
 from dpx.accounting.ledger import from_event
 from dpx.accounting.words import owner_of, upper, whose
 from dpx.reports.attacks import AttackBounds, bounds_and_curve
@@ -34,6 +34,7 @@ from dpx.reports.pages import Section, as_html, as_markdown, as_text, attack_cur
 from dpx.states.record import unit_mark
 from dpx.sums.total import ETA
 from dpx.trees import described
+from dpx.validation import require_words
 
 _PACKAGES = ("dpx-jax", "jax", "optax", "dp-accounting", "numpy", "scipy")  # whose versions a report states
 
@@ -217,7 +218,7 @@ def privacy_report(
         versions={"python": platform.python_version()} | {p.removesuffix("-jax"): version_of(p) for p in _PACKAGES},
         caveats=(
             *caveats(drawn, relation, records, on_a_tpu=normals_of(normals).slope > 0),
-            *explanation(event, delta=delta, relation=relation),
+            *((run.explain(delta, relation),) if (run := from_event(event).whole_run) else ()),
         ),
         date=datetime.now(UTC).date().isoformat(),
         records=records,
@@ -231,8 +232,7 @@ def privacy_report(
 def require_names(name: str | None, dataset: str | None):
     """Raises ValueError unless each is None, or words in one line."""
     for argument, words in (("name", name), ("dataset", dataset)):
-        if words is not None and not (isinstance(words, str) and words.strip() and words.isprintable()):
-            raise ValueError(f"{argument} must be printable words in one line, got {described(words)}")
+        require_words(argument, "none" if words is None else words)
 
 
 def _unit_of(recorded: int, unit: str | None) -> str:

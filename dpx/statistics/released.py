@@ -19,7 +19,7 @@ from dpx.sampling.schemes import FullBatch
 from dpx.sampling.users import UserData
 from dpx.statistics.noise import LARGEST_SUM, Effect, Noise, key_of, padded
 from dpx.trees import described, require_arrays
-from dpx.validation import require_floats, require_number, require_open_fraction
+from dpx.validation import require_floats, require_number, require_open_fraction, require_words
 
 RELATION = "zero_out"
 _ANSWERED: dict[int, int] = {}  # the mark of the noise of what each key has released, by the mark of the key
@@ -152,9 +152,8 @@ class Asked:
 
     def __post_init__(self):
         keys.secret(keys.require(self.key))
-        for name, value in {"words": self.words, "part": "one" if self.part is None else self.part}.items():
-            if not (isinstance(value, str) and value.strip() and value.isprintable()):
-                raise ValueError(f"{name} must be printable words in one line, got {described(value)}")
+        require_words("words", self.words)
+        require_words("part", "all" if self.part is None else self.part)
         if self.noise not in (None, "gaussian", "laplace"):
             raise ValueError(f'noise must be "gaussian", "laplace" or None, got {described(self.noise)}')
         if not isinstance(self.noise_multiplier, Budget):
@@ -289,7 +288,3 @@ def safe_ratio(top: np.ndarray, bottom: np.ndarray, otherwise: float) -> np.ndar
     """top / bottom, cut to [0, 1]; `otherwise` where bottom is not above 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(bottom > 0, np.clip(top / bottom, 0, 1), otherwise)
-
-
-def plus_minus(value: np.ndarray, half: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    return value - half, value + half

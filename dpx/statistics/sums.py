@@ -28,7 +28,6 @@ from dpx.statistics.released import (
     Records,
     Statistic,
     bounds_of,
-    plus_minus,
     ratio_within,
     records_of,
     safe_ratio,
@@ -134,7 +133,7 @@ def _counts(asked: Asked, records: Records, sums: np.ndarray, effect: Effect, qu
 
     def within(error: float) -> tuple[Any, Any]:
         half = (added.half_width(error) + added.rounding(0, most)) / WHOLE
-        return tuple(map(shaped, plus_minus(value, half)))
+        return shaped(value - half), shaped(value + half)
 
     return Statistic(value=shaped(value), within=within, **facts)
 
@@ -173,11 +172,11 @@ def _spread_sum(
     effect = Effect(QUANTA * columns, QUANTA * math.sqrt(columns), columns)
     records = records.public
     noisy, added, facts = asked.noisy(records, quanta.sum(axis=0), effect, -most, most, query=query)
-    value = offset + noisy * size
+    value: np.ndarray = offset + noisy * size
 
     def within(error: float) -> tuple[Any, Any]:
-        half = added.half_width(error) + added.rounding(-most, most) + records.most_rows / 2
-        return tuple(map(records.shaped, plus_minus(value, half * size)))
+        half = size * (added.half_width(error) + added.rounding(-most, most) + records.most_rows / 2)
+        return records.shaped(value - half), records.shaped(value + half)
 
     return Statistic(value=records.shaped(value), within=within, **facts)
 

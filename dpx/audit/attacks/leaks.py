@@ -29,7 +29,7 @@ import numpy as np
 
 from dpx.accounting import checks
 from dpx.accounting.words import upper
-from dpx.audit.attacks.scores import Bound, Roc, clopper_pearson, require_scores
+from dpx.audit.attacks.scores import Bound, Roc, clopper_pearson, error_rates, require_scores
 from dpx.reports.attacks import FALSE_POSITIVE_RATES, AttackBounds
 from dpx.trees import described, outlined
 from dpx.validation import require_floats, require_open_fraction
@@ -205,29 +205,18 @@ def membership(
     thresholds = absent[len(absent) - 1 - allowed]
     found = len(present) - np.searchsorted(present, thresholds, "right")
     low, high = clopper_pearson(found, len(present), 1 - confidence)
-    roc = _all_errors(present, absent)
+    roc = error_rates(present, absent, np.unique(np.concatenate([present, absent])))
+    below = np.searchsorted(absent, present, "left") + np.searchsorted(absent, present, "right")
     return Membership(
         false_positive_rates=tuple(rates.tolist()),
         true_positive_rates=tuple((found / len(present)).tolist()),
         lower=tuple(low.tolist()),
         upper=tuple(high.tolist()),
         advantage=float(np.max(1 - roc.type_two - roc.type_one)),
-        area=_area(present, absent),
+        area=float(below.mean() / (2 * len(absent))),
         members=len(present),
         others=len(absent),
         confidence=confidence,
         limits=None if cost is None else cost.true_positive_rates,
         roc=roc,
     )
-
-
-def _all_errors(present: np.ndarray, absent: np.ndarray) -> Roc:
-    """The error rates at every threshold, "at least": float64 (distinct scores + 1,) each."""
-    thresholds = np.append(np.unique(np.concatenate([present, absent])), math.inf)
-    missed = np.searchsorted(present, thresholds, "left") / len(present)
-    return Roc(1 - np.searchsorted(absent, thresholds, "left") / len(absent), missed)
-
-
-def _area(present: np.ndarray, absent: np.ndarray) -> float:
-    below = np.searchsorted(absent, present, "left") + np.searchsorted(absent, present, "right")
-    return float(below.mean() / (2 * len(absent)))

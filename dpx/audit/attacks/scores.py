@@ -122,6 +122,7 @@ def lower_bound_from_scores(
         threshold, finds_with = _best_test(present[0], absent[0], chosen_by)
         counted = _count(present[1], absent[1], np.array([threshold]), finds_with)
         bounds.append(float(bound_of(counted, miss=miss)[0]))
+    shown = np.quantile(np.concatenate([present[1], absent[1]]), np.linspace(0, 1, _ROC_POINTS), method="higher")
     return LowerBound(
         epsilon=max(0.0, bounds[0]),
         gaussian_epsilon=gdp.epsilon(max(0.0, bounds[1]), delta=delta),
@@ -129,7 +130,7 @@ def lower_bound_from_scores(
         confidence=confidence,
         runs=(len(present[1]), len(absent[1])),
         cost=cost,
-        roc=_roc(present[1], absent[1]),
+        roc=error_rates(present[1], absent[1], np.unique(shown)),
     )
 
 
@@ -216,9 +217,9 @@ def _candidates(present: np.ndarray, absent: np.ndarray) -> np.ndarray:
     return np.unique(np.concatenate(thresholds))
 
 
-def _roc(present: np.ndarray, absent: np.ndarray) -> Roc:
-    thresholds = np.quantile(np.concatenate([present, absent]), np.linspace(0, 1, _ROC_POINTS), method="higher")
-    thresholds = np.append(np.unique(thresholds), np.inf)
+def error_rates(present: np.ndarray, absent: np.ndarray, thresholds: np.ndarray) -> Roc:
+    """Of "at least" each of rising thresholds, and of one above all scores. present, absent: sorted scores."""
+    thresholds = np.append(thresholds, np.inf)
     type_two = np.searchsorted(present, thresholds, "left") / len(present)
     return Roc(1 - np.searchsorted(absent, thresholds, "left") / len(absent), type_two)
 
