@@ -315,7 +315,7 @@ def test_the_benchmark_reproduces_stated_ratios(case):
             lambda: strategies.cyclic_poisson_event(
                 Strategy(), examples=100, batch_size=51, groups=2, steps=4, noise_multiplier=1
             ),
-            "at most 100 examples",
+            "bands must be at most examples / batch_size",
         ),
     ],
 )  # fmt: skip

@@ -136,11 +136,8 @@ def place(rows: Rows, draw: Draw, drawn: Drawn, sharding: jax.sharding.Sharding 
 
 def undivided(loaded: Generator[tuple[Batch, bool]]) -> Generator[Batch]:
     """The batches, which end together with what loads them."""
-    try:
-        for batch, _ in loaded:
-            yield batch
-    finally:
-        loaded.close()
+    with contextlib.closing(loaded):
+        yield from (batch for batch, _ in loaded)
 
 
 def chunked(loaded: Generator[tuple[Batch, bool]], steps: int) -> Generator[Iterator[Batch]]:
@@ -156,14 +153,12 @@ def chunked(loaded: Generator[tuple[Batch, bool]], steps: int) -> Generator[Iter
                 return
         raise ValueError("the chunks of a batch must be used before the iterator of the batches is closed")
 
-    try:
+    with contextlib.closing(loaded):
         for _ in range(steps):
             complete = False
             yield chunks()
             if not complete:
                 raise ValueError("every chunk of a batch must be used before the next batch: the cost counts all")
-    finally:
-        loaded.close()
 
 
 def ahead(items: Iterator[Any], depth: int) -> Generator[Any]:

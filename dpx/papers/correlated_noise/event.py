@@ -49,13 +49,14 @@ import math
 
 import attrs
 import numpy as np
-from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from dp_accounting import DpEvent, GaussianDpEvent
 
 from dpx.accounting.checks import Relation
 from dpx.accounting.loss import Loss, Released, deviations
 from dpx.accounting.pld.losses import SampledGaussian, StepLoss
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.papers.correlated_noise.strategy import Strategy
+from dpx.sampling.cyclic import CyclicPoissonSampling
 from dpx.validation import require_number, require_whole
 
 _FARTHEST = 13.3 * math.sqrt(LARGEST_RELEASE)  # N
@@ -149,21 +150,20 @@ def cyclic_poisson_event(
 
     examples: int. batch_size: expected, above 0. groups: int, at least the bands of C. steps: of the run, int.
     noise_multiplier: the deviation of z is this times the clip norm times `column_norm(strategy, steps=steps)`.
-    Raises ValueError if C has more bands than groups (with a banded inverse, C is full), and if groups * batch_size >
-    examples, because a probability is at most 1.
+    Raises ValueError as `CyclicPoissonSampling` does, and if C has more bands than groups, as that of a banded inverse.
     """
-    groups, examples = require_whole("groups", groups), require_whole("examples", examples)
-    batch_size = require_number("batch_size", batch_size, minimum=0, exclusive=True)
-    bands = strategy.bands
-    if bands is None or bands > groups:
-        words = "a full C, of a banded inverse" if bands is None else f"{bands} bands"
-        raise ValueError(f"C must have at most {groups} bands, the number of groups, got {words}")
-    if groups * batch_size > examples:
-        raise ValueError(f"groups * batch_size must be at most {examples} examples, got {groups} * {batch_size}")
-    noise = GaussianDpEvent(require_number("noise_multiplier", noise_multiplier, minimum=0))
-    sampled = PoissonSampledDpEvent(groups * batch_size / examples, noise)
-    releases = -(-require_whole("steps", steps) // groups)
-    return SelfComposedDpEvent(sampled, releases) if releases > 1 else sampled
+    sampling = CyclicPoissonSampling(examples=examples, batch_size=batch_size, bands=groups)
+    require_bands(strategy, sampling)
+    noise = require_number("noise_multiplier", noise_multiplier, minimum=0)
+    return sampling.event(np.full(require_whole("steps", steps), noise))
+
+
+def require_bands(strategy: Strategy, sampling: CyclicPoissonSampling) -> None:
+    """Raises ValueError unless C has at most as many bands as the sampling has groups."""
+    if strategy.bands is None or strategy.bands > sampling.bands:
+        found = "a full C, of a banded inverse" if strategy.bands is None else f"{strategy.bands} bands"
+        words = "because the steps of a group must not share noise"
+        raise ValueError(f"C must have at most {sampling.bands} bands, the groups of {sampling}, {words}; got {found}")
 
 
 def fixed_order_event(*, noise_multiplier: float) -> DpEvent:

@@ -24,7 +24,7 @@ from dpx import keys
 from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Mechanism
 from dpx.mechanisms.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, dp_sgd
-from dpx.papers.correlated_noise.event import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, rounding
+from dpx.papers.correlated_noise.event import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, require_bands, rounding
 from dpx.papers.correlated_noise.losses import Workload, optimized
 from dpx.papers.correlated_noise.sensitivities import sensitivity, shuffled_sensitivity
 from dpx.papers.correlated_noise.strategy import Strategy
@@ -179,12 +179,7 @@ def _stream(key: jax.Array, strategy: Strategy) -> jax.Array:
 
 def _require_sampling(sampling: Sampling, strategy: Strategy) -> None:
     if isinstance(sampling, CyclicPoissonSampling):
-        if strategy.bands is None or strategy.bands > sampling.bands:
-            found = "a full C, of a banded inverse" if strategy.bands is None else f"{strategy.bands} bands"
-            words = "because the steps of a group must not share noise"
-            raise ValueError(
-                f"C must have at most {sampling.bands} bands, the groups of {sampling}, {words}; got {found}"
-            )
+        require_bands(strategy, sampling)
     elif not isinstance(sampling, FixedOrder | ShuffledEpochs | FullBatch):
         words = "CyclicPoissonSampling (with a banded C), FixedOrder, ShuffledEpochs or FullBatch"
         raise ValueError(f"sampling must be {words}, got {described(sampling)}")
