@@ -14,7 +14,6 @@ probability of bad pairs is more than 1e-50 for each release. So the shift is th
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import attrs
 import dp_accounting
@@ -50,8 +49,6 @@ class ProjectedGaussianDpEvent(dp_accounting.DpEvent, Loss):
     sampling_probability: float
     rank: int
     blocks: int = 1
-
-    on_poisson_sample: ClassVar[bool] = True  # so that the cost of one weight has the rate of that weight
 
     @property
     def rate(self) -> float:
