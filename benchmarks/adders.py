@@ -70,17 +70,17 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60, help="of one CPU core")
     options = parser.parse_args()
     most: dict[tuple[str, int], float] = {}
-    count = 0
-    for count, (seed, name, rows) in enumerate(itertools.product(itertools.count(), CORES, ROWS)):  # noqa: B007
-        if time.process_time() > 60 * options.minutes and count >= len(CORES) * len(ROWS):
+    for seed in itertools.count():  # `itertools.product` would keep all seeds, without an end
+        for name, rows in itertools.product(CORES, ROWS):
+            most[name, rows] = max(most.get((name, rows), 0.0), searched(name, rows, TURNS, seed))
+        minutes = time.process_time() / 60
+        lines = [[core, *(f"{most[core, n]:.3f}" for n in ROWS)] for core in CORES]
+        done = {"searches": (seed + 1) * len(most), "turns_of_each": TURNS, "CPU_minutes": round(minutes, 1)}
+        head = report.heading("benchmarks.adders", ("numpy",), **done)
+        title = "The farthest that was found, by the number of rows of a block; 1 is what is proved"
+        report.write("adders", head, {title: report.grid(["adder", *map(str, ROWS)], lines)})
+        if minutes > options.minutes:
             break
-        most[name, rows] = max(most.get((name, rows), 0.0), searched(name, rows, TURNS, seed))
-        if count % len(ROWS) == len(ROWS) - 1:
-            lines = [[core, *(f"{most[core, n]:.3f}" for n in ROWS)] for core in CORES if (core, ROWS[-1]) in most]
-            done = {"searches": count + 1, "turns_of_each": TURNS, "CPU_minutes": round(time.process_time() / 60, 1)}
-            head = report.heading("benchmarks.adders", ("numpy",), **done)
-            title = "The farthest that was found, by the number of rows of a block; 1 is what is proved"
-            report.write("adders", head, {title: report.grid(["adder", *map(str, ROWS)], lines)})
 
 
 if __name__ == "__main__":
