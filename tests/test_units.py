@@ -12,7 +12,10 @@ import pytest
 import dpx
 from benchmarks import sum_rounding
 from benchmarks.adders import CORES, emulated, searched
-from dpx.gradients.ghost import norms, rules
+from dpx.gradients.ghost import norms as ghost_norms
+from dpx.gradients.ghost import rules, weighted
+from dpx.sums import norms
+from dpx.sums import rows as sums
 from dpx.sums import total as bounds
 from dpx.sums.total import ETA, MOST_ROWS, RESERVE, UNIT
 from dpx.xla import units
@@ -168,7 +171,7 @@ def test_the_unit_follows_the_platform_and_the_precision_of_jax():
 def test_sizes_are_powers_of_two_where_a_unit_rounds():
     x = jnp.stack([jnp.asarray(HOSTILE[:7]), *(jnp.full(7, each) for each in (0.75, 0, jnp.nan, 3e38))])
     with traced_for(platform="tpu"):
-        units_of_x, sizes = jax.jit(norms.unit)(x)
+        units_of_x, sizes = jax.jit(ghost_norms.unit)(x)
     mantissas = np.frexp(np.asarray(sizes))[0]
     assert list(mantissas[:2]) == [0.5, 0.5] and list(sizes[2:3]) == [0]
     assert np.isnan(sizes[3]) and np.isinf(sizes[4])
@@ -233,6 +236,39 @@ def test_squares_that_are_lost_count():
         (large,) = jax.tree.leaves(step(params, dpx.Batch(data * 2.0**120, None), made.init(params)).updates)
     assert 0 < np.linalg.norm(found) <= CLIP_NORM * (1 + 1e-6)
     assert np.linalg.norm(large) == 0
+
+
+@pytest.mark.parametrize("shape", [(32, 2, 24, 192), (48, 64, 64), (6, 4096)])
+def test_a_tpu_adds_rows_and_squares_in_parts(shape):
+    """The last of the rows hold no numbers, and do not count."""
+    data = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    factors = np.random.default_rng(1).uniform(0.5, 1, len(data)).astype(np.float32)
+    exact, factors[-1], data[-1] = data.astype(np.float64), 0, np.nan
+    with traced_for(platform="tpu"):
+        assert len(sums._parts(factors, data)) == math.gcd(len(data), 16)
+        total = jax.jit(sums.weighted_sum)(factors, data)
+        of_rows = jax.jit(jax.vmap(lambda x: norms.norm([x])))(exact.astype(np.float32))
+        of_scaled = jax.jit(jax.vmap(lambda x: norms.norm([x], [jnp.full_like(x, 3)])))(exact.astype(np.float32))
+    sizes = np.sqrt(np.sum(exact.astype(np.float32).astype(np.float64).reshape(len(data), -1) ** 2, 1))
+    np.testing.assert_allclose(total, np.tensordot(factors, exact, 1), rtol=0, atol=1e-5)
+    for found, scale in ((of_rows, 1), (of_scaled, 3)):
+        assert np.all(scale * sizes <= found) and np.all(found <= scale * sizes * (1 + 2.0**-14))
+    with traced_for(platform="cpu"):
+        assert len(sums._parts(factors, data)) == norms._parts(shape) == 1
+
+
+def test_large_gradients_are_finished_in_turn(monkeypatch):
+    """Gradients that do not fit into SOME_NUMBERS together, in turn and in a loop."""
+    loss, params, examples = ZOO["tied_embedding"][0]()
+    made, found = mechanism(CLIP_NORM), []
+    for most in (1, 2**40):
+        monkeypatch.setattr(weighted, "SOME_NUMBERS", 1)
+        monkeypatch.setattr(weighted, "MOST_IN_TURN", most)
+        with on_a_tpu():
+            step = jax.jit(dpx.private_updates(loss, made, norms="ghost"), compiler_options=QUICK)
+            found.append(step(params, dpx.Batch(examples, None), made.init(params)).updates)
+    for loop, in_turn in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(in_turn, loop, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("path", ["ghost norms", "ghost norms of positions", "an embedding", "a tied embedding"])

@@ -21,6 +21,7 @@ from dpx.xla.units import FLOAT32, Unit
 LARGEST = 2.0**63
 LONG_VECTOR = 2**14  # numbers
 SMALL_SUMS = 2**16  # numbers: up to here all block sums are made at once, because a loop takes longer to compile
+MOST_PARTS, SMALL_PARTS = 16, 2**12  # of the rows, and numbers of a smaller row, on a TPU
 AT_ONCE = 2**20  # the same where a matrix unit rounds: a kernel there takes as long as 10^5 numbers do
 EXACT = jax.lax.Precision.HIGHEST  # float32 products, even where the hardware would round them
 
@@ -93,7 +94,7 @@ def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
     if not on_cpu or (rows.ndim == 2 and rows.shape[1] <= LONG_VECTOR):
 
         def sum_block(some):
-            return jnp.sum(times(some[0], weighted_rows(*some)), 0)
+            return jnp.sum(functools.reduce(jnp.add, [times(f, weighted_rows(f, x)) for f, x in _parts(*some)]), 0)
 
         return sum_in_blocks(sum_block, (factors, rows), math.prod(rows.shape[1:]) if on_cpu else 0)
     rows = weighted_rows(factors, rows)
@@ -108,6 +109,15 @@ def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
     in_block = block_of[None, :] == jnp.arange(blocks)[:, None]
     parts = jnp.tensordot(jnp.where(in_block, factors[None], 0), rows, 1, precision=EXACT)
     return jnp.sum(jax.lax.optimization_barrier(parts), 0)
+
+
+def _parts(factors: jax.Array, rows: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+    """The factors and rows of a block in parts of equal size, which a TPU adds element by element, because it reads
+    several arrays at a time: a sum along the rows alone takes 2.6 times the cycles."""
+    large = here().platform == "tpu" and math.prod(rows.shape[1:]) >= SMALL_PARTS
+    if not large or (count := math.gcd(len(rows), MOST_PARTS)) == 1:
+        return [(factors, rows)]
+    return list(zip(*(jax.lax.split(x, [len(x) // count] * count) for x in (factors, rows)), strict=True))
 
 
 def times(factors: jax.Array, rows: jax.Array) -> jax.Array:

@@ -456,7 +456,6 @@ def _gradient_memory_cost(site: Site, slices: int) -> float:
 
 def _sizes(grads: jax.Array, scale: jax.Array | None) -> jax.Array:
     """The norms, float32 (B,), of gradients that are scaled coordinate by coordinate."""
-    grads = grads.astype(jnp.float32)
     return jax.vmap(lambda grad: norms.frobenius(grad if scale is None else grad * scale))(grads)
 
 

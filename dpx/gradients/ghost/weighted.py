@@ -29,6 +29,9 @@ from dpx.sums.total import blocks_for
 from dpx.xla.place import here
 
 SOME_NUMBERS = 2**21  # of the gradients that a matrix unit finishes at once, 8 MiB; a kernel alone takes 1,800 cycles
+# Of the gradients of a block that a TPU finishes in turn, without a loop, which would keep their sum in slower memory
+# between turns. It takes half of the time or less, but each is a kernel to compile, the longer the larger it is.
+MOST_IN_TURN = 2**24
 FEW_ROWS = 4  # a block that reads less than this part of a table does not make a sum of its size
 
 
@@ -115,16 +118,23 @@ def one_by_one(
 
         return jax.lax.fori_loop(0, len(rows[1]), add, jnp.zeros(shape, jnp.float32))
 
+    def finished(records, factors):
+        of_each = jax.vmap(lambda records: of_example(sites, groups, shape, records, jnp.float32(1)))
+        return repeated(factors, (len(factors), *shape)) * of_each(weighted_rows(factors, records))
+
     def sum_some(rows):
         """Of finished products, times their factors: no matrix product can begin with the sum of others."""
-        records, factors = rows
-        of_each = jax.vmap(lambda records: of_example(sites, groups, shape, records, jnp.float32(1)))
-        grads = of_each(weighted_rows(factors, records))
-        return jnp.sum(repeated(factors, grads.shape) * grads, 0)
+        return jnp.sum(finished(*rows), 0)
+
+    def sum_in_turn(rows):
+        each = [jax.tree.map(lambda x, i=i: x[i : i + 1], rows) for i in range(len(rows[1]))]
+        return functools.reduce(jnp.add, [finished(*row)[0] for row in each])
 
     if here().unit.rounds:
-        some = min(len(factors), max(1, SOME_NUMBERS // math.prod(shape)))
-        sum_block = functools.partial(added, sum_some, first=some, width=some, add=jnp.add)
+        numbers = math.prod(shape)
+        some = min(len(factors), max(1, SOME_NUMBERS // numbers))
+        in_turn = here().platform == "tpu" and some < len(factors) <= MOST_IN_TURN // numbers
+        sum_block = sum_in_turn if in_turn else functools.partial(added, sum_some, first=some, width=some, add=jnp.add)
     return sum_in_blocks(sum_block, (records, factors), math.prod(shape))
 
 
