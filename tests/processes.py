@@ -123,11 +123,11 @@ def run(rank: int, port: int, folder: Path, how: str):
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     begin(4)
-    train_in_two(rank, port, folder, how == "resume")
+    train_in_two(rank, port, folder, how)
     jax.distributed.shutdown()  # waits for the other process
 
 
-def train_in_two(rank: int, port: int, folder: Path, resume: bool):
+def train_in_two(rank: int, port: int, folder: Path, how: str):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", 2, rank, initialization_timeout=60)
     assert jax.device_count() == 8 and jax.local_device_count() == 4
@@ -147,12 +147,29 @@ def train_in_two(rank: int, port: int, folder: Path, resume: bool):
         params = jax.jit(lambda: PARAMS, out_shardings=layout)()
         return params, jax.jit(made.init, out_shardings=layouts)(params), (layout, layouts)
 
-    if resume:
+    if how == "resume":
         others = jax.tree.map(np.ones_like, PARAMS)  # not those that the run began with
         tell(folder / "fit", rank, fit(others, sharding=rows, checkpoints=folder / "fit", evaluate=evaluate(rank)))
         return
+    if how == "by hand":
+        train_by_hand(rank, rows, everywhere, folder, begin)
+        return
+    params, state, layouts = begin()
+    check_loading(rank, rows, state)
+    check_one_key(rank, rows, state)
+    write(folder / "whole", rank, made, *train(step_function(layouts), params, state, sharding=rows))
+    zeros = jax.jit(lambda: jnp.zeros(4), out_shardings=everywhere)()
+    np.save(folder / f"cut-{rank}", train_on_cut_batches(zeros, sharding=rows))
+    tell(folder / "banded", rank, fit(made=banded(), key=dpx.secret_key(7), sharding=rows))
+    check_refusals(rank, rows, folder)
+    interrupted_fit(rank, rows, folder)
+
+
+def train_by_hand(rank, rows, everywhere, folder, begin):
+    """Sharded parameters; and a loop with checkpoints of its own, which is interrupted and continued."""
     import orbax.checkpoint as ocp
 
+    made = optimizer()[1]
     with ocp.CheckpointManager(folder / "checkpoints") as manager:
 
         def interrupted(steps, params, state):
@@ -162,27 +179,18 @@ def train_in_two(rank: int, port: int, folder: Path, resume: bool):
             elif steps == 3:
                 raise KeyboardInterrupt
 
+        wide, state, layouts = begin(WIDE)
+        trained, state = train(step_function(layouts), wide, state, sharding=rows)
+        assert trained["w1"].addressable_shards[0].data.shape == (4, 1)
+        write(folder / "wide", rank, made, jax.jit(lambda tree: tree, out_shardings=everywhere)(trained), state)
         params, state, layouts = begin()
         step = step_function(layouts)
-        check_loading(rank, rows, state)
-        check_one_key(rank, rows, state)
-        write(folder / "whole", rank, made, *train(step, params, state, sharding=rows))
-        wide, wide_state, wide_layouts = begin(WIDE)
-        trained, wide_state = train(step_function(wide_layouts), wide, wide_state, sharding=rows)
-        assert trained["w1"].addressable_shards[0].data.shape == (4, 1)
-        trained = jax.jit(lambda tree: tree, out_shardings=everywhere)(trained)
-        zeros = jax.jit(lambda: jnp.zeros(4), out_shardings=everywhere)()
-        np.save(folder / f"cut-{rank}", train_on_cut_batches(zeros, sharding=rows))
-        write(folder / "wide", rank, made, trained, wide_state)
         with contextlib.suppress(KeyboardInterrupt):
             train(step, params, state, sharding=rows, after_step=interrupted)
         assert manager.latest_step() == 2
         params, state = manager.restore(2, args=ocp.args.StandardRestore((params, state)))
         assert dpx.accounting.steps_taken(state) == 2
         write(folder / "resumed", rank, made, *train(step, params, state, sharding=rows))
-    tell(folder / "banded", rank, fit(made=banded(), key=dpx.secret_key(7), sharding=rows))
-    check_refusals(rank, rows, folder)
-    interrupted_fit(rank, rows, folder)
 
 
 @mock.patch("dpx.sampling.rows.FIRST", 0)  # no item is read again

@@ -29,37 +29,59 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("processes")
 
 
+def wait(folder, how, codes):
+    """Both processes, with the codes by which they must end; None if that does not matter."""
+    workers = start(folder, how)
+    try:
+        for worker, code in reversed(list(zip(workers, codes, strict=True))):
+            if code is not None:
+                worker.join(timeout=300)
+                said = (folder / f"{how}-{workers.index(worker)}").read_text()
+                assert worker.exitcode == code, (worker.exitcode, said[-4000:])
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+
+
+def read(folder, name):
+    return dict(np.load(folder / f"{name}.npz"))
+
+
 @pytest.fixture(scope="module")
 def runs(folder):
-    """The results of the whole run, of one with sharded parameters, and of the resumed one."""
-
-    def wait(how, codes):
-        workers = start(folder, how)
-        try:
-            for worker, code in reversed(list(zip(workers, codes, strict=True))):
-                if code is not None:
-                    worker.join(timeout=300)
-                    said = (folder / f"{how}-{workers.index(worker)}").read_text()
-                    assert worker.exitcode == code, (worker.exitcode, said[-4000:])
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.join()
-
-    wait("train", (None, -signal.SIGKILL))  # the first waits for the second, in vain
-    wait("resume", (0, 0))
-    names = "whole", "wide", "resumed", "fit"
-    return {name: dict(np.load(folder / f"{name}.npz")) for name in names}
+    """The results of the whole run, and of one by `fit` that was killed and resumed."""
+    wait(folder, "train", (None, -signal.SIGKILL))  # the first waits for the second, in vain
+    wait(folder, "resume", (0, 0))
+    return {name: read(folder, name) for name in ("whole", "fit")}
 
 
-def test_two_processes_train_as_one_device(runs):
+@pytest.fixture(scope="module")
+def one_device():
+    """The parameters and the epsilon of the same five steps."""
     made = processes.optimizer()[1]
     params = jax.tree.map(jax.numpy.asarray, processes.PARAMS)
     params, state = processes.train(processes.step_function(), params, made.init(params))
-    for run in ("whole", "wide"):
-        for name, leaf in params.items():
-            np.testing.assert_allclose(runs[run][name], leaf, atol=1e-6)
-        assert runs[run]["epsilon"] == dpx.epsilon(made, state, delta=1e-5) and runs[run]["steps"] == 5
+    return params, dpx.epsilon(made, state, delta=1e-5)
+
+
+def require_same(run, one_device):
+    params, epsilon = one_device
+    for name, leaf in params.items():
+        np.testing.assert_allclose(run[name], leaf, atol=1e-6)
+    assert run["epsilon"] == epsilon and run["steps"] == 5
+
+
+def test_two_processes_train_as_one_device(runs, one_device):
+    require_same(runs["whole"], one_device)
+
+
+@pytest.mark.long
+def test_sharded_parameters_and_a_run_by_hand_that_resumes(runs, one_device, folder):
+    wait(folder, "by hand", (0, 0))
+    require_same(read(folder, "wide"), one_device)
+    for name, array in runs["whole"].items():
+        np.testing.assert_array_equal(read(folder, "resumed")[name], array)
 
 
 def test_correlated_noise_in_two_processes_is_that_of_one_device(runs, folder):
@@ -77,11 +99,6 @@ def test_cut_batches_in_chunks_have_the_bits_of_one_device(runs, folder):
     expected = processes.train_on_cut_batches()
     for rank in range(2):
         np.testing.assert_array_equal(np.load(folder / f"cut-{rank}.npy"), expected)
-
-
-def test_a_run_by_hand_resumes(runs):
-    for name, array in runs["whole"].items():
-        np.testing.assert_array_equal(runs["resumed"][name], array)
 
 
 def test_fit_in_two_processes_is_the_loop_by_hand(runs, folder):
