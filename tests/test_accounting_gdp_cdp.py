@@ -58,6 +58,7 @@ def test_mu_0_spends_the_budget_by_the_limit_theorem(growth):
     assert gdp.epsilon(claims.mu_total(sigmas, sampling_rate=0.02), delta=1e-5) == pytest.approx(1.2, rel=1e-8)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("promised", "rate", "growth", "spent"), [(2, 0.01, 1 / 0.3, 4.7), (0.4, 0.001, 10, 4.4)])
 def test_the_limit_theorem_under_reports(promised, rate, growth, spent):
     """Why `gdp` is no guarantee: it promises one epsilon and at least the other is spent."""

@@ -139,6 +139,7 @@ def test_a_large_rank_costs_hardly_more_than_no_projection():
         assert naive < found < most * naive
 
 
+@pytest.mark.long
 def test_long_schedules_are_rounded_down_to_few():
     sigmas = np.linspace(4, 1, 200)
     plain = dp_accounting.ComposedDpEvent([dp_accounting.PoissonSampledDpEvent(0.02, Gaussian(s)) for s in sigmas])

@@ -62,6 +62,7 @@ def run(mechanism, steps, params=PARAMS, grads=None):
     return found, state
 
 
+@pytest.mark.long
 @ALL
 def test_the_noise_is_the_weighted_sum_of_the_normals_of_the_steps(strategy):
     """The rounding of every step is a part of the noise that is correlated."""
@@ -104,6 +105,7 @@ def test_the_identity_is_dp_sgd_bit_for_bit():
 
 
 @ALL
+@pytest.mark.long_cases("bisr")
 def test_the_sum_is_clipped_and_released_with_the_noise(strategy):
     """Data of one step are in the release of that step alone: what is fed back is noise."""
     grads = jax.tree.map(lambda p: jnp.full((5, *p.shape), 3.0), PARAMS)
@@ -118,6 +120,7 @@ def stream_of(strategy, key=KEY):
 
 
 @ALL
+@pytest.mark.long_cases("bisr")
 def test_a_step_releases_the_sum_in_the_basis_of_c_with_fresh_noise(strategy, monkeypatch):
     """The proof for the bits: `keys.release` gets (C S)_t minus a function of earlier releases, but for rounding."""
     given, released, fresh = [], [], keys.release
@@ -239,6 +242,7 @@ def test_a_budget_is_met():
 
 
 @ALL
+@pytest.mark.long_cases("bisr", "lambda")
 def test_a_resumed_run_has_the_same_noise_and_bill(strategy):
     mechanism = made(strategy)
     (found, state), (_, third) = run(mechanism, 6), run(mechanism, 3)
@@ -303,6 +307,7 @@ def test_leaves_of_one_shape_have_independent_noise():
 
 
 @pytest.mark.parametrize("strategy", [LAMBDA, BANDS], ids=["lambda", "bands"])
+@pytest.mark.long_cases("lambda")
 def test_what_is_fixed_is_allowed(strategy):
     """Layers that are frozen, one projection for the whole run, normalized gradients, and transforms behind."""
     grads = jax.tree.map(lambda p: jnp.ones((5, *p.shape)), PARAMS)
@@ -316,6 +321,7 @@ def test_what_is_fixed_is_allowed(strategy):
         assert dpx.epsilon(allowed, 3, delta=1e-5) == dpx.epsilon(mechanism, 3, delta=1e-5)
 
 
+@pytest.mark.long
 def test_noise_cancels_in_layers_and_in_one_projection():
     """Prefix sums of what is released have the covariance of C^-1 there too: far less noise than without."""
     params, steps = {"kernel": jnp.zeros((40, 50)), "bias": jnp.zeros(3)}, 12
@@ -496,7 +502,7 @@ def on_trial(mechanism):
 
 
 @ALL
-@pytest.mark.long_cases("lambda")
+@pytest.mark.long_cases("lambda", "bisr")
 def test_the_contract_sees_the_covariance_over_steps(strategy):
     mechanism = made(strategy)
     assert "covariance C^-1 C^-T" in require_covariance(on_trial(mechanism))

@@ -219,6 +219,7 @@ CHANGES = {
 
 @pytest.mark.usefixtures("settings")
 @pytest.mark.parametrize("said", CHANGES)
+@pytest.mark.long_cases("version of numpy", "setting jax")
 def test_another_machine_rounds_otherwise(whole, tmp_path, monkeypatch, said):
     """Such as another number of CPUs: XLA splits a sum over them. Or settings, which change random numbers too."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)

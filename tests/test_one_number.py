@@ -110,6 +110,9 @@ def require_one_number(optimizer, state, steps):
 
 @pytest.mark.parametrize("public_stop", [False, True], ids=["", "public"])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.long_cases(
+    "by Ctrl-C", "by plan", "by a kill-public", "by a callback, then shorter", "by a kill, then by plan-public"
+)
 def test_one_run_has_one_number(way, public_stop, tmp_path, capsys):
     budget = dpx.Budget(epsilon=4.0, steps=PLAN, public_stop=public_stop, **OF)
     by_budget = WAYS.index(way) % 2 == 0
@@ -157,6 +160,7 @@ def test_the_longest_plan_counts(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("of", ["a budget", "a public stop", "nothing"])
+@pytest.mark.long_cases("a public stop")
 def test_of_a_loop_by_hand(of):
     """A budget is a plan; beyond it, the steps that were made are billed, and without one they are."""
     budget = dpx.Budget(epsilon=4.0, steps=ENDS, public_stop=of == "a public stop", **OF)
