@@ -264,14 +264,15 @@ def test_all_rows_are_in_the_sum_once(path, size):
     np.testing.assert_allclose(found, rows.astype(np.float64).sum(0), rtol=0, atol=1e-4)
 
 
-def test_several_blocks_have_full_precision():
+@pytest.mark.parametrize("rows", [8, 256], ids=["one block", "several blocks"])
+def test_products_of_a_sum_have_full_precision(rows):
     """Also on hardware that would round the numbers of a product."""
-    made, params = sum_rounding.mechanism(256), jnp.zeros((64, 64))
+    made, params = sum_rounding.mechanism(rows), jnp.zeros((64, 64))
 
     def sums(grads, included):
         return sum_contributions(made, grads, made.init(params), included)[0]
 
-    shapes = jax.ShapeDtypeStruct((256, 64, 64), jnp.float32), jax.ShapeDtypeStruct((256,), jnp.bool_)
+    shapes = jax.ShapeDtypeStruct((rows, 64, 64), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.bool_)
     text = jax.jit(sums).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     products = [line for line in text.splitlines() if "dot_general" in line]
     assert products and all("HIGHEST" in line for line in products)
