@@ -101,6 +101,7 @@ def called(program: Program, tmp_path: Path, capsys) -> str:
 
 @pytest.mark.filterwarnings("ignore:one owner has more than a tenth")  # of 40 users, who are drawn as different ones
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.long_cases("optimizers", "papers", "samplings")
 def test_every_program_works(name, tiny, tmp_path, capsys):
     said = called(PROGRAMS[name], tmp_path, capsys)
     page = tmp_path / "runs.md"

@@ -592,7 +592,7 @@ COVERED = {
 
 
 @pytest.mark.parametrize("name", COVERED)
-@pytest.mark.long_cases("schedules")
+@pytest.mark.long_cases("schedules", "allocation")
 def test_the_bill_of_what_is_covered(tmp_path, name):
     run(tmp_path, dies=3, made=COVERED[name])
     with pytest.warns(UserWarning, match="steps 1 to 4"):

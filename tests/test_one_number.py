@@ -108,10 +108,10 @@ def require_one_number(optimizer, state, steps):
     return expected
 
 
-@pytest.mark.parametrize("public_stop", [False, True], ids=["", "public"])
+@pytest.mark.parametrize("public_stop", [False, True], ids=["planned", "public"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.long_cases(
-    "by Ctrl-C", "by plan", "by a kill-public", "by a callback, then shorter", "by a kill, then by plan-public"
+    *("by Ctrl-C-planned", "by plan", "by a kill-public", "by a callback, then shorter", "by a kill, then by plan")
 )
 def test_one_run_has_one_number(way, public_stop, tmp_path, capsys):
     budget = dpx.Budget(epsilon=4.0, steps=PLAN, public_stop=public_stop, **OF)

@@ -89,15 +89,18 @@ def test_a_coordinate_has_the_noise_of_dp_sgd_on_average(steps=3000):
     assert abs(found.mean() - expected * 1.003) < 5 * found.std() / math.sqrt(steps)
 
 
-@pytest.mark.parametrize("hostile", [np.nan, np.inf, 3e38])
-def test_a_hostile_row_moves_the_sum_by_no_more_than_its_bound(hostile):
+def test_a_hostile_row_moves_the_sum_by_no_more_than_its_bound():
     mechanism = dpx.methods.zeroth_order_sgd(directions=5, **BASE)
-    step, without = jax.jit(dpx.private_updates(loss, mechanism)), EXAMPLES[0].copy()
-    without[2] = 0
-    rows = np.where(np.arange(6)[:, None] == 2, np.float32(hostile), EXAMPLES[0])
-    norms = [step(PARAMS, dpx.Batch((x, EXAMPLES[1]), None), mechanism.init(PARAMS)) for x in (rows, without)]
-    np.testing.assert_array_equal(*[np.delete(made.unreleased.norms, 2) for made in norms])
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(norms[0].updates))
+    step, state = jax.jit(dpx.private_updates(loss, mechanism)), mechanism.init(PARAMS)
+
+    def with_row(value):
+        rows = np.where(np.arange(6)[:, None] == 2, np.float32(value), EXAMPLES[0])
+        return step(PARAMS, dpx.Batch((rows, EXAMPLES[1]), None), state)
+
+    without = np.delete(with_row(0).unreleased.norms, 2)
+    for found in map(with_row, (np.nan, np.inf, 3e38)):
+        np.testing.assert_array_equal(np.delete(found.unreleased.norms, 2), without)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found.updates))
 
 
 @pytest.mark.long
