@@ -646,10 +646,20 @@ def kernel_shared_by_iterations():
 row("loop_over_slices_that_overlap", "product")(
     lambda: layer(lambda w, x: jnp.tanh(x @ w[0:2].reshape(8, 4).T) @ w[1:3].reshape(8, 4), normal(1, 3, 4, 4), 4)
 )
+row("places_in_every_iteration", "product gram")(
+    lambda: layer(
+        lambda p, x: lax.scan(lambda h, _: (jnp.tanh(h * p["a"][:3] + p["b"][:3]), None), x, length=3)[0],
+        {"a": normal(1, 20, 4), "b": normal(2, 20, 4)},
+        *(3, 4),
+    )
+)
+row("stack_of_longer_tables", "outer")(
+    lambda: layer(lambda w, x: lax.scan(lambda h, v: (jnp.tanh(h - v[:3]), None), x, w)[0], normal(1, 2, 5, 4), 3, 4)
+)
 row("function_of_a_stack_before_its_scan", "product")(
     lambda: layer(lambda w, x: lax.scan(tanh_layer, x, 0.5 * w)[0], normal(1, 3, 4, 4), 4)
 )
-row("function_of_two_slices", "gradient")(
+row("function_of_two_slices", "product")(
     lambda: layer(
         lambda w, x: lax.scan(lambda h, v: (jnp.tanh(h @ (v[0] * v[1])), None), x, w)[0],
         (normal(1, 3, 4, 4), normal(2, 3, 4, 4)),

@@ -410,7 +410,7 @@ row("weight_divided_by_its_spectral_norm", "shared")(
 def weight_normalized_that_meets_data():
     def apply(p, x):
         kernel = normalized(p)
-        return (x @ kernel + jnp.sum(x[:, None] * kernel, 0)) @ (p["u"] / jnp.sum(p["u"]))
+        return (x @ kernel + jnp.sum(jnp.maximum(x[:, None], kernel), 0)) @ (p["u"] / jnp.sum(p["u"]))
 
     return layer(apply, direction(3, 4) | {"u": normal(3, 4, 2)}, 3)
 
@@ -590,8 +590,37 @@ row("weight_through_functions_of_two_orders", "product")(
 )
 row("weight_through_sums_of_its_columns", "product")(lambda: layer(lambda w, x: x @ sums(w), normal(1, 3, 4), 3))
 row("weight_times_what_the_data_says", "small")(lambda: layer(lambda w, x: x @ (w * x[0]), normal(1, 3, 4), 3))
-row("weight_decay_in_the_loss", "gradient")(
-    lambda: (lambda w, x: score(x @ w) + jnp.sum(w**2), normal(1, 3, 4), normal(2, SIZE, 3))
+row("weight_that_divides", "gradient")(
+    lambda: layer(lambda w, x: x @ w / (1 + jnp.sum(w**2, keepdims=True)[0]), normal(1, 3, 4), 3)
+)
+
+
+@animal("product")
+def weight_decay_in_the_loss():
+    def loss(p, x):
+        return score(jnp.tanh(x @ p["a"]) @ p["b"]) + 0.1 * sum(jnp.sum(w**2) for w in p.values())
+
+    return loss, {"a": normal(1, 4, 4), "b": normal(2, 4, 4)}, normal(3, SIZE, 4)
+
+
+@animal("product")
+def scaled_and_shifted_by_functions():
+    def apply(p, x):
+        scale, shift = (jax.nn.softmax(jnp.sum(p[axis] ** 2, axis, keepdims=True)) for axis in (0, 1))
+        return shift - x * scale
+
+    return layer(apply, [normal(1, 9, 4), normal(2, 3, 9)], 3, 4)
+
+
+row("places_of_a_longer_table", "outer")(
+    lambda: layer(
+        lambda p, x: jnp.tanh(x * p["scale"][:3] + p["more"][:3]) - p["less"][:3],
+        {name: normal(i, 5, 4) for i, name in enumerate(("less", "scale", "more"))},
+        *(3, 4),
+    )
+)
+row("places_that_are_added_twice", "shared")(
+    lambda: layer(lambda table, x: jnp.tanh(x + table[:3]) - table[:3], normal(1, 9, 4), 3, 4)
 )
 row("weight_as_the_data_of_a_convolution", "gradient")(lambda: layer(lambda w, x: jnp.convolve(w, x), normal(1, 9), 3))
 row("weight_broadcast", "product")(lambda: layer(lambda w, x: x @ jnp.broadcast_to(w, (3, 4)), normal(1, 4), 3))

@@ -90,7 +90,7 @@ def _site(use: Use, program: Program, made: Mapping[Any, Equation]) -> Site | No
     loops = [(place, step) for place, step in enumerate(use.view.steps, 1) if isinstance(step, Loop)]
     end = max((place for place, step in loops if step.sliced), default=0)
     begin, rest = View(use.view.steps[:end]), View(use.view.steps[end:])
-    site = rules.recognize(use._replace(view=rest), program.equations, made)
+    site = rules.recognize(use._replace(view=rest), program, made)
     if isinstance(site, str) or begin.repeats or 0 in begin.slices or (end and site.lookup):
         return None
     equation: Any = program.equations[use.equation].jaxpr

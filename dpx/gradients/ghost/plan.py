@@ -89,12 +89,11 @@ class GhostPlan(NamedTuple):
 
     @property
     def unread(self) -> dict[int, set[int]]:
-        """By number of an equation where a parameter is followed, the operands that nobody reads: its parameter, unless
-        both operands are parameters, which are each other's data."""
+        """By number of an equation where a parameter is followed, the operands that no site there reads."""
         followed: dict[int, set[int]] = {}
         for site in self.sites:
-            followed.setdefault(site.use.equation, set()).add(site.use.operand)
-        return {equation: operands if len(operands) == 1 else set() for equation, operands in followed.items()}
+            followed.setdefault(site.use.equation, set(site.unread)).intersection_update(site.unread)
+        return followed
 
     @property
     def made(self) -> list[tuple[Made, bool]]:
@@ -193,7 +192,7 @@ def _is_small(uses: tuple[trace.Use, ...], program: trace.Program, size: int) ->
     equations = {use.equation: program.equations[use.equation] for use in uses if use.equation >= 0}
     numbers = 0
     for equation in equations.values():
-        if equation.jaxpr is None or equation.name in (*rules.RULES, "scan"):  # a carry may stay the parameter
+        if equation.jaxpr is None or equation.name in (*rules.MATRICES, "scan"):  # a carry may stay the parameter
             return False
         for value, variable in zip(equation.outputs, equation.jaxpr.outvars, strict=True):
             aval: Any = variable.aval
@@ -221,7 +220,7 @@ def _follow(
         inside = part.view.shape(shape)[len(part.view.slices) :]
         for number, rest in zip(part.uses, part.rests, strict=True):
             use = uses[number]._replace(view=rest)
-            site = rules.recognize(use.of_kernel(), program.equations, made)
+            site = rules.recognize(use.of_kernel(), program, made)
             if isinstance(site, rules.Site) and rest.makes:
                 site = kernels.of_parameter(site, use, inside, program)
             if isinstance(site, str):

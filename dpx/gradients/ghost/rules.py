@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend import core
 
 from dpx.gradients.ghost.norms import EXACT, product
-from dpx.gradients.ghost.trace import CALLS, Constant, Equation, Use
+from dpx.gradients.ghost.trace import CALLS, Constant, Equation, Program, Use
 from dpx.sums.rows import repeated
 from dpx.xla.ordering import opaque_false
 from dpx.xla.place import here
@@ -183,6 +183,8 @@ class Site(NamedTuple):
     lookup:   bool, whether the equation reads rows of W by their index; `apply` is None then
     distinct: bool, whether a lookup reads no row twice
     expands:  int, how many elements A has if these are patches of a convolution and not the inputs; otherwise 0
+    unread:   the numbers of the operands that no function here reads
+    multiply: (A, B) -> A^T B, of B examples
     record:   what stands for inputs and dy above; None if they do themselves
     slopes:   Values -> float32 like W, which multiply dL/dW; None for 1
     reads:    the numbers of the public values that `record` and `slopes` read
@@ -197,17 +199,19 @@ class Site(NamedTuple):
     lookup: bool = False
     distinct: bool = False
     expands: int = 0
+    unread: frozenset[int] = frozenset()
+    multiply: Callable = product
     record: Record | None = None
     slopes: Callable | None = None
     reads: frozenset[int] = frozenset()
 
 
-def recognize(use: Use, equations: tuple[Equation, ...], made: Mapping[Any, Equation]) -> Site | str:
+def recognize(use: Use, program: Program, made: Mapping[Any, Equation]) -> Site | str:
     """The site of a use, whose view begins at a part of the parameter, or why it is not followed there. made: by number
     of a value, the equation that computes it."""
     if use.equation < 0:
         return "the loss is the parameter itself"
-    equation = equations[use.equation]
+    equation = program.equations[use.equation]
     name = equation.name
     if equation.jaxpr is None or name not in RULES:
         return f"used in {name}"
@@ -217,6 +221,8 @@ def recognize(use: Use, equations: tuple[Equation, ...], made: Mapping[Any, Equa
     if not (real or followed) and name not in ("gather", "dynamic_slice"):
         return f"used in {name} with operands that are not real numbers"
     site = RULES[name](use, equation.jaxpr)
+    if name in SUMS and equation.outputs[0] in program.public:
+        return f"used in {name} with other parameters"
     if name == "dot_general" and isinstance(site, Site):
         site = _of_one_hot(use, equation, made) or site
     if isinstance(site, Site) and 0 in site.sizes:
@@ -237,8 +243,8 @@ def _repeated(site: Site, repeats: tuple[int, ...]) -> Site:
 
     def apply(inputs, w):
         one: Any = site.apply
-        for _ in repeats:
-            one = jax.vmap(one, (0, None))
+        for count in reversed(repeats):
+            one = jax.vmap(one, (0, None), axis_size=count)
         return one(inputs, w)
 
     def matrices(inputs, dy):
@@ -252,7 +258,7 @@ def _repeated(site: Site, repeats: tuple[int, ...]) -> Site:
         sizes=(kernels, math.prod(repeats) * positions, fan_in, fan_out),
         apply=None if site.lookup else apply,
         matrices=matrices,
-        products=lambda inputs, dy: product(*jax.vmap(matrices)(inputs, dy)),
+        products=lambda inputs, dy: site.multiply(*jax.vmap(matrices)(inputs, dy)),
         distinct=False,
     )
 
@@ -481,15 +487,51 @@ def _lookup(
     return site._replace(lookup=True, distinct=math.prod(slices) == 1)
 
 
-def _site(use, sizes, apply, matrices, arrange) -> Site:
+def _sum(use: Use, equation) -> Site | str:
+    """add, sub or mul of data and W, whose axes of length 1 are repeated: A^T B is a sum over these. A of add holds
+    ones, and every number of the W of mul is a group of its own."""
+    name, out, data = equation.primitive.name, equation.outvars[0].aval.shape, 1 - use.operand
+    shape = equation.invars[use.operand].aval.shape or (1,) * len(out)
+    along = [axis for axis, size in enumerate(out) if shape[axis] < size]
+    order = (*along, *(axis for axis in range(len(out)) if axis not in along))
+    positions, count = math.prod(out[axis] for axis in along), math.prod(shape)
+    groups, width = (count, 1) if name == "mul" else (1, count)
+    sign = -1 if name == "sub" and use.operand == 1 else 1
+
+    def by_position(x):
+        return _float32(x).transpose(order).reshape(positions, groups, width).swapaxes(0, 1)
+
+    def apply(inputs, w):
+        w = jnp.broadcast_to(w.reshape(shape), out)
+        return w * _float32(inputs[data]) if name == "mul" else sign * w
+
+    def matrices(inputs, dy):
+        if name == "mul":
+            return by_position(jnp.broadcast_to(inputs[data], out)), by_position(dy)
+        return jnp.ones((1, positions, 1), jnp.float32), sign * by_position(dy)
+
+    site = _site(use, (groups, positions, 1, width), apply, matrices, lambda w: w.reshape(groups, 1, width), _added)
+    return site if name == "mul" else site._replace(unread=frozenset({0, 1}))
+
+
+def _added(a: jax.Array, b: jax.Array) -> jax.Array:
+    """`product` of A, (B, K, T, 1), and B, (B, K, T, O), as a sum: XLA computes products of vectors slowly."""
+    return jnp.sum(a * b, 2)[:, :, None]
+
+
+def _site(use, sizes, apply, matrices, arrange, multiply: Callable = product) -> Site:
     return Site(
         use,
         sizes,
         apply=apply and (lambda inputs, w: apply(inputs, use.view.through(w))),
         matrices=matrices,
-        products=lambda inputs, dy: product(*jax.vmap(matrices)(inputs, dy)),
+        products=lambda inputs, dy: multiply(*jax.vmap(matrices)(inputs, dy)),
         arrange=lambda w: arrange(use.view.through(w)),
+        unread=frozenset({use.operand}),
+        multiply=multiply,
     )
 
 
-RULES = {"dot_general": _dense, "conv_general_dilated": _convolution, "gather": _gather, "dynamic_slice": _slice_at}
+MATRICES = {"dot_general": _dense, "conv_general_dilated": _convolution, "gather": _gather, "dynamic_slice": _slice_at}
+SUMS = dict.fromkeys(("add", "sub", "mul"), _sum)
+RULES = MATRICES | SUMS

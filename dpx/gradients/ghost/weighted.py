@@ -47,7 +47,9 @@ def at_site(site: Site, shape: tuple[int, ...], record, factors: jax.Array) -> j
         if here().platform == "cpu":
             cotangents = times(factors, cotangents)
             apply: Any = site.apply
-            return transpose(lambda w: jax.vmap(apply, (0, None))(inputs, w), shape, cotangents)
+            return transpose(
+                lambda w: jax.vmap(apply, (0, None), axis_size=len(cotangents))(inputs, w), shape, cotangents
+            )
         a, b = jax.vmap(site.matrices)(inputs, cotangents)
         rows = (x[:, :, 0].swapaxes(0, 1) for x in (a, unit.truncated(times(factors, b))))
         return _product(site, shape, *rows)
