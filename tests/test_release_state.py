@@ -18,7 +18,7 @@ from flax.training.train_state import TrainState
 import dpx
 from dpx.accounting.bill import numbers_of
 from dpx.states import reading
-from dpx.states.record import LARGEST_WEIGHT, ReleaseState, noise_order
+from dpx.states.record import LARGEST_WEIGHT, RECORD_VERSION, ReleaseState, noise_order
 from tests.mechanisms import ALL, PARAMS
 
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=8)
@@ -136,6 +136,37 @@ def test_precision_of_long_runs():
     assert dpx.epsilon(mechanism, state, delta=1e-5) > 0
     with pytest.raises(ValueError, match="other noise"):
         dpx.epsilon(dp_sgd(noise_multiplier=5.1 * (1 + 2e-5)), state, delta=1e-5)
+
+
+STORED = ReleaseState(  # what dpx 0.2.0 stored after three steps: change it only together with RECORD_VERSION
+    step=np.int32(3),
+    precision=np.float32([0.75, 0.0]),
+    order=np.uint32(838860800),
+    fingerprints=np.uint32([3798831405, 2371962088]),
+    planned_steps=np.int32(0),
+    plan=np.int32(3),
+    numbers=np.uint32(2),
+    in_integers=np.int32(0),
+    noise_key=np.uint32(3949760163),
+    batch_key=np.uint32(3949760163),
+    unit=np.uint32(3364924869),
+    problem=np.uint32(0),
+    version=np.int32(1),
+)
+
+
+def test_a_stored_record_is_read_or_refused_by_its_version():
+    """A state in no folder of `fit` says itself how to read it, also one that was pickled without a version."""
+    sampling, key = dpx.PoissonSampling(examples=60, batch_size=12), dpx.secret_key(2**40 + 5)
+    mechanism = dp_sgd(noise_multiplier=2.0, sampling=sampling, key=key)
+    data, params = np.ones((60, 2), np.float32), np.zeros(2, np.float32)
+    made = dpx.fit(lambda p, x: ((p - x) ** 2).sum(), mechanism, params, data, steps=3, delta=1e-5).state
+    assert jax.tree.map(np.array_equal, reading.release_state(made), STORED) == ReleaseState(*[True] * 13)
+    assert dpx.epsilon(mechanism, STORED, delta=1e-5) == pytest.approx(0.9946841476, rel=1e-6)
+    for version, other in {RECORD_VERSION + 1: STORED._replace(version=2), 0: ReleaseState(*STORED[:-1])}.items():
+        for read in (dpx.accounting.steps_taken, lambda state: sampling.take(data, key, state)):
+            with pytest.raises(ValueError, match=f"record of version 1, which this dpx reads, got {version}: finish"):
+                read(other)
 
 
 def test_no_noise_is_billed_as_infinity_and_counts_as_finite():

@@ -20,11 +20,11 @@ from dpx.mechanism import Mechanism
 from dpx.reports.report import version_of
 from dpx.sampling.rows import rows_of
 from dpx.states.identity import fingerprint
-from dpx.states.record import ReleaseState
+from dpx.states.record import RECORD_VERSION, ReleaseState
 from dpx.xla.jaxprs import constants, identity_of_program
 from dpx.xla.place import here, traced_for
 
-RECORD = "record of the releases"  # the name of a fact: which fields the states of a run have
+RECORD = "record of the releases"  # the name of a fact: its version, and which fields the states of a run have
 PROGRAM = "mechanism and optimizer, with their schedules (their fingerprint)"
 LAYOUT = "layout of the arrays (its fingerprint)"
 MACHINE = "kind of machine"
@@ -64,7 +64,7 @@ def facts_of(run: RunPlan, carry: Carry, options: dict[str, Any]) -> dict[str, A
     shapes = [f"{jax.tree_util.keystr(path)} {leaf.dtype}{leaf.shape}" for path, leaf in described]
     numbers = sum(leaf.size for leaf in jax.tree.leaves(carry.params))
     facts = {f"stage {number} of the mechanism": stage for number, stage in enumerate(optimizer.stages, start=1)}
-    facts |= {RECORD: ", ".join(ReleaseState._fields)}
+    facts |= {RECORD: f"version {RECORD_VERSION}: {', '.join(ReleaseState._fields)}"}
     facts |= {"event of a step": repr(optimizer.event(1)), "sampling": repr(optimizer.sampling)}
     facts |= {"event and sampling (their fingerprint)": fingerprint((optimizer.event(1), optimizer.sampling))}
     secrets = {"noise": optimizer.key, "batches": run.key}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx.states.identity import fingerprint
-from dpx.states.record import LARGEST_PRECISION, LARGEST_WEIGHT, REASONS, ReleaseState, noise_order
+from dpx.states.record import LARGEST_PRECISION, LARGEST_WEIGHT, REASONS, RECORD_VERSION, ReleaseState, noise_order
 from dpx.trees import Tree
 
 TOLERANCE = 1e-5  # relative, between the precisions of a state and a mechanism, because float32 rounds
@@ -36,6 +36,11 @@ def release_state(state: Tree) -> ReleaseState:
         raise ValueError(
             f"state must be of one run, got {jnp.shape(release.step)} runs. Runs of one key share their noise: give "
             "each a key of its own, and compose them by dpx.compose_runs"
+        )
+    if int(release.version) != RECORD_VERSION:
+        raise ValueError(
+            f"state must have a record of version {RECORD_VERSION}, which this dpx reads, got {int(release.version)}: "
+            "finish the run with the version of dpx that began it, or begin another one with a new key"
         )
     return release
 

@@ -13,6 +13,7 @@ from dpx.states.identity import fingerprint
 from dpx.trees import Tree, described, map_states
 from dpx.xla.place import here
 
+RECORD_VERSION = 1  # raise it with the form or the meaning of a record, so that stored states are refused by name
 LARGEST_PRECISION = 1e30  # of one release, noise_multiplier^-2; a multiplier below 1e-15 counts as 1e-15
 SEVERAL_KEYS = np.uint32(1)  # in place of the mark of a key, which is larger
 LARGEST_WEIGHT = 255  # of `noise_order`
@@ -71,6 +72,7 @@ class ReleaseState(NamedTuple):
     batch_key:     uint32 (), the mark of the key that draws the batches; 0 while not known, 1 after several keys.
     unit:          uint32 (), the mark of what a batch holds (`unit_mark`); 0 while it is not known.
     problem:       uint32 (), 0; after a release without a true cost, the place of the reason in REASONS, from 1.
+    version:       int32 (), RECORD_VERSION; 0 for a record that was stored without one.
     """
 
     step: jax.Array
@@ -85,6 +87,7 @@ class ReleaseState(NamedTuple):
     batch_key: jax.Array
     unit: jax.Array
     problem: jax.Array
+    version: Any = np.int32(0)
 
     @classmethod
     def empty(cls, params: Tree = None) -> "ReleaseState":
@@ -97,8 +100,9 @@ class ReleaseState(NamedTuple):
         order, *marks = (jnp.zeros((), jnp.uint32) for _ in range(5))
         shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
         numbers = _as_numbers(numbers_of(shapes)) if shapes else _as_numbers(0)
-        fingerprints = jnp.zeros(2, jnp.uint32)
-        return cls(step, jnp.zeros(2, jnp.float32), order, fingerprints, budgeted, plan, numbers, integers, *marks)
+        fingerprints, version = jnp.zeros(2, jnp.uint32), jnp.full((), RECORD_VERSION, jnp.int32)
+        counts = step, jnp.zeros(2, jnp.float32), order, fingerprints, budgeted, plan, numbers, integers
+        return cls(*counts, *marks)._replace(version=version)
 
     def after(self, noise_multiplier: jax.Array | float) -> "ReleaseState":
         """The record after one more release with this noise multiplier, float32 ()."""
