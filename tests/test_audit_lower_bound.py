@@ -575,6 +575,7 @@ REFUSED = {
     "key": (lambda: audit.canary_scores(dp_sgd, steps=1, key=0), "key must be a jax PRNG key"),
     "sampling": (lambda: lower_bound(dp_sgd, sampling_truth=0.1), "sampling_truth must be"),
     "canary": (lambda: lower_bound(dp_sgd, canary={"w": jnp.zeros(3)}), "canary must be a gradient like params"),
+    "mechanism": (lambda: lower_bound(dp_sgd(KEY)), "make must be a function from a key to a mechanism"),
     "instead": (lambda: lower_bound(dp_sgd, instead={"w": -jnp.ones(2)}), "instead must be None for a cost whose"),
     "infinite": (
         lambda: lower_bound(dp_sgd, runs=100, observe=lambda u, b, a, c: jnp.stack([u["w"].sum() / 0])),

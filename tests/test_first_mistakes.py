@@ -59,6 +59,8 @@ def test_a_cell_that_is_run_again_is_warned_of(fresh):
     assert not warned(lambda: fit(dp_sgd(2), changed))
     with pytest.raises(ValueError, match="steps"):
         fit(dp_sgd(3), steps=-1)
+    with pytest.raises(ValueError, match="loss must return one real number"):
+        fit(dp_sgd(3), loss=lambda params, x: params["w"] * x)
     assert not warned(lambda: fit(dp_sgd(3))), "a run that was refused has not trained"
 
 
@@ -489,3 +491,15 @@ def test_what_cannot_be_known_is_refused():
     ):
         with pytest.raises(ValueError, match=words):
             dpx.compose_runs(*runs)
+
+
+def test_a_loader_is_told_to_give_its_data():
+    class Loader:
+        dataset = X
+
+        def __len__(self):
+            return 2
+
+    for data in (Loader(), iter([X])):
+        with pytest.raises(ValueError, match="give what a loader or an iterator reads"):
+            fit(dp_sgd(4), data=data)

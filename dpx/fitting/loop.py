@@ -231,7 +231,8 @@ def _train(
         payment.end(first, folder)
     if first == run.steps or folder.ended is not None:
         return carry
-    _remember(run.optimizer, folder)
+    mark, place = int(run.optimizer.noise_key), folder.path and folder.path.resolve()
+    _warn_of_another_run(mark, place, folder.continued)
     folder.reserve(_next_checkpoint(first, checkpoint_every, run))
     loaded, before, last = batches(carry.state, steps=run.steps - first), (), ()
     consistent = True  # False while a step runs; an interrupt then must not save a checkpoint
@@ -242,6 +243,7 @@ def _train(
                 jax.block_until_ready(before)  # otherwise more and more batches would wait on the device
                 consistent = False
                 carry, unreleased = step(carry, batch)
+                _TRAINED[mark] = place  # only now, because a loss with an error makes no step
                 before, last = last, unreleased.mean
                 due = done == run.steps or done % watcher.every == 0
                 ended = due and watcher.look(done, carry, unreleased)
@@ -269,17 +271,15 @@ def _next_checkpoint(done: int, every: int, run: RunPlan) -> int:
     return min(run.steps, (done // every + 1) * every)
 
 
-def _remember(optimizer: Mechanism, folder: Any):
+def _warn_of_another_run(mark: int, place: Path | None, continued: bool):
     """Warns if the key of a run that now makes steps has trained before, unless the run continues in its folder.
 
     The data, the loss and the parameters are not compared, so an identical run gets the warning too.
     """
-    mark, path = int(optimizer.noise_key), folder.path and folder.path.resolve()
-    if mark in _TRAINED and not (folder.continued and path == _TRAINED[mark]):
+    if mark in _TRAINED and not (continued and place == _TRAINED[mark]):
         warnings.warn(
             "the key of this optimizer has trained before in this process, in a run that this one does not continue. "
             "Both have the same noise: if anything else differs, such as one example, their difference shows it "
             "without noise. Take a new dpx.secret_key() for every run, or continue the first one in its own folder",
             stacklevel=4,
         )
-    _TRAINED[mark] = path

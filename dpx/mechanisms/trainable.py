@@ -71,7 +71,10 @@ def _require_some(flags: Tree):
     found = [(path_of(path), flag) for path, flag in jax.tree_util.tree_leaves_with_path(flags)]
     for path, flag in found:
         if not isinstance(flag, bool):
-            raise ValueError(f"mask must give Python bools (public constants), got {described(flag)} for {path!r}")
+            raise ValueError(
+                f"mask must give Python bools (public constants), got {described(flag)} for {path!r}. It is a tree of "
+                "them, or a function of the path such as lambda path: 'head' in path"
+            )
     if not any(flag for _, flag in found):
         paths = some([path for path, _ in found], PRINTED)
         raise ValueError(f"mask must leave at least one layer trainable, got False for all of: {paths}")

@@ -349,7 +349,7 @@ def plan_noise(
     epsilon: float,
     delta: float,
     epochs: float | Sequence[float] = (10, 40),
-    batch_sizes: Sequence[int] | None = None,
+    batch_sizes: int | Sequence[int] | None = None,
     accountant: Accountant = "tightest",
     records: int = 1,
     numbers: int = LARGEST_RELEASE,
@@ -361,7 +361,7 @@ def plan_noise(
         1024
 
     examples: int, of the data set. epsilon, delta: the budget. epochs: one number or several, positive.
-    batch_sizes: ints in [1, examples]; by default the powers of two from 256 on, and the whole data set.
+    batch_sizes: one int or several, in [1, examples]; by default the powers of two from 256 on, and the whole data set.
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
     records: int, how many of the examples one person owns at most, and numbers: int, how many numbers a step releases
         at most, as for `dpx.Budget`.
@@ -379,7 +379,8 @@ def plan_noise(
     many = tuple(require_number("epochs", number, minimum=0, exclusive=True) for number in each)
     powers = [2**power for power in range(_SMALLEST_BATCH.bit_length() - 1, examples.bit_length())]
     usual = (*(size for size in powers if 2 * size <= examples), examples)
-    sizes = usual if batch_sizes is None else tuple(batch_sizes)
+    given = usual if batch_sizes is None else batch_sizes
+    sizes = tuple(given) if isinstance(given, Iterable) else (given,)
     if not many:
         raise ValueError(f"epochs must be at least one number, got {described(epochs)}")
     if not sizes or not all(require_whole("batch_size", size) <= examples for size in sizes):

@@ -133,9 +133,12 @@ def _is_source(data: Any) -> bool:
     gives = hasattr(data, "__getitem__") or hasattr(data, "random_item")
     if not iterator and jax.tree_util.all_leaves([data]) and hasattr(data, "__len__") and gives:
         return True
+    advice = "convert lists of numbers to arrays, with numpy.asarray"
+    if iterator or hasattr(data, "dataset"):
+        advice = "give what a loader or an iterator reads, because the sampling draws the batches"
     raise ValueError(
         "data must be a pytree of arrays with the examples on axis 0 of each, or a source with __len__ and "
-        f"__getitem__(int); got {type(data)}: convert lists of numbers to arrays, with numpy.asarray"
+        f"__getitem__(int); got {type(data)}: {advice}"
     )
 
 

@@ -357,6 +357,8 @@ def lower_bound(
     """
     delta = checks.require_delta(delta)
     require_open_fraction("confidence", confidence)
+    if not callable(make):
+        raise ValueError(f"make must be a function from a key to a mechanism, got {described(make)}")
     mechanism = make(keys.stream(key, "billed mechanism"))
     stated = hasattr(mechanism, "event") and hasattr(mechanism, "sampling")
     if stated and instead is not None and mechanism.sampling.relation != "replace_one":
