@@ -10,6 +10,7 @@ from pathlib import Path
 import dpx
 import matplotlib
 import numpy as np
+from dpx import strategies
 from dpx.reports import curves
 
 matplotlib.use("Agg")
@@ -102,9 +103,58 @@ def noise():
     save(figure, "noise")
 
 
+def correlated():
+    """The noise in a parameter after each step, for three strategies in a fixed order at one cost."""
+    steps, epochs = 2344, 10  # batches of 256 of 60,000 examples
+    figure, axes = pyplot.subplots(figsize=(5.2, 3.4), layout="constrained")
+    shown = {
+        "independent": strategies.identity(),
+        "lambda-CGD, 0.97": strategies.lambda_cgd(correlation=0.97),
+        "BISR, 64 coefficients": strategies.inverse_square_root(coefficients=64),
+    }
+    for (label, strategy), (color, style) in zip(shown.items(), STYLES, strict=False):
+        moved = strategies.sensitivity(strategy, steps=steps, participations=epochs, separation=steps // epochs)
+        numerator, denominator = np.array(strategy.inverse_coefficients), np.array(strategy.coefficients)
+        sums = np.cumsum(strategies.Strategy.series(numerator, denominator, steps))  # of a column of C^-1
+        axes.plot(np.arange(1, steps + 1), moved * np.sqrt(np.cumsum(sums**2)), style, color=color, label=label)
+    axes.set(xlabel="step", ylabel="noise in the sum of all steps", xlim=(0, steps), ylim=(0, None))
+    axes.grid(color="#ddd")
+    axes.legend()
+    save(figure, "correlated")
+
+
+def layers():
+    """What a step keeps of each kind of layer of GPT-2 small, for 8 sequences of 64 tokens, in float32."""
+    rows, width, words, blocks = 8 * 64, 768, 50_257, 12
+    shapes = {  # inputs, outputs, how many
+        "tied embedding": (width, words, 1),
+        "MLP, down": (4 * width, width, blocks),
+        "MLP, up": (width, 4 * width, blocks),
+        "attention, out": (width, width, blocks),
+        "attention, in": (width, 3 * width, blocks),
+    }
+    sizes = np.array(list(shapes.values()), float)
+    gradients = 8 * sizes.prod(1) * 4 / 2**20
+    kept = rows * sizes[:, :2].sum(1) * sizes[:, 2] * 4 / 2**20
+    figure, axes = pyplot.subplots(figsize=(5.2, 3.2), layout="constrained")
+    places = np.arange(len(shapes))
+    ways = {"a gradient of each example": gradients, "inputs and cotangents, for ghost norms": kept}
+    looks = (STYLES[1][0], 0.2, "//"), (STYLES[0][0], -0.2, "")
+    for (label, values), (color, shift, hatch) in zip(ways.items(), looks, strict=True):
+        bars = axes.barh(places + shift, values, 0.38, color=color, hatch=hatch, edgecolor="white")
+        bars.set_label(f"{label}: {values.sum():,.0f} MiB")
+        axes.bar_label(bars, fmt="{:.0f}", padding=3, fontsize=9)
+    axes.set_yticks(places, list(shapes))
+    axes.set(xlabel="MiB", xlim=(0, 1.12 * gradients.max()))
+    figure.legend(loc="outside upper left", fontsize=9)
+    save(figure, "layers")
+
+
 if __name__ == "__main__":
     matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "dpx", "font.family": "sans-serif"}
     samplings()
     bets()
     frontier()
     noise()
+    correlated()
+    layers()
