@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dpx
-from dpx.reports import plan_samplings
+from dpx.reports import MeasuredRun, fit_scale_law, plan_samplings
 from dpx.reports.plan import REFUSED, PlannedSampling, SamplingPlan
 
 KEY = jax.random.key(0)
@@ -225,3 +225,63 @@ def test_the_combinations_that_the_plan_calls_refused_are(build):
 def test_bad_arguments_of_the_table(changes, words):
     with pytest.raises(ValueError, match=words):
         plan_samplings(**SIZES | {"epochs": 1.0, "epsilon": 1.0, "delta": 1e-5} | changes)
+
+
+def loss_of(parameters, steps, noise):
+    """Linear in the logarithms; more parameters are better with little noise, and worse with much."""
+    return 5 - 0.3 * math.log(steps) + 0.1 * math.log(parameters / 1e5) * math.log(noise / 5e-4)
+
+
+LEVELS = (3e4, 1.5e5, 8e5), (5, 20, 60, 100), (1e-4, 1e-3, 1e-1)
+SMALL_RUNS = [MeasuredRun(*numbers, loss_of(*numbers)) for numbers in itertools.product(*LEVELS)]
+
+
+@pytest.fixture(scope="module")
+def law():
+    worse = [run._replace(loss=run.loss + 0.1) for run in SMALL_RUNS]  # of another learning rate
+    return fit_scale_law([*reversed(SMALL_RUNS), *worse])
+
+
+def test_a_scale_law_is_linear_in_the_logarithms(law):
+    for numbers in ((1e5, 40, 5e-4), (8e5, 5, 3e-3), (3e4, 100, 1e-4)):
+        found = law.loss(parameters=numbers[0], steps=numbers[1], step_noise=numbers[2])
+        assert found == pytest.approx(loss_of(*numbers))
+    assert law.error < 1e-12
+    middle = [run._replace(loss=run.loss + 0.1 * (run.parameters == 1.5e5)) for run in SMALL_RUNS]
+    rows = 12 / (12 + 2 * 9 + 12)  # of the middle size, of what is left out in turn
+    assert fit_scale_law(middle).error == pytest.approx(0.1 * rows**0.5)
+    assert math.isnan(fit_scale_law([run for run in SMALL_RUNS if all(map(in_ends, run, LEVELS))]).error)
+
+
+def in_ends(number, levels):
+    return number in (levels[0], levels[-1])
+
+
+def test_a_scale_plan_takes_the_least_loss_within_the_compute(law, planned):
+    compute = 2e9
+    plan = law.plan(planned, parameters=[40_000, 400_000, 10**6], compute=compute)
+    within = [(size, run) for size in (40_000, 400_000) for run in planned.runs if run.steps >= 5]
+    within = [(size, run) for size, run in within if size * run.batch_size * run.steps <= compute]
+    assert len(within) == 4 and plan.beyond == 2  # four steps are beyond, and so is the largest size
+    assert {one[:2] for one in plan.runs} == set(within)
+    for one in plan.runs:
+        assert one.loss == pytest.approx(loss_of(one.parameters, one.run.steps, one.run.step_noise))
+    assert plan.best == min(plan.runs, key=lambda one: one.loss) and f"{plan.best.loss:.4f}" in str(plan)
+    assert {one.parameters for one in law.plan(planned).runs} == set(LEVELS[0])
+    with pytest.raises(ValueError, match=r"a run must be within compute 1 and the measured numbers$"):
+        law.plan(planned, compute=1.0)
+    with pytest.raises(ValueError, match=r"numbers; parameters must be in the measured \[30000, 800000\], got 10"):
+        law.plan(planned, parameters=[10])
+
+
+def test_a_scale_law_needs_every_combination(law):
+    with pytest.raises(ValueError, match="must have a loss for each of the 36 combinations .*, got 35"):
+        fit_scale_law(SMALL_RUNS[1:])
+    with pytest.raises(ValueError, match="at least two different parameters, got 1"):
+        fit_scale_law(SMALL_RUNS[:12])
+    with pytest.raises(ValueError, match="at least two different parameters, got 0"):
+        fit_scale_law([])
+    with pytest.raises(ValueError, match="step_noise must be"):
+        fit_scale_law([run._replace(step_noise=0.0) for run in SMALL_RUNS])
+    with pytest.raises(ValueError, match=r"step_noise must be in the measured \[0.0001, 0.1\], got 0.2"):
+        law.loss(parameters=1e5, steps=50, step_noise=0.2)

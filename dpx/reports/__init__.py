@@ -4,7 +4,7 @@
 * What the cost means for an attacker: `attack_bounds`, `plot_attack_bounds`.
 * Epsilon after each step, delta at each epsilon, and the trade-off function, as arrays and plots: `curves`.
 * The noise that a budget needs for many batch sizes and epochs, as a table and a plot: `plan_noise`; for each sampling:
-  `plan_samplings`.
+  `plan_samplings`. Which size of model, batch and number of steps: `fit_scale_law`, from small runs of your own.
 
 `dpx.accounting` has the numbers. Nothing here changes them, and every printed bound is rounded up.
 """
@@ -13,16 +13,22 @@ from dpx.reports import curves
 from dpx.reports.attacks import AttackBounds, attack_bounds, plot_attack_bounds
 from dpx.reports.plan import NoisePlan, PlannedRun, PlannedSampling, SamplingPlan, plan_noise, plan_samplings
 from dpx.reports.report import PrivacyReport, privacy_report
+from dpx.reports.scaling import MeasuredRun, ScaledRun, ScaleLaw, ScalePlan, fit_scale_law
 
 __all__ = [
     "AttackBounds",
+    "MeasuredRun",
     "NoisePlan",
     "PlannedRun",
     "PlannedSampling",
     "PrivacyReport",
     "SamplingPlan",
+    "ScaleLaw",
+    "ScalePlan",
+    "ScaledRun",
     "attack_bounds",
     "curves",
+    "fit_scale_law",
     "plan_noise",
     "plan_samplings",
     "plot_attack_bounds",

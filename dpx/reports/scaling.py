@@ -1,0 +1,177 @@
+"""A scale law: which size of model, batch and number of steps a budget pays for, by the losses of small runs."""
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.interpolate import RegularGridInterpolator
+
+from dpx.reports.plan import NoisePlan, PlannedRun
+from dpx.validation import require_number, require_whole
+
+_NAMES = ("parameters", "steps", "step_noise")
+
+
+class MeasuredRun(NamedTuple):
+    """A run whose loss is known.
+
+    parameters: int, how many are trained. steps: int. step_noise: float, the noise multiplier over the expected batch
+    size, as `PlannedRun.step_noise`. loss: float.
+    """
+
+    parameters: int
+    steps: int
+    step_noise: float
+    loss: float
+
+
+class ScaledRun(NamedTuple):
+    """One row of a plan. parameters: int. run: of the `NoisePlan`. loss: float, by the law."""
+
+    parameters: int
+    run: PlannedRun
+    loss: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScaleLaw:
+    """The loss of a run by its parameters, steps and step noise, between those of the measured runs.
+
+    levels: three tuples, the rising parameters, steps and step noises that were measured. losses: float (levels of
+    each). Between them, the loss is linear in the logarithms.
+    """
+
+    levels: tuple[tuple[float, ...], ...]
+    losses: np.ndarray
+
+    def loss(self, *, parameters: float, steps: float, step_noise: float) -> float:
+        """What the law expects. Raises ValueError for a number outside of the measured ones."""
+        numbers = parameters, steps, step_noise
+        if outside := self._outside(numbers):
+            raise ValueError(outside)
+        return _between(self.levels, self.losses, numbers)
+
+    def _outside(self, numbers: Sequence[float]) -> str:
+        """In words, the first number that is outside of the measured ones; "" if there is none."""
+        for name, number, levels in zip(_NAMES, numbers, self.levels, strict=True):
+            if not levels[0] <= number <= levels[-1]:
+                return f"{name} must be in the measured [{levels[0]:g}, {levels[-1]:g}], got {number:g}"
+        return ""
+
+    @property
+    def error(self) -> float:
+        """How far the law is from a level that is left out: the root mean square, NaN with two levels of each."""
+        missed = []
+        for axis, levels in enumerate(self.levels):
+            for place in range(1, len(levels) - 1):
+                others = tuple(np.delete(one, place) if axis == at else one for at, one in enumerate(self.levels))
+                kept = np.delete(self.losses, place, axis)
+                for at in itertools.product(*map(range, self.losses.shape)):
+                    if at[axis] == place:
+                        numbers = [one[number] for one, number in zip(self.levels, at, strict=True)]
+                        missed.append(_between(others, kept, numbers) - self.losses[at])
+        return float(np.sqrt(np.mean(np.square(missed)))) if missed else math.nan
+
+    def plan(
+        self, noise: NoisePlan, *, parameters: Sequence[int] | None = None, compute: float = math.inf
+    ) -> "ScalePlan":
+        """The expected loss of models of several sizes, for each batch size and number of epochs of `noise`.
+
+        noise: of `dpx.plan_noise`. parameters: sizes of the models; None takes those that were measured. compute: the
+        most that a run may take of parameters x batch size x steps. Raises ValueError for sizes below 1, and if no run
+        is within `compute` and between the measured ones.
+        """
+        sizes = self.levels[0] if parameters is None else [require_whole("parameters", size) for size in parameters]
+        within = [
+            (run, (int(size), run.steps, run.step_noise))
+            for size in sizes
+            for run in noise.runs
+            if size * run.batch_size * run.steps <= compute
+        ]
+        runs = [
+            ScaledRun(numbers[0], run, _between(self.levels, self.losses, numbers))
+            for run, numbers in within
+            if not self._outside(numbers)
+        ]
+        if not runs:
+            words = f"; {self._outside(within[0][1])}" if within else ""
+            raise ValueError(f"a run must be within compute {compute:g} and the measured numbers{words}")
+        runs.sort(key=lambda one: one.loss)
+        return ScalePlan(law=self, noise=noise, runs=tuple(runs), beyond=len(within) - len(runs))
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ScalePlan:
+    """The runs that a budget pays for, the least expected loss first; `str` is a table.
+
+    law, noise: what it is made of. runs: of `ScaledRun`. beyond: int, how many runs are not between the measured ones.
+    """
+
+    law: ScaleLaw
+    noise: NoisePlan
+    runs: tuple[ScaledRun, ...]
+    beyond: int
+
+    @property
+    def best(self) -> ScaledRun:
+        """The run of the least expected loss. Runs whose losses differ by less than `law.error` are as good."""
+        return self.runs[0]
+
+    def __repr__(self) -> str:
+        size, run, loss = self.best
+        words = f"{size} parameters, batch size {run.batch_size}, {run.steps} steps, expected loss {loss:.4g}"
+        return f"ScalePlan({len(self.runs)} runs; best: {words}; print it for the table)"
+
+    def __str__(self) -> str:
+        titles = f"{'parameters':>11} {'batch size':>10} {'steps':>7} {'noise multiplier':>16} {'expected loss':>13}"
+        rows = [
+            f"{size:11} {run.batch_size:10} {run.steps:7} {run.noise_multiplier:16.4f} {loss:13.4f}"
+            for size, run, loss in self.runs
+        ]
+        words = f"Expect differences of {self.law.error:.2g}. Runs beyond the measured ones, left out: {self.beyond}."
+        return "\n".join([repr(self.noise), titles, *rows, words])
+
+
+def fit_scale_law(runs: Iterable[MeasuredRun]) -> ScaleLaw:
+    """The law of small runs, to choose the size of a model, its batch and its steps for a budget.
+
+        law = dpx.reports.fit_scale_law(runs)
+        print(law.plan(dpx.plan_noise(examples=10**6, epsilon=2.0, delta=1e-7)))
+
+    runs: a loss for every combination of at least two numbers of parameters, of steps and step noises. Of several with
+        the same three numbers, such as several learning rates, the least loss counts. One run gives a loss after each
+        of several numbers of steps.
+
+    What a batch does to a private run is mostly its noise. So a small run needs no large batch: give it the step noise
+    of the large run, as the noise multiplier `step_noise * batch_size`. Make the runs on public data of the same kind,
+    or pay for them, because their losses read the data. Raises ValueError for numbers that are not positive, and for
+    combinations that are missing.
+    Source: McKenna et al. 2025, "Scaling Laws for Differentially Private Language Models",
+    https://arxiv.org/abs/2501.18914, whose law takes these three numbers too, and is read off measurements.
+    """
+    found: dict[tuple[float, ...], float] = {}
+    for run in runs:
+        numbers: Any = [
+            require_number(name, one, minimum=0, exclusive=True) for name, one in zip(_NAMES, run[:3], strict=True)
+        ]
+        loss = require_number("loss", run[3], minimum=-math.inf)
+        found[tuple(numbers)] = min(loss, found.get(tuple(numbers), math.inf))
+    levels = tuple(tuple(sorted(set(column))) for column in zip(*found, strict=True))
+    for name, one in zip(_NAMES, levels or ((),) * 3, strict=True):
+        if len(one) < 2:
+            raise ValueError(f"runs must have at least two different {name}, got {len(one)}")
+    combinations = list(itertools.product(*levels))
+    if len(found) < len(combinations):
+        raise ValueError(
+            f"runs must have a loss for each of the {len(combinations)} combinations of their parameters, steps and "
+            f"step_noise, got {len(found)}"
+        )
+    losses = np.array([found[numbers] for numbers in combinations]).reshape([len(one) for one in levels])
+    return ScaleLaw(levels=levels, losses=losses)
+
+
+def _between(levels: Sequence[Any], losses: np.ndarray, numbers: Sequence[float]) -> float:
+    return float(RegularGridInterpolator([np.log(one) for one in levels], losses)(np.log(numbers)).item())
