@@ -35,6 +35,7 @@ from dpx.papers.dice_sgd.rounding import ERROR
 from dpx.sampling.events import RandomAllocationDpEvent
 from dpx.states.reading import release_state
 from dpx.sums.total import ETA, as_pair
+from dpx.xla.place import full_precision
 from tests import broken
 from tests.compiling import EMITTERS
 from tests.mechanisms import ALL, MECHANISMS, PARAMS, POISSON, Case, case_of_method
@@ -310,6 +311,11 @@ def test_contract(line, case):
 
 def check(line: str, case: Case):
     """A line of the contract, and the facts of the case about it. A line may rest only where RESTS says so."""
+    with full_precision():
+        _check(line, case)
+
+
+def _check(line: str, case: Case):
     reason = RESTS.get(case.name, {}).get(line)
     if reason is None:
         try:

@@ -67,6 +67,12 @@ def traced_for(**changes: Any) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if place == here() else _TRACED_FOR(place)
 
 
+def full_precision() -> contextlib.AbstractContextManager[None]:
+    """A context in which matrix units compute float32 products, for programs that are compared with one another: the
+    kernels of a GPU that round differ from program to program, by up to 1e-3 of a gradient."""
+    return jax.default_matmul_precision("highest") if here().unit.rounds else contextlib.nullcontext()
+
+
 def float64(what: str) -> contextlib.AbstractContextManager[None]:
     """`jax.enable_x64` for what must be computed in IEEE's float64. what: its name, for an error. Raises as
     `require_float64`."""

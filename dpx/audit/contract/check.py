@@ -14,6 +14,7 @@ from dpx.audit.contract.trial import Trial
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.trees import Tree, batch_size, described
 from dpx.validation import require_whole
+from dpx.xla.place import full_precision
 
 LINES: dict[str, Callable[[Trial], str]] = {
     "bounded": lines.bounded,
@@ -77,6 +78,7 @@ def check_contract(
         by independent ones, which hides noise that shares its key with another use, such as random coordinates.
     draws: int, at least 500, how often the noise of a step is drawn. seed: int, at least 0, of the draws and batches.
 
+    On a GPU or a TPU, products are float32's while it checks; what its matrix units round is proved (docs/exact.md).
     A line that cannot be decided is "not checked" and says why. A check is not a proof: data or inputs that were not
     tried may still break the contract. A report fails for a sound mechanism with probability at most 1e-4.
 
@@ -85,8 +87,9 @@ def check_contract(
     names = _require(mechanism, loss, params, examples, lines)
     params = default_params() if params is None else params
     draws, seed = require_whole("draws", draws, minimum=500), require_whole("seed", seed, minimum=0)
-    trial = Trial(mechanism, params, loss, examples, draws=draws, seed=seed, rebuild=rebuild)
-    return ContractReport(tuple(_line(trial, name) for name in names), FALSE_ALARMS)
+    with full_precision():
+        trial = Trial(mechanism, params, loss, examples, draws=draws, seed=seed, rebuild=rebuild)
+        return ContractReport(tuple(_line(trial, name) for name in names), FALSE_ALARMS)
 
 
 def _line(trial: Trial, name: str) -> Line:
