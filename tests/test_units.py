@@ -17,9 +17,11 @@ from dpx.gradients.ghost import rules, weighted
 from dpx.sums import norms
 from dpx.sums import rows as sums
 from dpx.sums import total as bounds
+from dpx.sums.rows import sum_in_blocks
 from dpx.sums.total import ETA, MOST_ROWS, RESERVE, UNIT
 from dpx.xla import units
-from dpx.xla.place import Place, here, traced_for
+from dpx.xla.jaxprs import equations
+from dpx.xla.place import Place, full_precision, here, traced_for
 from dpx.xla.units import BFLOAT16, FLOAT32, FUSED, OF_A_TPU, TF32, Unit
 from tests.ghost import QUICK, mechanism
 from tests.test_ghost_zoo import ZOO
@@ -291,7 +293,25 @@ def products_of(platform: str, name: str) -> list[str]:
 def test_a_cpu_rounds_nothing():
     lines = products_of("cpu", "transformer")
     assert not any("reduce_precision" in line or "algorithm" in line for line in lines)
-    assert here().unit == FLOAT32 and math.isclose(FLOAT32.within, 1)
+    with traced_for(platform="cpu"):
+        assert here().unit == FLOAT32 and math.isclose(FLOAT32.within, 1)
+
+
+@pytest.mark.parametrize(("platform", "numbers", "loops"), [("tpu", 2**18, 1), ("cuda", 2**18, 0), ("cuda", 2**22, 1)])
+def test_few_blocks_are_made_at_once_where_a_turn_of_a_loop_takes_longer(platform, numbers, loops):
+    def summed(rows):
+        return sum_in_blocks(lambda some: jnp.sum(some, 0), rows, numbers, here().unit)
+
+    with traced_for(platform=platform, devices=1):
+        program = jax.make_jaxpr(summed)(jax.ShapeDtypeStruct((512, 3), jnp.float32))
+    assert len([each for each in equations(program.jaxpr) if each.primitive.name in ("scan", "while")]) == loops
+
+
+def test_programs_that_are_compared_have_float32_products():
+    with traced_for(platform="cuda", devices=1):
+        assert here().unit == TF32
+        with full_precision():
+            assert here().unit == FLOAT32
 
 
 @pytest.mark.parametrize(

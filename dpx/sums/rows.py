@@ -23,6 +23,7 @@ LONG_VECTOR = 2**14  # numbers
 SMALL_SUMS = 2**16  # numbers: up to here all block sums are made at once, because a loop takes longer to compile
 MOST_PARTS, SMALL_PARTS = 16, 2**12  # of the rows, and numbers of a smaller row, on a TPU
 AT_ONCE = 2**20  # the same where a matrix unit rounds: a kernel there takes as long as 10^5 numbers do
+AT_ONCE_ON_A_GPU = 2**24  # whose turns have five kernels, which do not begin before the last one has ended
 EXACT = jax.lax.Precision.HIGHEST  # float32 products, even where the hardware would round them
 
 
@@ -187,6 +188,8 @@ def sum_in_blocks(sum_block: Callable[[Tree], Any], rows: Tree, numbers: int, un
     size = jax.tree.leaves(rows)[0].shape[0]
     devices = devices_for(size)
     blocks, small = blocks_for(size, devices, unit), AT_ONCE if unit.rounds else SMALL_SUMS
+    if unit.rounds and here().platform in ("gpu", "cuda"):
+        small = AT_ONCE_ON_A_GPU
     if unit.rounds and 2 * blocks * numbers <= small:
         blocks = blocks_for(size, devices, unit, more=2.0)
     if blocks == 1:

@@ -8,9 +8,9 @@ the example's gradient, like the rounding inside the model, and costs nothing. A
 THE ADDER. An instruction adds n <= k exact products to a partial sum. It aligns all to the largest exponent (a product
 has the sum of its operands'), drops what is below 2^-(23 + e) there, adds the rest exactly, and drops what is below
 2^-23 of the result. (k, e) is (8, 1) for bfloat16 on an A100 and (16, 2) on an H100 or a B200, and (4, 1) and (8, 2)
-for TF32 (Xie et al. 2025, arXiv:2511.10909, and their simulator). An instruction may be off by more than a float32
-addition, but adds more. Let u = 2^-24, and M the sum of the absolute values of all terms so far, which bounds all
-numbers in an instruction.
+for TF32 (Xie et al. 2025, arXiv:2511.10909, and their simulator; an H200 gives these bits). An instruction may be off
+by more than a float32 addition, but adds more. Let u = 2^-24, and M the sum of the absolute values of all terms so far,
+which bounds all numbers in an instruction.
 
 One sum, of T products z_i, in pieces of at least k whose sums are added in float32. The number of the largest exponent
 loses nothing: a product has 22 bits or fewer, a partial sum 24. So its error is at most 2 u (1 + n 2^-e) M, and 2 u (1
