@@ -16,6 +16,7 @@ are benchmarks/results/accelerators.md.
 """
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -94,27 +95,30 @@ def models() -> list[str]:
     return [*MODELS, *LAYERS, *(name + more for name in SCANS for more in FORMS), LORA, *SHARDED]
 
 
-def problem(model: str) -> tuple[Any, Callable, Any, Callable[[str], bool]]:
-    """The parameters, the loss of one example, and a batch, whose numbers do not matter, and what is trained."""
+@functools.cache
+def problem(model: str, size: int | None = None) -> tuple[Any, Callable, Any, Callable[[str], bool]]:
+    """The parameters, the loss of one example, and a batch, whose numbers do not matter, and what is trained.
+
+    size: of the batch, if not the table's."""
     if model in MODELS:
         from benchmarks import models
 
         made = models.PROBLEMS[model]()
-        return made.params, made.loss, made.batch(MODELS[model]), lambda path: True
+        return made.params, made.loss, made.batch(size or MODELS[model]), lambda path: True
     if model == LORA:
-        of = sharded.decoder("gpt2", layers=12, lora_rank=8, **sharded.GPT2 | {"batch": 8})
+        of = sharded.decoder("gpt2", layers=12, lora_rank=8, **sharded.GPT2 | {"batch": size or 8})
         assert of.trained is not None
         return of.params, of.loss, of.batch, of.trained
     from benchmarks import scans
 
-    if model in LAYERS:
-        return *scans.build(scans.Shape(*LAYERS[model]), "own arrays"), lambda path: True
-    name, *_ = model.split(",")
-    return *scans.build(scans.Shape(*SCANS[name]), FORMS[model.removeprefix(name)]), lambda path: True
+    name = model if model in LAYERS else model.split(",")[0]
+    shape = scans.Shape(*(LAYERS | SCANS)[name])
+    shape = shape._replace(batch=size or shape.batch)
+    return *scans.build(shape, FORMS[model.removeprefix(name)]), lambda path: True
 
 
-def step(model: str, row: str, platform: str) -> tuple[Callable, tuple]:
-    """The step for a platform, and its inputs."""
+def step(model: str, row: str, platform: str, size: int | None = None) -> tuple[Callable, tuple]:
+    """The step for a platform, and its inputs, of which the state of a mechanism is of shapes. size: as `problem`."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -122,8 +126,8 @@ def step(model: str, row: str, platform: str) -> tuple[Callable, tuple]:
     import dpx
     from dpx.trees import path_of
 
-    params, loss, batch, trained = problem(model)
-    size = jax.tree.leaves(batch)[0].shape[0]
+    params, loss, batch, trained = problem(model, size)
+    rows = jax.tree.leaves(batch)[0].shape[0]
 
     def held(path, x):
         return x if trained(path_of(path)) else jax.lax.stop_gradient(x)
@@ -136,20 +140,20 @@ def step(model: str, row: str, platform: str) -> tuple[Callable, tuple]:
 
     def by_hand(params, batch):
         grads = jax.vmap(jax.grad(of_trained), (None, 0))(params, batch)
-        factors = jnp.minimum(1, 1 / jax.vmap(optax.tree.norm)(grads)) / size
+        factors = jnp.minimum(1, 1 / jax.vmap(optax.tree.norm)(grads)) / rows
         noise = optax.tree.random_like(jax.random.key(0), params, jax.random.normal)
-        return jax.tree.map(lambda g, n: jnp.tensordot(factors, g, 1) + n / size, grads, noise)
+        return jax.tree.map(lambda g, n: jnp.tensordot(factors, g, 1) + n / rows, grads, noise)
 
     if row in (PLAIN, BY_HAND):
         return (not_private if row == PLAIN else by_hand), (params, batch)
-    sampling = dpx.PoissonSampling(examples=50_000, batch_size=size)
+    sampling = dpx.PoissonSampling(examples=50_000, batch_size=rows)
     mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=jax.random.key(2))
     if model == LORA:
         mechanism = dpx.in_coordinates(mechanism, dpx.coordinates.trainable(mask=trained))
     state = jax.eval_shape(mechanism.init, params)
     if row == OTHER_NOISE:
         mechanism = mechanism.replace(
-            release=lambda sums, state, params: (jax.tree.map(lambda s: s / size, sums[0].high), state)
+            release=lambda sums, state, params: (jax.tree.map(lambda s: s / rows, sums[0].high), state)
         )
     private = dpx.private_updates(loss, mechanism, platform=platform)
     return lambda params, batch, state: private(params, dpx.Batch(batch, None), state)[:2], (params, batch, state)

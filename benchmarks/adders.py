@@ -11,8 +11,10 @@ it. Writes benchmarks/results/adders.md.
 """
 
 import argparse
+import functools
 import itertools
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -23,16 +25,22 @@ from dpx.xla.units import Unit, tensor_core
 
 # (k, e) of the proof: the products of an instruction, and the bits that it keeps of each beyond float32's.
 CORES = {"A100, TF32": (4, 1), "H100, TF32": (8, 2), "A100, bfloat16": (8, 1), "H100, bfloat16": (16, 2)}
+Adder = Callable[[np.ndarray], np.ndarray]
 ROWS, TURNS = (8, 24, 48, MOST_ROWS), 4000
 
 
-def emulated(name: str, terms: np.ndarray) -> np.ndarray:
-    """The sums of `terms`, float64 (..., n), by a tensor core: everything is cut towards 0, as the proof says."""
+def emulated(name: str, terms: np.ndarray, exponents: np.ndarray | None = None) -> np.ndarray:
+    """The sums of `terms`, float64 (..., n), by a tensor core: everything is cut towards 0, as the proof says.
+
+    exponents: of the terms, int (..., n), if a term is a product, which has the sum of its operands'."""
     products, extra = CORES[name]
+    exponents = np.frexp(terms)[1] - 1 if exponents is None else exponents
+    exponents = np.where(terms == 0, -500, exponents)
     total = np.zeros(terms.shape[:-1])
     for start in range(0, terms.shape[-1], products):
         some = np.concatenate([total[..., None], terms[..., start : start + products]], -1)
-        exponent = np.frexp(np.abs(some).max(-1))[1] - 1
+        own = np.where(total == 0, -500, np.frexp(total)[1] - 1)
+        exponent = np.maximum(own, exponents[..., start : start + products].max(-1))
         grid = np.ldexp(1.0, exponent - 23 - extra)
         exact = (np.trunc(some / grid[..., None]) * grid[..., None]).sum(-1)
         last = np.ldexp(1.0, np.frexp(exact)[1] - 24)
@@ -40,18 +48,24 @@ def emulated(name: str, terms: np.ndarray) -> np.ndarray:
     return total
 
 
-def searched(name: str, rows: int, turns: int, seed: int = 0) -> float:
-    """The most that a search makes the first row move an emulated sum beyond itself, relative to what is proved."""
+def searched(
+    name: str, rows: int, turns: int, seed: int = 0, add: Adder | None = None, factors: np.ndarray | None = None
+) -> float:
+    """The most that a search makes the first row move an emulated sum beyond itself, relative to what is proved.
+
+    add: of operands, float64 (coordinates, rows), and factors: (rows,), of as short numbers, that it multiplies them
+    with. They take the place of the emulator, which adds products."""
+    bits = (16 if "bfloat16" in name else 22) // (2 if add else 1)
+    add, factors = add or functools.partial(emulated, name), np.ones(rows) if factors is None else factors
     rng = np.random.default_rng(seed)
 
     def moved(data):
         """data: (coordinates, rows). Products of two short numbers are numbers of twice as many bits."""
-        fraction, exponent = np.frexp(data / np.linalg.norm(data, axis=0).max())
-        bits = 16 if "bfloat16" in name else 22
+        fraction, exponent = np.frexp(data / np.linalg.norm(data * factors, axis=0).max())
         data = np.ldexp(np.round(fraction * 2.0**bits), exponent - bits)
         without = data * (np.arange(rows) > 0)
-        excess = emulated(name, data) - emulated(name, without) - data[:, 0]
-        return np.linalg.norm(excess) / np.linalg.norm(data, axis=0).max()
+        excess = add(data) - add(without) - data[:, 0] * factors[0]
+        return np.linalg.norm(excess) / np.linalg.norm(data * factors, axis=0).max()
 
     proved = 2 * UNIT * bounds.moved_in_block(rows, Unit(7, None, (tensor_core(*CORES[name]),)))
     best = np.ceil(np.arange(rows, 0, -1) / CORES[name][0]) * rng.uniform(0.5, 1, (rows, rows))

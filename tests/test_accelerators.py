@@ -4,11 +4,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.extend import core
 
 import dpx
-from benchmarks import accelerators, on_a_gpu, programs
+from benchmarks import accelerators, adders, on_a_gpu, programs
 from dpx.xla.jaxprs import equations
 from dpx.xla.place import traced_for
 from tests import mechanisms
@@ -132,7 +133,25 @@ def test_on_a_gpu_says_in_words_that_there_is_none(monkeypatch):
     assert on_a_gpu.noise_that_differs(device, device, 1000) == (0, 0.0)
 
 
+def test_a_gpu_is_compared_with_an_emulator_of_its_adder(monkeypatch):
+    """As if the emulator were the GPU, for one instruction and for several."""
+    monkeypatch.setattr(on_a_gpu, "multiplied", lambda core, left, right: products_of(core, left, right))
+
+    def products_of(core, left, right):
+        exponents = np.frexp(left)[1][:, None] + np.frexp(right.T)[1] - 2
+        return adders.emulated(core, left[:, None] * right.T, exponents)
+
+    for name in ("H100, TF32", "H100, bfloat16"):
+        equal, here, emulated, float32 = map(float, on_a_gpu.of_the_adder(name, 40, size=16)[2:])
+        assert equal == 100 and here == emulated < 1 and float32 < 1
+        assert float(on_a_gpu.moved_block(name, 8, 5)[2]) < 1
+
+
 @pytest.mark.long
-def test_on_a_gpu_measures_steps_and_sums():
-    assert [line[0] for line in on_a_gpu.steps_of("mlp", 1)][2] == "mlp, dpx"
+def test_on_a_gpu_measures_steps_and_sums(monkeypatch):
+    monkeypatch.setattr(on_a_gpu, "MODELS", {"mlp": (8,)})
+    lines = on_a_gpu.of_steps(["mlp"], 1, lambda lines: None)
+    assert [line[0] for line in lines][:3] == ["mlp, 8, not private", "mlp, 8, by hand", "mlp, 8, dpx"]
+    assert all(float(cell) > 0 for line in lines[:4] for cell in line[1:3])
     assert all(float(cell) < 1 for line in on_a_gpu.moved_sums(1, most=64) for cell in line[2:])
+    assert 0 < float(on_a_gpu.raised_norms((16,))[0][1]) < 0.1
