@@ -61,6 +61,7 @@ def test_the_plot_has_a_line_for_each_number_of_epochs(planned):
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["4 epochs", "8 epochs"]
     drawn = [tuple(point) for line in axes.lines for point in line.get_xydata()]
     assert drawn == [(run.batch_size, run.run_noise) for run in planned.runs]
+    assert len({line.get_color() for line in axes.lines}) == len({line.get_linestyle() for line in axes.lines}) == 2
 
 
 @pytest.mark.long

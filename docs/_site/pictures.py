@@ -97,9 +97,6 @@ def noise():
     plan = dpx.plan_noise(examples=60_000, epsilon=2.0, delta=1e-5, epochs=[10, 20, 40], batch_sizes=sizes)
     figure, axes = pyplot.subplots(figsize=(5.2, 3.4), layout="constrained")
     plan.plot(axes=axes)
-    for line, (color, style) in zip(axes.lines, STYLES, strict=False):
-        line.set(color=color, linestyle=style)
-    axes.legend()
     save(figure, "noise")
 
 

@@ -134,12 +134,24 @@ def _escaped(words: str) -> str:
     return re.sub(r"([\\|*<`\[]|\b_|_\b)", r"\\\1", " ".join(words.split()))
 
 
+# Okabe and Ito's colors differ for the color-blind, and the lines differ in print too.
+_COLORS, _LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7"), ("-", "--", "-.", (0, (5, 1, 1, 1, 1, 1)))
+
+
 def labeled(axes: Any, x: str, y: str) -> Any:
-    """matplotlib axes with the names of both quantities, new ones for None; matplotlib is imported here."""
+    """matplotlib axes with the names of both quantities, new ones for None; matplotlib is imported here.
+
+    In axes without lines, curves will differ in color and in line, unless the user has chosen another cycle.
+    """
+    import matplotlib
+
     if axes is None:
         from matplotlib import pyplot
 
         _, axes = pyplot.subplots(layout="constrained")
+    cycle = "axes.prop_cycle"
+    if not axes.lines and matplotlib.rcParams[cycle] == matplotlib.rcParamsDefault[cycle]:
+        axes.set_prop_cycle(color=_COLORS, linestyle=_LINES)
     axes.set(xlabel=x, ylabel=y)
     return axes
 

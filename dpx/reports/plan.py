@@ -327,7 +327,7 @@ class NoisePlan:
             groups.setdefault(round(run.epochs), []).append(run)
         for epochs, runs in groups.items():
             points = [run.batch_size for run in runs], [run.run_noise for run in runs]
-            axes.semilogx(*points, ".-", label=f"{epochs} epochs")
+            axes.semilogx(*points, marker=".", label=f"{epochs} epochs")
         sizes = sorted({run.batch_size for run in self.runs}, reverse=True)
         ticks = sizes[:1]
         for size in sizes:
