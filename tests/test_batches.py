@@ -86,6 +86,9 @@ class AllAtOnce(Source):
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.long_cases(
+    "allocated-0", "cyclic-0", "full-0", "ordered-0", "shuffled-0", "truncated-0", "weighted-0", "fixed size-0"
+)
 def test_the_batches_are_those_of_take(name, prefetch):
     sampling = SAMPLINGS[name]
     made = mechanism(sampling)

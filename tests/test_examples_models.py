@@ -262,6 +262,7 @@ def test_private_texts_choose_no_number_before_training(tmp_path, monkeypatch, p
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, others)) and (tokens == same).all()
 
 
+@pytest.mark.long
 def test_lora_trains_nothing_else(tmp_path, promoting, undrawn):
     task = language(tmp_path, 12, vocabulary=12, pretrain=0, length=12, lora_rank=2)
     params = task.init(jax.random.key(0))

@@ -251,6 +251,7 @@ def test_a_release_and_its_rest_are_those_of_a_release():
 
 
 @pytest.mark.parametrize("setting", [True, False])
+@pytest.mark.long_cases("False")
 def test_the_same_integers_under_jit_and_with_64_bit_numbers(setting):
     total = jax.random.normal(KEY, (5000,))
     expected = keys.release(KEY, 3, total, 0.5)
@@ -285,6 +286,7 @@ def lowest_bits(released: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("multiplier", [0.5, 5.0, 50.0])
+@pytest.mark.long_cases("0.5", "50")
 def test_the_precision_tells_nothing(multiplier, size=200_000):
     """Noise in floating point has fewer low bits on a large sum than on a small one; the grid is the same for both."""
     large = 2.0**12 * multiplier

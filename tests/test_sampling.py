@@ -123,6 +123,7 @@ def test_an_order_is_that_of_128_bits_of_each_example(word, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.long_cases("1", "2")
 def test_every_order_is_as_likely(count):
     """1,200 orders of 4 examples, by a test of chi squared of false alarm 1e-6."""
     found = [tuple(draws.order(keys.fold_in(KEY, number), 4, count).tolist()) for number in range(1200)]
@@ -273,6 +274,7 @@ def test_a_truncated_batch_is_a_random_subset_of_the_coins():
     assert free.participation == 0.5
 
 
+@pytest.mark.long
 def test_the_kept_examples_do_not_depend_on_their_rows():
     """The subset and the rows have keys of their own: kept in the same order, no row is likelier for any place."""
     cut, table = dpx.PoissonSampling(examples=5, batch_size=3, most_rows=3), np.zeros((3, 3))
@@ -466,6 +468,9 @@ def test_epochs_are_steps_rounded_up():
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=repr)
+@pytest.mark.long_cases(
+    "CyclicPoisson", "FixedSize", "FullBatch", "PoissonSampling(examples=100, batch_size=10, most_rows"
+)
 def test_a_budget_of_epochs_is_one_of_steps(sampling):
     shared = dict(epsilon=2.0, delta=1e-5, accountant="rdp")
     steps = sampling.steps(epochs=1.3)

@@ -55,7 +55,7 @@ KEPT_SIZES = [(kept.path, len(kept.column)) for kept in KEPT]
 @pytest.mark.parametrize(
     ("path", "size"),
     [
-        pytest.param(path, size, marks=[pytest.mark.long] * (size in (256, 640)))
+        pytest.param(path, size, marks=[pytest.mark.long] * (size not in (96, 1024)))
         for path, size in KEPT_SIZES
         if path not in SLOWER or size in (96, 640)
     ],
