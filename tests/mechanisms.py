@@ -389,6 +389,11 @@ COORDINATES_BY_HAND = {  # the cases above that they are in
     "gradient_embedding": "gep_sgd",
     "random_projection": "dp2_sgd",
 }
+COORDINATES_OF_A_METHOD = {
+    "top_fraction": "tp_topk_sgd",
+    "random_directions": "zeroth_order_sgd",
+    "counted_rows": "ada_fest",
+}
 MECHANISMS_BY_HAND = {"normalized", "clip_then_project"}
 SAMPLINGS_BY_HAND = {
     *("PoissonSampling", "FullBatch", "FixedSizeSampling", "ShuffledEpochs", "RandomAllocation"),
@@ -422,7 +427,8 @@ def case_of_coordinates(entry: catalog.Entry) -> Case:
     def make(key):
         return dpx.in_coordinates(_dp_sgd(key), entry.build(**arguments_of(entry, key)))
 
-    return Case(entry.name, make, linear=False, from_catalog=True)
+    like = COORDINATES_OF_A_METHOD.get(entry.name, "")
+    return Case(entry.name, make, linear=False, from_catalog=True, like=like)
 
 
 def case_of_sampling(entry: catalog.Entry) -> Case:

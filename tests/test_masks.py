@@ -95,6 +95,7 @@ def masks_of(coordinates, like, steps):
     return np.concatenate(masks, axis=1), states
 
 
+@pytest.mark.long
 def test_gradual_cooling_keeps_exactly_the_floor_of_the_whole_tree():
     every, cooling = 3, optax.linear_schedule(0.0, 0.7, 12)
     coordinates = dpx.coordinates.random_freeze(freeze_rate=cooling, every=every, key=KEY)
@@ -168,6 +169,7 @@ def pseudo_code(epochs, steps, rate, cooling, clip, sigma, momentum, lr, *, mask
 
 
 @pytest.mark.parametrize("kind", ["random", "posterior", "ranked"])
+@pytest.mark.long_cases("posterior")
 def test_freeze_equals_the_pseudo_code(kind, ungridded):
     epochs, steps, rate, cooling, clip, sigma, momentum, lr = 4, 3, 0.7, 2, 1.2, 0.8, 0.9, 0.05
     options = dict(every=steps, clip_norm=clip, noise_multiplier=sigma, sampling=SAMPLING, key=KEY)
@@ -230,6 +232,7 @@ def test_masks_and_noise_have_streams_of_their_own(monkeypatch):
 # Packed updates
 
 
+@pytest.mark.long
 def test_packed_updates_come_back_exactly():
     coordinates = dpx.coordinates.random_freeze(freeze_rate=optax.linear_schedule(0.3, 0.7, 4), every=2, key=KEY)
     mechanism = dpx.in_coordinates(

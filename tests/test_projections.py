@@ -76,6 +76,7 @@ def test_an_orthonormal_projection_is_an_isometry_on_its_range():
 
 
 @pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.long_cases("hadamard", "subset")
 def test_a_clipped_sum_is_not_lengthened(name):
     """As clip-then-project writes it, layer by layer, for the worst vector; the lift makes up for it."""
     rank = {"kernel": 5, "bias": 1, "scale": 1}
@@ -167,6 +168,7 @@ def base(**changes):
     return dpx.dp_sgd(**(given | changes))
 
 
+@pytest.mark.long
 def test_the_noise_is_white_where_it_is_added():
     """Given P, release(0) has covariance (sigma C)^2 P^T P: within 6 standard errors, and not 4/9 of it."""
     coordinates = dpx.coordinates.random_projection(rank=12, kind="gaussian", every=None, key=jax.random.key(1))
@@ -215,6 +217,7 @@ def test_a_subset_has_exactly_so_many():
 
 
 @pytest.mark.parametrize("order", ["project_then_clip", "clip_then_project"])
+@pytest.mark.long_cases("project_then_clip")
 def test_ghost_norms_follow_what_only_scales_or_comes_after_the_clip(order):
     params, batch = model()
     projected = {

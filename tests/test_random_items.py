@@ -265,6 +265,7 @@ def test_random_numbers_of_grain_are_those_of_the_item():
     assert np.array_equal(SAMPLING.take(source, KEY, STATE).examples, SAMPLING.take(source, KEY, STATE).examples)
 
 
+@pytest.mark.long
 def test_a_run_with_random_items_continues_bit_for_bit(tmp_path):
     """After an exception, in another source: no step has other sums under the same noise."""
 
