@@ -12,8 +12,8 @@ import pytest
 import dpx
 from benchmarks import sum_rounding
 from benchmarks.adders import CORES, emulated, searched
+from dpx.gradients.ghost import algorithms, rules, weighted
 from dpx.gradients.ghost import norms as ghost_norms
-from dpx.gradients.ghost import rules, weighted
 from dpx.sums import norms
 from dpx.sums import rows as sums
 from dpx.sums import total as bounds
@@ -271,6 +271,34 @@ def test_large_gradients_are_finished_in_turn(monkeypatch):
             found.append(step(params, dpx.Batch(examples, None), made.init(params)).updates)
     for loop, in_turn in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(in_turn, loop, rtol=0, atol=1e-9)
+
+
+NEAR_ZERO = 2.0**-61  # what is lost raises norms to about this
+SIZES = [(0, 0), (-40, 40), (56, -56), (-66, 58), (-34, -34), (-70, 10), (-100, -100)]  # exponents of 2
+BEYOND = [(2.0**64, 1), (1, 2.0**64), (2.0**64, 0), (2.0**60, 2.0**10), (2.0**-10, 2.0**62.5)]
+BEYOND += [(np.inf, 1), (np.nan, 1), (1, np.nan)]
+
+
+@pytest.mark.parametrize("width", [1, 2, 40])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_gram_norms_of_a_tpu_count_what_is_lost(sizes, width):
+    rng = np.random.default_rng(width)
+    a, b = (rng.choice([-1.5, -1, 1, 1.5], (1, 6, width)).astype(np.float32) * np.float32(2.0**size) for size in sizes)
+    true = np.linalg.norm(np.einsum("kti,kto->kio", *(x.astype(np.float64) for x in (a, b))))
+    sharing = algorithms.Sharing((algorithms.UseGroup((0,), (1, 6, width, width), False),), {})
+    with traced_for(platform="tpu"):
+        of_one = jax.jit(ghost_norms.gram)(a, b)
+        of_uses = jax.jit(lambda *sides: algorithms._norm_of_uses(sharing, [sides], [6]))(a, b)
+    for norm in (of_one, of_uses):
+        assert true <= norm and (norm <= 1.005 * true + 8 * NEAR_ZERO or min(sizes) < -40)
+
+
+@pytest.mark.parametrize("sizes", BEYOND)
+def test_gram_norms_of_a_tpu_are_not_finite_beyond_their_range(sizes):
+    a, b = (np.ones((1, 6, 4), np.float32) for _ in sizes)
+    a[0, 3], b[0, 3] = sizes
+    with traced_for(platform="tpu"):
+        assert not jax.jit(ghost_norms.gram)(a, b) <= sums.LARGEST
 
 
 @pytest.mark.parametrize("path", ["ghost norms", "ghost norms of positions", "an embedding", "a tied embedding"])

@@ -23,7 +23,6 @@ from dpx.gradients.ghost.norms import (
     highest,
     in_range,
     inner,
-    power_of_two,
     unit,
     with_sum,
     with_themselves,
@@ -140,7 +139,9 @@ def gram_operations(sharing: Sharing) -> float:
 def _norm_of_uses(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]], positions: list[int]) -> jax.Array:
     """|sum_u A_u^T B_u| for one example, float32 (), with bounds on rounding as in `norms.gram`. matrices: A_u and B_u
     of every use, as a `Site` gives them. positions: as in `Uses`."""
-    sides, size = _balanced_sides(sharing, matrices)
+    sides, size = _sides(sharing, matrices), jnp.float32(1)
+    if not here().unit.rounds:
+        sides, size = _balanced_sides(sharing, sides)
     add = functools.partial(highest, more=len(sides) ** 2)
     measured = [[(x, _with_themselves(x)) for x in side] for side in sides]
     squared = functools.reduce(jnp.add, [add(a, b) for (_, a), (_, b) in measured])
@@ -148,7 +149,7 @@ def _norm_of_uses(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]],
         if relation is not Overlap.DISJOINT:
             others = measured[j] if relation is Overlap.SAME else measured[j][::-1]
             squared += 2 * add(*(_between(*left, *right) for left, right in zip(measured[i], others, strict=True)))
-    lengths = jnp.concatenate([(a.lengths[0] * b.lengths[0]).reshape(-1) for (_, a), (_, b) in measured])
+    lengths = jnp.concatenate([norms.lengths_of_products(a, b).reshape(-1) for (_, a), (_, b) in measured])
     return size * with_sum(squared, lengths, *positions)
 
 
@@ -166,21 +167,26 @@ def _between(left: jax.Array, of_left: Products, right: jax.Array, of_right: Pro
     return Products(_gram(left, right), (of_left.lengths[0], of_right.lengths[0]), error)
 
 
-def _balanced_sides(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]]):
-    """A and B of every group, rescaled as in `norms.balanced`, and the size, float32 (), that this divides out."""
-    measured = []
+def _sides(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]]) -> list[tuple[jax.Array, jax.Array]]:
+    """A and B of every group."""
+    sides = []
     for group in sharing.use_groups:
         a = jnp.concatenate([matrices[number][0] for number in group.sites], axis=0 if group.lookup else 1)
         bs = [matrices[number][1] for number in group.sites]
         b = jnp.concatenate(bs, axis=0)[None] if group.lookup else jnp.concatenate(bs, axis=1)
-        b, size = unit(jnp.where((a >= 0)[None, :, None], b, 0) if group.lookup else b)
-        if group.lookup:
-            size_a = jnp.ones_like(size)
-        else:
-            a, size_a = unit(a)
+        sides.append((a, jnp.where((a >= 0)[None, :, None], b, 0) if group.lookup else b))
+    return sides
+
+
+def _balanced_sides(sharing: Sharing, sides: list[tuple[jax.Array, jax.Array]]):
+    """A and B of every group, rescaled as in `norms.balanced`, and the size, float32 (), that this divides out."""
+    measured = []
+    for group, (a, b) in zip(sharing.use_groups, sides, strict=True):
+        b, size = unit(b)
+        a, size_a = (a, jnp.ones_like(size)) if group.lookup else unit(a)
         measured.append((a, b, in_range(size_a, size)))
     largest = functools.reduce(jnp.maximum, (jnp.max(size, initial=0) for _, _, size in measured), TINY)
-    return [(a, b * repeated(power_of_two(size / largest), b.shape)) for a, b, size in measured], largest
+    return [(a, b * repeated(size / largest, b.shape)) for a, b, size in measured], largest
 
 
 def _gram(left: jax.Array, right: jax.Array) -> jax.Array:

@@ -4,8 +4,8 @@ A, float32 (K, T, I), is the input of a layer, and B, float32 (K, T, O), the cot
 positions. G is (K, I, O). `scale`, float32 (K, I, O), multiplies G element by element.
 
 An underestimated norm would break the clip bound. So each position is rescaled first (`balanced`), which keeps squares
-from under- and overflowing (on matrix units, `_lengths` counts what is lost), and a sum that is long or can cancel gets
-a bound on its rounding error.
+from under- and overflowing (on matrix units, what is lost is counted), and a sum that is long or can cancel gets a
+bound on its rounding error.
 
 Such a bound raises the norm, and the clip then takes signal away. A bound in proportion to the square of the sum of all
 |a_t| |b_t| would raise it by 1 % at 100 positions and by 70 % at 2,000. So Gram matrices get a bound for each product
@@ -39,6 +39,9 @@ ROUNDING = UNIT * (1 + 2**-8)  # with the products of roundings
 TERM = 24  # units; the roundings of a term of the square of a norm
 MOST_ERROR = 3.4e-4  # of a sum of positions, so that a norm of two uses is raised by 0.1 %
 MOST_POSITIONS = 256  # for Gram matrices, whose rounding grows with them
+# On a matrix unit: what the length of a row may lack, by the root of its size, and the square of a norm, by the number
+# of its terms, because numbers below 2^-126 are lost. See `with_themselves` and `highest`.
+LOST_OF_LENGTH, LOST_OF_TERM = 2.0**-51, 2.0**-124
 LONGEST_SUM, SHORTEST_SUM = 1024, 128  # terms; a longer sum is cut, because its rounding error grows with its length
 MOST_SUMS = 16  # of an inner product that are added at a time; more would compile for too long
 MOST_SEGMENTS = 8  # of an inner product that several devices compute
@@ -83,8 +86,9 @@ def _trained(x: jax.Array, scale: jax.Array, *, axis: int) -> jax.Array:
 
 
 def gram(a: jax.Array, b: jax.Array) -> jax.Array:
-    """|G|, float32 (), by |G|^2 = sum_st (a_s . a_t)(b_s . b_t), with bounds on the rounding of both."""
-    a, b, size = balanced(a, b)
+    """|G|, float32 (), by |G|^2 = sum_st (a_s . a_t)(b_s . b_t), with bounds on the rounding of both. Outside of a CPU,
+    rows are not rescaled, which takes as long as their products."""
+    a, b, size = (a, b, jnp.float32(1)) if here().unit.rounds else balanced(a, b)
     groups, positions, _ = a.shape
     # Sharded rows are mostly the longer ones here. The sum over their segments, for which devices exchange what they
     # have, comes last, where it is a number and not a matrix.
@@ -92,7 +96,7 @@ def gram(a: jax.Array, b: jax.Array) -> jax.Array:
     first = with_themselves(inner(short, short)[:, None], short)
     second = with_themselves(inner_of_segments(long, long), long)
     squared = highest(first, second)
-    return size * with_sum(squared, first.lengths[0] * second.lengths[0], positions)
+    return size * with_sum(squared, lengths_of_products(first, second), positions)
 
 
 class Products(NamedTuple):
@@ -114,10 +118,23 @@ class Products(NamedTuple):
 
 
 def with_themselves(values: jax.Array, rows: jax.Array) -> Products:
-    """The inner products, float32 (K, ..., T, T), that `inner` finds of `rows`, float32 (K, T, n), with themselves."""
+    """The inner products, float32 (K, ..., T, T), that `inner` finds of `rows`, float32 (K, T, n), with themselves.
+
+    Rows for a matrix unit are not rescaled, so a term below 2^-126, or one of such a number, may be lost: in all up to
+    n 2^-126 + 2^-126 sqrt(n) (|x| + |y|) of x . y. With l = sqrt(n) 2^-51 more than |x| and |y|, the product of the
+    lengths is more by l^2 + l (|x| + |y|), and `error`, at least 2^-21, times that is above all of it.
+    """
     error = error_of(rows, rows)
     lengths = jnp.sqrt(diagonal(values)) * (1 + error)
+    if here().unit.rounds:
+        lengths += math.sqrt(rows.shape[-1]) * LOST_OF_LENGTH
     return Products(values, (lengths, lengths), error)
+
+
+def lengths_of_products(first: Products, second: Products) -> jax.Array:
+    """At least |a_t| |b_t| of all positions, float32; on a matrix unit, infinite where one is out of range."""
+    a, b = first.lengths[0], second.lengths[0]
+    return in_range(*jnp.broadcast_arrays(a, b)) if here().unit.rounds else a * b
 
 
 def highest(first: Products, second: Products, more: int = 0) -> jax.Array:
@@ -125,14 +142,16 @@ def highest(first: Products, second: Products, more: int = 0) -> jax.Array:
 
     x is within `first.error` of the computed p, and y within `second.error` of q. So x y is at most
     p q - |p q| + P Q, with P and Q the `largest`, because x y - p q = p (y - q) + q (x - p) + (x - p) (y - q). No such
-    term is larger than P Q, so each of its roundings, of which `more` are to come, is covered by 2^-24 P Q.
+    term is larger than P Q, so each of its roundings, of which `more` are to come, is covered by 2^-24 P Q. On a matrix
+    unit, three numbers of a term may be lost that are below 2^-126.
     """
     terms = first.values * second.values
-    roundings = sum(terms.shape) + TERM + more
+    lost = terms.size * LOST_OF_TERM if here().unit.rounds else 0
+    roundings = sum(terms.shape) + TERM + more + (lost > 0)
     terms = 2 * jnp.minimum(terms, 0) + first.largest * second.largest * (1 + roundings * ROUNDING)
     for _ in range(terms.ndim):  # one axis after another: XLA would make one long sum of several
         terms = jnp.sum(lax.optimization_barrier(terms), -1)
-    return terms
+    return terms + lost if lost else terms
 
 
 def with_sum(squared: jax.Array, lengths: jax.Array, *positions: int) -> jax.Array:
@@ -316,7 +335,7 @@ def balanced(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arra
     (a, size_a), (b, size_b) = unit(a), unit(b)
     sizes = in_range(size_a, size_b)
     size = jnp.maximum(_largest(sizes, range(sizes.ndim)), TINY)
-    return a, b * repeated(power_of_two(sizes / size), b.shape), size
+    return a, b * repeated(sizes / size, b.shape), size
 
 
 def in_range(size_a: jax.Array, size_b: jax.Array) -> jax.Array:
