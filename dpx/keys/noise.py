@@ -220,7 +220,10 @@ def in_leaves(made: jax.Array, step, places: tuple[Position, ...], shapes: list[
         # starts that are values, all leaves of one shape share one.
         starts = jax.lax.cond(opaque_false(step), lambda: [0] * len(shapes), lambda: [at.start for at in places])
     parts = zip(starts, shapes, strict=True)
-    return [jax.lax.dynamic_slice(made, (start,), (math.prod(shape),)).reshape(shape) for start, shape in parts]
+    return [
+        jax.lax.dynamic_slice(made, (start,), (math.prod(shape),), allow_negative_indices=False).reshape(shape)
+        for start, shape in parts
+    ]
 
 
 def made_in_chunks(words, step, deviation, high: jax.Array, low: jax.Array | None, drawn: bool) -> jax.Array:
@@ -249,9 +252,11 @@ def made_in_chunks(words, step, deviation, high: jax.Array, low: jax.Array | Non
                 return normal(radius, theta, row > 0)
 
         normals = draw() if drawn else np.float64(0)
-        high, *more = (jax.lax.dynamic_slice(x, (2 * number, 0), (2, half)) for x in parts(made))
+        high, *more = (
+            jax.lax.dynamic_slice(x, (2 * number, 0), (2, half), allow_negative_indices=False) for x in parts(made)
+        )
         of_chunk = rounded(high, more[0] if more else None, normals, deviation)
-        return jax.lax.dynamic_update_slice(made, of_chunk, (2 * number, 0))
+        return jax.lax.dynamic_update_slice(made, of_chunk, (2 * number, 0), allow_negative_indices=False)
 
     def parts(made):
         return (made,) if low is None else (made, low)

@@ -175,7 +175,7 @@ def weighted_sums(backward: Backward, kept: Any, factors: list[jax.Array], *, ke
 
     def sum_block(rows):
         def add(number, totals):
-            (record, first), factors = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, 0, False), rows)
+            (record, first), factors = weighted.row(rows, number)
             grads, found = backward.gradients(record)
             factors = [f * weighted.no_longer(*norms) for f, *norms in zip(factors, found, first, strict=True)]
             more = [jnp.where(spread(f, z.shape) != 0, f * z, 0) for f, z in zip(factors, grads, strict=True)]

@@ -106,6 +106,12 @@ def _plus_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Arr
     return jax.lax.scatter_add(table, indices[:, None], rows, numbers, mode="drop")
 
 
+def row(arrays: Any, number: jax.Array, axis: int = 0) -> Any:
+    """Row `number`, at least 0, of arrays along an axis."""
+    how = {"keepdims": False, "allow_negative_indices": False}  # else three more operations for each array
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, axis, **how), arrays)
+
+
 def one_by_one(
     sites: tuple[Site, ...], groups: list[tuple[int, ...]], shape: tuple[int, ...], records: list, factors: jax.Array
 ) -> jax.Array:
@@ -115,7 +121,7 @@ def one_by_one(
 
     def sum_block(rows):
         def add(number, total):
-            of_one, factor = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, 0, False), rows)
+            of_one, factor = row(rows, number)
             return plus_finished(total, of_example(sites, groups, shape, weighted_rows(factor, of_one), factor))
 
         return jax.lax.fori_loop(0, len(rows[1]), add, jnp.zeros(shape, jnp.float32))
@@ -158,7 +164,7 @@ def one_after_another(function: Callable, rows: Any) -> Any:
     by_device = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), rows)
 
     def of_each_device(number):
-        return jax.vmap(function)(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, 1, False), by_device))
+        return jax.vmap(function)(row(by_device, number, axis=1))
 
     found = jax.lax.map(of_each_device, jnp.arange(size // devices))
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(size, *x.shape[2:]), found)
