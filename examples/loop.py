@@ -35,6 +35,7 @@ class Result:
     noise_multiplier: float
     parameters: int
     seconds: float
+    device: str
     output_dir: str
 
 
@@ -113,6 +114,7 @@ def run(
         noise_multiplier=plan["noise_multiplier"],
         parameters=models.parameter_count(fitted.params),
         seconds=round(time.perf_counter() - start_time, 1),
+        device=jax.devices()[0].device_kind,
         output_dir=str(folder.path),
     )
     conclude(folder, config, fitted.report, result)

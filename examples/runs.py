@@ -64,10 +64,13 @@ class Runs:
         return json.loads((folder / "result.json").read_text())["result"] | {"output_dir": str(folder)}
 
     def heading(self, module: str, seeds: Iterable[int]) -> str:
-        """The command, the date, the seeds and the versions."""
-        found = next(self.folder.rglob("result.json"), None)
-        versions = json.loads(found.read_text())["versions"] if found else {"no run": "yet"}
-        listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+        """The command, the date, the seeds, and the versions of all runs."""
+        versions: dict[str, set[str]] = {}
+        for file in self.folder.rglob("result.json"):
+            for name, version in json.loads(file.read_text())["versions"].items():
+                versions.setdefault(name, set()).add(version)
+        found = (f"{name} {' and '.join(sorted(each))}" for name, each in versions.items())
+        listed = ", ".join(found) if versions else "no run yet"
         return f"`python -m {module}`, {time.strftime('%Y-%m-%d')}, seeds {', '.join(map(str, seeds))}; {listed}."
 
 

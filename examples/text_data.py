@@ -27,6 +27,7 @@ import numpy as np
 from examples.data import PREPARE, SEARCH
 
 PAD = 0
+HELD_OUT = "held_out:"
 LETTERS = "abcdefghijklmnopqrstuvwxyz '-"  # ids 1.. in this order
 
 
@@ -65,7 +66,13 @@ class Pairs:
 
 
 def load(name: str, data_dir: str | Path | None = None) -> Labelled:
-    """The labelled texts called `name`: of LABELLED, "random:CLASSES", or of tensorflow-datasets."""
+    """The labelled texts called `name`: of LABELLED, "random:CLASSES", or of tensorflow-datasets.
+
+    "held_out:NAME" has the training texts of NAME alone, a fifth of them to judge a choice on.
+    """
+    if name.startswith(HELD_OUT):
+        whole = load(name.removeprefix(HELD_OUT), data_dir)
+        return split_fifth(name, whole.classes, whole.train_texts, whole.train_labels)
     if name in LABELLED:
         return LABELLED[name](data_dir)
     if name.startswith("random:"):

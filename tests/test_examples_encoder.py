@@ -10,7 +10,7 @@ import pytest
 from scipy import special
 
 import dpx
-from examples import encoder, finetune_encoder
+from examples import encoder, finetune_encoder, text_data
 from examples.finetune.checkpoints import Arrays
 from examples.tasks import text
 
@@ -129,23 +129,44 @@ def test_what_is_trained(folder, tmp_path, trained, count):
     assert sum(size for path, size in sizes.items() if mask is None or mask(path)) == count + 26
 
 
-@pytest.mark.usefixtures("undrawn", "promoting")
-def test_the_table_runs_and_has_a_line_for_every_epsilon(folder, tmp_path, monkeypatch):
+@pytest.fixture
+def short_table(folder, tmp_path, monkeypatch):
+    """A table of one row, of a few steps on texts without meaning; gives what makes its runs and reads the page."""
     monkeypatch.setattr(encoder, "tokens_of", few_tokens)
-    own = {"blocks": 1, "length": 7, "trained": "biases", "encoder": str(folder)}
-    config = finetune_encoder.SHORT | dict(dataset="random:2", batch_size=16, epochs=0.5, task_options=own)
-    row = finetune_encoder.Row("BitFit", config, (0.1,), (8.0, math.inf))
-    monkeypatch.setattr(finetune_encoder, "rows_of", lambda dataset: [row])
+    config = finetune_encoder.BLOCKS | dict(batch_size=16)
+    monkeypatch.setattr(finetune_encoder, "BLOCKS", config)
+    own = {"blocks": 1, "trained": "biases", "encoder": str(folder)}
+    row = finetune_encoder.Row("BitFit", config, own, (0.1,), (8.0, math.inf))
+    for name, value in dict(ROWS=[row], MOVIES="random:2", DATASETS={"random:2": (7, 0.5)}, SEEDS=(0,)).items():
+        monkeypatch.setattr(finetune_encoder, name, value)
     monkeypatch.setattr(finetune_encoder, "TITLES", {"random:2": "## Random"})
-    monkeypatch.setattr(finetune_encoder, "DATASETS", ("random:2",))
-    monkeypatch.setattr(finetune_encoder, "SEEDS", (0,))
     words = ["--runs", str(tmp_path / "runs"), "--cache-dir", str(tmp_path), "--results", str(tmp_path / "page.md")]
-    assert finetune_encoder.main(words) == 0
-    page = (tmp_path / "page.md").read_text()
-    private, without = [line for line in page.splitlines() if line.startswith("| BitFit")]
+
+    def made(*options):
+        assert finetune_encoder.main([*words, *options]) == 0
+        return (tmp_path / "page.md").read_text(), {path.parent.name for path in tmp_path.glob("runs/*/result.json")}
+
+    return made
+
+
+@pytest.mark.usefixtures("undrawn", "promoting")
+def test_the_table_runs_and_has_a_line_for_every_epsilon(short_table):
+    made = short_table("--seeds")[1]
+    assert len(made) == 2 and all(name.startswith("held_out-random-2-bitfit-") for name in made)  # the trials alone
+    page, made = short_table("--seeds", "0")
+    assert len(made) == 4
+    private, without = [line for line in page.splitlines() if line.startswith("| BitFit | ") and "**" in line]
     assert private.startswith("| BitFit | 8 | ") and without.startswith("| BitFit | inf | inf | ")
     assert float(private.split(" | ")[2]) > 8
+    assert "| BitFit | random:2 | 0.1: " in page and "| trained | MiB |" in page
     assert "python -m examples.train --dataset random:2" in page
+
+
+def test_held_out_texts_are_training_texts():
+    whole, held_out = text_data.load("random:3"), text_data.load("held_out:random:3")
+    parts = [set(held_out.train_texts), set(held_out.test_texts)]
+    assert parts[0] | parts[1] == set(whole.train_texts) and not parts[0] & parts[1]
+    assert len(parts[1]) == -(-len(whole.train_texts) // 5)
 
 
 def test_refusals(folder, tmp_path, monkeypatch):
