@@ -552,6 +552,9 @@ CLASS_TOKEN = {"token": (1, 4), "scale": (4,), "places": (4, 4), "least": (4, 4)
 row("class_token", "small")(
     lambda: layer(class_token, {name: normal(i, *shape) for i, (name, shape) in enumerate(CLASS_TOKEN.items())}, 3, 4)
 )
+row("repeated_before_data", "small")(
+    lambda: layer(lambda b, x: x + jnp.broadcast_to(jnp.tanh(b)[:, None], (3, 4)), normal(1, 3), 3, 4)
+)
 row("kernel_of_running_sums", "product")(lambda: layer(lambda w, x: x @ jnp.cumsum(w, 0), normal(1, 3, 4), 3))
 row("used_in_a_branch", "gradient")(
     lambda: layer(lambda w, x: lax.cond(x[0] > 0, lambda: x @ w, lambda: -2.0 * (x @ w)), normal(1, 3, 4), 3)
@@ -606,7 +609,7 @@ def weight_decay_in_the_loss():
 @animal("product")
 def scaled_and_shifted_by_functions():
     def apply(p, x):
-        scale, shift = (jax.nn.softmax(jnp.sum(p[axis] ** 2, axis, keepdims=True)) for axis in (0, 1))
+        scale, shift = (jnp.sqrt(jnp.sum(p[axis] ** 2, axis, keepdims=True)) for axis in (0, 1))
         return shift - x * scale
 
     return layer(apply, [normal(1, 9, 4), normal(2, 3, 9)], 3, 4)

@@ -148,7 +148,7 @@ def make_plan(
         if not uses:
             return (Choice(algorithms.UNUSED, "the loss does not use it"),)
         parts = views.parts([use.view for use in uses], leaves[leaf].shape)
-        small = Choice(algorithms.SMALL) if _is_small(uses, program, leaves[leaf].size) else None
+        small = Choice(algorithms.SMALL) if _is_small(leaf, program, leaves[leaf].size) else None
         if isinstance(parts, str):
             return (small or Choice(algorithms.GRADIENT, parts),)
         pieces = tuple((part.view, part.ends) for part in parts)
@@ -185,19 +185,22 @@ def _with_made(
     return tuple(found.values())
 
 
-def _is_small(uses: tuple[trace.Use, ...], program: trace.Program, size: int) -> bool:
+def _is_small(leaf: int, program: trace.Program, size: int) -> bool:
     """Whether a parameter of this size, such as a bias, a scale or a table of positions, has no more numbers than the
-    cotangents where the loss uses it, which the backward pass of a batch holds for each example anyway. Ghost norms
-    would read these in place of the gradient, so they can save nothing."""
-    equations = {use.equation: program.equations[use.equation] for use in uses if use.equation >= 0}
+    cotangents where it meets data, which the backward pass of a batch holds for each example anyway. Ghost norms would
+    read these in place of the gradient, so they can save nothing."""
+    met = {
+        use.equation for kernel in program.kernels if leaf in kernel.leaves for use in kernel.uses if use.equation >= 0
+    }
     numbers = 0
-    for equation in equations.values():
-        if equation.jaxpr is None or equation.name in (*rules.MATRICES, "scan"):  # a carry may stay the parameter
+    for equation in map(program.equations.__getitem__, met):
+        if equation.jaxpr is None or program.data.isdisjoint(equation.outputs):
             return False
-        for value, variable in zip(equation.outputs, equation.jaxpr.outvars, strict=True):
-            aval: Any = variable.aval
-            own = value not in program.public and jnp.issubdtype(aval.dtype, jnp.inexact)
-            numbers += math.prod(equation.counts) * aval.size if own else 0
+        if equation.name in (*rules.MATRICES, "scan"):  # a carry may stay the parameter
+            return False
+        avals: list[Any] = [variable.aval for variable in equation.jaxpr.outvars]
+        sizes = [aval.size for aval in avals if jnp.issubdtype(aval.dtype, jnp.inexact)]
+        numbers += math.prod(equation.counts) * sum(sizes)
     return size <= numbers
 
 

@@ -144,6 +144,7 @@ class Program(NamedTuple):
     public: by number of a public value, where it comes from: an equation, by number, or None for a parameter; in a
         body, the same value outside
     kernels: those that the loss depends on
+    data: the numbers of values that depend on the example
     """
 
     equations: tuple[Equation, ...]
@@ -152,6 +153,7 @@ class Program(NamedTuple):
     uses: tuple[tuple[Use, ...], ...]
     public: dict[int, "Origin"]
     kernels: tuple[Kernel, ...]
+    data: frozenset[int] = frozenset()
 
     def source(self, value: int | Constant) -> int | Constant:
         """The number of a value where it was computed; that of another one where a body has it from outside."""
@@ -214,7 +216,24 @@ def follow(traced: TracedLoss, leaves: int) -> Program:
     found = ((value, leaves, of_loss(tracer.of_kernels.get(value, ()))) for value, leaves in tracer.depends.items())
     kernels = tuple(Kernel(*each) for each in found if each[2])
     uses = tuple(map(of_loss, tracer.uses))
-    return Program(tuple(tracer.equations), block, jax.tree.structure(aux), uses, tracer.public, kernels)
+    data = _of_data(tracer.equations, inputs[leaves:])
+    return Program(tuple(tracer.equations), block, jax.tree.structure(aux), uses, tracer.public, kernels, data)
+
+
+def _of_data(equations: list[Equation], example: tuple[int, ...]) -> frozenset[int]:
+    found, before = set(example), -1
+    while len(found) > before:  # until no iteration hands on more
+        before = len(found)
+        for equation in equations:
+            read = [isinstance(value, int) and value in found for value in equation.inputs]
+            if any(read):
+                found.update(equation.outputs)
+            if body := equation.body:
+                first, count = carried(equation)
+                handed_on = [isinstance(value, int) and value in found for value in body.outputs[:count]]
+                found.update(itertools.compress(body.inputs, read))
+                found.update(itertools.compress(body.inputs[first:], handed_on))
+    return frozenset(found)
 
 
 def carried(equation: Equation) -> tuple[int, int]:
