@@ -1,4 +1,4 @@
-"""The experiments of the five papers, each a command: `python -m examples.papers` lists them.
+"""The experiments of the papers, each a command: `python -m examples.papers` lists them.
 
 `python -m examples.papers dynamic-table-1 --seeds 3` makes the runs that are missing, continues one that was
 interrupted, and writes the paper's table beside what we measure at the true epsilon. To add one: an `Experiment` in the
@@ -15,9 +15,11 @@ PAPERS: tuple[str, ...] = (
     "dynamic_federated",
     "d2p2",
     "ada_dpigu",
+    "tp_topk",
     "dice_images",
     "dice_text",
     "random_freeze",
+    "zeroth_order",
     "baselines",
     "fashion_mnist",
 )

@@ -1,0 +1,57 @@
+"""TP-TopK (https://arxiv.org/abs/2606.04375) beside the methods that choose coordinates otherwise, and DP-SGD."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from examples.papers import ada_dpigu
+from examples.papers.experiment import Experiment, Row
+from examples.papers.fashion_mnist import EIGHT_EPOCHS
+from examples.papers.random_freeze import frozen
+
+
+def tp_topk(keep: float) -> dict[str, Any]:
+    """A tenth of the run is its warm-up, as AdaDPIGU's."""
+    return {"method": "tp_topk_sgd", "method_options": {"keep": keep, "warmup": "10%"}}
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "DP-SGD": {},
+    "AdaDPIGU, keep 0.6": ada_dpigu.ada(),
+    "ranked freeze, rate 0.7": {"method": "ranked_freeze_sgd", "method_options": frozen(0.7)},
+    "TP-TopK, keep 0.6": tp_topk(0.6),
+    "TP-TopK, keep 0.3": tp_topk(0.3),
+    "TP-TopK, keep 0.1": tp_topk(0.1),
+}
+TRUTH = (
+    "TP-TopK has the epsilon of DP-SGD: its scores read releases, and its warm-up is billed. So do AdaDPIGU, as dpx "
+    "bills it, and ranked freeze. All rows have the same noise. The share that ranked freeze leaves out grows from 0 "
+    "to 0.7 over the run; the warm-up of the others is a tenth of the run."
+)
+
+
+def compared(name: str, title: str, common: Mapping[str, Any], rates: tuple[float, ...], **more: Any) -> Experiment:
+    """Every method at epsilon 1 and 4, each with its own trials of the learning rate."""
+    grid = tuple({"learning_rate": rate} for rate in rates)
+    rows = [
+        Row(label=label, config=config, claimed=epsilon, grid=grid)
+        for label, config in METHODS.items()
+        for epsilon in (1.0, 4.0)
+    ]
+    smoke = ada_dpigu.SMOKE
+    return Experiment(name=name, title=title, common=common, rows=tuple(rows), truth=TRUTH, smoke=smoke, **more)
+
+
+EXPERIMENTS = (
+    compared(
+        "tp-topk-fashion-mnist",
+        "which coordinates are trained, a CNN, eight epochs, Fashion-MNIST",
+        EIGHT_EPOCHS,
+        (2.0, 4.0, 8.0, 16.0),
+    ),
+    compared(
+        "tp-topk-mnist5k",
+        "which coordinates are trained, a perceptron of 101,770 parameters, eight epochs, digits",
+        ada_dpigu.DIGITS | {"model": "mlp"},
+        (2.0, 4.0, 8.0, 16.0),
+    ),
+)
