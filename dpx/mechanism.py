@@ -302,7 +302,9 @@ def derivatives_along(function: Callable, params: Tree, along: Callable, count: 
         return direction.astype(param.dtype)
 
     def next_direction(_, number):
-        value, derivative, aux = jax.jvp(function, (params,), (jax.tree.map(tangent, params, along(number)),), True)
+        # Without the barrier, XLA evaluates the function once for all directions, and keeps what is inside of it.
+        number, here = jax.lax.optimization_barrier((number, params))
+        value, derivative, aux = jax.jvp(function, (here,), (jax.tree.map(tangent, params, along(number)),), True)
         return (value, aux), derivative.astype(jnp.float32)
 
     none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function, params))

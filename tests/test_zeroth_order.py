@@ -1,6 +1,7 @@
 """Zeroth-order training: numbers that forward-mode derivatives give, without gradients, and the memory this takes."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,9 +104,8 @@ def test_a_hostile_row_moves_the_sum_by_no_more_than_its_bound():
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found.updates))
 
 
-@pytest.mark.long
-def test_the_memory_is_that_of_inference(layers=12, width=256, batch=32):
-    """A deep loss keeps nothing for a backward pass, and no gradient of an example: temporaries of compiled steps."""
+def temporary(layers: int, width: int, batch: int, directions: int, norms: Any = "auto") -> int:
+    """Bytes of the temporaries of a compiled step of a deep loss."""
     params = [jnp.zeros((width, width))] * layers
 
     def deep(params, x):
@@ -113,17 +113,22 @@ def test_the_memory_is_that_of_inference(layers=12, width=256, batch=32):
             x = jnp.tanh(x @ w)
         return x.sum()
 
-    sampling = dpx.FullBatch(examples=batch)
-    arguments = params, dpx.Batch(np.zeros((batch, width), np.float32), None)
+    mechanism = dpx.methods.zeroth_order_sgd(
+        directions=directions, **BASE | {"sampling": dpx.FullBatch(examples=batch)}
+    )
+    arguments = params, dpx.Batch(np.zeros((batch, width), np.float32), None), mechanism.init(params)
+    step = jax.jit(dpx.private_updates(deep, mechanism, microbatch_size=batch, norms=norms))
+    planned: Any = step.lower(*arguments).compile().memory_analysis()
+    return planned.temp_size_in_bytes
 
-    def temporary(mechanism, **how):
-        step = jax.jit(dpx.private_updates(deep, mechanism, microbatch_size=batch, **how))
-        return step.lower(*arguments, mechanism.init(params)).compile().memory_analysis().temp_size_in_bytes
 
-    mechanism = dpx.methods.zeroth_order_sgd(directions=4, **BASE | {"sampling": sampling})
-    numbers = 4 * layers * width * width
-    assert temporary(mechanism) < 3 * numbers  # a direction, the sum of directions, and what is released
-    assert temporary(mechanism, norms="vmap") > batch * numbers
+@pytest.mark.long
+def test_the_memory_is_that_of_inference():
+    """A deep loss keeps nothing for a backward pass nor for another direction, and no gradient of an example."""
+    numbers = 4 * 12 * 256**2
+    assert temporary(12, 256, 32, 4) < 3 * numbers  # a direction, the sum of directions, and what is released
+    assert temporary(12, 256, 32, 4, norms="vmap") > 32 * numbers
+    assert temporary(12, 32, 2048, 4) < 1.1 * temporary(12, 32, 2048, 1)
 
 
 @pytest.mark.parametrize("count", [0, -1, 2.5, True])
