@@ -114,7 +114,7 @@ class Ledger:
         return loss
 
     def losses(self, relation: Relation) -> Losses:
-        """The step loss of every release, and how often it was made. Raises ValueError as the kinds do."""
+        """The step loss of every release, and how often it was made. Raises the ValueErrors of `Loss.step`."""
         losses: dict[StepLoss, int] = defaultdict(int)
         for loss, count in self.counts.items():
             losses[loss.step(relation)] += count

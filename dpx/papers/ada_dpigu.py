@@ -325,14 +325,14 @@ class TopFractionState(NamedTuple):
 
 
 def top_fraction(*, fraction: ScalarOrSchedule) -> Coordinates:
-    """The largest coordinates of each example; its other coordinates become 0.
+    """The largest coordinates of each example's gradient; its other coordinates become 0.
 
-    Keeps the floor(fraction d) coordinates of largest absolute value, at least 1, and any that tie with the least of
-    them. The selection depends on the raw example, so the noise covers every coordinate. `encode` reads each example's
+    Keeps the floor(fraction d) coordinates of largest absolute value, at least 1, and any that tie with the smallest of
+    these. The selection depends on the raw example, so the noise covers every coordinate. `encode` reads each example's
     gradient about 30 times, and `private_updates` computes per-example gradients instead of ghost norms.
 
-    fraction: in (0, 1]; a number or a schedule of the step. Raises ValueError outside (0, 1]; for a schedule, when the
-        cost is computed. `dpx.methods.ada_dpigu` uses it.
+    fraction: in (0, 1]; a number or a schedule of the step. Raises ValueError outside (0, 1]; a schedule is checked
+        only when the cost is computed. `dpx.methods.ada_dpigu` uses it.
     """
     require_fraction("fraction", fraction, "(0, 1]")
 

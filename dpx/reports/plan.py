@@ -176,18 +176,19 @@ def plan_samplings(
     records: int = 1,
     numbers: int = LARGEST_RELEASE,
 ) -> SamplingPlan:
-    """Which sampling: the least noise for a budget, the epsilon at equal noise, and the rows of a batch, for each.
+    """For each sampling: the least noise for a budget, the epsilon at equal noise, and the rows of a batch.
 
         print(dpx.reports.plan_samplings(examples=60_000, batch_size=256, epochs=10, epsilon=2.0, delta=1e-5))
 
     examples: int, of the data set. batch_size: int, expected, in [1, examples]. epochs: float, positive.
     epsilon, delta: the budget. accountant: as for `dpx.epsilon`.
     records: int, at least 1, how many of the examples one person owns at most, as for `dpx.Budget`. Above 1, the table
-        has Poisson sampling alone, because no other cost is known.
+        has only Poisson sampling, because the cost of the others is not known.
     numbers: int, how many numbers a step releases at most, as for `dpx.Budget`.
 
-    It reads no data. Noise multipliers are for independent noise of one size. Sizes and steps differ a little if a
-    sampling needs a whole number of steps in an epoch. Raises ValueError for arguments outside these ranges.
+    It reads no data. Noise multipliers are those of independent noise that has the same size at every step. Sizes and
+    steps differ a little if a sampling needs a whole number of steps in an epoch. Raises ValueError for arguments
+    outside these ranges.
     """
     require_whole("examples", examples)
     if require_whole("batch_size", batch_size) > examples:

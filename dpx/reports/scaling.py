@@ -48,7 +48,7 @@ class ScaleLaw:
     losses: np.ndarray
 
     def loss(self, *, parameters: float, steps: float, step_noise: float) -> float:
-        """What the law expects. Raises ValueError for a number outside of the measured ones."""
+        """The loss that the law predicts. Raises ValueError for a number outside the measured range."""
         numbers = parameters, steps, step_noise
         if outside := self._outside(numbers):
             raise ValueError(outside)

@@ -151,24 +151,23 @@ class Sampling(abc.ABC):
         data: the `examples` examples. Either a pytree of arrays (jax, numpy or a memory map, of which only the drawn
             rows are read) with the examples on axis 0 of each; or a source with `__len__` and `__getitem__(int)`, whose
             items are pytrees of arrays and numbers, alike in structure, shapes and dtypes (`__getitems__(list of int)`
-            is called instead where it exists; its items must share no memory that is written again, while an item of
-            `__getitem__` is copied at once). grain's data sources and torch's map-style datasets are such sources.
-            An item is a function of its number alone, because other numbers in a step that is made again would show
-            the difference without noise. To make items by chance (augmentation), a source has a method
-            `random_item(int, rng)` in place of `__getitem__`. `rng`, a `numpy.random.Generator`, is that of the item
-            and the step, whatever else is drawn; it is derived from `key`, and reveals nothing of it.
-            Of a table of pandas, give its columns of numbers, `frame[columns].to_numpy(numpy.float32)`, and of sparse
-            matrices dense arrays.
+            is called instead where it exists; its items must not share memory that is later overwritten, while an item
+            of `__getitem__` is copied at once). grain's data sources and torch's map-style datasets are such sources.
+            An item must depend on its index alone: if a repeated step read other values, the difference would show
+            without noise. For random items (augmentation), give the source a method `random_item(int, rng)` in place of
+            `__getitem__`. `rng`, a `numpy.random.Generator`, depends only on the item, the step and `key`, and reveals
+            nothing about the key. For a pandas table, pass its numeric columns,
+            `frame[columns].to_numpy(numpy.float32)`; for a sparse matrix, a dense array.
         key: a PRNG key, (), secret, of one run. With `ShuffledEpochs` and `RandomAllocation` it must be the same at
             every step, because a run whose batches come from several orders has no known cost.
         state: of the optimizer. Its step count is read, so this call waits until the state is computed.
-        size: rows of the batch, the last of which are padding; None takes the record's own size.
+        size: rows of the batch, padding included; None takes the size that the sampling chooses.
         beyond_budget: continue after the steps of the `dpx.Budget` that the mechanism was calibrated for.
 
-        Raises ValueError for data of another length or with unlike items, for an item that is another when it is read
-        again (as 16 are in the first batches, and later one of 256), for objects of pandas and sparse matrices, if the
-        mechanism of the state counts another sampling, at the first step beyond the budget, and inside of jit, where
-        `draw_ahead` serves.
+        Raises ValueError for data of another length or with unlike items, for an item that differs when it is read a
+        second time (16 items of the first batches are, and later one in 256), for pandas objects and sparse matrices,
+        if the mechanism of the state accounts for another sampling, at the first step beyond the budget, and
+        inside jit, where `draw_ahead` works instead.
         """
         require_known(keys.secret(key), state)
         (step,) = next_steps(state, self, 1, beyond_budget=beyond_budget)

@@ -108,7 +108,7 @@ class UserData:
 
     @property
     def kept(self) -> Tree:
-        """The rows that the items of all users hold, one item after another without padding: `data` with fewer rows."""
+        """The rows that all users' items hold, item by item and without padding: `data` with fewer rows."""
         return jax.tree.map(lambda leaf: np.asarray(read_rows(leaf, self._rows(slice(None)))), self._data)
 
 

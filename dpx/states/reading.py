@@ -104,13 +104,13 @@ def steps_taken(state: Tree) -> int:
 
 
 def steps_billed(state: Tree) -> int:
-    """How many steps the cost of an optimizer state covers: those that were made, and all that were planned.
+    """How many steps the cost of an optimizer state covers: those made or those planned, whichever are more.
 
     The decision to end a run may depend on the data: on the releases themselves, if a callback or a person looks at
-    them. Then no proof holds for the steps that were made alone. One holds for all steps that the run could make,
-    because the run is a function of their releases. So a run costs its plan, which with a budget is the whole budget,
-    because whoever plans fewer steps first can plan more after a look. Without a plan, nobody knows where the run could
-    have ended, and it costs the steps that were made.
+    them. Then there is no proof for only the steps that were made, but there is one for all steps that the run could
+    make, because the run is a function of their releases. So a run costs its plan, which with a budget is the whole
+    budget, because someone could plan fewer steps, look, and then plan more. Without a plan, nobody knows where the run
+    could have ended, and it costs the steps that were made.
     """
     release = release_state(state)
     return max(int(release.step), int(release.plan))

@@ -54,10 +54,10 @@ def standardize(
 ) -> Scaling:
     """The mean and the standard deviation of each feature, from one release, for a model that reads scaled features.
 
-    data: (N, columns) or (N,), or a `dpx.UserData` of one. Missing values (NaN) are left out.
-    low, high: public, finite, numbers or one for each column, to which values are clipped, here and in the model.
-    The other arguments and errors are those of `dpx.statistics`. A scale is at least the one that noise alone would
-    show, so that no feature is blown up.
+    data: (N, columns) or (N,), or a `dpx.UserData` of such an array. Missing values (NaN) are left out.
+    low, high: public and finite; one number, or one for each column. Values are clipped to this range, here and in the
+    model. The other arguments and errors are those of `dpx.statistics`. A scale is never below the one that noise alone
+    would show, so no feature is divided by almost nothing.
 
         >>> scaling = dpx.statistics.standardize(data[0], low=0, high=2, noise_multiplier=5.0, key=dpx.secret_key())
         >>> scaling(data[0]).shape

@@ -183,8 +183,8 @@ def added(
 
 
 def sum_in_blocks(sum_block: Callable[[Tree], Any], rows: Tree, numbers: int, unit: Unit = FLOAT32) -> Any:
-    """The sum, float32 arrays, of up to `most_float32_rows` rows with this many `numbers` in a sum. sum_block: the
-    float32 sum of up to `MOST_ROWS` rows, in any order, by the additions of `unit`."""
+    """The float32 sum of up to `most_float32_rows` rows. numbers: how many numbers the sum has. sum_block: computes the
+    float32 sum of up to `MOST_ROWS` rows, in any order, with the additions of `unit`."""
     size = jax.tree.leaves(rows)[0].shape[0]
     devices = devices_for(size)
     blocks, small = blocks_for(size, devices, unit), AT_ONCE if unit.rounds else SMALL_SUMS

@@ -158,7 +158,7 @@ def seen_soon(traced: Traced) -> str:
 
 
 def whitened(draws: Draws, step: int, release: Release) -> np.ndarray:
-    """The draws of a step as standard normals, if the mechanism's noise is what its trace says; float64 (count, r)."""
+    """The draws of a step, float64 (count, r): standard normals if the mechanism's noise is what its trace says."""
     rows = release.affine.copy()
     if rows[: release.updates].all():
         rows[release.updates :] = False

@@ -28,7 +28,7 @@ ALL = slice(None)
 class Slopes(NamedTuple):
     """The derivatives of what a step computes.
 
-    reads: the numbers of public values. axes: along which the derivatives differ
+    reads: which public values they need, by number. axes: those along which the derivatives differ
     multiply: (x, Values) -> x times the derivatives, element by element
     """
 

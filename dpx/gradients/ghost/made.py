@@ -58,8 +58,8 @@ class Made(NamedTuple):
 
 
 def find(program: Program, wanted: set[int], made: Mapping[Any, Equation], shapes: list[tuple[int, ...]]) -> list[Made]:
-    """The kernels of those of the `wanted` parameters whose kernels are all followed, in groups that share none. made:
-    as in `rules.recognize`. shapes: of all parameters."""
+    """The kernels of every `wanted` parameter whose kernels can all be followed, in groups with no parameter in common.
+    made: as in `rules.recognize`. shapes: of all parameters."""
     uses = {kernel: _uses(kernel, program, made, shapes) for kernel in program.kernels if kernel.leaves & wanted}
     known = wanted.difference(*(kernel.leaves for kernel, found in uses.items() if found is None))
     groups: list[Made] = []

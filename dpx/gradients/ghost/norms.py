@@ -277,8 +277,8 @@ def _segments(size: int) -> int:
 
 
 def product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """G itself, float32 (B, K, I, O), for each of B examples: A, (B, K, T, I), and B, (B, K, T, O). Its rounding is a
-    part of the gradient, because norm and sum read the result."""
+    """The matrices G of all examples, float32 (N, K, I, O). a: A, (N, K, T, I). b: B, (N, K, T, O). Their rounding is
+    part of the gradient, because the norm and the sum both read the result."""
     return jnp.einsum("bkti,bkto->bkio", a, b, precision=here().unit.precision)
 
 
