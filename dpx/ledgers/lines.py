@@ -1,6 +1,7 @@
 """The lines of a ledger's file: each is one JSON object, in which every float is exact."""
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -108,6 +109,8 @@ def _known() -> dict[str, type]:
     left: list[type] = [DpEvent, Sampling]
     while left:
         kind = left.pop()
-        found[kind.__name__] = kind
+        # attrs makes a class anew to give it slots, and the first one is a subclass until it is collected as garbage.
+        if getattr(sys.modules.get(kind.__module__), kind.__name__, kind) is kind:
+            found[kind.__name__] = kind
         left += kind.__subclasses__()
     return found
