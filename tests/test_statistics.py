@@ -323,6 +323,11 @@ def test_a_budget_is_kept_and_used(noise, steps):
     )
 
 
+def test_a_ledger_counts_laplace_noise_dearly_so_a_budget_takes_none():
+    budget = dpx.Budget(epsilon=0.5, delta=1e-6, steps=1)
+    assert statistics.release_count(np.ones(50), **asked(noise_multiplier=budget), ledger=Ledger()).noise == "gaussian"
+
+
 def test_a_budget_of_three_quantiles_is_for_all_of_them():
     budget = dpx.Budget(epsilon=0.5, delta=1e-6, steps=1)
     found = statistics.release_quantiles(np.arange(50.0), low=0, high=50, **asked(noise_multiplier=budget))

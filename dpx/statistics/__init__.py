@@ -15,8 +15,9 @@ noise_multiplier: float, positive, of the noise, relative to what one example, o
 key: a secret PRNG key, (), of this release alone. The same question about the same data has the same noise, so to
     repeat it costs nothing; another one with this key is refused. Whether it is refused shows whether the data are the
     same, which epsilon does not cover: take a new key for other data.
-noise: "gaussian" or "laplace". None is, for a budget, the one that deviates less, and Gaussian otherwise. Laplace noise
-    of multiplier b costs epsilon 1 / b at delta 0.
+noise: "gaussian" or "laplace". None is, for a budget without a ledger, the one that deviates less, and Gaussian
+    otherwise, because a ledger counts Laplace releases dearly. Laplace noise of multiplier b costs epsilon 1 / b at
+    delta 0.
 words: what is released, in one line, for its record.
 ledger: a `dpx.PrivacyLedger`, in which the release is paid for before it is made, for all records that a person owns
     by its terms. part: the name of the part of the data, as for the ledger.

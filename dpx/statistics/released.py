@@ -166,8 +166,9 @@ class Asked:
 
     def noise_for(self, records: Records, effect: Effect, size: int) -> tuple[Noise, float]:
         """The noise on `size` numbers, and its multiplier; of both kinds, the one that deviates less."""
-        kinds: list[Any] = ["laplace", "gaussian"] if isinstance(self.noise_multiplier, Budget) else ["gaussian"]
-        kinds = kinds if self.noise is None else [self.noise]
+        kinds: list[Any] = [self.noise or "gaussian"]
+        if self.noise is None and isinstance(self.noise_multiplier, Budget) and self.ledger is None:
+            kinds = ["laplace", "gaussian"]
         found = []
         for kind in kinds:
             multiplier = self.multiplier(
