@@ -23,9 +23,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "TP-TopK, keep 0.1": tp_topk(0.1),
 }
 TRUTH = (
-    "TP-TopK has the epsilon of DP-SGD: its scores read releases, and its warm-up is billed. So do AdaDPIGU, as dpx "
-    "bills it, and ranked freeze. All rows have the same noise. The share that ranked freeze leaves out grows from 0 "
-    "to 0.7 over the run; the warm-up of the others is a tenth of the run."
+    "TP-TopK has the epsilon of DP-SGD: its scores read releases, and its warm-up is paid for. So do AdaDPIGU, as "
+    "dpx counts it, and ranked freeze. All rows have the same noise. The share that ranked freeze leaves out grows "
+    "from 0 to 0.7 over the run; the warm-up of the others is a tenth of the run."
 )
 
 
