@@ -161,7 +161,8 @@ def require_per_example(grads: Tree, params: Tree) -> Tree:
     if jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, params):
         raise ValueError(
             "grads must hold one gradient of each example, with the examples on axis 0 before each leaf; got the "
-            "shapes of params. Do not average before the mechanism, nor wrap it, as optax.MultiSteps does"
+            "shapes of params. dpx.private_updates(loss, optimizer) makes them. Do not average before the mechanism, "
+            "nor wrap it, as optax.MultiSteps does"
         )
     size = batch_size(grads)
     require_real(grads)

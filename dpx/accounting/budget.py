@@ -63,7 +63,7 @@ class Budget:
         checks.require_numbers(1 if self.numbers is None else self.numbers)
         if (self.steps is None) == (self.epochs is None):
             given = f"{described(self.steps)} and {described(self.epochs)}"
-            raise ValueError(f"exactly one of steps and epochs must be given, got {given}")
+            raise ValueError(f"a dpx.Budget must have exactly one of steps and epochs, got {given}")
         if self.epochs is None:
             require_whole("steps", self.steps)
         else:
