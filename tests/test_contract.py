@@ -7,8 +7,11 @@ case (tests/mechanisms.py), worked out by hand, say more: the clip norm, the noi
 `test_the_line_of_a_broken_mechanism_fails` (tests/test_audit_contract.py) breaks every line.
 """
 
+import contextlib
 import functools
+import types
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import attrs
@@ -26,6 +29,7 @@ from dpx.accounting.bill import numbers_of
 from dpx.audit.contract import inputs
 from dpx.audit.contract.check import LINES
 from dpx.audit.contract.lines import require_same_program
+from dpx.audit.contract.noise import NUMBERS, _require_no_repeats
 from dpx.audit.contract.report import Broken, NotChecked
 from dpx.audit.contract.subject import STEPS
 from dpx.audit.contract.trial import Trial
@@ -421,6 +425,30 @@ def signs_case(change=None) -> Case:
         return case
     chained = case._replace(name="signs", make=lambda key: dpx.chain(change(key), optax.scale_by_sign()))
     return chained._replace(noised=lambda total, state: total)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-44])
+def test_noise_that_repeats_is_seen_but_not_where_a_gpu_keeps_few_bits_of_it(size):
+    """Rows that repeat. Denormal numbers, which a CPU has as 0, have two bits here."""
+    rng = np.random.default_rng(0)
+    rows = np.tile(rng.standard_normal((len(NUMBERS) // 2, 8)), (2, 1)) * size
+
+    class Draws:
+        words, count = np.zeros((1, 2), np.uint32), 8
+
+        def of(self, *given):
+            return rows
+
+        def __call__(self, step):
+            return rng.standard_normal((8, 8))
+
+    release = types.SimpleNamespace(updates=8, offset=np.zeros(8))
+    of_one = types.SimpleNamespace(noise_multiplier=1.0)
+    fake: Any = types.SimpleNamespace(
+        noise=Draws(), mechanism=of_one, state=lambda step: None, release=lambda step: release
+    )
+    with pytest.raises(Broken, match="share noise") if size == 1 else contextlib.nullcontext():
+        _require_no_repeats(fake, fake.release(0))
 
 
 def test_a_line_of_the_catalog_is_held_to_the_contract():
