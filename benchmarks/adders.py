@@ -2,12 +2,12 @@
 
     python -m benchmarks.adders --minutes 60
 
-The emulator adds as the proof in dpx/xla/units.py says. The first of some rows is replaced by zeros in its place; the
-page has how much farther the sum moves than by that row, as a share of what is proved for this core and this number of
-rows: below 1 for all data. A search changes some numbers at a time and keeps what moves the sum farther; searches from
-other random starts take turns until the process has used the minutes. Rounding errors have random signs, and the
-proof takes the worst of each, so a search comes to a part of it. A hostile adder, in tests/test_units.py, comes near to
-it. Writes benchmarks/results/adders.md.
+The emulator adds as the proof in dpx/xla/matrix_units.py says. The first of some rows is replaced by zeros in its
+place; the page has how much farther the sum moves than by that row, as a share of what is proved for this core and this
+number of rows: below 1 for all data. A search changes some numbers at a time and keeps what moves the sum farther;
+searches from other random starts take turns until the process has used the minutes. Rounding errors have random signs,
+and the proof takes the worst of each, so a search comes to a part of it. A hostile adder, in tests/test_units.py, comes
+near to it. Writes benchmarks/results/adders.md.
 """
 
 import argparse
@@ -19,9 +19,9 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks import report
-from dpx.sums import total as bounds
-from dpx.sums.total import MOST_ROWS, UNIT
-from dpx.xla.units import Unit, tensor_core
+from dpx.sums import float_pair as bounds
+from dpx.sums.float_pair import MOST_ROWS, UNIT
+from dpx.xla.matrix_units import Unit, tensor_core
 
 # (k, e) of the proof: the products of an instruction, and the bits that it keeps of each beyond float32's.
 CORES = {"A100, TF32": (4, 1), "H100, TF32": (8, 2), "A100, bfloat16": (8, 1), "H100, bfloat16": (16, 2)}
@@ -67,7 +67,7 @@ def searched(
         excess = add(data) - add(without) - data[:, 0] * factors[0]
         return np.linalg.norm(excess) / np.linalg.norm(data * factors, axis=0).max()
 
-    proved = 2 * UNIT * bounds.moved_in_block(rows, Unit(7, None, (tensor_core(*CORES[name]),)))
+    proved = 2 * UNIT * bounds.block_error(rows, Unit(7, None, (tensor_core(*CORES[name]),)))
     best = np.ceil(np.arange(rows, 0, -1) / CORES[name][0]) * rng.uniform(0.5, 1, (rows, rows))
     best *= 2.0 ** rng.integers(-6, 1, best.shape)
     found = moved(best)

@@ -50,7 +50,9 @@ def dynamic() -> dict[str, tuple[str, str]]:
         for growth in (1.0, 1 / 0.7):
             claimed, true = (0.4, 1.2, 2.0), []
             for epsilon in claimed:
-                first = 1 / claims.mu_0(epsilon=epsilon, delta=delta, sampling_rate=rate, steps=steps, growth=growth)
+                first = 1 / claims.first_mu(
+                    epsilon=epsilon, delta=delta, sampling_rate=rate, steps=steps, growth=growth
+                )
                 noise = first * growth ** (-np.arange(1, steps + 1) / steps)
                 true.append(poisson(noise, steps, examples=60_000, batch_size=60_000 * rate, delta=delta))
             name = f"Dynamic DP-SGD: noise for {steps} steps at rate {rate:.4f}, falling by {growth:.2f}"

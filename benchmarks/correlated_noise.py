@@ -17,7 +17,7 @@ from dp_accounting import DpEvent
 from benchmarks import report
 from dpx import strategies
 from dpx.accounting import event_epsilon
-from dpx.accounting.calibration import least_within
+from dpx.accounting.calibration import least_noise_within
 
 EXAMPLES, DELTA = 60_000, 1e-5
 RUNS = ((256, 2344), (2048, 732), (8192, 293))  # batch size, steps
@@ -50,7 +50,9 @@ def noise_multiplier(kind: str, batch: int, steps: int, groups: int, epsilon: fl
             noise_multiplier=noise,
         )
 
-    return least_within(lambda noise: event_epsilon(event(noise), delta=DELTA, relation="zero_out"), epsilon, 1e-4, 1.0)
+    return least_noise_within(
+        lambda noise: event_epsilon(event(noise), delta=DELTA, relation="zero_out"), epsilon, 1e-4, 1.0
+    )
 
 
 @functools.cache

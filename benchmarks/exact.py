@@ -17,7 +17,7 @@ from scipy import special, stats
 import dpx
 from benchmarks import report
 from dpx import keys
-from dpx.accounting.events import billed
+from dpx.accounting.events import profile_of_run
 from dpx.keys.noise import GRID
 
 FRACTIONS = (0.0, 1e-4, 0.2, 0.25, 0.4999, 0.5, 0.75, 0.9999)  # of a cell of the grid
@@ -86,7 +86,7 @@ def additions() -> list[tuple]:
     """What the bill of Poisson batches at rate .001 and noise multiplier 1 contains, for 2^32 numbers a release."""
     sampling, rows = dpx.PoissonSampling(examples=10**6, batch_size=1000), []
     for steps, delta in itertools.product((100, 1000, 10_000), (1e-5, 1e-6)):
-        answer = billed(sampling.event(np.ones(steps)), relation="zero_out").answer(delta)
+        answer = profile_of_run(sampling.event(np.ones(steps)), relation="zero_out").answer(delta)
         parts = f"{answer.epsilon:.6g}", f"{answer.of_epsilon:.2g}", f"{answer.of_delta:.2g}"
         rows.append((steps, f"{delta:g}", *parts))
     return rows

@@ -28,15 +28,15 @@ def prices() -> str:
     import dp_accounting
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 
-    from dpx.accounting.events import billed
-    from dpx.accounting.filters import NOTHING, Filter, Spent, credit
+    from dpx.accounting.events import profile_of_run
+    from dpx.accounting.filters import NOTHING, PrivacyFilter, Spent, credit_mu
     from dpx.accounting.ledger import from_event
 
     rows = []
     for rate, sigma, steps in RUNS:
         step = PoissonSampledDpEvent(rate, GaussianDpEvent(sigma))
-        whole = billed(SelfComposedDpEvent(step, steps), relation="zero_out", curve=True)
-        tried = Filter(whole.epsilon(DELTA), DELTA)
+        whole = profile_of_run(SelfComposedDpEvent(step, steps), relation="zero_out", curve=True)
+        tried = PrivacyFilter(whole.epsilon(DELTA), DELTA)
         paid = tried.charge(whole, NOTHING)
         accountant = dp_accounting.rdp.RdpAccountant().compose(SelfComposedDpEvent(step, steps))
         order = accountant.get_epsilon_and_optimal_order(DELTA)[1]
@@ -44,10 +44,10 @@ def prices() -> str:
             made = round(share * steps)
             run = SelfComposedDpEvent(step, made)
             left = from_event(SelfComposedDpEvent(step, steps - made)).losses("zero_out") if made < steps else {}
-            back = credit(left, (tried.most.delta - paid.delta) / 8)
+            back = credit_mu(left, (tried.most.delta - paid.delta) / 8)
             spent = Spent(paid.precision - back.precision, paid.delta + back.delta)
             one = dp_accounting.rdp.RdpAccountant([order]).compose(run).get_epsilon(DELTA)
-            fixed = billed(run, relation="zero_out").epsilon(DELTA)
+            fixed = profile_of_run(run, relation="zero_out").epsilon(DELTA)
             cells = [fixed, tried.epsilon_of(spent), one, of_pairs(step, made)]
             odometer = tried.odometer(paid)
             rows.append([f"q {rate:g}, noise {sigma:g}", f"{made} of {steps}", *(f"{x:.3f}" for x in cells)])
@@ -60,18 +60,18 @@ def in_parts() -> str:
     """Epsilon of a run that is made of shorter ones, of which each may follow from what those before it released."""
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 
-    from dpx.accounting.events import billed
-    from dpx.accounting.filters import NOTHING, Filter, Spent
+    from dpx.accounting.events import profile_of_run
+    from dpx.accounting.filters import NOTHING, PrivacyFilter, Spent
 
     rows = []
     for rate, sigma, steps in RUNS:
         step, cells = PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)), []
         for parts in PARTS:
-            part = billed(SelfComposedDpEvent(step, steps // parts), relation="zero_out", curve=True)
-            epsilon, before = billed(SelfComposedDpEvent(step, steps), relation="zero_out").epsilon(DELTA), 0.0
+            part = profile_of_run(SelfComposedDpEvent(step, steps // parts), relation="zero_out", curve=True)
+            epsilon, before = profile_of_run(SelfComposedDpEvent(step, steps), relation="zero_out").epsilon(DELTA), 0.0
             cells = cells or [epsilon]
             while epsilon > 1.0005 * before:  # of a budget that this uses up
-                tried, spent, before = Filter(epsilon, DELTA), NOTHING, epsilon
+                tried, spent, before = PrivacyFilter(epsilon, DELTA), NOTHING, epsilon
                 for _ in range(parts):
                     paid = tried.charge(part, spent)
                     spent = Spent(spent.precision + paid.precision, spent.delta + paid.delta)

@@ -67,10 +67,10 @@ def multiplied(core: str, left: np.ndarray, right: np.ndarray) -> np.ndarray:
     import jax
     import jax.numpy as jnp
 
-    from dpx.xla import units
+    from dpx.xla import matrix_units
 
-    unit = units.BFLOAT16 if "bfloat16" in core else units.TF32
-    dtype = jnp.bfloat16 if unit is units.BFLOAT16 else jnp.float32
+    unit = matrix_units.BFLOAT16 if "bfloat16" in core else matrix_units.TF32
+    dtype = jnp.bfloat16 if unit is matrix_units.BFLOAT16 else jnp.float32
     dot = functools.partial(jnp.dot, precision=unit.precision, preferred_element_type=jnp.float32)
     return np.asarray(jax.jit(dot)(jnp.asarray(left, dtype), jnp.asarray(right, dtype)), np.float64)
 

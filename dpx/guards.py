@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dpx.trees import Tree, batch_size, float32_like, path_of, require_arrays, some
+from dpx.trees import Tree, batch_size, first_words, float32_like, path_of, require_arrays
 from dpx.xla.jaxprs import inputs_read
 
 FEW = 3  # parameters that a message names
@@ -27,7 +27,7 @@ ADVICE = {
 }
 
 
-def require_no_more(extra_args: dict[str, Any]):
+def require_no_extra_arguments(extra_args: dict[str, Any]):
     if extra_args:
         raise ValueError(
             f"update takes no {sorted(extra_args)}, because transforms behind the mechanism would get them without "
@@ -75,8 +75,8 @@ def require_params(params: Tree, mechanism: Any) -> Tree:
     require_unmasked(params)
     require_no_modules(params)
     require_numbers(params)
-    whole = [_kind(leaf) == "whole" for leaf in jax.tree.leaves(params)]
-    if any(whole) and any(map(operator.and_, whole, jax.tree.leaves(trained(mechanism, params)))):
+    whole = [_leaf_kind(leaf) == "whole" for leaf in jax.tree.leaves(params)]
+    if any(whole) and any(map(operator.and_, whole, jax.tree.leaves(trained_leaves(mechanism, params)))):
         _refuse(params, " Freeze integers by dpx.coordinates.trainable.")
     require_real(params)
     return as_arrays(params)
@@ -84,23 +84,23 @@ def require_params(params: Tree, mechanism: Any) -> Tree:
 
 def require_numbers(params: Tree):
     """Raises ValueError for leaves that are not arrays, such as the functions and variables of a model."""
-    if any(_kind(leaf) == "other" for leaf in jax.tree.leaves(params)):
+    if any(_leaf_kind(leaf) == "other" for leaf in jax.tree.leaves(params)):
         _refuse(params)
 
 
 def _refuse(params: Tree, more: str = ""):
     named = jax.tree_util.tree_leaves_with_path(params)
-    odd = [f"{path_of(path)} {_name(leaf)}".strip() for path, leaf in named if _kind(leaf) != "float"]
-    packages = [_package(node) for node in jax.tree.leaves(params, is_leaf=lambda node: _package(node) != "")]
+    odd = [f"{path_of(path)} {_leaf_name(leaf)}".strip() for path, leaf in named if _leaf_kind(leaf) != "float"]
+    packages = [_package_of(node) for node in jax.tree.leaves(params, is_leaf=lambda node: _package_of(node) != "")]
     advice = next((ADVICE[package] for package in packages if package), FLAX)
-    raise ValueError(f"params must be a pytree of float arrays, got {some(odd, FEW)}.{more} {advice}")
+    raise ValueError(f"params must be a pytree of float arrays, got {first_words(odd, FEW)}.{more} {advice}")
 
 
 def as_arrays(params: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, bool | int | float) else leaf, params)
 
 
-def trained(mechanism: Any, params: Tree) -> Tree:
+def trained_leaves(mechanism: Any, params: Tree) -> Tree:
     """Whether the encoded gradient depends on each parameter's gradient: bools like `params`, arrays or shapes. Read
     from the equations of the mechanism's `encode`, so it is the same at every step: a mask that changes between steps,
     such as a random freeze, reads every gradient."""
@@ -110,16 +110,16 @@ def trained(mechanism: Any, params: Tree) -> Tree:
     return treedef.unflatten(inputs_read(closed.jaxpr)[: len(leaves)])
 
 
-def _package(node: Any) -> str:
+def _package_of(node: Any) -> str:
     """The package that `node` comes from, if there is advice about it; otherwise ""."""
     names = [kind.__module__.split(".")[0] for kind in type(node).__mro__]
     return next((name for name in names if name in ADVICE), "")
 
 
-def _kind(leaf: Any) -> str:
+def _leaf_kind(leaf: Any) -> str:
     """ "float", "whole" (an integer or a bool), "other" (no array of numbers), or "odd" (complex numbers or keys)."""
     try:
-        dtype = None if _package(leaf) or isinstance(leaf, str | bytes) else jnp.result_type(leaf)
+        dtype = None if _package_of(leaf) or isinstance(leaf, str | bytes) else jnp.result_type(leaf)
     except (TypeError, ValueError):
         dtype = None
     if dtype is None:
@@ -129,8 +129,8 @@ def _kind(leaf: Any) -> str:
     return "whole" if jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_ else "odd"
 
 
-def _name(leaf: Any) -> str:
-    return type(leaf).__name__ if _kind(leaf) == "other" else str(getattr(leaf, "dtype", type(leaf).__name__))
+def _leaf_name(leaf: Any) -> str:
+    return type(leaf).__name__ if _leaf_kind(leaf) == "other" else str(getattr(leaf, "dtype", type(leaf).__name__))
 
 
 def require_no_modules(params: Tree):

@@ -22,16 +22,16 @@ import optax
 from dp_accounting import DpEvent
 
 from dpx import guards, keys
-from dpx.accounting.arithmetic import addition
+from dpx.accounting.arithmetic import arithmetic_cost
 from dpx.accounting.budget import Budget
 from dpx.accounting.ledger import from_event
-from dpx.sampling.batch import MISSING, inclusion
+from dpx.sampling.batch import MISSING, included_rows
 from dpx.sampling.schemes import Sampling
-from dpx.schedules.scalars import ScalarOrSchedule, over
+from dpx.schedules.scalars import ScalarOrSchedule, values_over
 from dpx.states.reading import require_matching, steps_taken
-from dpx.states.record import checked, counted, fingerprints_of, stamped
-from dpx.sums.rows import sum_contributions
-from dpx.sums.total import ETA
+from dpx.states.record import check_batch, fingerprints_of, release_and_count, stamp_state
+from dpx.sums.clipped_sum import sum_contributions
+from dpx.sums.float_pair import ETA
 from dpx.trees import Tree, batch_size, float32_like
 
 
@@ -51,8 +51,9 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     norm:     (encoded) -> norms; float32 (), or one for each group (a pytree prefix of `encoded`)
     weigh:    (norms, state) -> tuple of factors, each with the structure of the norms
     bound:    (state) -> the largest norm, float32 (), of a contribution by the first factor; one for each norm
-    release:  (sums, state, params) -> (updates, state); one `dpx.sums.total.FloatPair` or float32 tree for each factor.
-              Adds noise by `keys.release`, (1 + ETA) times the stated deviation. `params`: arrays or their shapes
+    release:  (sums, state, params) -> (updates, state); one `dpx.sums.float_pair.FloatPair` or float32 tree for each
+              factor. Adds noise by `keys.release`, (1 + ETA) times the stated deviation. `params`: arrays or their
+              shapes
     event:    (steps) -> DpEvent; the cost of the first `steps` releases, sampling included
     sampling: how the batches must be drawn for `event` to be true
     noise_multiplier: a number or a schedule; `release` adds this noise, and records it in the ReleaseState
@@ -94,7 +95,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
 
     def __post_init__(self):
         budget = None if self.budget is None else self.budget.for_sampling(self.sampling)
-        vars(self).update(budget=budget, noise_key=keys.mark(self.key))
+        vars(self).update(budget=budget, noise_key=keys.mark_of_key(self.key))
 
     def __iter__(self) -> Iterator[Callable]:
         return iter((self.init, self.update))  # as optax unpacks a transformation
@@ -103,12 +104,12 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
 
     def init(self, params: Tree) -> Tree:  # pyrefly: ignore[bad-override]
         params = guards.require_params(params, self)
-        return stamped(self.begin(params), self.fingerprints, self.budget)
+        return stamp_state(self.begin(params), self.fingerprints, self.budget)
 
     def update(self, grads, state, params=None, *, included=MISSING, drawn=None, **extra_args):  # pyrefly: ignore
-        guards.require_no_more(extra_args)
+        guards.require_no_extra_arguments(extra_args)
         params = guards.require_per_example(grads, params)
-        rows = inclusion(batch_size(grads), included, self.sampling)
+        rows = included_rows(batch_size(grads), included, self.sampling)
         sums, _ = sum_contributions(self, grads, state, rows)
         return self.release_once(sums, state, params, jnp.sum(rows), drawn)
 
@@ -143,19 +144,21 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
         return fingerprints_of(self.event(1), self.sampling)
 
     def release_once(self, sums, state, params, rows, drawn=None, *, ordered=True) -> tuple[Tree, Tree]:
-        """`release` for the sums of one batch. rows: int (), how many rows count. The rest is as in `checked`. A batch
-        for which the event is not true leaves the state without a cost. Raises ValueError if differentiated."""
-        state = checked(state, self, rows, drawn, ordered=ordered)
-        return counted(self.release, guards.undifferentiated(sums), state, params, budget=self.budget)
+        """`release` for the sums of one batch. rows: int (), how many rows count. The rest is as in `check_batch`. A
+        batch for which the event is not true leaves the state without a cost. Raises ValueError if differentiated."""
+        state = check_batch(state, self, rows, drawn, ordered=ordered)
+        return release_and_count(self.release, guards.undifferentiated(sums), state, params, budget=self.budget)
 
     def event_matching(self, state: Tree, steps: int) -> DpEvent:
         """The event of the first `steps` releases of the run of `state`. Raises ValueError for another run's state."""
-        require_matching(state, self, over(self.noise_multiplier, steps_taken(state)))
+        require_matching(state, self, values_over(self.noise_multiplier, steps_taken(state)))
         return self.event(steps)
 
     def __repr__(self) -> str:
         pipeline, event = "\n  -> ".join(self.stages), self.event(1)
-        added = addition(*from_event(event).released).epsilon(0.0)  # the least by arithmetic, at the usual deltas
+        added = arithmetic_cost(*from_event(event).released).epsilon(
+            0.0
+        )  # the least by arithmetic, at the usual deltas
         rounding = f"eta = {ETA:.3g} of the clip norm, by which the noise is larger, and {added:.2g} of epsilon in the "
         cost = f"cost of the first step: {event}\n  rounding: {rounding}first step"
         return f"Mechanism(\n     {pipeline}\n  drawn by {self.sampling}\n  {cost}\n)"
@@ -234,7 +237,7 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
         return mechanism.encode(grad, state.inner)
 
     def release(sums, state, params):
-        written, likes = _written(coordinates, params, state)
+        written, likes = _coordinates_with_states(coordinates, params, state)
         released, inner = mechanism.release(sums, state.inner, likes.pop())
         states = []
         for coordinate, coordinate_state in reversed(written):
@@ -250,7 +253,7 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
     return mechanism.wrap(
         begin=begin,
         encode=encode,
-        forward=_forward(mechanism, coordinates),
+        forward=_forward_in_coordinates(mechanism, coordinates),
         release=release,
         event=event,
         budget=mechanism.budget,  # the event is the same, apart from the checks of the coordinates
@@ -260,7 +263,9 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
     )
 
 
-def _written(coordinates: tuple[Coordinates, ...], params: Tree, state: InCoordinatesState) -> tuple[list, list]:
+def _coordinates_with_states(
+    coordinates: tuple[Coordinates, ...], params: Tree, state: InCoordinatesState
+) -> tuple[list, list]:
     """Coordinates with their states; and the shapes of the gradient, and of what each of them makes of it."""
     likes, written = [float32_like(params)], list(zip(coordinates, state.coordinates, strict=True))
     for coordinate, coordinate_state in written:
@@ -268,14 +273,14 @@ def _written(coordinates: tuple[Coordinates, ...], params: Tree, state: InCoordi
     return written, likes
 
 
-def _forward(mechanism: Mechanism, coordinates: tuple[Coordinates, ...]) -> Callable | None:
+def _forward_in_coordinates(mechanism: Mechanism, coordinates: tuple[Coordinates, ...]) -> Callable | None:
     """`Mechanism.forward` of a mechanism in coordinates: for the last, those before it being linear; or None."""
     if not coordinates or coordinates[-1].direction is None or not all(c.transposed for c in coordinates[:-1]):
         return None
     direction_of = coordinates[-1].direction
 
     def forward(function, params, state):
-        ((*before, (_, last)), (*likes, like)) = _written(coordinates, params, state)
+        ((*before, (_, last)), (*likes, like)) = _coordinates_with_states(coordinates, params, state)
 
         def along(number):
             direction = direction_of(number, last, likes[-1])

@@ -7,13 +7,13 @@ sums have less of it, although each step alone has more.
 
 The files are in `dpx/papers/correlated_noise`, in numpy and scipy on the host, never traced by jax: `strategy.py` has
 the record `Strategy` with C and C^-1, and identity, lambda-CGD, BISR, BSR and banded FHU; `sensitivities.py` how far
-one example moves C G; `losses.py` the error of a workload, and the best banded C for it; `event.py` the cost of a run.
+one example moves C G; `workload.py` the error of a workload, and the best banded C for it; `event.py` the cost of a
+run.
 
 To add one: a function in `strategy.py` that returns a `Strategy`, and a line in `FAMILIES` of tests/test_strategies.py.
 """
 
 from dpx.papers.correlated_noise.event import cyclic_poisson_event, fixed_order_event
-from dpx.papers.correlated_noise.losses import Loss, Workload, least_mean_loss, loss, optimized
 from dpx.papers.correlated_noise.sensitivities import (
     column_norm,
     sensitivity,
@@ -29,9 +29,10 @@ from dpx.papers.correlated_noise.strategy import (
     inverse_square_root,
     lambda_cgd,
 )
+from dpx.papers.correlated_noise.workload import Workload, WorkloadLoss, least_mean_loss, loss, optimized
 
 __all__ = [
-    "Loss",
+    "WorkloadLoss",
     "Strategy",
     "Workload",
     "banded_half",

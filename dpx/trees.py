@@ -94,7 +94,7 @@ def path_of(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def some(words: list[str], most: int = MOST_PATHS) -> str:
+def first_words(words: list[str], most: int = MOST_PATHS) -> str:
     """The first of some words, such as paths, and how many follow."""
     rest = len(words) - most
     return ", ".join(words[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -19,10 +19,10 @@ def require_number(
 ) -> float:
     """`value` as a float. Raises ValueError unless it is finite, untraced and in [minimum, maximum] (above minimum, if
     exclusive)."""
-    bound = between(minimum, maximum, exclusive=exclusive)
+    bound = interval_in_words(minimum, maximum, exclusive=exclusive)
     if isinstance(value, jax.core.Tracer):
         raise ValueError(f"{name} must be a number or a function of the step, not a traced value")
-    number = real(value)
+    number = as_real(value)
     if number is None:
         raise ValueError(f"{name} must be a finite number {bound}, got {described(value)}")
     if not np.isfinite(number) or not minimum <= number <= maximum or (exclusive and number == minimum):
@@ -30,12 +30,12 @@ def require_number(
     return number
 
 
-def between(minimum: float, maximum: float, *, exclusive: bool = False) -> str:
+def interval_in_words(minimum: float, maximum: float, *, exclusive: bool = False) -> str:
     least = f"{'above' if exclusive else 'at least'} {minimum:g}"
     return least if maximum == math.inf else f"{least} and at most {maximum:g}"
 
 
-def real(value: Any) -> float | None:
+def as_real(value: Any) -> float | None:
     """A number of any real type (Python, numpy or jax) as a float; None for a bool, a string and anything else."""
     if isinstance(value, bool | str | bytes) or getattr(value, "dtype", None) == np.bool_:
         return None
@@ -47,7 +47,7 @@ def real(value: Any) -> float | None:
 
 def require_open_fraction(name: str, value: Any) -> float:
     """`value` as a float. Raises ValueError unless it is in (0, 1)."""
-    number = real(value)
+    number = as_real(value)
     if number is None or not 0 < number < 1:
         raise ValueError(f"{name} must be in (0, 1), got {described(value)}")
     return number

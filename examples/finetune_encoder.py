@@ -180,7 +180,7 @@ def plan_memory(runs: Runs, row: Row) -> None:
     step = dpx.private_updates(task.loss, optimizer, microbatch_size=len(batch.examples[1]))
     planned: Any = jax.jit(step).lower(params, batch, state).compile().memory_analysis()
     found = {"MiB": planned.temp_size_in_bytes / 2**20, "device": jax.devices()[0].device_kind}
-    records.write(file, json.dumps(found))
+    records.replace_file(file, json.dumps(found))
 
 
 HEAD = """{heading}
@@ -295,7 +295,7 @@ def main(arguments: list[str] | None = None) -> int:
     runs = Runs(given.runs, minutes=given.minutes, data_dir=given.data_dir, cache_dir=given.cache_dir)
     rows = [row for dataset in given.dataset for row in rows_of(dataset)]
     train(runs, [row for row in rows if not given.only or row.words in given.only], given.epsilons, given.seeds)
-    records.write(given.results, page(runs))
+    records.replace_file(given.results, page(runs))
     return 0
 
 

@@ -162,12 +162,12 @@ def affordable_steps(mechanism: dpx.Mechanism, steps: int, config: Config) -> in
 
 def conclude(folder, config: Config, report: dpx.reports.PrivacyReport, result: Result) -> None:
     """The files to read after a run; all but config.json and the checkpoints may be shared."""
-    records.write(folder.path / "privacy_report.json", report.to_json() + "\n")
-    records.write(folder.path / "privacy_report.md", report.to_markdown() + "\n")
+    records.replace_file(folder.path / "privacy_report.json", report.to_json() + "\n")
+    records.replace_file(folder.path / "privacy_report.md", report.to_markdown() + "\n")
     shared = {name: value for name, value in config.as_dict().items() if name != "seed"}
     numbers = {name: value for name, value in dataclasses.asdict(result).items() if value == value}  # JSON has no NaN
     summary = {"result": numbers, "config": shared, "versions": records.versions()}
-    records.write(folder.path / "result.json", json.dumps(summary, indent=2) + "\n")
+    records.replace_file(folder.path / "result.json", json.dumps(summary, indent=2) + "\n")
     name, value = result.headline.replace("_", " "), result.metrics[result.headline]
     said = f"{value:.1%}" if "accuracy" in result.headline else f"{name} {value:.3g}"
     folder.plot(f"{config.dataset}, {config.method}: {said} at epsilon {result.epsilon:.2f}", result.headline)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import dpx
-from dpx.fitting.folder import make_folder, write
+from dpx.fitting.folder import make_folder, replace_file
 
 NOT_PRIVATE = "unreleased_training_loss"  # the one number in the metrics that the privacy bill does not cover
 
@@ -68,7 +68,7 @@ class RunFolder:
                 "plan": plan,
                 "versions": versions(),
             }
-            write(self.path / "config.json", json.dumps(self.stored, indent=2) + "\n")
+            replace_file(self.path / "config.json", json.dumps(self.stored, indent=2) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
         """The rows written so far."""
@@ -78,7 +78,7 @@ class RunFolder:
     def add_metrics(self, row: dict[str, Any]) -> None:
         """Adds the row of a step; those of later steps were written before the run was interrupted."""
         rows = [other for other in self.metrics() if other["step"] < row["step"]] + [row]
-        write(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        replace_file(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
     def plot(self, title: str, headline: str) -> None:
         """The headline metric and epsilon against steps."""

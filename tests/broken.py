@@ -22,8 +22,8 @@ import dpx
 from dpx import keys
 from dpx.mechanisms import masks
 from dpx.sampling.draws import Draw
-from dpx.sums.rows import sum_contributions
-from dpx.sums.total import as_pair
+from dpx.sums.clipped_sum import sum_contributions
+from dpx.sums.float_pair import as_pair
 from dpx.trees import split
 
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=8)
@@ -159,7 +159,7 @@ def normals(key: jax.Array, step: Any, tree: Any) -> Any:
 
 def quick(key: jax.Array, name: str, step: Any) -> jax.Array:
     """A key of the stream with this name, from which jax.random makes small programs: XLA compiles them quickly."""
-    return keys.public(keys.stream(key, name, step))
+    return keys.public_key(keys.stream(key, name, step))
 
 
 def drawn_by(sample: Callable) -> Callable:
@@ -479,7 +479,7 @@ def noise_from_the_projection(key):
     """The noise has the key of the random projection, so whoever knows the projection subtracts it."""
 
     def release(sums, state, params):
-        step_key = keys.public(keys.fold_in(keys.stream(key, "projection"), state.step))
+        step_key = keys.public_key(keys.fold_in(keys.stream(key, "projection"), state.step))
         matrix_key = jax.random.fold_in(jax.random.fold_in(step_key, 0), 0)  # of the first group's first block
         drawn = jax.random.normal(matrix_key, high(sums[0])[0].shape)
         return [(high(sums[0])[0] + DEVIATION * drawn) / SAMPLING.divisor], state.after(NOISE_MULTIPLIER)
@@ -802,7 +802,7 @@ def dpx_noise_repeats(key):
 @breaks("noise", noise)
 def key_of_eight_bits(key, total, step):
     """The noise has one of 256 seeds (`seed % 256`)."""
-    seed = keys.words(keys.stream(key, "noise"))[0] % 256
+    seed = keys.key_words(keys.stream(key, "noise"))[0] % 256
     return normals(jax.random.fold_in(jax.random.key(0), seed), step, total)
 
 

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from dpx import keys
-from dpx.audit.stand_ins import drawing
+from dpx.audit.stand_ins import drawing_normals_by
 from tests.compiling import FLAGS, KEPT, hurry, keep_programs
 
 if FLAGS not in (given := os.environ.get("XLA_FLAGS", "")):  # to which `import dpx` may have added
@@ -72,7 +72,7 @@ def promoting():
 @pytest.fixture
 def ungridded():
     """Releases are sums plus noise in floating point, without the grid: to compare with formulas of real numbers."""
-    with drawing(keys.normal_like):
+    with drawing_normals_by(keys.normal_like):
         yield
 
 
@@ -80,8 +80,8 @@ def ungridded():
 def exact_noise(monkeypatch):
     """Bills without what the arithmetic of the noise adds: the accountants' own numbers, to compare many digits of."""
     arithmetic = pytest.importorskip("dpx.accounting.arithmetic")
-    nothing = arithmetic.addition(0, 0.0)
-    monkeypatch.setattr(arithmetic, "_best", lambda *_: nothing)
+    nothing = arithmetic.arithmetic_cost(0, 0.0)
+    monkeypatch.setattr(arithmetic, "_best_lemma_2", lambda *_: nothing)
 
 
 @pytest.fixture

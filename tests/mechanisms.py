@@ -20,7 +20,7 @@ import pytest
 import dpx
 from dpx import catalog, strategies
 from dpx.papers.correlated_noise.event import CorrelatedGaussianDpEvent, CyclicBandedDpEvent
-from dpx.papers.d2p2_sgd.projected import ProjectedGaussianDpEvent
+from dpx.papers.d2p2_sgd.projected_event import ProjectedGaussianDpEvent
 from dpx.papers.d2p2_sgd.projections import projection
 from dpx.papers.dice_sgd.event import ErrorFeedbackDpEvent
 

@@ -193,7 +193,7 @@ def train_by_hand(rank, rows, everywhere, folder, begin):
         write(folder / "resumed", rank, made, *train(step, params, state, sharding=rows))
 
 
-@mock.patch("dpx.sampling.rows.FIRST", 0)  # no item is read again
+@mock.patch("dpx.sampling.read_rows.FIRST", 0)  # no item is read again
 def check_loading(rank, sharding, state):
     """A process reads the rows of its own devices alone; together the processes hold the batch of one process."""
     key = optimizer()[0]
@@ -218,7 +218,7 @@ def check_loading(rank, sharding, state):
                 own = np.concatenate([np.asarray(shard.data) for shard in leaf.addressable_shards])
                 np.testing.assert_array_equal(own, rows[half])
             drawn = [int(number) for number in piece.drawn]
-            assert drawn[:4] == [0, included.sum(), int(dpx.keys.mark(key)), number * size]
+            assert drawn[:4] == [0, included.sum(), int(dpx.keys.mark_of_key(key)), number * size]
         assert source.read == wanted and len(wanted) < included.sum()
 
 

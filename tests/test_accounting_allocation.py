@@ -11,13 +11,13 @@ from dp_accounting import ComposedDpEvent, GaussianDpEvent, PoissonSampledDpEven
 from scipy import special
 
 from dpx import accounting
-from dpx.accounting.arithmetic import Implemented
-from dpx.accounting.events import billed, event_profile
+from dpx.accounting.arithmetic import RunProfile
+from dpx.accounting.events import event_profile, profile_of_run
 from dpx.accounting.ledger import from_event
-from dpx.accounting.pld import allocation, moments, sums
+from dpx.accounting.pld import allocation, moments, ratio_laws
 from dpx.accounting.pld.allocation import AllocatedGaussians
 from dpx.accounting.pld.losses import SampledGaussian, total_renyi
-from dpx.sampling.events import RandomAllocationDpEvent, grouped
+from dpx.sampling.events import RandomAllocationDpEvent, group_multipliers
 
 
 def only_step(event, relation):
@@ -26,7 +26,7 @@ def only_step(event, relation):
 
 
 def epoch(sigmas, steps=None, epochs=1):
-    event = RandomAllocationDpEvent(grouped(np.array(sigmas, float)), steps or len(sigmas))
+    event = RandomAllocationDpEvent(group_multipliers(np.array(sigmas, float)), steps or len(sigmas))
     return SelfComposedDpEvent(event, epochs) if epochs > 1 else event
 
 
@@ -100,7 +100,7 @@ def test_one_epoch_is_billed_closely_and_never_below_the_truth(sigmas):
     """delta within 1 %, both directions; the bill is the larger one."""
     epsilons = np.array([0.0, 0.3, 1.0, 2.0])
     truth = exact(sigmas, epsilons)
-    law = of_law(allocation._ratios(grouped(np.array(sigmas)), len(sigmas), 20), epsilons)
+    law = of_law(allocation._ratio_law(group_multipliers(np.array(sigmas)), len(sigmas), 20), epsilons)
     assert np.all(law >= truth) and np.all(law <= truth * 1.01 + 1e-12)
     profile = event_profile(epoch(sigmas))
     bills = np.array([profile.delta(epsilon) for epsilon in epsilons.tolist()])
@@ -120,7 +120,7 @@ def test_the_epsilon_of_one_epoch_is_within_one_percent(sigmas):
 def test_an_epoch_that_ends_early(sigmas, steps):
     epsilons = np.array([0.0, 0.05, 0.5, 1.5])
     truth = exact(sigmas, epsilons, steps)
-    loss = AllocatedGaussians(grouped(np.array(sigmas)), steps)
+    loss = AllocatedGaussians(group_multipliers(np.array(sigmas)), steps)
     assert of_pmfs(loss, epsilons) == pytest.approx(truth, rel=0.01, abs=1e-8)
     assert np.all(of_pmfs(loss, epsilons) >= truth - 1e-15)
     profile = event_profile(epoch(sigmas, steps))
@@ -171,8 +171,8 @@ def test_published_numbers():
     assert accounting.event_delta(epoch((0.5,) * 100), epsilon=0.0) == pytest.approx(0.188, rel=2e-3)
     assert accounting.event_epsilon(epoch((2.0,)), delta=1e-5) == pytest.approx(1.9930914, rel=1e-7)
     assert 1.532 <= accounting.event_epsilon(epoch((2.0,) * 5, epochs=4), delta=1e-5) <= 2.320
-    assert moments.removal(((1.0, 2),), 2, 2) == pytest.approx(0.62011451, abs=5e-9)
-    assert moments.addition(((1.0, 2),), 2, 2) == pytest.approx(0.56904260, abs=5e-9)
+    assert moments.renyi_of_removal(((1.0, 2),), 2, 2) == pytest.approx(0.62011451, abs=5e-9)
+    assert moments.renyi_of_addition(((1.0, 2),), 2, 2) == pytest.approx(0.56904260, abs=5e-9)
 
 
 def test_a_moment_that_is_zero_on_the_circle_or_no_number():
@@ -180,11 +180,11 @@ def test_a_moment_that_is_zero_on_the_circle_or_no_number():
     noise = ((30.26742382574109, 7),)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = [moments.removal(noise, 7, order) for order in (149, 150, 151)]
+        found = [moments.renyi_of_removal(noise, 7, order) for order in (149, 150, 151)]
     assert 0 < found[0] < found[1] < found[2]
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert moments.removal(((math.nan, 7),), 7, 2) == math.inf
+        assert moments.renyi_of_removal(((math.nan, 7),), 7, 2) == math.inf
 
 
 def test_poisson_sampling_is_no_bill():
@@ -202,11 +202,11 @@ def test_a_law_keeps_its_mean_and_the_tails_that_it_cuts():
     for sigmas, steps in (((1.0, 1.0), 2), ((0.7,) * 3, 3), ((1.0, 2.0), 4)):
         truth = exact(sigmas, epsilons, steps)
         for decades in (1, 2, 20):
-            law = allocation._ratios(grouped(np.array(sigmas)), steps, decades)
+            law = allocation._ratio_law(group_multipliers(np.array(sigmas)), steps, decades)
             assert law.masses.sum() + law.zero == pytest.approx(1, abs=1e-12)
             assert law.masses @ law.values + law.infinity == pytest.approx(1, abs=1e-12)
             assert np.all(of_law(law, epsilons) >= truth - 1e-12)
-    assert law.infinity < 1e-20 < allocation._ratios(((1.0, 2),), 2, 1).infinity
+    assert law.infinity < 1e-20 < allocation._ratio_law(((1.0, 2),), 2, 1).infinity
 
 
 def test_any_grid_and_window_is_above_the_truth(monkeypatch):
@@ -222,10 +222,10 @@ def test_any_grid_and_window_is_above_the_truth(monkeypatch):
 def test_sums_of_two_laws_and_of_one_repeated_are_alike():
     """1000 ratios in a row, or 600 and 400 of other noise that is almost the same."""
     epsilons = np.array([0.0, 0.05, 0.2])
-    one = of_law(allocation._ratios(((1.0, 1000),), 1000, 20), epsilons)
-    two = of_law(allocation._ratios(((1.0, 600), (1.0 + 1e-9, 400)), 1000, 20), epsilons)
+    one = of_law(allocation._ratio_law(((1.0, 1000),), 1000, 20), epsilons)
+    two = of_law(allocation._ratio_law(((1.0, 600), (1.0 + 1e-9, 400)), 1000, 20), epsilons)
     assert two == pytest.approx(one, rel=0.01)
-    law = sums.repeated(sums.ratio(1.0, 1e-20), 1000, 1e-20)
+    law = ratio_laws.law_of_copies(ratio_laws.likelihood_ratio_law(1.0, 1e-20), 1000, 1e-20)
     assert law.masses @ law.values == pytest.approx(1000, rel=1e-11)
     second = law.masses @ (law.values / 1000 - 1) ** 2
     assert 0 <= second / (math.expm1(1) / 1000) - 1 < 2e-3  # the rounding adds this to the variance
@@ -251,11 +251,11 @@ def test_renyi_divergences_are_above_the_integrals(sigmas, steps):
     """Equal at whole orders, and chords between them."""
     values, shares = ratios(sigmas, steps, 2200)
     removal, addition = (np.log([shares @ values**p for p in power]) / (ORDERS - 1) for power in (ORDERS, 1 - ORDERS))
-    noise, truth = grouped(np.array(sigmas)), np.maximum(removal, addition)
+    noise, truth = group_multipliers(np.array(sigmas)), np.maximum(removal, addition)
     for place in np.flatnonzero(ORDERS == np.round(ORDERS)):
         order = int(ORDERS[place])
-        assert moments.removal(noise, steps, order) == pytest.approx(removal[place], rel=1e-3)
-        assert moments.addition(noise, steps, order) == pytest.approx(addition[place], rel=1e-3)
+        assert moments.renyi_of_removal(noise, steps, order) == pytest.approx(removal[place], rel=1e-3)
+        assert moments.renyi_of_addition(noise, steps, order) == pytest.approx(addition[place], rel=1e-3)
     bound = AllocatedGaussians(noise, steps).renyi(ORDERS)
     assert np.all(bound >= truth)
     assert bound[1:4] == pytest.approx(truth[1:4], rel=1e-3) and bound[4] < 1.15 * truth[4]
@@ -266,7 +266,7 @@ def test_renyi_divergences_are_above_the_integrals(sigmas, steps):
 def test_the_rounding_of_many_steps_is_billed(sigma, steps):
     """The exact second moment of S is 1 + (e^(1 / s^2) - 1) / t."""
     exact = math.log1p(math.expm1(sigma**-2) / steps)
-    assert moments.removal(((sigma, steps),), steps, 2) >= exact * (1 - 1e-12)
+    assert moments.renyi_of_removal(((sigma, steps),), steps, 2) >= exact * (1 - 1e-12)
 
 
 def test_a_loss_that_overflows_is_not_private():
@@ -278,10 +278,13 @@ def test_a_loss_that_overflows_is_not_private():
 
 def test_renyi_divergences_at_large_orders_and_many_steps():
     """Those of the law are a little larger; no order has more than one Gaussian release."""
-    law = allocation._ratios(((2.0, 1000),), 1000, 40)
+    law = allocation._ratio_law(((2.0, 1000),), 1000, 40)
     for order in (2, 8, 16):
         by_law = [math.log(law.masses @ law.values**power) / (order - 1) for power in (order, 1 - order)]
-        found = moments.removal(((2.0, 1000),), 1000, order), moments.addition(((2.0, 1000),), 1000, order)
+        found = (
+            moments.renyi_of_removal(((2.0, 1000),), 1000, order),
+            moments.renyi_of_addition(((2.0, 1000),), 1000, order),
+        )
         assert found == pytest.approx(by_law, rel=0.01) and found[0] <= by_law[0] and found[1] <= by_law[1]
     orders = np.array([1.5, 256.0, 1024.0, 8192.0])
     for noise in (((0.2, 10),), ((30.0, 10),)):
@@ -307,10 +310,10 @@ def test_little_noise_is_one_gaussian_release():
 
 def test_noise_that_changes_in_an_epoch_is_rounded_down():
     sigmas = np.geomspace(1.0, 2.0, 40)
-    few = allocation.rounded(grouped(sigmas))
+    few = allocation.few_multipliers(group_multipliers(sigmas))
     assert len(few) <= 4 and sum(count for _, count in few) == 40
     assert np.all(np.repeat(*zip(*few, strict=True)) <= sigmas)
-    assert allocation.rounded(grouped(np.array([1.0, 1.0, 2.0]))) == ((1.0, 2), (2.0, 1))
+    assert allocation.few_multipliers(group_multipliers(np.array([1.0, 1.0, 2.0]))) == ((1.0, 2), (2.0, 1))
     bill = accounting.event_epsilon(epoch(sigmas), delta=1e-6)
     least, most = (accounting.event_epsilon(epoch((s,) * 40), delta=1e-6) for s in (2.0, 1.0))
     assert least < bill < most
@@ -354,6 +357,6 @@ def test_the_bill_of_a_run_counts_every_release():
     event = ComposedDpEvent([epoch((2.0, 0.5, 2.0), epochs=4), epoch((1.0, 1.0), 3)])
     assert from_event(event).released == (14, 14.0)
     assert from_event(event).largest_shift("zero_out") == 2.0
-    bill = billed(event, relation="zero_out")
-    assert isinstance(bill, Implemented) and (bill.releases, bill.shift) == (14, 2.0)
+    bill = profile_of_run(event, relation="zero_out")
+    assert isinstance(bill, RunProfile) and (bill.releases, bill.shift) == (14, 2.0)
     assert 0 < bill.epsilon(1e-5) - accounting.event_epsilon(event, delta=1e-5, relation="zero_out") < 1e-3

@@ -13,17 +13,17 @@ from scipy import special, stats
 import dpx
 from dpx import accounting, reports
 from dpx.accounting import arithmetic
-from dpx.accounting.arithmetic import Implemented, Normals, addition
-from dpx.accounting.events import billed
+from dpx.accounting.arithmetic import NormalSampler, RunProfile, arithmetic_cost
+from dpx.accounting.events import profile_of_run
 from dpx.accounting.ledger import from_event
 from dpx.accounting.profiles import GaussianProfile
 from dpx.accounting.selection import most_trials
 from dpx.keys.noise import CHUNK_NUMBERS, numbers_of, pairs_of
 from dpx.papers.dice_sgd.event import ErrorFeedbackDpEvent
-from dpx.sums.total import ETA
+from dpx.sums.float_pair import ETA
 
 BITS = 17
-COARSE = Normals(evaluation=0.0, digits=((0, 2.0**-18, 2.0**-18),), pairs=1)  # 2^17 radii times 2^17 angles
+COARSE = NormalSampler(evaluation=0.0, digits=((0, 2.0**-18, 2.0**-18),), pairs=1)  # 2^17 radii times 2^17 angles
 WIDTH = 106  # the largest integer that the coarse sampler reaches, in size
 SHIFT = 1.5  # of the first number of a pair, in deviations
 R = 16
@@ -89,14 +89,14 @@ def test_the_worst_errors_attain_lemma_1(deviation):
     share = special.ndtr(-starts) - special.ndtr(-ends)
     larger = special.ndtr(error - starts) - special.ndtr(-error - ends)
     smaller = special.ndtr(-starts - error) - special.ndtr(error - ends)
-    at_most = Normals(evaluation=error).changes()[0]
+    at_most = NormalSampler(evaluation=error).changes()[0]
     for changed in (larger, smaller):
         change = np.abs(np.multiply.outer(changed / share, changed / share) - 1)
         assert change.max() <= at_most
     assert (deviation < 31) or np.abs((larger / share) ** 2 - 1).max() > 0.93 * at_most
 
 
-@pytest.mark.parametrize("normals", [Normals(), COARSE], ids=["the program's", "coarse"])
+@pytest.mark.parametrize("normals", [NormalSampler(), COARSE], ids=["the program's", "coarse"])
 def test_the_change_of_a_cell_is_that_of_its_worst_point(normals):
     """Also just above the p from which there are more digits, where the error is the largest."""
     bits = np.concatenate([np.linspace(1, 101.9, 5000), *(level - np.geomspace(1e-9, 1, 50) for level in (32, 64))])
@@ -113,7 +113,7 @@ def test_the_change_of_a_cell_is_that_of_its_worst_point(normals):
 @pytest.mark.parametrize("delta", [0.5, 1e-3, 1e-9])
 def test_far_is_at_least_the_probability_of_a_bad_pair(delta):
     """Of one pair of a release that is moved, by Marcum's Q, at every shift; and always for two data sets alike."""
-    added = addition(1, 1.0, delta, Normals(pairs=1))
+    added = arithmetic_cost(1, 1.0, delta, NormalSampler(pairs=1))
     for shift in np.linspace(0, 13, 53):
         bad = stats.ncx2.sf(added.radius**2, 2, shift**2) if shift else math.exp(-(added.radius**2) / 2)
         own = added.tail / 8
@@ -122,13 +122,13 @@ def test_far_is_at_least_the_probability_of_a_bad_pair(delta):
 
 
 def test_far_of_what_is_not_known_has_the_loss_of_the_other_data_set():
-    added = addition(10**9, 1e9, 1e-9)
+    added = arithmetic_cost(10**9, 1e9, 1e-9)
     own, more = added.tail / 8, added.loss + 4.0 * added.slope
     far = (added.delta(4.0, 0.0, math.inf) - added.tail - own) / math.exp(added.loss) - own
     assert more > 0.01 and far == pytest.approx(added.tail * math.exp(4.0 + more), rel=1e-6)
 
 
-class OneChange(Normals):
+class OneChange(NormalSampler):
     """Every pair is off by one share, in either direction."""
 
     def changes(self):
@@ -138,7 +138,7 @@ class OneChange(Normals):
 @pytest.mark.parametrize(("change", "pairs"), [(1e-3, 1000), (1e-2, 50), (1e-6, 10**10), (0.1, 5)])
 def test_the_loss_of_many_pairs_is_bounded_closely(change, pairs):
     """Lemma 2, of pairs whose law is (1 + c) / 2 and (1 - c) / 2 where 1 / 2 each is exact: a binomial loss."""
-    added = addition(1, 1.0, 1e-9, OneChange(evaluation=change, pairs=pairs))
+    added = arithmetic_cost(1, 1.0, 1e-9, OneChange(evaluation=change, pairs=pairs))
     own = added.tail / 8
     assert 0 < own < 1e-9
     up, down = math.log1p(change), math.log1p(-change)
@@ -158,19 +158,19 @@ def test_the_loss_of_many_pairs_is_bounded_closely(change, pairs):
 
 def test_the_program_of_a_coarse_sampler_is_as_private_as_the_theorem_says(coarse):
     """Its delta is far above that of exact noise, because its noise ends at 4.9 deviations."""
-    run = Implemented(GaussianProfile(SHIFT), 1, 1.0, SHIFT, COARSE)
+    run = RunProfile(GaussianProfile(SHIFT), 1, 1.0, SHIFT, COARSE)
     for first, second in ((0.0, SHIFT), (SHIFT, 0.0)):
         for epsilon in (0.0, 0.5, 2.0, 4.0, 7.0, 9.0):
             found = np.maximum(coarse[first] - math.exp(epsilon) * coarse[second], 0).sum()
             assert found <= run.delta(epsilon) <= (0.8 if epsilon >= 2 else 1)
     assert run.delta(4.0) < 0.26 and found > 100 * GaussianProfile(SHIFT).delta(9.0)
-    finer = Implemented(GaussianProfile(SHIFT), 1, 1.0, SHIFT, Normals(pairs=1))
+    finer = RunProfile(GaussianProfile(SHIFT), 1, 1.0, SHIFT, NormalSampler(pairs=1))
     assert finer.delta(2.0) == pytest.approx(GaussianProfile(SHIFT).delta(2.0), rel=1e-5)
 
 
 def test_a_shifted_tail_is_bounded():
     """`far`: of one pair that is moved, and of many that share the shift."""
-    added = addition(1, 1.0)
+    added = arithmetic_cost(1, 1.0)
     for shift in (0.3, 1.0, 3.0):
         far = (added.delta(600.0, 0.0, shift) - added.delta(0.0, 0.0, math.inf)) / math.exp(added.loss) + added.tail
         alone = stats.ncx2.sf(added.radius**2, 2, shift**2)
@@ -184,9 +184,9 @@ def test_a_shifted_tail_is_bounded():
 def test_two_rare_pairs_of_a_release_are_billed():
     """They share a word, so they are not independent; and neither may an output be likely for one data set alone."""
     pairs = 2**40  # more than any release has, so that it counts
-    added = addition(1000, 1000.0, 1e-9, Normals(pairs=pairs))
+    added = arithmetic_cost(1000, 1000.0, 1e-9, NormalSampler(pairs=pairs))
     assert added.tail >= 1000 * math.comb(pairs, 2) * 2.0**-128 > 1e-12
-    added = addition(10, 10.0, 1e-12, Normals(pairs=2**30))
+    added = arithmetic_cost(10, 10.0, 1e-12, NormalSampler(pairs=2**30))
     for shift in (0.3, 1.0, 3.0, 5.0):
         far = added.delta(600.0, 0.0, shift) / math.exp(added.loss)
         for sharing in (1, 2, 2**20):  # two of them meet in one release
@@ -222,7 +222,7 @@ STATED = {  # numbers of one release, releases, delta: what is added to epsilon 
 @pytest.mark.parametrize("case", STATED)
 def test_the_stated_additions(case):
     numbers, releases, delta = case
-    added = addition(releases, float(releases), delta, Normals(pairs=pairs_of(numbers)))
+    added = arithmetic_cost(releases, float(releases), delta, NormalSampler(pairs=pairs_of(numbers)))
     found = added.epsilon(2.0), added.delta(2.0, 0.0, 1.0)
     assert found == pytest.approx(STATED[case], rel=0.05)
     assert found[1] < 0.01 * delta and found[0] < 1.1e-3
@@ -231,7 +231,7 @@ def test_the_stated_additions(case):
 def test_additions_grow_with_the_releases_and_take_no_time():
     counts = np.unique(np.geomspace(1, 1e8, 60).astype(np.int64)).tolist()
     for delta in (1e-3, 1e-5, 1e-9):
-        profiles = [Implemented(GaussianProfile(1.0), count, float(count), 1.0) for count in counts]
+        profiles = [RunProfile(GaussianProfile(1.0), count, float(count), 1.0) for count in counts]
         spent = np.array([profile.epsilon(delta) for profile in profiles])
         assert (spent[1:] >= spent[:-1]).all() and spent[30] < 10
         assert profiles[0].epsilon(delta) > GaussianProfile(1.0).epsilon(delta)
@@ -239,10 +239,10 @@ def test_additions_grow_with_the_releases_and_take_no_time():
         deltas = [profile.delta(epsilon) for profile in profiles]
         assert (np.diff(deltas) >= -1e-12).all() and deltas[0] > GaussianProfile(1.0).delta(epsilon)
         for count, delta in zip(counts[20:40], deltas[20:40], strict=True):
-            both = 2 * addition(count, float(count)).loss
+            both = 2 * arithmetic_cost(count, float(count)).loss
             beyond = max(0.0, math.exp(both) - math.exp(epsilon))  # where exact arithmetic has no epsilon left
             assert delta >= GaussianProfile(1.0).delta(max(epsilon - both, 0.0)) + beyond
-    profile = Implemented(GaussianProfile(1.0), 777, 777.0, 1.0)
+    profile = RunProfile(GaussianProfile(1.0), 777, 777.0, 1.0)
     profile.epsilon(1e-5)
     start = time.perf_counter()
     for _ in range(100):
@@ -256,16 +256,16 @@ def test_additions_grow_with_the_releases_and_take_no_time():
 def test_epsilon_and_delta_answer_one_another():
     for shift, mus in ((1.0, (0.1, 1.0, 4.0)), (math.inf, (0.1, 1.0))):
         for exact in map(GaussianProfile, mus):
-            run = Implemented(exact, 1000, 1000.0, shift)
+            run = RunProfile(exact, 1000, 1000.0, shift)
             for delta in (1e-2, 1e-5):
                 answer = run.answer(delta)
                 assert run.delta(answer.epsilon) == pytest.approx(delta, rel=0.2) and answer.of_epsilon > 0
                 assert answer.of_delta < 0.1 * delta
-    none = Implemented(GaussianProfile(1.0), 0, 0.0)
+    none = RunProfile(GaussianProfile(1.0), 0, 0.0)
     assert none.epsilon(1e-5) == GaussianProfile(1.0).epsilon(1e-5) and none.delta(1.0) == GaussianProfile(1.0).delta(1)
-    assert Implemented(GaussianProfile(1.0), 10, 10.0, 1.0).epsilon(1e-25) == math.inf  # below what 128 bits allow
-    assert Implemented(GaussianProfile(0.0), 10, 10.0, 1.0).epsilon(1e-7) == pytest.approx(1e-5, rel=0.5)
-    assert Implemented(GaussianProfile(0.0), 10, 10.0, 1.0).epsilon(0.1) == 0.0
+    assert RunProfile(GaussianProfile(1.0), 10, 10.0, 1.0).epsilon(1e-25) == math.inf  # below what 128 bits allow
+    assert RunProfile(GaussianProfile(0.0), 10, 10.0, 1.0).epsilon(1e-7) == pytest.approx(1e-5, rel=0.5)
+    assert RunProfile(GaussianProfile(0.0), 10, 10.0, 1.0).epsilon(0.1) == 0.0
 
 
 def test_releases_are_counted_in_every_event():
@@ -305,7 +305,7 @@ def test_every_bill_of_a_run_has_the_addition():
     made = mechanism()
     spent = dpx.epsilon(made, 200, delta=1e-5)
     exact = accounting.event_epsilon(made.event(200), delta=1e-5)
-    added = addition(200, 200.0, 1e-5).epsilon(exact)
+    added = arithmetic_cost(200, 200.0, 1e-5).epsilon(exact)
     assert spent == pytest.approx(exact + added, abs=2e-5) and spent >= exact + added > exact + 3e-5
     numbers: dict = dict(examples=60_000, batch_size=600, noise_multiplier=np.float32(1.1).item())
     assert accounting.dp_sgd_epsilon(**numbers, steps=200, delta=1e-5) == spent
@@ -322,7 +322,7 @@ def test_every_bill_of_a_run_has_the_addition():
     assert accounting.max_steps(made, epsilon=exact + added / 2, delta=1e-5) == 199
     shared = dpx.compose_runs((made, 200), (mechanism(seed=2), 200), shared_batches=True)
     assert shared.together == 2
-    assert shared.epsilon(delta=1e-5) > billed(shared.event, relation="zero_out").epsilon(1e-5) + 1e-6
+    assert shared.epsilon(delta=1e-5) > profile_of_run(shared.event, relation="zero_out").epsilon(1e-5) + 1e-6
     assert dpx.compose_runs(shared, (mechanism(seed=3), 9), shared_batches=False).together == 2
 
 
@@ -348,12 +348,12 @@ def test_it_is_printed():
         text,
     )
     assert words is not None
-    answer = billed(made.event(100), relation="zero_out").answer(1e-5)
+    answer = profile_of_run(made.event(100), relation="zero_out").answer(1e-5)
     assert answer.of_epsilon <= float(words[1]) < 1.1 * answer.of_epsilon
     assert answer.of_delta <= float(words[2]) < 1.1 * answer.of_delta
     line = re.search(r"rounding: eta = (\S+) of the clip norm, .* (\S+) of epsilon in the first step\n\)", str(made))
     assert line is not None and float(line[1]) == pytest.approx(ETA, rel=1e-3)
-    assert float(line[2]) == pytest.approx(addition(1, 1.0).epsilon(0.0), rel=0.05)
+    assert float(line[2]) == pytest.approx(arithmetic_cost(1, 1.0).epsilon(0.0), rel=0.05)
     assert arithmetic.LARGEST_RELEASE == 2**32
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import dpx
 from dpx import accounting, reports
-from dpx.schedules.scalars import over
+from dpx.schedules.scalars import values_over
 
 RUN = dict(examples=1000, batch_size=30, delta=1e-5)
 RECORDS = {"poisson": dpx.PoissonSampling, "fixed": dpx.FixedSizeSampling, "shuffled": dpx.ShuffledEpochs}
@@ -42,7 +42,7 @@ def test_epochs_are_steps_and_shuffling_is_one_release_an_epoch():
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
 def test_schedules(sampling):
     given = accounting.dp_sgd_epsilon(**RUN, noise_multiplier=FALLING, steps=100, sampling=sampling)
-    each = accounting.dp_sgd_epsilon(**RUN, noise_multiplier=over(FALLING, 100), sampling=sampling)
+    each = accounting.dp_sgd_epsilon(**RUN, noise_multiplier=values_over(FALLING, 100), sampling=sampling)
     assert given == each == epsilon_of(sampling, FALLING, 3)
 
 
@@ -52,12 +52,12 @@ def test_one_number_for_one_run():
     noise = optax.linear_schedule(3.0, 1.0, 80)
     mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise, sampling=record, key=jax.random.key(0))
     spent = dpx.epsilon(mechanism, 80, delta=1e-6)
-    interval = accounting.schedule_epsilon(over(noise, 80), sampling_rate=0.1, delta=1e-6)
+    interval = accounting.schedule_epsilon(values_over(noise, 80), sampling_rate=0.1, delta=1e-6)
     by_numbers = accounting.dp_sgd_epsilon(examples=1000, batch_size=100, noise_multiplier=noise, steps=80, delta=1e-6)
     assert interval.upper == by_numbers == spent >= interval.lower
     curve = reports.curves.epsilon_over_steps(mechanism, 80, delta=1e-6, points=3)
     assert curve.epsilon[-1] == spent and (np.diff(curve.epsilon) >= 0).all()
-    few = accounting.schedule_epsilon(over(noise, 80), sampling_rate=0.1, delta=1e-6, buckets=64)
+    few = accounting.schedule_epsilon(values_over(noise, 80), sampling_rate=0.1, delta=1e-6, buckets=64)
     assert few.lower < interval.lower < spent < few.upper
 
 

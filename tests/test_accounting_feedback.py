@@ -18,7 +18,7 @@ import dpx
 from dpx import accounting
 from dpx.accounting import gdp
 from dpx.papers.dice_sgd import dice_theorem_noise, energy, renyi
-from dpx.papers.dice_sgd.event import ErrorFeedbackDpEvent, bounds
+from dpx.papers.dice_sgd.event import ErrorFeedbackDpEvent, bounds_by_name
 
 POISSON = dpx.PoissonSampling(examples=50_000, batch_size=1000)
 EPOCHS = dpx.ShuffledEpochs(examples=50_000, batch_size=1000)
@@ -72,14 +72,14 @@ def test_noise_for_epsilon_2(error_shift, amplified, reset_50, reset_10, known, 
     ):
         for factor, meets in ((1.005, True), (0.9, False)):
             made = event(error_shift, factor * noise, **options)
-            found = bounds(made, "pld", made.sampling.relation)
+            found = bounds_by_name(made, "pld", made.sampling.relation)
             bound = found[name] if name else next(iter(found.values()))
             assert (bound.epsilon(delta=1e-5) <= 2) == meets
 
 
 def test_the_bill_is_the_least_bound():
     made = event()
-    found = {name: bound.epsilon(delta=1e-5) for name, bound in bounds(made, "pld", "add_or_remove").items()}
+    found = {name: bound.epsilon(delta=1e-5) for name, bound in bounds_by_name(made, "pld", "add_or_remove").items()}
     assert found[AMPLIFIED] < found[KNOWN]
     assert epsilon() == found[AMPLIFIED]
     assert accounting.event_epsilon(made, delta=1e-5, accountant="rdp") == found[AMPLIFIED]
@@ -301,7 +301,7 @@ def test_the_published_method_has_the_trivial_bill():
     mu = math.sqrt(1 + 9 * 4**2) / 50
     assert accounting.event_epsilon(made, delta=1e-5, relation="zero_out") == pytest.approx(gdp.epsilon(mu, delta=1e-5))
     poisson = event(math.inf, 50.0, feedback_shift=3.0, steps=10)
-    assert list(bounds(poisson, "pld", "add_or_remove")) == [KNOWN]
+    assert list(bounds_by_name(poisson, "pld", "add_or_remove")) == [KNOWN]
     deltas = [gdp.delta(math.sqrt(k + 6 * min(k, 9) + 81) / 50, epsilon=1.0) for k in range(1, 11)]
     exact = stats.binom.pmf(np.arange(1, 11), 10, 0.02) @ deltas
     assert accounting.event_delta(poisson, epsilon=1.0) == pytest.approx(exact, rel=1e-6, abs=1e-13)
@@ -341,7 +341,9 @@ def test_relations():
     assert epsilon(relation="zero_out") == epsilon()
     replaced = epsilon(relation="replace_one", noise=20.0)
     assert replaced == epsilon(sampling=fixed, noise=20.0) > epsilon(noise=20.0)
-    assert replaced == pytest.approx(bounds(event(noise=10.0), "pld", "add_or_remove")[KNOWN].epsilon(delta=1e-5))
+    assert replaced == pytest.approx(
+        bounds_by_name(event(noise=10.0), "pld", "add_or_remove")[KNOWN].epsilon(delta=1e-5)
+    )
     for sampling, relation in ((fixed, "add_or_remove"), (fixed, "zero_out"), (EPOCHS, "add_or_remove")):
         with pytest.raises(ValueError, match="does not fit"):
             epsilon(sampling=sampling, relation=relation)

@@ -1,4 +1,4 @@
-"""Samples of a fixed size: the profile of `dpx/accounting/samples.py` against data sets that are tried out."""
+"""Samples of a fixed size: the profile of `dpx/accounting/sampled_gaussians.py` against data sets that are tried."""
 
 import itertools
 import math
@@ -14,14 +14,14 @@ from scipy import stats
 import dpx
 from dpx import accounting, reports
 from dpx.accounting.ledger import from_event
-from dpx.accounting.samples import FixedSizeGaussian
+from dpx.accounting.sampled_gaussians import FixedSizeGaussian
 
 LINE = np.array([[-1.0], [0.0], [1.0]])
 PLANE = np.array([[-1.0, 0.0], [1.0, 0.0], [0.5, 0.75**0.5], [0.5, -(0.75**0.5)]])
 
 
 def profile(alphas, s, q):
-    """f of `samples.py`, float64 (n,): s is relative to the effect of replacing one example."""
+    """f of `sampled_gaussians.py`, float64 (n,): s is relative to the effect of replacing one example."""
 
     def above(alpha):
         log = np.log1p((alpha - 1) / q)
@@ -209,7 +209,7 @@ def test_all_examples_are_no_sample():
         assert bill == pytest.approx(accounting.gdp.epsilon(mu, delta=1e-5), rel=much)
     near = FixedSizeGaussian(1.5, 1 - 1e-12)
     delta = accounting.gdp.delta(1 / 1.5, epsilon=1.0)
-    assert accounting.profiles.profile({near: 1}).delta(epsilon=1.0) == pytest.approx(delta, rel=1e-3)
+    assert accounting.profiles.loss_profile({near: 1}).delta(epsilon=1.0) == pytest.approx(delta, rel=1e-3)
 
 
 def test_schedules_are_rounded_up_to_few_steps():

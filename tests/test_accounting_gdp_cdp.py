@@ -53,7 +53,7 @@ def test_central_limit_theorem_of_a_schedule():
 
 @pytest.mark.parametrize("growth", [1.0, 1 / 0.7, 1 / 0.1])
 def test_mu_0_spends_the_budget_by_the_limit_theorem(growth):
-    first = claims.mu_0(epsilon=1.2, delta=1e-5, sampling_rate=0.02, steps=300, growth=growth)
+    first = claims.first_mu(epsilon=1.2, delta=1e-5, sampling_rate=0.02, steps=300, growth=growth)
     sigmas = growth ** (-np.arange(1, 301) / 300) / first
     assert gdp.epsilon(claims.mu_total(sigmas, sampling_rate=0.02), delta=1e-5) == pytest.approx(1.2, rel=1e-8)
 
@@ -62,7 +62,7 @@ def test_mu_0_spends_the_budget_by_the_limit_theorem(growth):
 @pytest.mark.parametrize(("promised", "rate", "growth", "spent"), [(2, 0.01, 1 / 0.3, 4.7), (0.4, 0.001, 10, 4.4)])
 def test_the_limit_theorem_under_reports(promised, rate, growth, spent):
     """Why `gdp` is no guarantee: it promises one epsilon and at least the other is spent."""
-    first = claims.mu_0(epsilon=promised, delta=1 / 600_000, sampling_rate=rate, steps=500, growth=growth)
+    first = claims.first_mu(epsilon=promised, delta=1 / 600_000, sampling_rate=rate, steps=500, growth=growth)
     sigmas = growth ** (-np.arange(1, 501) / 500) / first
     assert accounting.schedule_epsilon(sigmas, sampling_rate=rate, delta=1 / 600_000, buckets=100).lower > spent
 
@@ -91,7 +91,7 @@ def test_tcdp_of_noise_decay():
 def test_tcdp_dominates_the_renyi_divergence(sigma, rate):
     rho, omega = claims.tcdp([sigma], rate)
     orders = renyi.ORDERS[renyi.ORDERS < omega]
-    true = renyi.sampled_gaussian(np.array([sigma]), np.array([rate]), orders)[0]
+    true = renyi.gaussian_rdp(np.array([sigma]), np.array([rate]), orders)[0]
     assert len(orders) > 10 and np.all(true <= rho * orders)
 
 
@@ -109,10 +109,10 @@ def test_tcdp_epsilon_is_the_best_order_below_omega():
         lambda: gdp.epsilon(1.0, delta=1.0),
         lambda: gdp.delta(1.0, epsilon=-0.1),
         lambda: gdp.mu(epsilon=1.0, delta=0.0),
-        lambda: claims.mu_0(epsilon=0, delta=1e-5, sampling_rate=0.1, steps=10),
-        lambda: claims.mu_0(epsilon=1, delta=1e-5, sampling_rate=1.5, steps=10),
-        lambda: claims.mu_0(epsilon=1, delta=1e-5, sampling_rate=0.1, steps=0),
-        lambda: claims.mu_0(epsilon=1, delta=1e-5, sampling_rate=0.1, steps=10, growth=0.5),
+        lambda: claims.first_mu(epsilon=0, delta=1e-5, sampling_rate=0.1, steps=10),
+        lambda: claims.first_mu(epsilon=1, delta=1e-5, sampling_rate=1.5, steps=10),
+        lambda: claims.first_mu(epsilon=1, delta=1e-5, sampling_rate=0.1, steps=0),
+        lambda: claims.first_mu(epsilon=1, delta=1e-5, sampling_rate=0.1, steps=10, growth=0.5),
         lambda: claims.mu_total([-1.0], sampling_rate=0.1),
         lambda: claims.zcdp_epsilon(-1.0, 1e-5),
         lambda: claims.zcdp_epsilon(1.0, 2.0),

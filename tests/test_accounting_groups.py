@@ -16,8 +16,8 @@ from scipy import optimize, special, stats
 
 import dpx
 from dpx.accounting import event_delta, event_epsilon, gdp
-from dpx.accounting.calibration import _least_near, calibrate
-from dpx.accounting.events import billed
+from dpx.accounting.calibration import _least_noise_near, calibrate
+from dpx.accounting.events import profile_of_run
 from dpx.accounting.groups import GroupGaussian, GroupGaussianDpEvent
 from dpx.accounting.ledger import from_event
 
@@ -123,9 +123,9 @@ def test_slow_bills_are_few_and_within_the_budget(start, power):
         asked.append(noise)
         return noise**-1.3 + 0.1 / noise
 
-    found = _least_near(bill, 1.0, 1e-4, start, power)
+    found = _least_noise_near(bill, 1.0, 1e-4, start, power)
     assert 1 - 1e-4 <= bill(found) <= 1 and len(asked) <= 8
-    assert _least_near(lambda noise: math.inf if noise < 2 else 1 / noise, 0.4, 1e-4, 1.0, 1.0) >= 2.5
+    assert _least_noise_near(lambda noise: math.inf if noise < 2 else 1 / noise, 0.4, 1e-4, 1.0, 1.0) >= 2.5
 
 
 def test_a_schedule_has_the_least_noise_for_all_records():
@@ -203,7 +203,7 @@ def test_several_releases_of_one_sample_all_have_their_arithmetic_billed(rate):
     )
     assert from_event(group).released.mean == 400
     exact = [event_epsilon(event, delta=1e-9, relation="zero_out") for event in (group, as_one)]
-    bills = [billed(event, relation="zero_out").epsilon(1e-9) for event in (group, as_one)]
+    bills = [profile_of_run(event, relation="zero_out").epsilon(1e-9) for event in (group, as_one)]
     assert exact[0] == pytest.approx(exact[1], rel=1e-9) and exact[0] < bills[1] < bills[0]
     mixed = ComposedDpEvent([several, SelfComposedDpEvent(GaussianDpEvent(4.0), 3)])
     assert from_event(from_event(mixed).of_records(2)).released.most >= from_event(mixed).released.most

@@ -19,9 +19,9 @@ import dpx
 from dpx import accounting, reports
 from dpx.accounting.checks import Accountant
 from dpx.accounting.ledger import from_event
-from dpx.accounting.loss import Released
+from dpx.accounting.loss import ReleaseCount
 from dpx.accounting.pld.losses import SampledGaussian
-from dpx.accounting.words import upper
+from dpx.accounting.wording import rounded_up
 from dpx.reports import curves
 from dpx.reports.report import sections_of
 from tests.devices import printed_by
@@ -264,7 +264,7 @@ def test_a_new_cost_is_one_class():
 
         @property
         def released(self):
-            return Released(2, 2.0)
+            return ReleaseCount(2, 2.0)
 
         def step(self, relation):
             if relation == "replace_one":
@@ -493,8 +493,13 @@ def test_a_report_holds_what_was_spent_against_the_target(target, delta, verdict
 def test_printed_bounds_hold():
     for value in (0.0, 1.99998703, 7.39000001, 1e-5 / 3, 123456.1, 0.1):
         for digits in (3, 6):
-            assert value <= float(upper(value, digits)) <= value * (1 + 2 * 10 ** (1 - digits))
-    assert upper(math.inf, 3) == "inf" and upper(2.0, 6) == "2" and upper(1e-5, 6) == "1e-05" and upper(0.1, 6) == "0.1"
+            assert value <= float(rounded_up(value, digits)) <= value * (1 + 2 * 10 ** (1 - digits))
+    assert (
+        rounded_up(math.inf, 3) == "inf"
+        and rounded_up(2.0, 6) == "2"
+        and rounded_up(1e-5, 6) == "1e-05"
+        and rounded_up(0.1, 6) == "0.1"
+    )
 
 
 def test_a_printed_delta_is_not_below_the_one_that_is_billed():

@@ -54,7 +54,7 @@ def test_the_smallest_costs_are_not_rounded_to_nothing(sigma, rate):
     truth = rate * (2 * stats.norm.cdf(0.5 / sigma) - 1)  # delta at epsilon 0 of one step
     for accountant in ("pld", "rdp"):
         assert accounting.schedule_delta([sigma], sampling_rate=rate, epsilon=0.0, accountant=accountant).upper >= truth
-    assert renyi.sampled_gaussian(np.array([sigma]), np.array([rate])).min() > 0
+    assert renyi.gaussian_rdp(np.array([sigma]), np.array([rate])).min() > 0
     epsilon = accounting.schedule_epsilon([sigma], sampling_rate=rate, delta=truth / 2, accountant="rdp").upper
     assert epsilon > 0
 
@@ -216,7 +216,7 @@ STEP, COUNT = losses.SampledGaussian(4.0, 1 - 1e-9), 10  # almost a Gaussian, wh
 
 
 def poor_plan(**changes):
-    plan = composition.plan(COUNT * STEP.renyi(renyi.ORDERS), COUNT, delta=1e-30, epsilon=9.0)
+    plan = composition.plan_composition(COUNT * STEP.renyi(renyi.ORDERS), COUNT, delta=1e-30, epsilon=9.0)
     assert plan is not None
     span = plan.size * plan.grid
     return dataclasses.replace(plan, **({"grid": 0.02, "size": math.ceil(span / 0.02) + 8} | changes))
@@ -224,7 +224,7 @@ def poor_plan(**changes):
 
 def bounds(plan, epsilon):
     """(from below, the truth, from above)."""
-    above, below = (composition.compose({STEP: COUNT}, plan, side=side) for side in ("above", "below"))
+    above, below = (composition.compose_losses({STEP: COUNT}, plan, side=side) for side in ("above", "below"))
     truth = accounting.gdp.delta(math.sqrt(COUNT) / 4, epsilon=epsilon)
     return below[0].delta(epsilon=epsilon), truth, above[0].delta(epsilon=epsilon)
 
@@ -238,7 +238,7 @@ def test_rounding_of_the_transform_is_counted(epsilon):
 
 
 def in_long_double(losses, plan):
-    """The differences upper - lower of `composition.compose(losses, plan)` from the same pmfs, in long double."""
+    """The differences upper - lower of `composition.compose_losses(losses, plan)` from equal pmfs, in long double."""
     long = np.longdouble
     ((loss, count),) = losses.items()
     window = plan.grid * np.arange(plan.first + plan.size).astype(long)
@@ -265,8 +265,8 @@ def test_the_bound_on_rounding_holds(rate, sigma, count, delta):
     """Also where most of delta is this bound: what float64 lost is at most a fifth of it."""
     steps = {losses.SampledGaussian(sigma, rate): count}
     rdp = losses.total_renyi(steps)
-    plan = composition.plan(rdp, count, delta=delta, epsilon=renyi.epsilon(rdp, delta))
-    for summed, exact in zip(composition.compose(steps, plan), in_long_double(steps, plan), strict=True):
+    plan = composition.plan_composition(rdp, count, delta=delta, epsilon=renyi.epsilon(rdp, delta))
+    for summed, exact in zip(composition.compose_losses(steps, plan), in_long_double(steps, plan), strict=True):
         lost = exact - (summed._upper - summed._lower)
         assert np.any(lost != 0) and np.all(np.abs(lost) < summed._bounded / 5)
 
@@ -304,7 +304,7 @@ class Stub(losses.StepLoss):
 
 
 def test_infinite_losses_and_the_worse_direction_are_billed():
-    infinite, worse = (profiles.profile({stub: 2}) for stub in (Stub(infinity=1e-3), Stub(worse=0.2)))
+    infinite, worse = (profiles.loss_profile({stub: 2}) for stub in (Stub(infinity=1e-3), Stub(worse=0.2)))
     assert infinite.delta(epsilon=1.0) == pytest.approx(1 - (1 - 1e-3) ** 2, rel=1e-6)
     assert infinite.epsilon(delta=1.9e-3) >= 3.0
     one, both = 2 * 0.2 * 0.8 * -math.expm1(1 - 3.0), 0.04 * -math.expm1(1 - 6.0)
@@ -316,7 +316,7 @@ def test_a_symmetric_step_counts_in_the_second_direction():
     """Also if it comes before the first step that has one."""
     symmetric, other = losses.SampledGaussian(1.0, 0.5, "replace_one"), Stub(worse=0.2)
     first, last = ({one: 2, two: 2} for one, two in ((symmetric, other), (other, symmetric)))
-    deltas = [profiles.profile(steps).delta(epsilon=1.0) for steps in (first, last, {other: 2}, {symmetric: 2})]
+    deltas = [profiles.loss_profile(steps).delta(epsilon=1.0) for steps in (first, last, {other: 2}, {symmetric: 2})]
     assert deltas[0] == pytest.approx(deltas[1], rel=1e-9) and deltas[0] > 1.1 * max(deltas[2:])
 
 

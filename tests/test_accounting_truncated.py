@@ -14,11 +14,11 @@ from scipy import special, stats
 
 import dpx
 from dpx import accounting
-from dpx.accounting.events import billed, event_profile
+from dpx.accounting.events import event_profile, profile_of_run
 from dpx.accounting.ledger import from_event, without_truncation
 from dpx.accounting.pld.losses import SampledGaussian, total_renyi
-from dpx.accounting.samples import FixedSizeGaussian, TruncatedGaussian, round_to_few_truncated
-from dpx.papers.d2p2_sgd.projected import projected
+from dpx.accounting.sampled_gaussians import FixedSizeGaussian, TruncatedGaussian, round_to_few_truncated
+from dpx.papers.d2p2_sgd.projected_event import projected_event_of
 
 KEY = jax.random.key(7)
 
@@ -216,10 +216,10 @@ def test_a_run_of_truncated_batches_is_billed_and_calibrated():
         from_event(run).released == (2344, 2344.0)
         and from_event(run).largest_shift("zero_out") == from_event(run).largest_shift("replace_one") == 2.5
     )
-    bill = billed(run, relation="zero_out")
+    bill = profile_of_run(run, relation="zero_out")
     assert 0 < bill.epsilon(1e-5) - accounting.event_epsilon(run, delta=1e-5, relation="zero_out") < 2e-3
     full = event(60_000, 256 / 60_000, 256, 0.8, 2344)  # at so large an epsilon, a bill without a shift is inf
-    assert billed(full, relation="zero_out").epsilon(1e-5) < accounting.event_epsilon(full, delta=1e-5) + 0.01
+    assert profile_of_run(full, relation="zero_out").epsilon(1e-5) < accounting.event_epsilon(full, delta=1e-5) + 0.01
     sampling = dpx.PoissonSampling(examples=60_000, batch_size=256, most_rows=336)
     made = dpx.dp_sgd(
         clip_norm=1.0, noise_multiplier=dpx.Budget(epsilon=2.0, delta=1e-5, steps=3000), sampling=sampling, key=KEY
@@ -247,4 +247,4 @@ def test_error_feedback_and_projections_have_no_bill_for_truncated_batches():
     ):
         accounting.event_epsilon(run, delta=1e-5, relation="zero_out")
     with pytest.raises(ValueError, match="a fresh projection has a cost before"):
-        projected(sampling.event(np.ones(3)), rank=3)
+        projected_event_of(sampling.event(np.ones(3)), rank=3)

@@ -24,7 +24,7 @@ def gaussian(rate, sigma):
 
 def dynamic():
     """Dynamic DP-SGD, epsilon 2, delta 1/600000, q .01, T 500, rho_mu 1/.3."""
-    first = claims.mu_0(epsilon=2, delta=1 / 600_000, sampling_rate=0.01, steps=500, growth=1 / 0.3)
+    first = claims.first_mu(epsilon=2, delta=1 / 600_000, sampling_rate=0.01, steps=500, growth=1 / 0.3)
     return 1 / (first * (1 / 0.3) ** (np.arange(1, 501) / 500))
 
 
@@ -65,7 +65,7 @@ def test_dynamic_dp_sgd_by_the_central_limit_theorem():
 
 @pytest.mark.parametrize("rate, sigma", [(0.01, 1.0), (0.3, 2.5), (1e-4, 0.3), (0.9, 5.0), (1.0, 3.0)])
 def test_rdp_is_that_of_dp_accounting(rate, sigma):
-    ours = renyi.sampled_gaussian(np.array([sigma]), np.array([rate]))[0]
+    ours = renyi.gaussian_rdp(np.array([sigma]), np.array([rate]))[0]
     accountant = RdpAccountant()
     accountant.compose(gaussian(rate, sigma))
     np.testing.assert_allclose(ours, accountant.rdp, rtol=1e-9, atol=1e-10)

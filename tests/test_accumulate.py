@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import dpx
-from dpx.gradients.chunks import _alike, _clipping
+from dpx.gradients.chunks import _clip_bounds, _equal_up_to_rounding
 from dpx.states.identity import fingerprint
 from dpx.states.record import Drawn, ReleaseState, unit_mark
 from dpx.trees import map_states
@@ -216,8 +216,8 @@ def test_sums_that_were_clipped_to_another_norm_have_no_bill():
 def test_the_clip_norms_of_both_programs_agree(case):
     """No mechanism is refused for the rounding of its schedules, which two programs compute."""
     state = jax.jit(case.mechanism.init)(PARAMS)
-    programs = [jax.jit(lambda state, k=k: _clipping(case.mechanism, state) * k) for k in (1.0, 2.0)]
+    programs = [jax.jit(lambda state, k=k: _clip_bounds(case.mechanism, state) * k) for k in (1.0, 2.0)]
     for step in range(3):
         at = map_states(lambda node, step=step: node._replace(step=jnp.int32(step)), state, ReleaseState)
         one, other = (program(at) for program in programs)
-        assert one.shape and bool(_alike(one, other / 2)) and not bool(_alike(one, other))
+        assert one.shape and bool(_equal_up_to_rounding(one, other / 2)) and not bool(_equal_up_to_rounding(one, other))

@@ -11,8 +11,8 @@ import pytest
 import dpx
 from dpx import keys
 from dpx.audit.contract.noise import require_standard
-from dpx.sums.rows import sum_contributions
-from dpx.sums.total import ETA
+from dpx.sums.clipped_sum import sum_contributions
+from dpx.sums.float_pair import ETA
 
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=20)
 KEY = jax.random.key(5)

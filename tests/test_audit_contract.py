@@ -17,13 +17,13 @@ import pytest
 import dpx
 from dpx.audit import ContractReport, Line, check_contract
 from dpx.audit.contract import cost
-from dpx.audit.contract.draws import in_its_directions, require_no_pattern, require_no_repeats, require_standard
-from dpx.audit.contract.lines import require_same_program
+from dpx.audit.contract.draws import in_units_of_maps, require_no_pattern, require_no_repeats, require_standard
+from dpx.audit.contract.line_checks import require_same_program
 from dpx.audit.contract.report import Broken, NotChecked
 from dpx.audit.contract.trial import Trial
-from dpx.audit.stand_ins import quick, replacing, without_grid
-from dpx.sums.total import ETA
-from dpx.xla.marks import spread
+from dpx.audit.stand_ins import quick_noise, replacing_key_functions, without_grid
+from dpx.sums.float_pair import ETA
+from dpx.xla.dataflow import spread_marks
 from tests.broken import (
     ZOO,
     added_in_a_chain,
@@ -216,9 +216,9 @@ def test_an_event_of_other_batches_fails(mechanism, event, words):
     """Also where it has a kind of its own; all of them are as they are billed themselves."""
     trial = Trial(mechanism.replace(event=event.event), PARAMS, draws=500, seed=0)
     with pytest.raises(Broken, match=words):
-        cost.billed(trial)
+        cost.billed_releases(trial)
     with contextlib.suppress(NotChecked):
-        cost.billed(Trial(mechanism, PARAMS, draws=500, seed=0))
+        cost.billed_releases(Trial(mechanism, PARAMS, draws=500, seed=0))
 
 
 def no_noise(key):
@@ -273,7 +273,7 @@ def test_an_event_without_sampling_needs_a_proof_of_its_own():
     """It costs more than what is drawn."""
     trial = Trial(plain(FIXED).replace(event=plain(WHOLE).event), PARAMS, draws=500, seed=0)
     with pytest.raises(NotChecked, match="GaussianDpEvent is not an event of the sampling"):
-        cost.billed(trial)
+        cost.billed_releases(trial)
 
 
 def test_a_step_without_noise_is_not_checked():
@@ -350,10 +350,10 @@ def test_noise_that_repeats():
 def test_noise_that_is_correlated_with_its_coordinates():
     rng = np.random.default_rng(0)
     maps, normals = rng.normal(size=(1000, 5, 3)), rng.normal(size=(1000, 3))
-    draws = in_its_directions(np.einsum("nom,nm->no", maps, normals), maps)
+    draws = in_units_of_maps(np.einsum("nom,nm->no", maps, normals), maps)
     np.testing.assert_allclose(np.cov(draws, rowvar=False), np.eye(3), atol=0.2)
     with pytest.raises(Broken, match="shares their key"):
-        in_its_directions(np.einsum("nom,nm->no", maps, np.abs(normals) * np.sign(maps[:, 0])), maps)
+        in_units_of_maps(np.einsum("nom,nm->no", maps, np.abs(normals) * np.sign(maps[:, 0])), maps)
 
 
 def test_marks_pass_branches_and_rounds_of_loops():
@@ -366,7 +366,9 @@ def test_marks_pass_branches_and_rounds_of_loops():
 
     for program in (branch, rounds):
         closed = jax.make_jaxpr(program)(1.0, 2.0)
-        assert spread(closed, [1, 0], lambda *_: None) == [1] and spread(closed, [0, 0], lambda *_: None) == [0]
+        assert spread_marks(closed, [1, 0], lambda *_: None) == [1] and spread_marks(
+            closed, [0, 0], lambda *_: None
+        ) == [0]
 
 
 def test_a_constant_inside_of_a_function_is_part_of_the_program():
@@ -381,7 +383,7 @@ def test_a_constant_inside_of_a_function_is_part_of_the_program():
 
 def test_quick_noise_tells_keys_steps_and_places_apart():
     """Else lines that compare steps would not see noise of another step, or noise that is there twice."""
-    found = [quick(dpx.keys.stream(jax.random.key(7), name), step, PARAMS) for name in "ab" for step in range(20)]
+    found = [quick_noise(dpx.keys.stream(jax.random.key(7), name), step, PARAMS) for name in "ab" for step in range(20)]
     numbers = np.concatenate([np.abs(np.ravel(leaf)) for tree in found for leaf in jax.tree.leaves(tree)])
     assert len(np.unique(numbers)) == len(numbers) and 0.9 < numbers.std() * 2 < 1.1
 
@@ -392,7 +394,7 @@ def test_no_trace_of_an_audit_stays_in_a_jitted_release():
     jitted = whole.replace(release=jax.jit(whole.release))
     sums, state = (jax.tree.map(jnp.ones_like, PARAMS),), whole.init(PARAMS)
     expected = whole.release(sums, state, PARAMS)[0]
-    with replacing(release=lambda key, step, total, deviation: total):
+    with replacing_key_functions(release=lambda key, step, total, deviation: total):
         assert all((leaf == 1 / 8).all() for leaf in jax.tree.leaves(jitted.release(sums, state, PARAMS)[0]))
     jax.tree.map(np.testing.assert_array_equal, jitted.release(sums, state, PARAMS)[0], expected)
     jitted = whole.replace(release=jax.jit(lambda *given: whole.release(*given)))
@@ -416,6 +418,6 @@ def test_another_thread_keeps_its_noise_during_an_audit():
     """Of two audits at once, the one that ended last would also have left the stand-in of the other."""
     made, sums = sound(jax.random.key(7)), (jax.tree.map(jnp.ones_like, PARAMS),)
     expected = made.release(sums, made.init(PARAMS), PARAMS)[0]
-    with ThreadPoolExecutor(1) as other, replacing(release=lambda key, step, total, deviation: total):
+    with ThreadPoolExecutor(1) as other, replacing_key_functions(release=lambda key, step, total, deviation: total):
         found = other.submit(made.release, sums, made.init(PARAMS), PARAMS).result()[0]
     jax.tree.map(np.testing.assert_array_equal, found, expected)

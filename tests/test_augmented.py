@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import dpx
-from dpx.gradients.rows import rows_of
+from dpx.gradients.one_example import rows_with_keys
 from tests.problems import cross_entropy as loss
 
 COPIES, ROWS, CLIP_NORM = 3, 4, 0.3
@@ -30,7 +30,7 @@ def loss_and_score(params, example):
 def test_views_are_averaged_and_then_clipped():
     state = MECHANISM.init(PARAMS)
     mean_loss = dpx.augmented(loss_and_score, turned, copies=COPIES)
-    examples, keys = rows_of(MECHANISM, state, BATCH.examples, with_key=True)
+    examples, keys = rows_with_keys(MECHANISM, state, BATCH.examples, with_key=True)
 
     @jax.jit
     def grads_of(examples, keys):  # (rows, views) on the first axes

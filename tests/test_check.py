@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import dpx
-from dpx.audit.setup import measured, plan, program
+from dpx.audit.setup import batch_findings, loss_findings, plan_findings
 
 KEY, STEPS, ROWS = dpx.secret_key(2**40 + 5), 20, 8
 SAMPLING = dpx.PoissonSampling(examples=40, batch_size=6)
@@ -179,14 +179,21 @@ def test_a_fault_is_found(report, name, severity, words):
 def test_what_cut_batches_cost():
     for most, severity in ((6, "warning"), (40, "ok")):
         mechanism = dp_sgd(sampling=dpx.PoissonSampling(examples=40, batch_size=6, most_rows=most))
-        (finding,) = plan.truncation(mechanism, 20, 1e-3)
+        (finding,) = plan_findings.find_truncation(mechanism, 20, 1e-3)
         whole, cut = finding.numbers["epsilon of batches that are not cut"], finding.numbers["epsilon"]
         assert finding.severity == severity and (cut > 1.01 * whole) == (severity == "warning")
         assert f"most_rows = {most} costs {cut / whole - 1:.2%}" in finding.words
-    assert not plan.truncation(mechanism, None, 1e-3) and not plan.truncation(dp_sgd(), 20, 1e-3)
+    assert not plan_findings.find_truncation(mechanism, None, 1e-3) and not plan_findings.find_truncation(
+        dp_sgd(), 20, 1e-3
+    )
     rows = dpx.Batch(np.zeros((6, 2)), np.arange(6) < 3)
-    assert plan.rows_that_count(rows, dpx.PoissonSampling(examples=40, batch_size=6, most_rows=6))[1].severity == "ok"
-    assert plan.rows_that_count(rows, dpx.FixedSizeSampling(examples=40, batch_size=6))[1].severity == "warning"
+    assert (
+        plan_findings.rows_that_count(rows, dpx.PoissonSampling(examples=40, batch_size=6, most_rows=6))[1].severity
+        == "ok"
+    )
+    assert (
+        plan_findings.rows_that_count(rows, dpx.FixedSizeSampling(examples=40, batch_size=6))[1].severity == "warning"
+    )
 
 
 @pytest.mark.parametrize(
@@ -195,10 +202,10 @@ def test_what_cut_batches_cost():
 )
 def test_a_noise_above_the_signal_says_why_it_is_ok(signal, steps, severity, said):
     """The noise of a mean over 576 coordinates is 24 times a signal of 1, and falls by 10 over 100 steps."""
-    batch = measured.Measured(
+    batch = batch_findings.MeasuredBatch(
         *[jnp.zeros(1)] * 5, signal=jnp.float32(signal), bound=jnp.float32(1), size=576, reached=0
     )
-    finding = measured.noise(batch, dp_sgd(), steps)
+    finding = batch_findings.find_noise(batch, dp_sgd(), steps)
     assert finding.severity == severity
     assert ("24 times" in finding.words and said in finding.words) == bool(said), finding.words
 
@@ -269,7 +276,7 @@ def checkpointed(params, x, key):
 
 def constant_keys(loss, *, with_key=False):
     """The finding alone: the next test has it from `dpx.check_setup`."""
-    return program.constant_keys(loss, params(), EXAMPLE, with_key=with_key).severity
+    return loss_findings.find_constant_keys(loss, params(), EXAMPLE, with_key=with_key).severity
 
 
 @pytest.mark.parametrize("draws", [noisy, in_a_loop, before_it_is_folded, in_a_branch, while_positive, checkpointed])
@@ -342,7 +349,7 @@ def test_the_step_that_is_timed_releases_no_data():
     """Only noise, so that the noise of the run stays secret where the run releases data with it."""
     optimizer = dp_sgd()
     noise = [
-        measured.run_step(loss, optimizer, params(), dpx.Batch(rows[:ROWS], np.ones(ROWS, bool)))
+        batch_findings.run_step(loss, optimizer, params(), dpx.Batch(rows[:ROWS], np.ones(ROWS, bool)))
         for rows in (data(), data(1))
     ]
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: (a == b).all(), *[n.unreleased_updates for n in noise])))
@@ -359,37 +366,47 @@ def test_closures_are_found_wherever_they_are():
         total = jax.lax.scan(lambda c, _: (c + jax.jit(lambda x: (rows @ x).sum())(x), None), 0.0, length=2)[0]
         return total + loss(params, x)
 
-    closed = program.trace(inside, params(), EXAMPLE)
-    assert program.constants(closed, EXAMPLE, ROWS, 40).numbers["suspects"] == 1
-    assert "callback" in program.batching(closed).words
+    closed = loss_findings.trace_or_finding(inside, params(), EXAMPLE)
+    assert loss_findings.find_constants(closed, EXAMPLE, ROWS, 40).numbers["suspects"] == 1
+    assert "callback" in loss_findings.find_batching(closed).words
 
     large = jnp.ones((600, 600))
-    closed = program.trace(lambda params, x: loss(params, x) + (large @ jnp.ones(600)).sum(), params(), EXAMPLE)
-    assert program.constants(closed, EXAMPLE, ROWS, 40).severity == "note"
+    closed = loss_findings.trace_or_finding(
+        lambda params, x: loss(params, x) + (large @ jnp.ones(600)).sum(), params(), EXAMPLE
+    )
+    assert loss_findings.find_constants(closed, EXAMPLE, ROWS, 40).severity == "note"
     some_rows = jnp.asarray(data()[:7])
-    closed = program.trace(lambda params, x: loss(params, x) + (some_rows @ x).sum(), params(), EXAMPLE)
-    assert program.constants(closed, EXAMPLE, ROWS, 40).severity == "warning"
-    axes = program.trace(lambda params, x: jax.lax.pmean(loss(params, x), "batch"), params(), EXAMPLE)
+    closed = loss_findings.trace_or_finding(
+        lambda params, x: loss(params, x) + (some_rows @ x).sum(), params(), EXAMPLE
+    )
+    assert loss_findings.find_constants(closed, EXAMPLE, ROWS, 40).severity == "warning"
+    axes = loss_findings.trace_or_finding(lambda params, x: jax.lax.pmean(loss(params, x), "batch"), params(), EXAMPLE)
     assert axes.name == "named axes" and axes.severity == "error"
 
 
 def test_small_differences_of_the_plan():
     """Findings between a good plan and a broken one, without running anything."""
     optimizer, batch = dp_sgd(noise_multiplier=BUDGET), drawn(dp_sgd())
-    assert plan.privacy(optimizer, 2 * STEPS, 1e-3).severity == "warning"
-    assert plan.privacy(dp_sgd(noise_multiplier=0.3), STEPS, 1e-3).severity == "note"
-    assert plan.delta_size(None, SAMPLING).severity == plan.privacy(dp_sgd(), None, None).severity == "note"
-    other_rows = plan.rows_that_count(batch._replace(included=batch.included & (np.arange(ROWS) > 0)), SAMPLING)[1]
+    assert plan_findings.find_epsilon(optimizer, 2 * STEPS, 1e-3).severity == "warning"
+    assert plan_findings.find_epsilon(dp_sgd(noise_multiplier=0.3), STEPS, 1e-3).severity == "note"
+    assert (
+        plan_findings.find_delta_size(None, SAMPLING).severity
+        == plan_findings.find_epsilon(dp_sgd(), None, None).severity
+        == "note"
+    )
+    other_rows = plan_findings.rows_that_count(
+        batch._replace(included=batch.included & (np.arange(ROWS) > 0)), SAMPLING
+    )[1]
     assert other_rows.severity == "error" and "`take` drew" in other_rows.words
-    all_rows = plan.rows_that_count(dpx.Batch(data(), np.ones(40, bool)), SAMPLING)[1]
+    all_rows = plan_findings.rows_that_count(dpx.Batch(data(), np.ones(40, bool)), SAMPLING)[1]
     assert all_rows.severity == "warning" and all_rows.numbers["included"] == 40
     fixed = dpx.FixedSizeSampling(examples=40, batch_size=6)
-    assert plan.rows_that_count(dpx.Batch(data()[:5], None), fixed)[1].severity == "error"
-    assert plan.rows_that_count(dpx.Batch(data()[:6], np.arange(6) < 5), fixed)[1].severity == "warning"
-    still = measured.Step(params(), 0.0, 0.0, None, None)
+    assert plan_findings.rows_that_count(dpx.Batch(data()[:5], None), fixed)[1].severity == "error"
+    assert plan_findings.rows_that_count(dpx.Batch(data()[:6], np.arange(6) < 5), fixed)[1].severity == "warning"
+    still = batch_findings.StepMeasurement(params(), 0.0, 0.0, None, None)
     flags = {"w": True, "b": True}
-    assert measured.precision(still, params(), flags, jnp.zeros(3, jnp.bfloat16)).severity == "note"
-    assert measured.memory(still).severity == "note"
+    assert batch_findings.find_low_precision(still, params(), flags, jnp.zeros(3, jnp.bfloat16)).severity == "note"
+    assert batch_findings.find_memory(still).severity == "note"
 
 
 def test_bad_input():

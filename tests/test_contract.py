@@ -28,7 +28,7 @@ from dpx import catalog, keys
 from dpx.accounting.bill import numbers_of
 from dpx.audit.contract import inputs
 from dpx.audit.contract.check import LINES
-from dpx.audit.contract.lines import require_same_program
+from dpx.audit.contract.line_checks import require_same_program
 from dpx.audit.contract.noise import NUMBERS, _require_no_repeats
 from dpx.audit.contract.report import Broken, NotChecked
 from dpx.audit.contract.subject import STEPS
@@ -38,7 +38,7 @@ from dpx.mechanisms import masks
 from dpx.papers.dice_sgd.rounding import ERROR
 from dpx.sampling.events import RandomAllocationDpEvent
 from dpx.states.reading import release_state
-from dpx.sums.total import ETA, as_pair
+from dpx.sums.float_pair import ETA, as_pair
 from dpx.xla.place import full_precision
 from tests import broken
 from tests.compiling import EMITTERS
@@ -282,7 +282,7 @@ def facts_of_padding(case: Case):
     if case.name not in ("dp_sgd", "dice_sgd", "adaptive_clipping", "dp2_sgd", "ada_dpigu, top third"):
         return
     state, none = found.state(1), np.zeros(0, bool)
-    rows = inputs.gradients(PARAMS, 3, rows=0)
+    rows = inputs.normal_gradients(PARAMS, 3, rows=0)
     zeros = inputs.zeros_like(found.sums_like)
     noise = jax.jit(with_quick_noise(case.mechanism.release))(zeros, state, PARAMS)
     for path in found.problems[0].paths.values():

@@ -10,7 +10,7 @@ from jax.extend import core
 import dpx
 from dpx.gradients.microbatch_size import hides_convolutions
 from dpx.xla.convolutions import reordered
-from dpx.xla.jaxprs import bodies
+from dpx.xla.jaxprs import inner_bodies
 from tests.test_dp_sgd import dp_sgd
 
 FAST = ((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2))
@@ -41,7 +41,7 @@ def test_any_order_of_axes_has_the_same_result_and_gradients(options):
 def orders(jaxpr):
     """The orders of axes of all convolutions."""
     own = [tuple(e.params["dimension_numbers"]) for e in jaxpr.eqns if e.primitive.name == "conv_general_dilated"]
-    return sum((orders(body) for equation in jaxpr.eqns for body in bodies(equation)), own)
+    return sum((orders(body) for equation in jaxpr.eqns for body in inner_bodies(equation)), own)
 
 
 def small_loss(params, x):

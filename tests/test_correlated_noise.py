@@ -22,9 +22,9 @@ from dpx.audit.contract.noise import require_covariance
 from dpx.audit.contract.report import Broken
 from dpx.audit.contract.trial import Trial
 from dpx.keys.noise import GRID
-from dpx.papers.correlated_noise.event import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, rounding
+from dpx.papers.correlated_noise.event import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, rounding_move
 from dpx.sums import doubles
-from dpx.sums.total import ETA
+from dpx.sums.float_pair import ETA
 from tests.devices import on_eight_devices
 
 module = importlib.import_module("dpx.papers.correlated_noise.mechanism")
@@ -134,7 +134,7 @@ def test_a_step_releases_the_sum_in_the_basis_of_c_with_fresh_noise(strategy, mo
     def release_and_rest(key, step, total, parts, deviation):
         result = release(key, step, total(parts), deviation)
         with jax.enable_x64(True):
-            return result, doubles.less(result, total(parts))
+            return result, doubles.difference_to_total(result, total(parts))
 
     monkeypatch.setattr(keys, "release", release)
     monkeypatch.setattr(keys, "release_and_rest", release_and_rest)
@@ -168,12 +168,12 @@ def test_the_rounding_of_the_memory_moves_less_than_is_billed(strategy, scale):
             for world, rows in enumerate((sums, other)):
                 exact = {"w": jnp.asarray(rows[step], jnp.float64)}
                 back = module._added(states[world], weights)
-                handed.append((exact, doubles.values(doubles.halved(jax.tree.map(jnp.add, exact, back)))))
+                handed.append((exact, doubles.as_float64(doubles.as_float_pair(jax.tree.map(jnp.add, exact, back)))))
                 given[world].append(np.asarray(handed[-1][1]["w"]))
             releases.append(np.float32(given[0][-1] + rng.normal(size=numbers)))
             for world, (exact, total) in enumerate(handed):
-                before = doubles.halved(exact if banded else total)
-                noise = doubles.less({"w": jnp.asarray(releases[-1])}, before)
+                before = doubles.as_float_pair(exact if banded else total)
+                noise = doubles.difference_to_total({"w": jnp.asarray(releases[-1])}, before)
                 record = states[world].inner._replace(step=jnp.int32(step + 1))
                 states[world] = module._after(states[world], noise, record)
     column, inverse = strategy.column(steps), strategy.inverse_column(steps)
@@ -181,7 +181,7 @@ def test_the_rounding_of_the_memory_moves_less_than_is_billed(strategy, scale):
         sum(column[j] * (other[t - j].astype(np.float64) - sums[t - j]) for j in range(t + 1)) for t in range(steps)
     ]
     found = np.linalg.norm(np.array(given[1]) - np.array(given[0]) - np.array(moved))
-    billed = rounding(column, inverse, banded=banded, terms=len(weights), steps=steps, noise_multiplier=1.0)
+    billed = rounding_move(column, inverse, banded=banded, terms=len(weights), steps=steps, noise_multiplier=1.0)
     assert 0 < found <= billed
 
 

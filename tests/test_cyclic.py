@@ -9,7 +9,7 @@ from dp_accounting import ComposedDpEvent, GaussianDpEvent, PoissonSampledDpEven
 
 import dpx
 from dpx import accounting
-from dpx.accounting.events import billed, event_profile
+from dpx.accounting.events import event_profile, profile_of_run
 from dpx.accounting.ledger import from_event
 from dpx.sampling import CyclicPoissonSampling, FixedOrder
 
@@ -161,7 +161,7 @@ def test_the_events_of_a_fixed_order():
     assert four == pytest.approx(accounting.event_epsilon(GaussianDpEvent(1.0), delta=1e-5))  # s sqrt(k)
     run = sampling.event(np.full(12, 2.0))
     assert from_event(run).released.most == 4 and from_event(run).largest_shift("zero_out") == 0.5
-    assert billed(run, relation="zero_out").epsilon(1e-5) > four
+    assert profile_of_run(run, relation="zero_out").epsilon(1e-5) > four
     made = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=2.0, sampling=sampling, key=KEY)
     with pytest.raises(ValueError, match='relation "add_or_remove" does not fit'):
         dpx.epsilon(made, 3, delta=1e-5, relation="add_or_remove")

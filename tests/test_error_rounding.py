@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import dpx
-from dpx.papers.dice_sgd.rounding import ERROR, covers
+from dpx.papers.dice_sgd.rounding import ERROR, proof_covers
 from dpx.states.record import ReleaseState
 from dpx.sums import doubles
-from dpx.sums.total import FloatPair
+from dpx.sums.float_pair import FloatPair
 
 UNIT = 2.0**-53  # v of the proof
 SIZE = 1000
@@ -124,7 +124,7 @@ def test_the_norm_has_short_sums(size):
     """Squares that one long sum loses, one after another: 1 + n 2^-54."""
     small, one = np.full(size, 2.0**-27, np.float32), np.ones(1, np.float32)
     trees = ({"a": small, "b": one}, {"a": one, "b": small}, {"a": np.concatenate([one, small])})
-    find = jax.jit(lambda total: doubles.norm(total).astype(jnp.float64))
+    find = jax.jit(lambda total: doubles.norm_of_total(total).astype(jnp.float64))
     for tree in trees:
         with jax.enable_x64(True):
             found = np.asarray(find(FloatPair(tree, jax.tree.map(np.zeros_like, tree))))
@@ -135,9 +135,9 @@ def test_the_norm_has_short_sums(size):
 def test_halves_are_the_number():
     exact = RNG.standard_normal(1000) * 10.0 ** RNG.integers(-20, 20, 1000)
     with jax.enable_x64(True):
-        total = jax.jit(doubles.halved)(jnp.asarray(exact))
+        total = jax.jit(doubles.as_float_pair)(jnp.asarray(exact))
         assert [part.dtype for part in total] == [jnp.float32, jnp.float32]
-        again = np.asarray(jax.jit(doubles.values)(total))
+        again = np.asarray(jax.jit(doubles.as_float64)(total))
     assert np.all(np.abs(again - exact) <= 32 * UNIT * np.abs(exact)) and np.any(again != exact)
     np.testing.assert_array_equal(total.high, exact.astype(np.float32))
 
@@ -156,7 +156,7 @@ def test_what_the_conditions_leave(steps, shift):
 
 def test_which_runs_are_covered():
     """Both conditions, the growth of the error, and the bill of an infinite outer norm."""
-    run = functools.partial(covers, reset_every=None, feedback_shift=0.0, batch_size=1000.0, examples=1000)
+    run = functools.partial(proof_covers, reset_every=None, feedback_shift=0.0, batch_size=1000.0, examples=1000)
     assert run(steps=732, error_shift=0.5) and not run(steps=733, error_shift=0.5)  # R^2 n = 2^29
     assert run(steps=10_000, reset_every=700, error_shift=0.5)
     assert run(steps=268_000, error_shift=0.5, feedback_shift=2000.0)  # 2 R n = 2^29

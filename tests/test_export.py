@@ -13,7 +13,7 @@ from jax import export
 import dpx
 from dpx import catalog
 from dpx.gradients import microbatch_size
-from dpx.xla.place import Place, here, traced_for
+from dpx.xla.place import Place, current_place, traced_for
 from tests.ghost import mechanism
 from tests.mechanisms import PARAMS, case_of_method
 from tests.test_ghost_zoo import ZOO
@@ -185,5 +185,5 @@ def test_microbatches_fit_in_the_memory():
     assert said == "microbatches of 2 examples: all 8 would not fit in half of the device's memory"
     stats = mock.Mock(memory_stats=lambda: {"bytes_limit": 2**30})
     with mock.patch("jax.local_devices", lambda: [stats]):
-        assert here().most_memory == 2**30
-    assert Place("tpu", 1).most_memory is None and (here().most_memory or 0) > 2**28
+        assert current_place().most_memory == 2**30
+    assert Place("tpu", 1).most_memory is None and (current_place().most_memory or 0) > 2**28

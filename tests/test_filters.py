@@ -13,8 +13,8 @@ from scipy import special
 
 import dpx
 from dpx.accounting import gdp
-from dpx.accounting.events import billed, event_profile
-from dpx.accounting.filters import NOTHING, Filter, Spent, credit, domination
+from dpx.accounting.events import event_profile, profile_of_run
+from dpx.accounting.filters import NOTHING, PrivacyFilter, Spent, credit_mu, dominating_mu
 from dpx.accounting.ledger import from_event
 from dpx.accounting.profiles import DeltaProfile
 from dpx.accounting.pure import PureDpEvent
@@ -78,10 +78,10 @@ BUDGETS = [(1.0, 0.05), (1.5, 0.02), (2.0, 0.01), (2.5, 0.003)]
 @pytest.mark.parametrize(("epsilon", "delta"), BUDGETS)
 def test_no_policy_gets_more_than_the_filter_allows(epsilon, delta):
     """Every pair may come next after every loss, as long as the filter affords it."""
-    tried = Filter(epsilon, delta)
+    tried = PrivacyFilter(epsilon, delta)
     most = tried.most
     coins = most.delta / 4
-    charges = [Spent(domination(pair.profile, coins) ** 2, coins) for pair in PAIRS]
+    charges = [Spent(dominating_mu(pair.profile, coins) ** 2, coins) for pair in PAIRS]
 
     def after(counts, number):
         return tuple(count + (place == number) for place, count in enumerate(counts))
@@ -128,7 +128,7 @@ EVENTS = [GaussianDpEvent(5.0), LaplaceDpEvent(4.0), sampled(0.01, 1.0, 500), sa
 @pytest.mark.parametrize("coins", [1e-6, 1e-3])
 def test_a_coin_and_a_gaussian_bound_a_release_at_every_epsilon(event, coins):
     profile = event_profile(event, curve=True)
-    mu = domination(profile, coins)
+    mu = dominating_mu(profile, coins)
     epsilons = np.linspace(0, 1.2 * profile.epsilon(coins), 200).tolist()
     bounds = [coins + (1 - coins) * gdp.delta(mu, epsilon=epsilon) for epsilon in epsilons]
     gaps = [bound - profile.delta(epsilon) for bound, epsilon in zip(bounds, epsilons, strict=True)]
@@ -137,7 +137,7 @@ def test_a_coin_and_a_gaussian_bound_a_release_at_every_epsilon(event, coins):
 
 
 def test_gaussians_cost_what_they_are():
-    tried = Filter(2.0, 1e-5)
+    tried = PrivacyFilter(2.0, 1e-5)
     charge = tried.charge(event_profile(GaussianDpEvent(4.0)), NOTHING)
     assert 1 <= charge.precision * 16 < 1.001
     assert charge.delta < 1e-11
@@ -146,15 +146,15 @@ def test_gaussians_cost_what_they_are():
 
 def test_a_long_run_costs_about_what_it_would_alone():
     """Of epsilon, 1 % is for all that may be chosen later."""
-    run = billed(sampled(0.017, 1.2, 1000), relation="zero_out")
-    tried = Filter(3.0, 1e-5)
+    run = profile_of_run(sampled(0.017, 1.2, 1000), relation="zero_out")
+    tried = PrivacyFilter(3.0, 1e-5)
     alone, charged = run.epsilon(1e-5), tried.epsilon_of(tried.charge(run, NOTHING))
     assert alone < charged < 1.01 * alone
 
 
 def test_the_odometer_holds_wherever_a_reader_stops():
     """Gaussian releases, and the best rule of when to stop, by what was released."""
-    tried, steps, grid = Filter(2.0, 1e-2), 64, 0.02
+    tried, steps, grid = PrivacyFilter(2.0, 1e-2), 64, 0.02
     times = np.linspace(0, tried.most.precision, steps + 1)
     odometer = [tried.odometer(Spent(time, 0.0)) for time in times]
     at_its_time = [gdp.epsilon(math.sqrt(time), delta=1e-2) for time in times]
@@ -175,11 +175,11 @@ def test_the_odometer_holds_wherever_a_reader_stops():
 
 
 def test_coins_have_a_share_of_delta():
-    tried = Filter(1.0, 1e-3)
+    tried = PrivacyFilter(1.0, 1e-3)
     assert gdp.delta(math.sqrt(tried.most.precision), epsilon=1.0) + tried.most.delta <= 1e-3
     for epsilon, delta in ((0.0, 0.1), (math.inf, 0.1), (1.0, 0.0), (1.0, 1.0)):
         with pytest.raises(ValueError, match="must be"):
-            Filter(epsilon, delta)
+            PrivacyFilter(epsilon, delta)
 
 
 def later(mu: float, epsilons: np.ndarray) -> np.ndarray:
@@ -192,11 +192,13 @@ def later(mu: float, epsilons: np.ndarray) -> np.ndarray:
 def test_no_policy_gains_by_ending_a_run_early(rate, sigma, share):
     """Three steps are paid for. After each, a policy continues, or ends the run and spends what the refund leaves."""
     epsilon, delta, steps = 1.5, 1e-2, 3
-    tried, losses = Filter(epsilon, delta), 0.01 * np.arange(-800, 801)
+    tried, losses = PrivacyFilter(epsilon, delta), 0.01 * np.arange(-800, 801)
     paid = tried.charge(event_profile(sampled(rate, sigma, steps), curve=True), NOTHING)
     left = [tried.most.precision - paid.precision]
     for ahead in range(1, steps + 1):
-        back = credit(from_event(sampled(rate, sigma, ahead)).losses("zero_out"), (tried.most.delta - paid.delta) / 8)
+        back = credit_mu(
+            from_event(sampled(rate, sigma, ahead)).losses("zero_out"), (tried.most.delta - paid.delta) / 8
+        )
         assert paid.delta + back.delta <= tried.most.delta
         left.append(left[0] + back.precision)
     noise = np.linspace(-8 * sigma, 1 + 8 * sigma, 20_001)

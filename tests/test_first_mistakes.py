@@ -14,7 +14,7 @@ from dpx import keys
 from dpx.coordinates import trainable
 from dpx.fitting import loop
 from dpx.reports.plan import PlannedSampling, SamplingPlan
-from dpx.sums.total import FloatPair
+from dpx.sums.float_pair import FloatPair
 
 ROWS = 12
 FULL = dpx.FullBatch(examples=ROWS)

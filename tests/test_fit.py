@@ -19,9 +19,9 @@ import pytest
 import dpx
 from dpx import catalog
 from dpx.fitting import step as fitting_step
-from dpx.fitting.watching import Watcher
+from dpx.fitting.progress import Watcher
 from dpx.reports.report import sections_of
-from dpx.states.record import planned
+from dpx.states.record import with_plan
 from tests import kills
 from tests.mechanisms import PARAMS as MECHANISM_PARAMS
 from tests.mechanisms import case_of_method
@@ -60,7 +60,7 @@ def by_hand(optimizer, key, steps):
     """The loop of docs/loops.md, with one `take` a step."""
     gradient = jax.jit(dpx.private_updates(loss, optimizer))
     budget = optimizer.budget
-    params, state = PARAMS, planned(optimizer.init(PARAMS), steps if budget is None else budget.steps)
+    params, state = PARAMS, with_plan(optimizer.init(PARAMS), steps if budget is None else budget.steps)
     for _ in range(steps):
         updates, state, _ = gradient(params, SAMPLING.take(DATA, key, state), state)
         params = optax.apply_updates(params, updates)
@@ -147,7 +147,7 @@ def test_a_compiled_step_holds_no_key(name):
     texts = []
     for key in map(dpx.secret_key, (5, 6)):
         optimizer = dpx.chain(case_of_method(entry).make(key), optax.sgd(0.5))
-        carry = fitting_step.begin(MECHANISM_PARAMS, optimizer, None)
+        carry = fitting_step.first_carry(MECHANISM_PARAMS, optimizer, None)
         step = fitting_step.compiled_step(
             mechanism_loss, optimizer, lambda params, state: params, carry, None, {}, whole=False
         )

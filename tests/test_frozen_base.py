@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import dpx
-from dpx.fitting.step import begin, compiled_step
+from dpx.fitting.step import compiled_step, first_carry
 from tests.test_dp_sgd import dp_sgd
 
 LAYERS, WIDTH, RANK, BATCH = 8, 1024, 4, 4
@@ -69,18 +69,18 @@ def test_a_base_that_is_closed_over_is_named(closed_over):
 
 
 def test_check_setup_says_what_to_do(closed_over):
-    from dpx.audit.setup import program
+    from dpx.audit.setup import loss_findings
 
     _, lora, loss = closed_over
-    closed = program.trace(loss, lora, jnp.ones((1, WIDTH)))
-    found = program.constants(closed, jnp.ones((1, WIDTH)), 2, 1000)
+    closed = loss_findings.trace_or_finding(loss, lora, jnp.ones((1, WIDTH)))
+    found = loss_findings.find_constants(closed, jnp.ones((1, WIDTH)), 2, 1000)
     assert found.severity == "note" and "dpx.coordinates.trainable" in found.words
 
 
 def test_fit_makes_it_an_argument(closed_over):
     _, lora, loss = closed_over
     optimizer = dp_sgd()
-    carry, batch = begin(lora, optimizer, None), dpx.Batch(jnp.ones((2, 1, WIDTH)), jnp.ones(2, bool))
+    carry, batch = first_carry(lora, optimizer, None), dpx.Batch(jnp.ones((2, 1, WIDTH)), jnp.ones(2, bool))
     step = compiled_step(loss, optimizer, lambda params, state: params, carry, None, {}, whole=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

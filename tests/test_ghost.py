@@ -194,13 +194,13 @@ def test_a_broken_example_changes_no_other_where_a_kernel_is_made(size, way):
 def test_a_sum_adds_no_more_than_was_measured_where_a_kernel_is_made(monkeypatch):
     """As if the loop of the sum had rounded to twice the gradient that the loop of the norms found."""
     loss, params, x = normalized(72)
-    expected, measure = clipped_sums(loss, params, x, "ghost"), engine.made.measure
+    expected, measure = clipped_sums(loss, params, x, "ghost"), engine.made_kernels.measure_gradients
 
     def half(*arguments, keep):
         (records, found), norms = measure(*arguments, keep=keep)
         return (records, [norm / 2 for norm in found]), norms
 
-    monkeypatch.setattr(engine.made, "measure", half)
+    monkeypatch.setattr(engine.made_kernels, "measure_gradients", half)
     found = clipped_sums(loss, params, x, "ghost")
     assert_same(found.updates, jax.tree.map(lambda x: x / 2, expected.updates))
 
@@ -615,7 +615,7 @@ def test_norms_are_never_underestimated_by_gram_matrices():
     a, b = normal(1, 200, 2, 6, 30), normal(2, 200, 2, 6, 20)
     exact = np.einsum("nkti,nkto->nkio", np.float64(a), np.float64(b))
     exact = np.sqrt((exact**2).sum(axis=(1, 2, 3)))
-    found = jax.jit(jax.vmap(norms.gram), compiler_options=QUICK)(a, b)
+    found = jax.jit(jax.vmap(norms.gram_norm), compiler_options=QUICK)(a, b)
     assert (found >= exact * (1 - 1e-6)).all() and (found <= exact * (1 + 3e-5)).all()
 
 

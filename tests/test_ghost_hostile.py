@@ -16,7 +16,7 @@ from jax import lax
 
 import dpx
 from dpx.gradients.ghost import norms as ghost_norms
-from dpx.sums.rows import LARGEST
+from dpx.sums.clipped_sum import LARGEST
 from tests.compiling import EMITTERS
 from tests.ghost import WAYS, assert_agrees, integers, key, noiseless, normal
 
@@ -484,12 +484,12 @@ def test_gradients_of_a_row_that_cancel_beyond_the_range():
 @pytest.mark.parametrize("signs", [[1], [1, -1], [1, -1, 0, 0]])
 def test_a_lookup_out_of_range_has_an_infinite_norm(signs):
     c = np.float32(signs)[:, None] * np.nextafter(np.float32(LARGEST), np.float32(np.inf))
-    assert not ghost_norms.rows(jnp.zeros(len(signs), jnp.int32), jnp.asarray(c))[1]
+    assert not ghost_norms.gradient_rows(jnp.zeros(len(signs), jnp.int32), jnp.asarray(c))[1]
 
 
 def test_a_scale_out_of_range_makes_no_norm_vanish():
     a, scale = jnp.full((4, 1, 1, 5), 2.0**31), jnp.full((1, 5, 5), 2.0**62.5)
-    found = jax.jit(jax.vmap(ghost_norms.outer, (0, 0, None)), compiler_options=FULL)(a, 2 * a, scale)
+    found = jax.jit(jax.vmap(ghost_norms.outer_norm, (0, 0, None)), compiler_options=FULL)(a, 2 * a, scale)
     assert not (found <= LARGEST).any()
 
 

@@ -11,8 +11,8 @@ import pytest
 import dpx
 from dpx import keys
 from dpx.accounting.arithmetic import INTEGERS, NORMALS
-from dpx.keys import integers, noise, normals
-from dpx.sums.total import FloatPair
+from dpx.keys import integer_normals, noise, normals
+from dpx.sums.float_pair import FloatPair
 from dpx.xla.place import float64, traced_for
 from tests.problems import dp_sgd
 from tests.test_noise import KEY, LONG, RARE, chosen_words, uniform_numbers, words_at_random
@@ -22,7 +22,7 @@ UNIT = 2.0**-45
 
 
 def drawn(words, rare, second, scale):
-    return integers.normal(integers.radius(words, rare), words, second, scale)
+    return integer_normals.normal(integer_normals.radius(words, rare), words, second, scale)
 
 
 def value(limbs) -> np.ndarray:
@@ -64,7 +64,7 @@ def test_normals_against_extended_precision(rare, count=10_000):
         error = np.abs(found - radius * wanted)
         # What a border of a cell sees on average counts there, near p = 1, and not the digits, which `digits` has.
         digits = np.where(words[0] > 0, 2.0**-65 / (np.exp(-(radius**2) / 2) * np.maximum(radius, 1e-30)), 0)
-        bound = integers.EVALUATION + radius * integers.SLOPE + 2.0**-55 / radius + digits
+        bound = integer_normals.EVALUATION + radius * integer_normals.SLOPE + 2.0**-55 / radius + digits
         assert (error <= bound).all(), np.max(error / bound)
         assert (error > bound / 100).any()  # the bound is not far away
 
@@ -73,28 +73,28 @@ def test_the_root_and_its_inverse_are_as_near_as_the_proof_says():
     """All heads of 16 bits, with both ends of the rest: Newton's last step is linear between them."""
     heads = np.arange(2**14, 2**16, dtype=np.uint32) << 16
     for rest in (0, 0xFFFF):
-        found = np.asarray(jax.jit(integers.inverse_root)(heads | np.uint32(rest))).astype(LONG) * 2.0**-29
+        found = np.asarray(jax.jit(integer_normals.inverse_root)(heads | np.uint32(rest))).astype(LONG) * 2.0**-29
         root = np.sqrt((heads | np.uint32(rest)).astype(LONG) * LONG(2) ** -32)
         assert np.abs(found * root - 1).max() < 2.0**-24
     high = np.concatenate([heads, heads | 0xFFFF, words_at_random(100_000)[0] | np.uint32(2**30)])
     low = np.random.default_rng(1).integers(0, 2**32, len(high), dtype=np.uint32)
     exact = np.sqrt((high.astype(LONG) * 2**32 + low) * LONG(2) ** -64)
-    assert np.abs(value(jax.jit(integers._root)(high, low)) - exact).max() < 2.0**-44.3
+    assert np.abs(value(jax.jit(integer_normals._root)(high, low)) - exact).max() < 2.0**-44.3
 
 
 def test_sines_and_products_are_as_near_as_the_proof_says():
     words = chosen(20_000)
     _, *sines = exact(words)
     for second, wanted in zip((False, True), sines, strict=True):
-        limbs, negative = jax.jit(integers.sine)(list(words), np.full(words.shape[1], second))
+        limbs, negative = jax.jit(integer_normals.sine)(list(words), np.full(words.shape[1], second))
         assert np.abs(np.where(negative, -1, 1) * value(limbs) - wanted).max() < 4 * UNIT
     rng = np.random.default_rng(0)
     x, y = (tuple(rng.integers(0, 2**15, (3, 50_000), dtype=np.uint32)) for _ in range(2))
     x[0][:100] = x[1][:100] = x[2][:100] = y[0][:100] = y[1][:100] = y[2][:100] = 2**15 - 1
     for made, wanted, most in (
-        (integers.product(x, y), value(x) * value(y), 1.0001),
-        (integers.short_product(x, y[:2]), value(x) * value(y[:2]), 2.0001),
-        (integers.square(x), value(x) ** 2, 3.0001),
+        (integer_normals.product(x, y), value(x) * value(y), 1.0001),
+        (integer_normals.short_product(x, y[:2]), value(x) * value(y[:2]), 2.0001),
+        (integer_normals.square(x), value(x) ** 2, 3.0001),
     ):
         below = (wanted - value(made)) / UNIT
         assert -1e-3 <= below.min() and below.max() <= most
@@ -115,12 +115,14 @@ def test_the_released_integers_are_those_of_float64(deviation, count=20_000):
 
     def of_integers(words, second, high, low):
         made = drawn(list(words), np.uint32(RARE), second, scale)
-        return integers.rounded(high, low, made, exponent), integers.rounded(high, None, made, exponent)
+        return integer_normals.round_to_grid(high, low, made, exponent), integer_normals.round_to_grid(
+            high, None, made, exponent
+        )
 
     def of_float64(words, second, high, low):
         with jax.enable_x64(True):
             made = normals.normal(*normals.radius_and_angle(tuple(words), jnp.uint32(RARE)), second)
-        return noise.rounded(high, low, made, deviation), noise.rounded(high, None, made, deviation)
+        return noise.round_to_grid(high, low, made, deviation), noise.round_to_grid(high, None, made, deviation)
 
     found = jax.jit(of_integers)(words, second, high, low)
     with jax.enable_x64(True):
@@ -135,7 +137,9 @@ def test_a_sum_is_rounded_down_from_a_half_exactly():
     exponent, parts = np.int32(-7), itertools.product((-3, -1, 0, 2, 2**20), (0, 0.5, -(2.0**-24), 2.0**-24, 0.25))
     high = np.array([whole + part for whole, part in parts], np.float32)
     low = high * np.float32(2.0**-26)
-    found = np.asarray(integers.rounded(high * np.float32(2.0**-7), low * np.float32(2.0**-7), None, exponent))
+    found = np.asarray(
+        integer_normals.round_to_grid(high * np.float32(2.0**-7), low * np.float32(2.0**-7), None, exponent)
+    )
     wanted = [math.floor(float(a) + float(b) + 0.5) * 2.0**-7 for a, b in zip(high, low, strict=True)]
     np.testing.assert_array_equal(found, wanted)
     assert not np.signbit(found[found == 0]).any()
@@ -193,7 +197,7 @@ def test_what_is_billed_for_the_integers_is_above_their_errors():
     p = np.concatenate([2.0 ** -np.linspace(0.73, 31.9, 200), 2.0 ** -np.linspace(32.1, 101, 200)])
     radius = np.sqrt(-2 * np.log(p))
     digits = np.where(p > 2.0**-32, 2.0**-64 / (p * radius), 0.0)
-    assert (INTEGERS.error(p) >= integers.EVALUATION + radius * integers.SLOPE + digits).all()
+    assert (INTEGERS.error(p) >= integer_normals.EVALUATION + radius * integer_normals.SLOPE + digits).all()
     assert (INTEGERS.error(p) > NORMALS.error(p)).all()
 
 

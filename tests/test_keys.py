@@ -49,7 +49,7 @@ def test_fold_in_enciphers_the_number(impl):
     key = jax.random.key(7, impl=impl)
     for number in (0, 1, jnp.int32(5), 2**31, 2**32 - 1):
         block = [jnp.uint32(word) for word in (int(number), 1, 0, 1)]
-        assert words(keys.fold_in(key, number)) == tuple(map(int, threefry4x32([*keys.words(key)], block)))
+        assert words(keys.fold_in(key, number)) == tuple(map(int, threefry4x32([*keys.key_words(key)], block)))
     for number in (-1, 2**32):
         with pytest.raises(OverflowError):
             keys.fold_in(key, number)
@@ -130,7 +130,7 @@ def test_runs_of_different_keys_have_different_noise_under_vmap():
 def test_every_word_of_another_implementation_counts(place):
     words = jnp.arange(4, dtype=jnp.uint32)
     one, other = (jax.random.wrap_key_data(w, impl="rbg") for w in (words, words.at[place].add(2**31)))
-    assert keys.stream(one, "noise") != keys.stream(other, "noise") and keys.mark(one) != keys.mark(other)
+    assert keys.stream(one, "noise") != keys.stream(other, "noise") and keys.mark_of_key(one) != keys.mark_of_key(other)
 
 
 SETTINGS = {
@@ -146,11 +146,11 @@ SETTINGS = {
 def test_the_mark_of_a_key_is_the_same_under_other_settings(setting, impl):
     """A run that is resumed, or billed, in another program has the same key."""
     key = jax.random.key(3, impl=impl)
-    marks = [keys.mark(key)]
+    marks = [keys.mark_of_key(key)]
     with getattr(jax, setting)(SETTINGS[setting]):
         assert getattr(jax.config, f"jax_{setting}") == SETTINGS[setting]
         jax.clear_caches()
-        marks += [keys.mark(key), jax.jit(lambda: keys.mark(key))(), jax.jit(keys.mark)(key)]
+        marks += [keys.mark_of_key(key), jax.jit(lambda: keys.mark_of_key(key))(), jax.jit(keys.mark_of_key)(key)]
     assert len({int(mark) for mark in marks}) == 1
 
 
@@ -209,7 +209,7 @@ def words_of(number):
 def enciphered(key, *block):
     """uint32 (4, ...). block: four uint32 arrays or numbers."""
     block = np.broadcast_arrays(*(np.asarray(word, np.uint32) for word in block))
-    return np.stack(cipher.threefry4x32([*keys.words(key)], [jnp.asarray(word) for word in block]))
+    return np.stack(cipher.threefry4x32([*keys.key_words(key)], [jnp.asarray(word) for word in block]))
 
 
 @pytest.mark.parametrize(("key", "block", "result"), KNOWN)
@@ -226,7 +226,7 @@ def test_every_use_of_a_key_has_blocks_of_its_own(monkeypatch):
     uses = {
         "noise": lambda: [keys.normal_like(key, step, jnp.zeros(40)) for step in (0, 1, 2**31 - 1)],
         "derived": lambda: [keys.fold_in(key, number) for number in (0, 1, 2, 2**31, 2**32 - 1)],
-        "drawn": lambda: cipher.drawn(keys.words(key), 40),
+        "drawn": lambda: cipher.draw_bits(keys.key_words(key), 40),
     }
 
     def record(words, block):
@@ -248,7 +248,7 @@ def test_every_use_of_a_key_has_blocks_of_its_own(monkeypatch):
     assert len(found["noise"]) >= 60 and len(found["derived"]) == 5 and len(found["drawn"]) == 40
     numbers = np.arange(40)
     np.testing.assert_array_equal(jax.random.key_data(jax.random.split(key, 40)).T, enciphered(key, 0, 0, 0, numbers))
-    np.testing.assert_array_equal(keys.words(jax.random.fold_in(key, 7)), enciphered(key, 0, 0, 0, 7))
+    np.testing.assert_array_equal(keys.key_words(jax.random.fold_in(key, 7)), enciphered(key, 0, 0, 0, 7))
     bits = enciphered(key, 0, numbers, 0, 0)
     np.testing.assert_array_equal(jax.random.bits(key, (40,), jnp.uint32), np.bitwise_xor.reduce(bits))
     found["jax"] = {(0, 0, 0, n) for n in (*range(40), 2**31, 2**32 - 1)} | {(0, n, 0, 0) for n in range(40)}
@@ -258,19 +258,19 @@ def test_every_use_of_a_key_has_blocks_of_its_own(monkeypatch):
 def test_each_of_128_bits_changes_the_streams_the_mark_and_the_numbers():
     near = [dpx.secret_key(seed) for seed in (SEED, *(SEED ^ 1 << bit for bit in range(128)))]
     for made in (
-        lambda key: keys.words(keys.stream(key, "noise")),
-        lambda key: keys.words(keys.stream(key, "sampling", 3)),
-        keys.mark,
-        lambda key: cipher.drawn(keys.words(key), 2)[0],
+        lambda key: keys.key_words(keys.stream(key, "noise")),
+        lambda key: keys.key_words(keys.stream(key, "sampling", 3)),
+        keys.mark_of_key,
+        lambda key: cipher.draw_bits(keys.key_words(key), 2)[0],
         lambda key: keys.normal_like(keys.stream(key, "noise"), 0, jnp.zeros(3)),
     ):
-        made = made if made is keys.mark else jax.jit(made)  # the mark of a known key is known
+        made = made if made is keys.mark_of_key else jax.jit(made)  # the mark of a known key is known
         assert len({tuple(np.ravel(made(key)).tolist()) for key in near}) == len(near)
 
 
 def test_a_stream_has_128_bits():
     """Of 200 derived keys, every bit takes both values, and no word is that of another key."""
-    found = np.stack([keys.words(keys.stream(dpx.secret_key(SEED), "noise", step)) for step in range(200)])
+    found = np.stack([keys.key_words(keys.stream(dpx.secret_key(SEED), "noise", step)) for step in range(200)])
     assert np.bitwise_or.reduce(found).tolist() == np.bitwise_or.reduce(~found).tolist() == [2**32 - 1] * 4
     assert len(np.unique(found)) == found.size
 
@@ -281,21 +281,21 @@ def test_a_key_of_more_words_counts_with_all():
     impl = define_prng_impl(key_shape=(3, 2), name="six words", **unused)
     data = np.arange(6, dtype=np.uint32)
     near = [data, *(data ^ (np.arange(6) == place).astype(np.uint32) for place in range(6))]
-    marks = {int(keys.mark(jax.random.wrap_key_data(jnp.asarray(d.reshape(3, 2)), impl=impl))) for d in near}
+    marks = {int(keys.mark_of_key(jax.random.wrap_key_data(jnp.asarray(d.reshape(3, 2)), impl=impl))) for d in near}
     assert len(marks) == 7
 
 
 def test_a_public_key_is_half_of_a_derived_one():
     key = keys.stream(dpx.secret_key(SEED), "example", 3)
-    public = keys.public(key)
+    public = keys.public_key(key)
     assert str(jax.random.key_impl(public)) == "threefry2x32" and jax.random.bernoulli(public).shape == ()
-    assert jax.random.key_data(public).tolist() == keys.words(key)[2:].tolist()
-    assert keys.public(jax.random.key(5)) == jax.random.key(5)
+    assert jax.random.key_data(public).tolist() == keys.key_words(key)[2:].tolist()
+    assert keys.public_key(jax.random.key(5)) == jax.random.key(5)
 
 
 def test_a_shorter_key_is_that_of_its_number():
     words = jnp.array([3, 4], jnp.uint32)
-    assert keys.words(jax.random.wrap_key_data(words, impl="threefry2x32")).tolist() == [0, 0, 3, 4]
+    assert keys.key_words(jax.random.wrap_key_data(words, impl="threefry2x32")).tolist() == [0, 0, 3, 4]
     assert keys.stream(jax.random.key(5), "noise") == keys.stream(dpx.secret_key(5), "noise")
 
 
@@ -303,7 +303,7 @@ def test_jax_takes_the_keys():
     key = dpx.secret_key(SEED)
     assert key.shape == () and str(jax.random.key_impl(key)) == "threefry4x32"
     assert jax.random.key_data(key).tolist() == [int(word) for word in words_of(SEED)]
-    assert keys.require(key) is key and jax.random.clone(key) == key == pickle.loads(pickle.dumps(key))
+    assert keys.require_key(key) is key and jax.random.clone(key) == key == pickle.loads(pickle.dumps(key))
     for bits in (8, 16, 32):
         drawn = np.asarray(jax.random.bits(key, (1000, 3), f"uint{bits}"))
         assert np.bitwise_or.reduce(np.ravel(drawn)) == np.bitwise_or.reduce(~np.ravel(drawn)) == 2**bits - 1
@@ -318,7 +318,7 @@ def test_keys_under_vmap_and_jit_have_their_own_numbers():
     def numbers(words):
         key = jax.random.wrap_key_data(words, impl="threefry4x32")
         own = keys.stream(key, "noise", 3)
-        return keys.words(own), cipher.drawn(keys.words(own), 5), keys.normal_like(own, 0, jnp.zeros(9))
+        return (keys.key_words(own), cipher.draw_bits(keys.key_words(own), 5), keys.normal_like(own, 0, jnp.zeros(9)))
 
     words = jnp.stack([jax.random.key_data(dpx.secret_key(SEED + number)) for number in range(3)])
     together = jax.jit(jax.vmap(numbers))(words)

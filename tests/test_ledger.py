@@ -34,14 +34,14 @@ from scipy.stats import norm
 import dpx
 from dpx import statistics
 from dpx.accounting import gdp
-from dpx.accounting.events import billed, event_epsilon, event_profile
-from dpx.accounting.filters import NOTHING, credit, domination
+from dpx.accounting.events import event_epsilon, event_profile, profile_of_run
+from dpx.accounting.filters import NOTHING, credit_mu, dominating_mu
 from dpx.accounting.ledger import from_event
-from dpx.accounting.loss import hashable
+from dpx.accounting.loss import as_hashable
 from dpx.accounting.pld.losses import SampledGaussian
-from dpx.accounting.words import upper
+from dpx.accounting.wording import rounded_up
 from dpx.ledgers import files
-from dpx.ledgers.lines import decoded, encoded
+from dpx.ledgers.entries import decode_value, encode_value
 from dpx.xla.place import traced_for
 from tests import kills
 from tests.mechanisms import MECHANISMS
@@ -64,7 +64,7 @@ def test_releases_compose_exactly_where_they_are_planned(ledger):
     events = [MEAN, RUN, GaussianDpEvent(20.0)]
     for number, event in enumerate(events):
         ledger.reserve(event, key=key(number), words=f"release {number}")
-    together = billed(ComposedDpEvent(events), relation="zero_out").epsilon(1e-5)
+    together = profile_of_run(ComposedDpEvent(events), relation="zero_out").epsilon(1e-5)
     assert ledger.epsilon == pytest.approx(together, rel=1e-12)
     for number, event in enumerate(events):
         assert ledger.spend(event, key=key(number), words="made").planned
@@ -97,10 +97,10 @@ def test_releases_that_are_chosen_later_cost_a_little_more(ledger):
     events = [MEAN, RUN, MEAN]
     for number, event in enumerate(events):
         ledger.spend(event, key=key(number), words=f"release {number}")
-    together = billed(ComposedDpEvent(events), relation="zero_out").epsilon(1e-5)
+    together = profile_of_run(ComposedDpEvent(events), relation="zero_out").epsilon(1e-5)
     assert [entry.planned for entry in ledger.entries] == [True, False, False]
     assert together < ledger.epsilon < 1.03 * together
-    assert ledger.epsilon < sum(billed(event, relation="zero_out").epsilon(1e-5) for event in events)
+    assert ledger.epsilon < sum(profile_of_run(event, relation="zero_out").epsilon(1e-5) for event in events)
 
 
 def test_what_the_budget_does_not_allow_is_refused_and_leaves_no_line(ledger):
@@ -115,7 +115,7 @@ def test_what_the_budget_does_not_allow_is_refused_and_leaves_no_line(ledger):
 
 
 def test_a_run_may_have_the_whole_budget(tmp_path):
-    alone = billed(RUN, relation="zero_out").epsilon(1e-5)
+    alone = profile_of_run(RUN, relation="zero_out").epsilon(1e-5)
     ledger = dpx.PrivacyLedger(tmp_path / "ledger", epsilon=1.000001 * alone, delta=1e-5)
     ledger.spend(RUN, key=key(0), words="a run")
     assert ledger.epsilon == alone
@@ -148,7 +148,9 @@ def test_one_key_makes_one_release(ledger):
 def test_what_was_reserved_is_made_with_as_many_numbers_and_no_other_arithmetic(tmp_path):
     ledger = dpx.PrivacyLedger(tmp_path / "ledger", epsilon=1.0, delta=1e-20)
     ledger.reserve(GaussianDpEvent(50.0), key=key(0), words="of one number", numbers=1)
-    assert ledger.epsilon < 0.2 and billed(GaussianDpEvent(50.0), relation="zero_out").epsilon(1e-20) == math.inf
+    assert (
+        ledger.epsilon < 0.2 and profile_of_run(GaussianDpEvent(50.0), relation="zero_out").epsilon(1e-20) == math.inf
+    )
     with pytest.raises(ValueError, match="of up to 1 numbers, got"):
         ledger.spend(GaussianDpEvent(50.0), key=key(0), words="of many")
     with traced_for(platform="tpu"), pytest.raises(ValueError, match="of up to 1 numbers, got"):
@@ -171,7 +173,7 @@ def test_parts_of_a_public_partition_cost_their_members_alone(ledger):
     for number, part in enumerate(["north", "south", "north"], 1):
         ledger.spend(GaussianDpEvent(20.0), key=key(number), words="of a part", part=part, numbers=1)
     events = [MEAN, GaussianDpEvent(20.0), GaussianDpEvent(20.0)]
-    together = billed(ComposedDpEvent(events), relation="zero_out").epsilon(1e-5)
+    together = profile_of_run(ComposedDpEvent(events), relation="zero_out").epsilon(1e-5)
     assert whole.part is None
     assert alone < together < ledger.epsilon < 1.02 * together
 
@@ -226,23 +228,23 @@ WITHOUT_SLOTS = [kind for kind in DpEvent.__subclasses__() if kind.__name__ == "
 
 def test_an_event_is_read_as_its_class_and_not_as_one_that_attrs_left():
     assert WITHOUT_SLOTS
-    assert decoded(encoded(MadeTwice(0.5))) == MadeTwice(0.5)
+    assert decode_value(encode_value(MadeTwice(0.5))) == MadeTwice(0.5)
 
 
 def test_events_are_written_exactly():
     for case in MECHANISMS:
-        event = hashable(case.make(key(0)).event(3))
-        assert decoded(json.loads(json.dumps(encoded(event)))) == event, case.name
+        event = as_hashable(case.make(key(0)).event(3))
+        assert decode_value(json.loads(json.dumps(encode_value(event)))) == event, case.name
 
 
 def test_floats_keep_their_bits():
     for value in (0.1, math.pi * 1e-300, math.inf, -0.0, 5e-324):
-        found = decoded(json.loads(json.dumps(encoded(GaussianDpEvent(value))))).noise_multiplier
+        found = decode_value(json.loads(json.dumps(encode_value(GaussianDpEvent(value))))).noise_multiplier
         assert found.hex() == value.hex()
     with pytest.raises(ValueError, match="every event of a ledger must be known"):
-        decoded({"type": "PathDpEvent"})
+        decode_value({"type": "PathDpEvent"})
     with pytest.raises(ValueError, match="event must hold numbers"):
-        encoded(GaussianDpEvent(object()))  # pyrefly: ignore
+        encode_value(GaussianDpEvent(object()))  # pyrefly: ignore
 
 
 # Runs
@@ -324,13 +326,11 @@ def test_a_run_that_ends_early_costs_what_it_made(rich, tmp_path):
     run = trained(rich, folder=tmp_path / "run", ends=5)
     entry = rich.entries[1]
     assert run.steps == entry.steps == 5 and run.report.spent > 1.1 * rich.epsilon
-    made = billed(of_run(5), relation="zero_out").epsilon(1e-5)
-    assert made < rich.epsilon < billed(of_run(12), relation="zero_out").epsilon(1e-5) < rich.odometer
+    made = profile_of_run(of_run(5), relation="zero_out").epsilon(1e-5)
+    assert made < rich.epsilon < profile_of_run(of_run(12), relation="zero_out").epsilon(1e-5) < rich.odometer
     said = " ".join(run.report.caveats)
-    assert (
-        f"entry 1 of the ledger ledger.jsonl, which adds up all releases of the data: epsilon {upper(rich.epsilon, 4)}"
-        in said
-    )
+    adds_up = "entry 1 of the ledger ledger.jsonl, which adds up all releases of the data"
+    assert f"{adds_up}: epsilon {rounded_up(rich.epsilon, 4)}" in said
     assert "The ledger gave back what the steps after step 5 would have cost; the epsilon of this report" in said
     assert run.report.epsilon["rdp"] == run.epsilon
     text = rich.path.read_text()
@@ -379,7 +379,7 @@ def deltas_of_a_step(rate: float, sigma: float, epsilon: float) -> tuple[float, 
 
 @pytest.mark.parametrize(("rate", "sigma", "coins"), [(0.5, 2.0, 1e-4), (0.1, 1.0, 1e-2), (0.9, 1.0, 1e-6)])
 def test_what_is_given_back_is_bounded_by_steps_that_were_not_made(rate, sigma, coins):
-    gained = credit({SampledGaussian(sigma, rate, "zero_out"): 1}, coins)
+    gained = credit_mu({SampledGaussian(sigma, rate, "zero_out"): 1}, coins)
     assert gained.delta == 2 * coins
 
     def fits(mu):
@@ -390,20 +390,20 @@ def test_what_is_given_back_is_bounded_by_steps_that_were_not_made(rate, sigma, 
 
 
 def test_gaussians_that_were_not_made_are_given_back_whole():
-    assert credit({SampledGaussian(4.0, 1.0, "zero_out"): 8}, 0.0) == pytest.approx((0.5, 0.0))
-    assert credit({SampledGaussian(4.0, 0.1, "zero_out"): 8}, 0.0) == NOTHING
+    assert credit_mu({SampledGaussian(4.0, 1.0, "zero_out"): 8}, 0.0) == pytest.approx((0.5, 0.0))
+    assert credit_mu({SampledGaussian(4.0, 0.1, "zero_out"): 8}, 0.0) == NOTHING
 
 
 def test_what_is_given_back_was_paid_for():
     """The steps that were made, a Gaussian of what is given back, and its coin: at most the whole run."""
     step = PoissonSampledDpEvent(0.02, GaussianDpEvent(1.2))
-    gained = credit(from_event(SelfComposedDpEvent(step, 200)).losses("zero_out"), 1e-6)
+    gained = credit_mu(from_event(SelfComposedDpEvent(step, 200)).losses("zero_out"), 1e-6)
     whole = event_profile(SelfComposedDpEvent(step, 300), curve=True)
     made = [SelfComposedDpEvent(step, 100), GaussianDpEvent(gained.precision**-0.5)]
     both = event_profile(ComposedDpEvent(made), curve=True)
     for epsilon in np.linspace(0, whole.epsilon(1e-8), 20).tolist():
         assert both.delta(epsilon) <= 1.001 * whole.delta(epsilon) + 1e-6
-    assert gained.precision > 0.5 * domination(whole, 1e-6) ** 2 * (1 - 100 / 300)
+    assert gained.precision > 0.5 * dominating_mu(whole, 1e-6) ** 2 * (1 - 100 / 300)
 
 
 def test_the_odometer_ends_at_the_budget(ledger):
@@ -430,7 +430,7 @@ def test_a_run_ends_once_and_with_its_own_steps(rich):
     with pytest.raises(ValueError, match="must be of its own steps"):
         rich.end(entry, of_run(13), steps=13)
     ended = rich.end(entry, of_run(5), steps=5)
-    assert ended.credit == credit(from_event(of_run(7)).losses("zero_out"), rich.terms.filter.most.delta / 8)
+    assert ended.credit == credit_mu(from_event(of_run(7)).losses("zero_out"), rich.terms.filter.most.delta / 8)
     assert rich.end(entry, of_run(5), steps=5) == ended == rich.entries[0]
     with pytest.raises(ValueError, match="and end once"):
         rich.end(entry, of_run(6), steps=6)
@@ -446,7 +446,10 @@ def test_the_page_says_what_was_promised_and_released(rich):
     rich.end(rich.spend(of_run(12), key=key(2), words="a run"), of_run(4), steps=4)
     page = " ".join(str(rich).split())
     assert "epsilon 20 and delta 1e-05" in page and "2 made, 1 reserved" in page and "for one example" in page
-    assert f"spent epsilon {upper(rich.epsilon, 4)}," in page and f"moment epsilon {upper(rich.odometer, 4)}," in page
+    assert (
+        f"spent epsilon {rounded_up(rich.epsilon, 4)}," in page
+        and f"moment epsilon {rounded_up(rich.odometer, 4)}," in page
+    )
     for words in (
         "mean of the age; of part 'north'; 1 x Gaussian, noise multiplier 40; composed exactly",
         "mean of the height; 1 x Gaussian, noise multiplier 40; reserved, not made; counted as a Gaussian of mu 0.025",
@@ -519,7 +522,7 @@ def of_a_run(present: bool, sigma: float, steps: int) -> np.ndarray:
         return jax.lax.scan(step, mechanism.init(params), taken)[1]
 
     params = {"w": jnp.zeros(1)}
-    run_keys = jax.random.split(dpx.keys.public(key(5 + present)), RUNS)
+    run_keys = jax.random.split(dpx.keys.public_key(key(5 + present)), RUNS)
     return np.asarray(jax.jit(jax.vmap(run))(run_keys, taken), np.float64)
 
 

@@ -11,8 +11,8 @@ from jax.flatten_util import ravel_pytree
 
 import dpx
 from dpx import keys
-from dpx.mechanisms.masks import count, largest, random_mask
-from dpx.sums.total import ETA
+from dpx.mechanisms.masks import mask_of_largest, number_of_share, random_mask
+from dpx.sums.float_pair import ETA
 from examples.config import Config
 from tests.ghost import assert_agrees, noiseless, normal
 from tests.problems import squared_error as loss
@@ -29,7 +29,7 @@ def flat(tree) -> np.ndarray:
 
 def test_the_largest_are_numpys_with_ties_in_order():
     rng = np.random.default_rng(0)
-    jitted = jax.jit(jax.vmap(lambda numbers, k: ravel_pytree(largest(numbers, k))[0], (None, 0)))
+    jitted = jax.jit(jax.vmap(lambda numbers, k: ravel_pytree(mask_of_largest(numbers, k))[0], (None, 0)))
     words = rng.integers(0, 2**32, SIZE, np.uint32)
     words[[2, 7]] = words[5]
     for numbers in (
@@ -77,10 +77,10 @@ def test_random_masks_are_uniform_subsets():
 @pytest.mark.parametrize(("part", "whole"), [(1, 10), (3, 10), (3, 5), (7, 10), (1, 3), (999, 1000), (1, 1)])
 def test_the_count_is_the_floor(part, whole, size):
     like, share, floor = jax.ShapeDtypeStruct((size,), jnp.float32), part / whole, part * size // whole
-    assert int(count(share, jnp.int32(0), like)) == max(floor, 1)
-    assert int(count(1 - (1 - share), jnp.int32(0), like)) == max(floor, 1)
+    assert int(number_of_share(share, jnp.int32(0), like)) == max(floor, 1)
+    assert int(number_of_share(1 - (1 - share), jnp.int32(0), like)) == max(floor, 1)
     if size < 2**20:
-        assert int(count(lambda step: jnp.float32(share), jnp.int32(0), like)) == max(floor, 1)
+        assert int(number_of_share(lambda step: jnp.float32(share), jnp.int32(0), like)) == max(floor, 1)
 
 
 def masks_of(coordinates, like, steps):
@@ -274,7 +274,7 @@ def test_packed_updates_come_back_exactly():
 def test_total_densities_are_those_of_the_paper(rate, cooling, epochs, dense, published):
     """Tables 2 and 9: everything sent, over what dense training of `dense` epochs sends."""
     schedule, like = optax.linear_schedule(0.0, rate, cooling), jax.ShapeDtypeStruct((550_570,), jnp.float32)
-    kept = jax.vmap(lambda e: count(lambda s: 1 - schedule(s), e, like))(jnp.arange(epochs))
+    kept = jax.vmap(lambda e: number_of_share(lambda s: 1 - schedule(s), e, like))(jnp.arange(epochs))
     assert float(np.sum(np.asarray(kept, np.float64))) / (dense * 550_570) == pytest.approx(published, abs=0.015)
 
 

@@ -193,7 +193,7 @@ def test_no_misplaced_key_or_data_is_shown(name):
 )
 def test_a_wrong_seed_or_key_is_not_shown(seed):
     """A seed is as secret as the key."""
-    text = raised(dpx.secret_key, seed) + raised(dpx.keys.require, seed)
+    text = raised(dpx.secret_key, seed) + raised(dpx.keys.require_key, seed)
     assert "seed must be" in text and "key must be" in text
     assert str(2654435769 << 100) not in text and not leaks(text)
 

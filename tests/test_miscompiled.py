@@ -12,7 +12,8 @@ import dpx
 from dpx.xla import miscompiled
 
 needs_the_fault = pytest.mark.skipif(
-    not miscompiled.suspected() or jax.default_backend() != "cpu", reason="this jaxlib does not have the fault"
+    not miscompiled.is_suspected_version() or jax.default_backend() != "cpu",
+    reason="this jaxlib does not have the fault",
 )
 WITH_IT = f"--{miscompiled.FLAG}=+reduce"
 PROGRAM = """
@@ -57,11 +58,11 @@ def test_an_import_turns_the_fault_off_and_a_release_refuses_it():
     ],
 )
 def test_the_flag_is_added_to_what_is_there(monkeypatch, flags, expected):
-    monkeypatch.setattr(miscompiled, "suspected", lambda: True)
+    monkeypatch.setattr(miscompiled, "is_suspected_version", lambda: True)
     monkeypatch.setenv("XLA_FLAGS", flags)
     miscompiled.keep_rows_apart()
     assert os.environ["XLA_FLAGS"] == expected
-    monkeypatch.setattr(miscompiled, "suspected", lambda: False)
+    monkeypatch.setattr(miscompiled, "is_suspected_version", lambda: False)
     monkeypatch.setenv("XLA_FLAGS", "")
     miscompiled.keep_rows_apart()
     assert os.environ["XLA_FLAGS"] == ""
@@ -69,12 +70,12 @@ def test_the_flag_is_added_to_what_is_there(monkeypatch, flags, expected):
 
 def test_which_versions_are_suspected():
     suspected = ["0.10.2", "0.11.0", "0.11.1"]
-    assert all(map(miscompiled.suspected, suspected))
-    assert not any(map(miscompiled.suspected, ["0.10.1", "0.9.2", "0.12.0", "0.12.0.1", "1.0.0"]))
+    assert all(map(miscompiled.is_suspected_version, suspected))
+    assert not any(map(miscompiled.is_suspected_version, ["0.10.1", "0.9.2", "0.12.0", "0.12.0.1", "1.0.0"]))
 
 
 def test_a_release_refuses_rows_that_mix(monkeypatch):
-    monkeypatch.setattr(miscompiled, "suspected", lambda: True)
+    monkeypatch.setattr(miscompiled, "is_suspected_version", lambda: True)
     monkeypatch.setattr(miscompiled, "mixes_rows", lambda: True)
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     miscompiled.require_rows_apart.cache_clear()

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import dpx
-from dpx.accounting.events import billed
+from dpx.accounting.events import profile_of_run
 from dpx.states.record import unit_mark
 from tests import problems
 from tests.problems import as_a_user
@@ -399,7 +399,7 @@ def truth(noise_multiplier, steps, sampling=SAMPLING):
     """Of a state, which counts the numbers of PARAMS."""
     numbers = sum(np.size(leaf) for leaf in jax.tree.leaves(PARAMS))
     event = sampling.event(np.full(steps, noise_multiplier))
-    return billed(event, relation=sampling.relation, numbers=numbers).epsilon(1e-5)
+    return profile_of_run(event, relation=sampling.relation, numbers=numbers).epsilon(1e-5)
 
 
 def test_a_rebuilt_mechanism_with_the_same_numbers_goes_on():
@@ -600,7 +600,7 @@ def test_runs_on_shared_batches_cost_more_than_apart(accountant):
     apart = dpx.compose_runs((one, 40), (other, 30), shared_batches=False)
     together = 1.25**-0.5
     event = SAMPLING.event(np.r_[np.full(30, together), np.ones(10)])
-    by_hand = billed(event, relation="zero_out", accountant=accountant, runs=2).epsilon(1e-5)
+    by_hand = profile_of_run(event, relation="zero_out", accountant=accountant, runs=2).epsilon(1e-5)
     assert shared.epsilon(delta=1e-5, accountant=accountant) == pytest.approx(by_hand)
     assert shared.epsilon(delta=1e-5, accountant=accountant) > apart.epsilon(delta=1e-5, accountant=accountant)
     assert apart.epsilon(delta=1e-5, accountant=accountant) > dpx.epsilon(one, 40, delta=1e-5, accountant=accountant)

@@ -25,7 +25,7 @@ from dpx.fitting import folder as folders
 from dpx.fitting.folder import Folder, require_skippable
 from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import Carry
-from dpx.gradients import sums
+from dpx.gradients import clipped_gradients
 from tests import kills
 from tests.problems import cut_at
 
@@ -281,13 +281,13 @@ def test_no_setting_changes_the_noise_or_the_batches():
 
 def test_a_run_keeps_to_the_memory_that_it_began_with(whole, tmp_path, monkeypatch):
     """The microbatches are those of the first machine, so that a step that is made again has the same bits."""
-    sizes, choose = [], sums.choose_microbatches
+    sizes, choose = [], clipped_gradients.choose_microbatches
 
     def chosen(*arguments, **given):
         sizes.append(choose(*arguments, **given).size)
         return choose(*arguments, **given)
 
-    monkeypatch.setattr(sums, "choose_microbatches", chosen)
+    monkeypatch.setattr(clipped_gradients, "choose_microbatches", chosen)
     real = os.sysconf
     pages = lambda number: lambda name: number if name == "SC_PHYS_PAGES" else 32 if "SIZE" in name else real(name)  # noqa: E731
     monkeypatch.setattr(os, "sysconf", pages(12))
@@ -317,7 +317,7 @@ def test_a_run_keeps_to_the_memory_that_it_began_with(whole, tmp_path, monkeypat
 
 def test_a_gpu_times_its_kernels(whole, tmp_path, monkeypatch):
     """So no other program makes a step again, unless a flag forbids it; a run that was ended loses nothing."""
-    monkeypatch.setattr(folders, "times_kernels", lambda: True)
+    monkeypatch.setattr(folders, "autotunes_kernels", lambda: True)
     lost = run(tmp_path, ends=3)[1]
     lost |= run(tmp_path, dies=6)[1]
     with pytest.raises(ValueError, match="steps 5 to 8 may have been made on other .*xla_gpu_deterministic_ops=true"):
@@ -329,16 +329,16 @@ def test_a_gpu_times_its_kernels(whole, tmp_path, monkeypatch):
 
 
 def test_where_kernels_are_timed(monkeypatch, tmp_path):
-    assert not facts.times_kernels()
+    assert not facts.autotunes_kernels()
     assert "jaxlib" in str(facts._libraries()) and len(facts._libraries()) > 2
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=false")
-    assert facts.times_kernels()
+    assert facts.autotunes_kernels()
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=folder --xla_gpu_deterministic_ops=true")
-    assert not facts.times_kernels()
+    assert not facts.autotunes_kernels()
     (tmp_path / "flags").write_text("--xla_gpu_deterministic_ops\n--xla_gpu_enable_fast_min_max=false\n")
     monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags"))
-    assert not facts.times_kernels() and "fast_min_max" in facts.settings_of()["XLA_FLAGS"]
+    assert not facts.autotunes_kernels() and "fast_min_max" in facts.settings_of()["XLA_FLAGS"]
 
 
 def test_kinds_of_devices(monkeypatch):
@@ -347,7 +347,7 @@ def test_kinds_of_devices(monkeypatch):
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [Device(), Device()])
-    assert facts.machine() == "NVIDIA H100"
+    assert facts.device_kinds() == "NVIDIA H100"
 
 
 # ------------------------------------------------------------------ The folder
@@ -413,12 +413,12 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     def full(opened):
         raise OSError("full")
 
-    folders.write(tmp_path / "run.json", "whole")
+    folders.replace_file(tmp_path / "run.json", "whole")
     with monkeypatch.context() as patched, pytest.raises(OSError, match="full"):
         patched.setattr(os, "fsync", full)
-        folders.write(tmp_path / "run.json", "other")
+        folders.replace_file(tmp_path / "run.json", "other")
     assert (tmp_path / "run.json").read_text() == "whole"
-    folders.write(tmp_path / "run.json", "other")
+    folders.replace_file(tmp_path / "run.json", "other")
     assert read(tmp_path) == {"run.json": b"other"}
 
 
@@ -505,12 +505,12 @@ def train(folder, releases, turn, *, devices, start, every, ends, on_other_devic
 def test_no_kill_releases_a_step_twice(tmp_path, monkeypatch):
     """Programs on two kinds of devices, one after the other, each killed at a random change of a file or at a step.
     At times the last checkpoint is lost."""
-    write, finished = folders.write, 0
-    monkeypatch.setattr(folders, "write", lambda path, text: (InMemory.turn(), write(path, text)))
-    monkeypatch.setattr(folders, "planned", lambda carry, plan: carry)
+    write, finished = folders.replace_file, 0
+    monkeypatch.setattr(folders, "replace_file", lambda path, text: (InMemory.turn(), write(path, text)))
+    monkeypatch.setattr(folders, "with_plan", lambda carry, plan: carry)
     monkeypatch.setattr(folders, "require_skippable", lambda *arguments: None)
     skip = lambda made, run, reach: Made(*made.steps, (reach, "skipped"))  # noqa: E731
-    monkeypatch.setattr(folders, "skipped", skip)
+    monkeypatch.setattr(folders, "skip_steps", skip)
     for seed in range(60):
         chance, releases, InMemory.checkpoints = random.Random(seed), {}, {}
         kills = chance.choice([0.02, 0.05, 0.1])

@@ -126,11 +126,11 @@ def test_only_the_rarest_pairs_read_the_word_of_the_release():
 
 
 def test_every_release_has_a_word_of_its_own():
-    words = keys.words(KEY)
+    words = keys.key_words(KEY)
     found = {int(noise.rare_word(words, jnp.int32(step))) for step in range(20)}
     blocks = {int(threefry4x32(words, [jnp.array([word], jnp.uint32) for word in (8, 1, 0, 3)])[0][0])}
     assert len(found) == 20 and blocks == {int(noise.rare_word(words, jnp.int32(7)))}
-    assert found.isdisjoint(int(keys.words(keys.fold_in(KEY, step))[0]) for step in range(21))
+    assert found.isdisjoint(int(keys.key_words(keys.fold_in(KEY, step))[0]) for step in range(21))
 
 
 @pytest.mark.parametrize("size", [1, 37, 3 * noise.CHUNK_NUMBERS])
@@ -138,8 +138,8 @@ def test_the_loop_reads_the_word_of_the_release(monkeypatch, size):
     """The lanes behind a chunk's pairs make it, in every chunk: seen in place of the normals."""
     monkeypatch.setattr(noise, "radius_and_angle", lambda words, rare: (jnp.broadcast_to(rare, words[0].shape),) * 2)
     monkeypatch.setattr(noise, "normal", lambda rare, theta, second: rare.astype(jnp.float64))
-    words, high = keys.words(KEY), noise.in_rows([jnp.zeros(size)], noise.positions_of([(size,)]))
-    found = noise.made_in_chunks(words, jnp.int32(7), jnp.float32(1), high, None, True)
+    words, high = keys.key_words(KEY), noise.in_rows([jnp.zeros(size)], noise.positions_of([(size,)]))
+    found = noise.noisy_in_chunks(words, jnp.int32(7), jnp.float32(1), high, None, True)
     assert set(np.unique(found)) == {np.float32(noise.rare_word(words, jnp.int32(7)))}
 
 
@@ -147,7 +147,7 @@ def test_two_normals_of_a_block_are_those_of_the_release():
     """The stream, from the cipher up: place, chunk and row of a number, at the borders of a chunk."""
     size, half = 20_000, noise.CHUNK_NUMBERS // 2
     found = np.asarray(keys.normal_like(KEY, 7, jnp.zeros(size)))
-    words = keys.words(KEY)
+    words = keys.key_words(KEY)
     for place in (0, half - 1, half, 2 * half - 1, 2 * half, size - 1):
         chunk, within = divmod(place, 2 * half)
         block = [jnp.array([word], jnp.uint32) for word in (8, chunk * half + within % half, 0, 0)]

@@ -12,10 +12,10 @@ from orbax import checkpoint
 
 import dpx
 from dpx import accounting, reports
-from dpx.accounting.words import upper
-from dpx.fitting.step import begin
+from dpx.accounting.wording import rounded_up
+from dpx.fitting.step import first_carry
 from dpx.reports import curves
-from dpx.states.record import ReleaseState, planned
+from dpx.states.record import ReleaseState, with_plan
 from dpx.trees import map_states
 from tests.problems import cut_at
 from tests.problems import inner_product as loss
@@ -54,7 +54,7 @@ class Run:
         if "then" in way:
             self.options |= {"steps": ENDS} if way.endswith("shorter") else {}
             self.fit()
-        like = begin(PARAMS, optimizer, None)
+        like = first_carry(PARAMS, optimizer, None)
         as_stored = checkpoint.args.StandardRestore({"params": like.params, "optimizer_state": like.state})
         with checkpoint.CheckpointManager(folder) as manager:
             tree = manager.restore(manager.latest_step(), args=as_stored)
@@ -104,7 +104,7 @@ def require_one_number(optimizer, state, steps):
     flowing = " ".join(str(report).split())
     assert (words in flowing) == (words in repr(report)) == (made_steps < steps)
     for text in (flowing, report.to_html(), report.to_markdown()):
-        assert f" is {upper(report.spent, 6)} at delta" in " ".join(text.split()) and f"for {steps} steps" in text
+        assert f" is {rounded_up(report.spent, 6)} at delta" in " ".join(text.split()) and f"for {steps} steps" in text
     return expected
 
 
@@ -124,7 +124,7 @@ def test_one_run_has_one_number(way, public_stop, tmp_path, capsys):
     assert steps == last
     expected = require_one_number(optimizer, run.state, steps if public_stop else PLAN)
     if way == "by a callback":
-        promised = planned(run.state, 0 if public_stop else PLAN)
+        promised = with_plan(run.state, 0 if public_stop else PLAN)
         assert others(optimizer, run.state) == others(optimizer, dpx.publishable_state(promised))
         steps_alone = others(optimizer, steps if public_stop else PLAN)
         assert others(optimizer, run.state)[0] == pytest.approx(steps_alone[0], rel=1e-3)
@@ -134,7 +134,7 @@ def test_one_run_has_one_number(way, public_stop, tmp_path, capsys):
     if not public_stop:
         assert {progress.epsilon for progress in run.seen} | {row["epsilon"] for row in run.history} <= {expected}
     assert [row["epsilon"] for row in run.history[-1:]] == [expected] * bool(run.history)
-    assert f"epsilon {upper(expected, 4)}, " in capsys.readouterr().err or not steps
+    assert f"epsilon {rounded_up(expected, 4)}, " in capsys.readouterr().err or not steps
     if run.result is not None:
         for leaf, other in zip(jax.tree.leaves(run.result.state), jax.tree.leaves(run.state), strict=True):
             np.testing.assert_array_equal(leaf, other)
@@ -189,7 +189,7 @@ def test_a_budget_is_the_plan_of_a_fit_with_fewer_steps(tmp_path):
 def test_the_schedule_of_the_plan_is_billed():
     """Also the noise of steps that were not made; the record is checked for those that were."""
     falling, other = (made(lambda step, s=s: 4.0 - s * jnp.minimum(step, 6) / 6) for s in (2.0, 1.0))
-    state = planned(falling.init(PARAMS), PLAN)
+    state = with_plan(falling.init(PARAMS), PLAN)
     for step in range(ENDS):
         noise = falling.noise_multiplier(jnp.int32(step))
         state = map_states(lambda node, noise=noise: node.after(noise), state, ReleaseState)
@@ -199,7 +199,7 @@ def test_the_schedule_of_the_plan_is_billed():
 
 
 def test_composed_runs_cost_their_plans():
-    states = [planned(made(seed=seed).init(PARAMS), PLAN) for seed in (5, 6)]
+    states = [with_plan(made(seed=seed).init(PARAMS), PLAN) for seed in (5, 6)]
     runs = list(zip([made(seed=5), made(seed=6)], states, strict=True))
     for shared in (False, True):
         found = dpx.compose_runs(*runs, shared_batches=shared).epsilon(**OF)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dpx
-from dpx.audit.setup import program
+from dpx.audit.setup import loss_findings
 from tests.problems import ROOT, as_a_user
 
 PAGE = (ROOT / "docs" / "other_loops.md").read_text()
@@ -79,9 +79,9 @@ def test_a_loop_has_the_bits_of_fit(heading):
     assert_same_as_fit(names, names["loss"], names["params"], with_key=True)
     example = jax.tree.map(lambda leaf: leaf[0], names["data"])
     with as_a_user():
-        found = program.constant_keys(names["loss"], names["params"], example, with_key=True)
+        found = loss_findings.find_constant_keys(names["loss"], names["params"], example, with_key=True)
         constant = lambda params, example: names["loss"](params, example, jax.random.key(0))  # noqa: E731
-        repeats = program.constant_keys(constant, names["params"], example, with_key=False)
+        repeats = loss_findings.find_constant_keys(constant, names["params"], example, with_key=False)
     assert found.severity == "ok" and repeats.severity == "warning"
 
 
@@ -146,7 +146,7 @@ def test_a_dropout_that_repeats_is_found(dropped, monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     require_installed(f"import {dropped.__name__.removeprefix('of_').replace('linen', 'flax')}")
     with as_a_user():
-        found = program.constant_keys(
+        found = loss_findings.find_constant_keys(
             lambda w, x: (w * dropped(x)).sum(), np.ones(4, "f"), np.ones(4, "f"), with_key=False
         )
     assert found.severity == "warning" and "same ones, such as one dropout mask" in found.words

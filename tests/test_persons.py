@@ -11,9 +11,9 @@ from dp_accounting import ComposedDpEvent, GaussianDpEvent, LaplaceDpEvent, Pois
 
 import dpx
 from dpx import accounting, reports
-from dpx.accounting.events import billed
+from dpx.accounting.events import profile_of_run
 from dpx.accounting.ledger import from_event
-from dpx.audit.setup import plan
+from dpx.audit.setup import plan_findings
 from dpx.reports import curves
 from dpx.reports.report import sections_of
 from tests.problems import squared_distance as loss
@@ -273,7 +273,7 @@ def test_schedules_of_numbers_are_billed_for_the_person():
     events = [PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)) for sigma, rate in zip(noise, rates, strict=True)]
     event = from_event(ComposedDpEvent(events)).of_records(RECORDS)
     found = accounting.schedule_epsilon(noise, sampling_rate=rates, delta=DELTA, records=RECORDS)
-    assert found.upper == billed(event, relation="zero_out").epsilon(DELTA) > found.lower
+    assert found.upper == profile_of_run(event, relation="zero_out").epsilon(DELTA) > found.lower
     assert accounting.schedule_epsilon(noise, sampling_rate=rates, delta=DELTA, records=2).upper < found.upper
     delta = accounting.schedule_delta(noise, sampling_rate=rates, epsilon=found.upper, records=RECORDS)
     assert delta.lower < delta.upper == pytest.approx(DELTA, rel=0.01)
@@ -297,8 +297,8 @@ def test_numbers_without_a_bill_for_the_person_are_refused(rate):
 
 
 def test_a_check_says_whom_epsilon_is_for():
-    assert f"for a {UNIT}, rounding" in plan.privacy(MECHANISM, STEPS, DELTA).words
-    assert UNIT not in plan.privacy(PLAIN, STEPS, DELTA).words
+    assert f"for a {UNIT}, rounding" in plan_findings.find_epsilon(MECHANISM, STEPS, DELTA).words
+    assert UNIT not in plan_findings.find_epsilon(PLAIN, STEPS, DELTA).words
 
 
 def test_bounds_of_attacks_are_on_the_person():

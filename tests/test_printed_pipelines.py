@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import dpx
-from dpx.audit.stand_ins import drawing
+from dpx.audit.stand_ins import drawing_normals_by
 from dpx.papers.d2p2_sgd.projections import projection
-from dpx.sums.total import ETA
+from dpx.sums.float_pair import ETA
 from tests.mechanisms import ALIGNED, ALL, MECHANISMS, PARAMS, PER_LAYER_RANK, Case
 
 KEY = jax.random.key(7)  # of every case's mechanism
@@ -43,7 +43,7 @@ def release_of_unit_noise(case: Case):
         sums = tuple(jax.tree.map(jnp.zeros_like, encoded) for _ in factors)
         return jax.tree.map(lambda x: x / (1 + ETA), mechanism.release(sums, state, PARAMS)[0]), state
 
-    with drawing(lambda key, step, tree: jax.tree.map(lambda x: jnp.ones(x.shape), tree)):
+    with drawing_normals_by(lambda key, step, tree: jax.tree.map(lambda x: jnp.ones(x.shape), tree)):
         return release(jax.tree.map(jnp.zeros_like, PARAMS))
 
 

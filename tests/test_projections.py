@@ -13,9 +13,9 @@ from jax.flatten_util import ravel_pytree
 
 import dpx
 from dpx import keys
-from dpx.papers.d2p2_sgd.projected import projected
+from dpx.papers.d2p2_sgd.projected_event import projected_event_of
 from dpx.papers.d2p2_sgd.projections import SKETCHES, UNROLLED, hadamard_transform, projection
-from dpx.sums.total import ETA
+from dpx.sums.float_pair import ETA
 from tests.mechanisms import PARAMS, POISSON
 from tests.test_dp_sgd import loss, model
 
@@ -295,7 +295,7 @@ def test_equals_the_pseudo_code(name, ungridded):
             draws.append((None, (1 + ETA) * np.asarray(normals, np.float64)))
             continue
         stream = keys.stream(KEY, "projection of the sum" if "order" in options else "projection")
-        draw = jax.random.fold_in(keys.public(keys.fold_in(stream, step)), 0)
+        draw = jax.random.fold_in(keys.public_key(keys.fold_in(stream, step)), 0)
         p = np.asarray(matrices("gaussian", (18,), rank)(draw[None]), np.float64)[0]
         normals = keys.normal_like(noise_key, step, [jnp.zeros(rank)])[0]
         draws.append((math.sqrt(rank) * p.T, (1 + ETA) * np.asarray(normals, np.float64)))
@@ -391,7 +391,7 @@ def feedback():
 def test_groups_that_are_projected_apart_are_billed_by_the_smallest_rank():
     ranks = {"kernel": 8, "bias": 2, "scale": 1}
     made = dpx.mechanisms.clip_then_project(base(), rank=ranks, kind="gaussian", key=KEY)
-    assert made.event(3) == projected(base().event(3), rank=1, blocks=3)
+    assert made.event(3) == projected_event_of(base().event(3), rank=1, blocks=3)
 
 
 def test_other_unbilled_compositions_are_refused():
@@ -404,7 +404,7 @@ def test_other_unbilled_compositions_are_refused():
     with pytest.raises(ValueError, match="has a cost before"):
         dpx.mechanisms.clip_then_project(twice, rank=5, kind="gaussian", key=KEY).event(1)
     with pytest.raises(ValueError, match="has a cost before"):
-        projected(dp_accounting.ComposedDpEvent([base().event(2), feedback().event(2)]), rank=5)
+        projected_event_of(dp_accounting.ComposedDpEvent([base().event(2), feedback().event(2)]), rank=5)
     for kind in ("gaussian", "subset"):
         with pytest.raises(ValueError, match="one clipped sum"):
             dpx.mechanisms.clip_then_project(feedback(), rank=5, kind=kind, key=KEY)

@@ -14,7 +14,7 @@ import pytest
 
 import dpx
 from dpx import keys
-from dpx.sampling import rows
+from dpx.sampling import read_rows
 from tests.problems import dp_sgd, normal, poisson
 
 KEY = dpx.secret_key(2**90 + 1)
@@ -180,7 +180,7 @@ def test_a_rare_change_is_seen_later(monkeypatch):
         def __getitem__(self, number):
             return X[number] * np.float32(self.rng.uniform() if self.rng.uniform() < 0.002 else 1)
 
-    monkeypatch.setattr(rows, "EVERY", 4)
+    monkeypatch.setattr(read_rows, "EVERY", 4)
     source, asked = Rarely(1), itertools.count()
     with pytest.raises(ValueError, match="function of its number alone"):
         for _ in SAMPLING.batches(source, KEY, STATE, steps=600, prefetch=0):
@@ -200,8 +200,8 @@ def test_what_reading_again_costs(one_call):
     read = [SAMPLING.draw(KEY, step if one_call else 0).indices for step in range(60)]
     wanted = sum(len(np.unique(numbers)) for numbers in read)
     again = len(source.read) - wanted - (1 if one_call else 60)  # item 0, which says what an item looks like
-    first = -(-rows.FIRST // min(len(np.unique(numbers)) for numbers in read))
-    assert 16 + wanted // rows.EVERY - 1 <= again <= 16 * first + wanted // rows.EVERY
+    first = -(-read_rows.FIRST // min(len(np.unique(numbers)) for numbers in read))
+    assert 16 + wanted // read_rows.EVERY - 1 <= again <= 16 * first + wanted // read_rows.EVERY
 
 
 class Augmented(Steady):
@@ -238,12 +238,16 @@ def test_an_item_depends_on_its_number_the_step_and_the_key():
 
 
 def test_the_random_numbers_are_a_public_stream_of_their_own():
-    words = np.asarray(keys.words(keys.stream(KEY, "items", 3)))
-    state = rows.generators(KEY, 3)(5).bit_generator.state["state"]
+    words = np.asarray(keys.key_words(keys.stream(KEY, "items", 3)))
+    state = read_rows.generators_of_items(KEY, 3)(5).bit_generator.state["state"]
     number = sum(int(word) << 32 * (3 - place) for place, word in enumerate(words))
     assert sum(int(word) << 64 * place for place, word in enumerate(state["key"])) == number
     assert state["counter"].tolist() == [0, 0, 0, 5]
-    drawn = [rows.generators(KEY, step)(item).integers(2**62) for step in range(3) for item in (0, 1, 2**31 - 1)]
+    drawn = [
+        read_rows.generators_of_items(KEY, step)(item).integers(2**62)
+        for step in range(3)
+        for item in (0, 1, 2**31 - 1)
+    ]
     assert len(set(drawn)) == 9
 
 

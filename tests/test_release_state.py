@@ -131,7 +131,7 @@ def test_precision_of_long_runs():
         assert float(release.precision[0]) == pytest.approx(1e5 * float(np.float32(noise)) ** -2, rel=1e-6)
     mechanism = dp_sgd(noise_multiplier=5.1)
     state = release._replace(
-        fingerprints=mechanism.init(PARAMS).fingerprints, noise_key=jnp.uint32(dpx.keys.mark(mechanism.key))
+        fingerprints=mechanism.init(PARAMS).fingerprints, noise_key=jnp.uint32(dpx.keys.mark_of_key(mechanism.key))
     )
     assert dpx.epsilon(mechanism, state, delta=1e-5) > 0
     with pytest.raises(ValueError, match="other noise"):

@@ -14,10 +14,10 @@ import pytest
 from jax import lax
 
 import dpx
-from dpx.sums.rows import LARGEST
-from dpx.xla.apart import may_mix_rows, rows_apart
+from dpx.sums.clipped_sum import LARGEST
 from dpx.xla.jaxprs import equations
 from dpx.xla.place import traced_for
+from dpx.xla.rows_apart import may_mix_rows, rows_apart
 from tests.devices import on_eight_devices
 from tests.test_ghost_hostile import CASES, ONCE
 

@@ -69,7 +69,7 @@ def test_a_sampling_has_a_stream_of_its_own(sampling, monkeypatch):
     names, stream = set(), keys.stream
     monkeypatch.setattr(keys, "stream", lambda key, name, step=None: names.add(name) or stream(key, name, step))
     draws._permutation.cache_clear()
-    allocation.allocated.cache_clear()
+    allocation.allocate_examples.cache_clear()
     assert [list(drawn(sampling, step)) for step in range(3)] == by_own_stream and names == {"sampling"}
     monkeypatch.setattr(keys, "stream", lambda key, name, step=None: stream(key, "noise", step))
     for step in range(3):
@@ -94,9 +94,9 @@ def test_a_coin_falls_for_exactly_the_words_below_the_threshold(probability, mon
         asked.append((words.tolist(), count))
         return [high, low, low, high]
 
-    monkeypatch.setattr(draws.cipher, "drawn", drawn)
-    coins = draws.coins.__wrapped__(KEY, len(numbers), probability)
-    assert asked == [(keys.words(KEY).tolist(), len(numbers))]
+    monkeypatch.setattr(draws.cipher, "draw_bits", drawn)
+    coins = draws.toss_coins.__wrapped__(KEY, len(numbers), probability)
+    assert asked == [(keys.key_words(KEY).tolist(), len(numbers))]
     assert coins.dtype == np.bool_
     assert coins.tolist() == [number < heads for number in numbers]
 
@@ -118,7 +118,7 @@ def test_an_order_is_that_of_128_bits_of_each_example(word, monkeypatch):
     words[word] = np.random.default_rng(0).permutation(100) + 2**31
     monkeypatch.setattr(draws, "_drawn", lambda key_words, count: list(words))
     for count in (1, 10, 99, 100):
-        found = draws.order(KEY, 100, count)
+        found = draws.random_order(KEY, 100, count)
         assert found.dtype == np.int32 and found.tolist() == np.argsort(words[word])[:count].tolist()
 
 
@@ -126,7 +126,7 @@ def test_an_order_is_that_of_128_bits_of_each_example(word, monkeypatch):
 @pytest.mark.long_cases("1", "2")
 def test_every_order_is_as_likely(count):
     """1,200 orders of 4 examples, by a test of chi squared of false alarm 1e-6."""
-    found = [tuple(draws.order(keys.fold_in(KEY, number), 4, count).tolist()) for number in range(1200)]
+    found = [tuple(draws.random_order(keys.fold_in(KEY, number), 4, count).tolist()) for number in range(1200)]
     _, times = np.unique(found, axis=0, return_counts=True)
     assert len(times) == math.perm(4, count)
     assert scipy.stats.chisquare(times).pvalue > 1e-6
@@ -146,7 +146,7 @@ def test_batches_depend_on_every_bit_of_the_key_and_on_no_setting():
     with jax.enable_x64(True), jax.threefry_partitionable(False), jax.numpy_dtype_promotion("standard"):
         jax.clear_caches()
         draws._permutation.cache_clear()
-        allocation.allocated.cache_clear()
+        allocation.allocate_examples.cache_clear()
         assert batches_as_text() == expected
     printed = on_eight_devices("import jax; from tests import test_sampling as t; print(t.batches_as_text())")
     assert printed.strip().splitlines()[-1] == expected
@@ -243,7 +243,7 @@ def test_the_events_of_random_allocation():
 def test_a_billion_steps_of_one_number_are_an_event_of_that_number(sampling):
     """And at once: the array of a number that does not change takes no memory."""
     for steps in (1, 3, 25):
-        assert repr(sampling.event(scalars.over(1.5, steps))) == repr(sampling.event(np.full(steps, 1.5)))
+        assert repr(sampling.event(scalars.values_over(1.5, steps))) == repr(sampling.event(np.full(steps, 1.5)))
     if not isinstance(sampling, dpx.ShuffledEpochs | CyclicPoissonSampling):  # whose epochs or turns are counted
         mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.5, sampling=sampling, key=KEY)
         assert from_event(mechanism.event(10**9)).released.most == 10**9
@@ -287,14 +287,14 @@ def test_the_kept_examples_do_not_depend_on_their_rows():
 
 def test_the_subset_has_a_key_of_its_own(monkeypatch):
     """Not that of the coins, which would keep examples by their coins, and not that of the rows."""
-    asked, order = [], draws.order
+    asked, order = [], draws.random_order
 
     def recorded(key, *rest):
-        asked.append(np.asarray(keys.words(key)).tobytes())
+        asked.append(np.asarray(keys.key_words(key)).tobytes())
         return order(key, *rest)
 
     for module in (draws, poisson):
-        monkeypatch.setattr(module, "order", recorded)
+        monkeypatch.setattr(module, "random_order", recorded)
     cut = dpx.PoissonSampling(examples=100, batch_size=10, most_rows=10)
     sizes = [len(drawn(cut, step)) for step in range(9)]
     assert max(sizes) == 10 and len(set(asked)) == len(asked) > 9
@@ -323,10 +323,10 @@ def test_bad_most_rows(most_rows):
 @pytest.mark.parametrize(("examples", "steps", "together"), [(95, 9, 2**20), (95, 9, 10), (7, 7, 2**20), (5, 1, 2)])
 def test_an_epoch_of_random_allocation_has_every_example_once(examples, steps, together, monkeypatch):
     monkeypatch.setattr(allocation, "_TOGETHER", together)
-    allocation.allocated.cache_clear()
+    allocation.allocate_examples.cache_clear()
     sampling = RandomAllocation(examples=examples, steps_per_epoch=steps)
     epochs = [[drawn(sampling, epoch * steps + place) for place in range(steps)] for epoch in range(3)]
-    allocation.allocated.cache_clear()
+    allocation.allocate_examples.cache_clear()
     for batches in epochs:
         assert sorted(np.concatenate(batches)) == list(range(examples))
     if steps > 1:
@@ -353,7 +353,7 @@ def test_the_step_of_an_example_is_64_bits_of_its_own(monkeypatch):
 
     monkeypatch.setattr(allocation, "_TOGETHER", 4)
     monkeypatch.setattr(allocation, "_drawn", drawn_words)
-    words = np.asarray(keys.words(draws.step_key(KEY, 2))).tobytes()
+    words = np.asarray(keys.key_words(draws.step_key(KEY, 2))).tobytes()
     parts = list(allocation._steps(words, 10, 7))
     assert [first for first, _ in parts] == [0, 4, 8] and [len(own) for _, own in parts] == [4, 4, 2]
     for _, own in parts:

@@ -12,7 +12,7 @@ import dpx
 from dpx import schedules
 from dpx.accounting import schedule_epsilon
 from dpx.papers.dynamic_dp_sgd import claims
-from dpx.schedules.scalars import at, over
+from dpx.schedules.scalars import value_at, values_over
 from dpx.validation import require_whole
 
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=10)
@@ -82,8 +82,8 @@ def test_an_eager_step_reads_the_billed_number():
     """At the edges of stairs too, where a division rounded differently is one stair off."""
     for transition in (3, 41, 47, 55, 61, 82, 83, 97):
         schedule = optax.exponential_decay(2.0, transition, 0.5, staircase=True)
-        billed = over(schedule, 6 * transition + 1)
-        eager = [float(at(schedule, jnp.int32(k * transition))) for k in range(7)]
+        billed = values_over(schedule, 6 * transition + 1)
+        eager = [float(value_at(schedule, jnp.int32(k * transition))) for k in range(7)]
         np.testing.assert_array_equal(eager, billed[::transition])
 
 
@@ -117,14 +117,14 @@ def test_a_number_that_a_schedule_reads_is_changed_in_place(read, wrap):
         clip_norm=1.0, noise_multiplier=wrap(lambda step: read(number)), sampling=SAMPLING, key=KEY
     ).noise_multiplier
     number[...] = 0.01
-    assert over(noise, 3).tolist() == [float(at(noise, jnp.int32(t))) for t in range(3)] == [5.0] * 3
+    assert values_over(noise, 3).tolist() == [float(value_at(noise, jnp.int32(t))) for t in range(3)] == [5.0] * 3
 
 
 def test_an_eager_step_reads_the_billed_number_of_a_schedule_in_bfloat16():
     noise = dpx.dp_sgd(
         clip_norm=1.0, noise_multiplier=lambda t: jnp.bfloat16(3.3) / (t + jnp.bfloat16(1)), sampling=SAMPLING, key=KEY
     ).noise_multiplier
-    assert over(noise, 20).tolist() == [float(at(noise, jnp.int32(t))) for t in range(20)]
+    assert values_over(noise, 20).tolist() == [float(value_at(noise, jnp.int32(t))) for t in range(20)]
 
 
 def by_callback(step):
@@ -170,8 +170,8 @@ def test_a_schedule_may_be_an_object_that_cannot_be_hashed():
         def __call__(self, step):
             return self.start / (step + 1)
 
-    assert [float(at(Falling(6.0), jnp.int32(t))) for t in range(3)] == [6.0, 3.0, 2.0]
-    assert over(Falling(6.0), 3).tolist() == [6.0, 3.0, 2.0]
+    assert [float(value_at(Falling(6.0), jnp.int32(t))) for t in range(3)] == [6.0, 3.0, 2.0]
+    assert values_over(Falling(6.0), 3).tolist() == [6.0, 3.0, 2.0]
 
 
 def assert_billed_is_realized(realized, billed, clips):
@@ -201,10 +201,10 @@ def test_formulas():
         (schedules.growing_mu(noise_multiplier=2.0, rho_mu=5.0, steps=STEPS), 2 * 5 ** (-(steps + 1) / STEPS)),
         (schedules.sensitivity_decay(clip_norm=0.1, rho_c=5.0, steps=STEPS), 0.1 * 5 ** (-(steps + 1) / STEPS)),
     ]:
-        np.testing.assert_allclose(over(schedule, STEPS), expected, rtol=1e-6)
+        np.testing.assert_allclose(values_over(schedule, STEPS), expected, rtol=1e-6)
         np.testing.assert_array_equal(  # the bill reads what a jitted step runs with
-            over(schedule, STEPS),
-            [jax.jit(lambda t, s=schedule: at(s, t))(t) for t in jnp.arange(STEPS)],
+            values_over(schedule, STEPS),
+            [jax.jit(lambda t, s=schedule: value_at(s, t))(t) for t in jnp.arange(STEPS)],
         )
 
 
@@ -222,10 +222,10 @@ def test_calibrated_on_the_true_composition():
 @pytest.mark.long
 def test_what_the_paper_s_calibration_truly_costs():
     """The public vector: the CLT's noise for epsilon 2 truly costs 4.776."""
-    mu = claims.mu_0(epsilon=2.0, delta=1 / 600000, sampling_rate=0.01, steps=500, growth=1 / 0.3)
+    mu = claims.first_mu(epsilon=2.0, delta=1 / 600000, sampling_rate=0.01, steps=500, growth=1 / 0.3)
     mechanism = dynamic(noise_multiplier=1 / mu, rho_mu=1 / 0.3, steps=500)
     assert mu == pytest.approx(0.54503058, abs=1e-7)
-    multipliers = over(schedules.growing_mu(noise_multiplier=1 / 0.54503058, rho_mu=1 / 0.3, steps=500), 500)
+    multipliers = values_over(schedules.growing_mu(noise_multiplier=1 / 0.54503058, rho_mu=1 / 0.3, steps=500), 500)
     assert multipliers[0] == pytest.approx(1.830347, abs=1e-6) and multipliers[-1] == pytest.approx(0.550428, abs=1e-6)
     assert dpx.epsilon(mechanism, 500, delta=1 / 600000) == pytest.approx(4.7762, abs=5e-4)
     assert dpx.epsilon(mechanism, 500, delta=1 / 600000, accountant="rdp") == pytest.approx(5.864, abs=5e-4)

@@ -48,9 +48,9 @@ def test_squares_are_not_lost_in_a_long_sum(eight_devices):
 
 def test_inner_products_of_long_sharded_rows():
     left, right = (jnp.asarray(RANDOM.normal(size=(2, 3, 2500)), jnp.float32) for _ in range(2))
-    alone = norms.inner(left, right)
+    alone = norms.inner_products(left, right)
     with traced_for(devices=8):
-        np.testing.assert_allclose(norms.inner(left, right), alone, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(norms.inner_products(left, right), alone, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(("fan_in", "fan_out"), [(2500, 40), (40, 2500), (1300, 1300)])
@@ -59,7 +59,7 @@ def test_gram_norm_of_long_sharded_rows_is_not_below_the_true_one(eight_devices,
     a[:, 3:], cancels = a[:, :3], np.concatenate([b[:, :3], -b[:, :3] * np.float32(1 + 1e-6)], 1)
     for some, most in ((b, 1e-3), (cancels, np.inf)):
         true = np.linalg.norm(np.einsum("kti,kto->kio", a.astype(np.float64), some))
-        assert true <= norms.gram(jnp.asarray(a), jnp.asarray(some)) <= true * (1 + most)
+        assert true <= norms.gram_norm(jnp.asarray(a), jnp.asarray(some)) <= true * (1 + most)
 
 
 def params():

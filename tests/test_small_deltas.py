@@ -11,11 +11,11 @@ import pytest
 import dpx
 from dpx import accounting
 from dpx.accounting.bill import numbers_of
-from dpx.accounting.events import billed, event_epsilon
-from dpx.keys.noise import LARGEST_RELEASE, count, counting
+from dpx.accounting.events import event_epsilon, profile_of_run
+from dpx.keys.noise import LARGEST_RELEASE, count_release, counting_releases
 from dpx.reports import curves
 from dpx.states.reading import release_state
-from dpx.states.record import ReleaseState, counted
+from dpx.states.record import ReleaseState, release_and_count
 from tests.mechanisms import MECHANISMS
 from tests.mechanisms import PARAMS as OF_CASES
 
@@ -105,7 +105,7 @@ def test_the_numbers_of_every_method_are_those_that_it_draws(case):
         params,
         begun,
     )
-    with counting() as drawn:
+    with counting_releases() as drawn:
         jax.eval_shape(lambda *given: made.release(*given), sums, begun, params)
     assert drawn and sum(drawn) == int(release_state(begun).numbers) > 0
 
@@ -122,7 +122,7 @@ def test_a_release_of_more_numbers_than_init_knew_counts():
     total = ({"grad": PARAMS, "more": jnp.zeros(100)},)
     _, state = made.release_once(total, state, PARAMS, jnp.int32(2))
     assert numbers_of(made, state) == 115
-    unseen = counted(lambda: (None, ReleaseState.empty(PARAMS)), budget=None)
+    unseen = release_and_count(lambda: (None, ReleaseState.empty(PARAMS)), budget=None)
     assert int(unseen[1].numbers) == 0  # not known: 2^32
     assert numbers_of(inner, inner.release_once((PARAMS,), ReleaseState.empty(), PARAMS, jnp.int32(2))[1]) == 2**32
 
@@ -141,7 +141,7 @@ def test_a_budget_states_the_number_of_every_bill():
         dpx.compose_runs((made, state), shared_batches=False).epsilon(delta=1e-13),
         dpx.compose_runs((made, 1), shared_batches=False).epsilon(delta=1e-13),
         curves.epsilon_over_steps(made, 1, delta=1e-13).epsilon[-1],
-        billed(made.event(1), relation="zero_out", numbers=1000).epsilon(1e-13),
+        profile_of_run(made.event(1), relation="zero_out", numbers=1000).epsilon(1e-13),
     }
     assert len(bills) == 1 and 0.999 < bills.pop() <= 1.0
     without = mechanism(dpx.Budget(epsilon=1.0, delta=1e-13, steps=1)).noise_multiplier
@@ -205,9 +205,9 @@ def test_fewer_numbers_never_cost_more(noise, delta):
     """So a state costs at most what the budget does, whose noise is found for 2^32 numbers."""
     sampling = dpx.PoissonSampling(examples=40, batch_size=8)
     event = sampling.event(np.full(3, noise))
-    most = billed(event, relation="zero_out")
+    most = profile_of_run(event, relation="zero_out")
     for numbers in (1, 2, 10, 1000, 10**6, 10**9):
-        fewer = billed(event, relation="zero_out", numbers=numbers)
+        fewer = profile_of_run(event, relation="zero_out", numbers=numbers)
         assert fewer.epsilon(delta) <= most.epsilon(delta)
         assert fewer.delta(1.0) <= most.delta(1.0)
 
@@ -222,8 +222,8 @@ def test_numbers_that_are_not_heard_of_are_the_most(known, drawn, billed_for):
 
     def release():
         for numbers in drawn:
-            count([(numbers,)])
+            count_release([(numbers,)])
         return PARAMS, before
 
-    _, after = counted(release, budget=None)
+    _, after = release_and_count(release, budget=None)
     assert int(after.numbers) == billed_for

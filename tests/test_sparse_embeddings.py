@@ -10,8 +10,8 @@ import pytest
 
 import dpx
 from dpx.papers import sparse_embeddings
-from dpx.sums.rows import sum_contributions
-from dpx.sums.total import ETA
+from dpx.sums.clipped_sum import sum_contributions
+from dpx.sums.float_pair import ETA
 from dpx.xla.jaxprs import equations
 from tests.ghost import integers, noiseless, normal
 

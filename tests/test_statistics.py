@@ -19,7 +19,7 @@ import dpx
 from dpx import statistics
 from dpx.accounting import event_delta, event_epsilon
 from dpx.accounting.pure import PureDpEvent, PureLoss
-from dpx.ledgers.ledger import Terms
+from dpx.ledgers.ledger import LedgerTerms
 from dpx.statistics import noise as noises
 from dpx.statistics import quantiles, released
 from dpx.statistics.noise import Effect, Noise
@@ -54,11 +54,11 @@ def sums_of(function, data, monkeypatch):
         return original(*given, records, sums, effect, *rest, **named)
 
     seen, kept, given = [], [], []
-    original = released.Asked.noisy
+    original = released.StatisticRequest.noisy
     with monkeypatch.context() as patched:
-        patched.setattr(released.Asked, "noise_for", see)
+        patched.setattr(released.StatisticRequest, "noise_for", see)
         patched.setattr(
-            released.Asked, "noisy", lambda self, *rest, **named: (given.append(self), keep(*rest, **named))
+            released.StatisticRequest, "noisy", lambda self, *rest, **named: (given.append(self), keep(*rest, **named))
         )
         with pytest.raises(Seen):
             function(data)
@@ -207,7 +207,7 @@ def test_no_attack_beats_the_stated_epsilon(kind, multiplier):
         assert abs(world.std() / 1024 / deviation - 1) < 0.1
     delta = 1e-2 if kind == "gaussian" else 1e-5
     bound = dpx.audit.lower_bound_from_scores(worlds[1], worlds[0], delta=delta)
-    stated = event_epsilon(released.event_of(kind, multiplier), delta=delta)
+    stated = event_epsilon(released.event_of_noise(kind, multiplier), delta=delta)
     assert 0.5 * stated < bound.epsilon <= stated
 
 
@@ -223,7 +223,7 @@ def test_quantiles_have_their_epsilon_on_all_small_data(epsilon, share):
     a, ratios, moved = round(share * quantiles.SHARES), [0.0], [0.0]
 
     def weights(counts):
-        return quantiles.weights_of(quantiles.distances(np.array(counts), a), a, epsilon, 1)
+        return quantiles.weights_of(quantiles.rank_distances(np.array(counts), a), a, epsilon, 1)
 
     def apart(first, second):
         return [abs(math.log(p) - math.log(q)) for p, q in zip(first, second, strict=True)]
@@ -239,7 +239,7 @@ def test_quantiles_have_their_epsilon_on_all_small_data(epsilon, share):
 
 
 def test_a_unit_of_several_values_has_less_weight_in_a_quantile():
-    far = quantiles.distances(np.array([5, 0, 3]), 2**19)
+    far = quantiles.rank_distances(np.array([5, 0, 3]), 2**19)
     alone, many = (quantiles.weights_of(far, 2**19, epsilon, most) for epsilon, most in ((1.0, 1), (3.0, 3)))
     assert alone == many and far.tolist() == [0, 2**20, 2**20]
 
@@ -254,7 +254,7 @@ def test_rank_errors_are_exceeded_as_rarely_as_they_say(share, confidence):
         one = statistics.release_quantiles(
             values, [share], low=0, high=2, points=3, **asked(noise_multiplier=1 / epsilon)
         )
-        far = quantiles.distances(np.array(counts), a)
+        far = quantiles.rank_distances(np.array(counts), a)
         weights = quantiles.weights_of(far, a, epsilon, 1)
         (error,) = one.rank_error(confidence)
         off = sum(w for w, u in zip(weights, far.tolist(), strict=True) if u > error * quantiles.SHARES)
@@ -490,18 +490,18 @@ def test_a_key_makes_one_release():
 
 def test_other_sums_have_other_noise():
     """So that two releases of one key, such as of two programs, cannot be subtracted."""
-    own = [noises.key_of(KEY, "count", np.array([total])) for total in (5, 6)]
+    own = [noises.key_of_query(KEY, "count", np.array([total])) for total in (5, 6)]
     zeros = np.zeros(16, np.int64)
     for kind in ("gaussian", "laplace"):
         noise = Noise.of(kind, 1.0, Effect(1024.0, 1024.0, 1))
         first, second = (noise.release(key, zeros, 0, 100) for key in own)
         assert (first != second).mean() > 0.5 and len({*first.tolist()}) > 8
-    asked_otherwise = noises.key_of(KEY, "sum", np.array([5]))
-    assert len({int(dpx.keys.mark(key)) for key in (*own, asked_otherwise)}) == 3
+    asked_otherwise = noises.key_of_query(KEY, "sum", np.array([5]))
+    assert len({int(dpx.keys.mark_of_key(key)) for key in (*own, asked_otherwise)}) == 3
 
 
 class Ledger:
-    terms = Terms(epsilon=1.0, delta=1e-5)
+    terms = LedgerTerms(epsilon=1.0, delta=1e-5)
 
     def __init__(self, *, allows=True):
         self.lines, self.allows = [], allows
@@ -648,7 +648,7 @@ def test_no_attack_on_a_statistic_beats_its_epsilon(name, noise):
     present, absent = (np.atleast_2d(calls[name](rows).value)[-1] for rows in (data, other))
     delta = 1e-2 if noise == "gaussian" else 1e-5
     bound = dpx.audit.lower_bound_from_scores(present, absent, delta=delta).epsilon
-    stated = event_epsilon(released.event_of(noise, 0.7), delta=delta)
+    stated = event_epsilon(released.event_of_noise(noise, 0.7), delta=delta)
     assert (0.4 if name in ("count", "sum") else 0.0) * stated <= bound <= stated
 
 

@@ -14,14 +14,14 @@ import pytest
 
 import dpx
 from benchmarks import sum_rounding
-from dpx.audit.setup import plan
+from dpx.audit.setup import plan_findings
 from dpx.mechanisms.dp_sgd import tree_norm
 from dpx.papers.d2p2_sgd.clip_then_project import _projected
-from dpx.sums import total as bounds
+from dpx.sums import float_pair as bounds
+from dpx.sums.clipped_sum import sum_contributions
+from dpx.sums.float_pair import ETA, MOST_ROWS, RESERVE, FloatPair
 from dpx.sums.microbatches import sum_over_microbatches
-from dpx.sums.rows import sum_contributions
-from dpx.sums.total import ETA, MOST_ROWS, RESERVE, FloatPair
-from dpx.xla.jaxprs import bodies
+from dpx.xla.jaxprs import inner_bodies
 
 RNG = np.random.default_rng(0)
 
@@ -120,13 +120,13 @@ def trees(leaves: int):
 def test_a_chain_rounds_most(rows):
     for more in (0, 2):
         worst = max(sum((depth + more) ** 2 for depth in depths(tree)) for tree in trees(rows))
-        assert bounds.chain(rows, more) == pytest.approx(math.sqrt(rows * worst))
+        assert bounds.chain_error(rows, more) == pytest.approx(math.sqrt(rows * worst))
 
 
 def test_two_numbers_hold_a_long_sum():
     """Numbers of all sizes, added in two orders: both are the exact sum within 2^-40 of it."""
     numbers = (RNG.standard_normal(4096) * 2.0 ** RNG.integers(-20, 20, 4096)).astype(np.float32)
-    add = jax.jit(lambda total, x: bounds.plus(total, x * jnp.float32(1)))
+    add = jax.jit(lambda total, x: bounds.add_pairs(total, x * jnp.float32(1)))
     for order in (numbers, numbers[::-1]):
         total = bounds.with_low(FloatPair(jnp.zeros(())))
         for number in order:
@@ -201,7 +201,7 @@ def test_no_product_begins_with_the_sum_of_the_microbatches_before(unroll):
         made = {v: equation.primitive.name for equation in jaxpr.eqns for v in equation.outvars}
         added = [e for e in jaxpr.eqns if e.primitive.name == "add" and e.outvars[0].aval.shape == (3, 3)]
         found = ["optimization_barrier" in map(made.get, equation.invars) for equation in added]
-        return found + [x for equation in jaxpr.eqns for body in bodies(equation) for x in read_barriers(body)]
+        return found + [x for equation in jaxpr.eqns for body in inner_bodies(equation) for x in read_barriers(body)]
 
     found = read_barriers(jaxpr.jaxpr)
     assert found and all(found)
@@ -348,5 +348,5 @@ def test_eta_is_printed():
         return jnp.sum(params * x)
 
     assert "by eta = 0.000999 of the clip norm" in str(dpx.explain_norms(loss, made, params, batch))
-    checked = plan.privacy(made, 100, 1e-5)
+    checked = plan_findings.find_epsilon(made, 100, 1e-5)
     assert "rounding by eta = 0.000999 included" in checked.words and checked.numbers["eta"] == ETA

@@ -25,8 +25,8 @@ import dpx
 from dpx import keys, tuning
 from dpx.accounting import best_of, event_epsilon, renyi, selection
 from dpx.accounting.pld.losses import SampledGaussian
-from dpx.accounting.selection import SHAPES, BestOf, draw_count, log_inverse_gamma
-from dpx.states.record import planned
+from dpx.accounting.selection import SHAPES, BestOf, draw_trials, log_inverse_gamma
+from dpx.states.record import with_plan
 
 PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "tuning.md").read_text()
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=50)
@@ -102,13 +102,13 @@ def test_the_number_of_trials_has_its_distribution(distribution):
     """False alarms: below 1e-4. A number that is off by one moves the mean by many deviations."""
     mean, draws = 2.0, 300
     found = np.array(
-        [draw_count(key, mean, SHAPES[distribution]) for key in jax.random.split(jax.random.key(5), draws)]
+        [draw_trials(key, mean, SHAPES[distribution]) for key in jax.random.split(jax.random.key(5), draws)]
     )
     slope, once = slope_of(distribution, mean)
     assert slope(1.0) == pytest.approx(mean, rel=1e-9)
     assert abs(found.mean() - mean) < 4 * found.std() / math.sqrt(draws)
     assert abs((found == 1).mean() - once) < 4 * math.sqrt(once * (1 - once) / draws)
-    assert found.min() == (0 if distribution == "poisson" else 1) and draw_count(jax.random.key(0), 1.0, 0.0) == 1
+    assert found.min() == (0 if distribution == "poisson" else 1) and draw_trials(jax.random.key(0), 1.0, 0.0) == 1
 
 
 def test_a_trial_costs_as_much_as_the_worst_configuration():
@@ -249,7 +249,7 @@ def test_the_number_of_trials_and_the_configurations_come_from_the_key():
         found = search(seed)
         counts.append(len(search.trials))
         drawn += search.drawn()
-        assert counts[-1] == draw_count(dpx.keys.stream(jax.random.key(seed), "number of trials"), 6, 0)
+        assert counts[-1] == draw_trials(dpx.keys.stream(jax.random.key(seed), "number of trials"), 6, 0)
         assert float(found.params["rate"]) == found.configuration["rate"] == found.score == max(search.drawn())
         noise = {bits(trial.optimizer.key) for trial in search.trials} | {bits(jax.random.key(seed))}
         assert len(noise | {bits(trial.key) for trial in search.trials}) == 2 * counts[-1] + 1
@@ -398,7 +398,7 @@ def test_trials_of_one_key_are_refused():
 
     def train(trial):
         params, state = Searcher.train(search, trial)
-        return params, state._replace(batch_key=jnp.uint32(dpx.keys.mark(jax.random.key(8))))
+        return params, state._replace(batch_key=jnp.uint32(dpx.keys.mark_of_key(jax.random.key(8))))
 
     search.train = train
     with pytest.raises(ValueError, match="must train its own optimizer, and draw its batches with the key"):
@@ -514,7 +514,7 @@ def test_trials_beyond_the_bill_are_refused():
     assert search(steps=3).steps == 3
     with pytest.raises(ValueError, match="at most the 2 steps"):
         search(steps=2)
-    search.train = lambda trial: (*train(trial)[:1], planned(train(trial)[1], 5))  # and a callback ended it
+    search.train = lambda trial: (*train(trial)[:1], with_plan(train(trial)[1], 5))  # and a callback ended it
     with pytest.raises(ValueError, match="make and plan at most the 4 steps that are paid for, got 5"):
         search(steps=4)
     search.train = train

@@ -9,7 +9,7 @@ import dpx
 from dpx.gradients.ghost import hooks
 from dpx.gradients.ghost.plan import GhostPlan
 from dpx.gradients.microbatch_size import choose_microbatches
-from dpx.sums.total import FloatPair
+from dpx.sums.float_pair import FloatPair
 from dpx.xla.jaxprs import equations
 from dpx.xla.place import Place, traced_for
 from tests import test_ghost_scans
@@ -170,7 +170,7 @@ def sums_after(norms, inputs=INPUTS):
     cotangents = normal(5, BATCH, POSITIONS, WIDTH)
     plan = _plan()
     ((equation, choices),) = [
-        item for item in hooks.hooked(plan, 2)[1].items() if any(part[0] == 1 for part in item[1])
+        item for item in hooks.hooked_equations(plan, 2)[1].items() if any(part[0] == 1 for part in item[1])
     ]
     leaves = jax.tree.leaves(PARAMS)
     (part,) = choices

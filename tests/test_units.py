@@ -12,22 +12,24 @@ import pytest
 import dpx
 from benchmarks import sum_rounding
 from benchmarks.adders import CORES, emulated, searched
-from dpx.gradients.ghost import algorithms, rules, weighted
+from dpx.gradients.ghost import algorithms, rules, weighted_sums
 from dpx.gradients.ghost import norms as ghost_norms
+from dpx.sums import clipped_sum as sums
+from dpx.sums import float_pair as bounds
 from dpx.sums import norms
-from dpx.sums import rows as sums
-from dpx.sums import total as bounds
-from dpx.sums.rows import sum_in_blocks
-from dpx.sums.total import ETA, MOST_ROWS, RESERVE, UNIT
-from dpx.xla import units
+from dpx.sums.clipped_sum import sum_in_blocks
+from dpx.sums.float_pair import ETA, MOST_ROWS, RESERVE, UNIT
+from dpx.xla import matrix_units
 from dpx.xla.jaxprs import equations
-from dpx.xla.place import Place, full_precision, here, traced_for
-from dpx.xla.units import BFLOAT16, FLOAT32, FUSED, OF_A_TPU, TF32, Unit
+from dpx.xla.matrix_units import BFLOAT16, FLOAT32, FUSED, OF_A_TPU, TF32, Unit
+from dpx.xla.place import Place, current_place, full_precision, traced_for
 from tests.ghost import QUICK, mechanism
 from tests.test_ghost_zoo import ZOO
 
 UNITS = {"float32": FLOAT32, "tf32": TF32, "bfloat16": BFLOAT16, "tpu": OF_A_TPU}
-ADDERS = {"fused": FUSED, "tpu": OF_A_TPU.adders[0]} | {name: units.tensor_core(*core) for name, core in CORES.items()}
+ADDERS = {"fused": FUSED, "tpu": OF_A_TPU.adders[0]} | {
+    name: matrix_units.tensor_core(*core) for name, core in CORES.items()
+}
 EXTRA = {name: extra for name, (_, extra) in CORES.items()}
 
 
@@ -60,7 +62,7 @@ def test_a_hostile_adder_moves_a_block_nearly_as_far_as_is_proved(name, rows):
     without = terms * (1 - np.eye(rows))  # in coordinate k, the row has place k
     moved = hostile_sum(name, terms, lower=False) - hostile_sum(name, without, lower=True)
     found = np.linalg.norm(moved - np.diag(terms)) / (2 * UNIT)
-    proved = bounds.moved_in_block(rows, Unit(7, None, (adder,)))
+    proved = bounds.block_error(rows, Unit(7, None, (adder,)))
     assert found < proved
     assert rows < MOST_ROWS or found > (0.75 if name == "H100, bfloat16" else 0.8) * proved  # that adds all in 6 steps
 
@@ -104,15 +106,15 @@ def test_the_budget_is_kept_by_every_unit(name):
     assert unit.within == max(WITHIN[each] for each, adder in ADDERS.items() if adder in unit.adders)
     for rows in range(1, MOST_ROWS + 1):
         share = bounds.rounding_share(rows, unit=unit)
-        assert bounds.in_float32(rows, unit=unit) == (share <= ETA - RESERVE)
-    longest = max(rows for rows in range(1, MOST_ROWS + 1) if bounds.in_float32(rows, unit=unit))
+        assert bounds.may_add_in_float32(rows, unit=unit) == (share <= ETA - RESERVE)
+    longest = max(rows for rows in range(1, MOST_ROWS + 1) if bounds.may_add_in_float32(rows, unit=unit))
     assert longest == {"tpu": 58}.get(name, MOST_ROWS)
     for rows in (1, 57, 64, 128, 200, 256):  # small sums have equal blocks, where a loop would take longer
         few, equal = (bounds.blocks_for(rows, 1, unit, more) for more in (1.5, 2.0))
-        assert few <= equal <= 2 * few and bounds.in_float32(math.ceil(rows / equal), equal, unit=unit)
+        assert few <= equal <= 2 * few and bounds.may_add_in_float32(math.ceil(rows / equal), equal, unit=unit)
     assert bounds.blocks_for(256, 1, unit, 2.0) == (8 if name == "tpu" else 4)
     if name != "tpu":  # no other blocks than a CPU's
-        assert bounds.moved_in_block(MOST_ROWS, unit) == bounds.moved_in_block(MOST_ROWS, FLOAT32)
+        assert bounds.block_error(MOST_ROWS, unit) == bounds.block_error(MOST_ROWS, FLOAT32)
 
 
 @pytest.mark.parametrize("name", CORES)
@@ -173,7 +175,7 @@ def test_the_unit_follows_the_platform_and_the_precision_of_jax():
 def test_sizes_are_powers_of_two_where_a_unit_rounds():
     x = jnp.stack([jnp.asarray(HOSTILE[:7]), *(jnp.full(7, each) for each in (0.75, 0, jnp.nan, 3e38))])
     with traced_for(platform="tpu"):
-        units_of_x, sizes = jax.jit(ghost_norms.unit)(x)
+        units_of_x, sizes = jax.jit(ghost_norms.split_by_size)(x)
     mantissas = np.frexp(np.asarray(sizes))[0]
     assert list(mantissas[:2]) == [0.5, 0.5] and list(sizes[2:3]) == [0]
     assert np.isnan(sizes[3]) and np.isinf(sizes[4])
@@ -264,8 +266,8 @@ def test_large_gradients_are_finished_in_turn(monkeypatch):
     loss, params, examples = ZOO["tied_embedding"][0]()
     made, found = mechanism(CLIP_NORM), []
     for most in (1, 2**40):
-        monkeypatch.setattr(weighted, "SOME_NUMBERS", 1)
-        monkeypatch.setattr(weighted, "MOST_IN_TURN", most)
+        monkeypatch.setattr(weighted_sums, "SOME_NUMBERS", 1)
+        monkeypatch.setattr(weighted_sums, "MOST_IN_TURN", most)
         with on_a_tpu():
             step = jax.jit(dpx.private_updates(loss, made, norms="ghost"), compiler_options=QUICK)
             found.append(step(params, dpx.Batch(examples, None), made.init(params)).updates)
@@ -287,7 +289,7 @@ def test_gram_norms_of_a_tpu_count_what_is_lost(sizes, width):
     true = np.linalg.norm(np.einsum("kti,kto->kio", *(x.astype(np.float64) for x in (a, b))))
     sharing = algorithms.Sharing((algorithms.UseGroup((0,), (1, 6, width, width), False),), {})
     with traced_for(platform="tpu"):
-        of_one = jax.jit(ghost_norms.gram)(a, b)
+        of_one = jax.jit(ghost_norms.gram_norm)(a, b)
         of_uses = jax.jit(lambda *sides: algorithms._norm_of_uses(sharing, [sides], [6]))(a, b)
     for norm in (of_one, of_uses):
         assert true <= norm and (norm <= 1.005 * true + 8 * NEAR_ZERO or min(sizes) < -40)
@@ -298,7 +300,7 @@ def test_gram_norms_of_a_tpu_are_not_finite_beyond_their_range(sizes):
     a, b = (np.ones((1, 6, 4), np.float32) for _ in sizes)
     a[0, 3], b[0, 3] = sizes
     with traced_for(platform="tpu"):
-        assert not jax.jit(ghost_norms.gram)(a, b) <= sums.LARGEST
+        assert not jax.jit(ghost_norms.gram_norm)(a, b) <= sums.LARGEST
 
 
 @pytest.mark.parametrize("path", ["ghost norms", "ghost norms of positions", "an embedding", "a tied embedding"])
@@ -322,13 +324,13 @@ def test_a_cpu_rounds_nothing():
     lines = products_of("cpu", "transformer")
     assert not any("reduce_precision" in line or "algorithm" in line for line in lines)
     with traced_for(platform="cpu"):
-        assert here().unit == FLOAT32 and math.isclose(FLOAT32.within, 1)
+        assert current_place().unit == FLOAT32 and math.isclose(FLOAT32.within, 1)
 
 
 @pytest.mark.parametrize(("platform", "numbers", "loops"), [("tpu", 2**18, 1), ("cuda", 2**18, 0), ("cuda", 2**22, 1)])
 def test_few_blocks_are_made_at_once_where_a_turn_of_a_loop_takes_longer(platform, numbers, loops):
     def summed(rows):
-        return sum_in_blocks(lambda some: jnp.sum(some, 0), rows, numbers, here().unit)
+        return sum_in_blocks(lambda some: jnp.sum(some, 0), rows, numbers, current_place().unit)
 
     with traced_for(platform=platform, devices=1):
         program = jax.make_jaxpr(summed)(jax.ShapeDtypeStruct((512, 3), jnp.float32))
@@ -337,9 +339,9 @@ def test_few_blocks_are_made_at_once_where_a_turn_of_a_loop_takes_longer(platfor
 
 def test_programs_that_are_compared_have_float32_products():
     with traced_for(platform="cuda", devices=1):
-        assert here().unit == TF32
+        assert current_place().unit == TF32
         with full_precision():
-            assert here().unit == FLOAT32
+            assert current_place().unit == FLOAT32
 
 
 @pytest.mark.parametrize(

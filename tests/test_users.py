@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import dpx
-from dpx.audit.setup import plan
+from dpx.audit.setup import plan_findings
 from dpx.sampling import records_to_keep
 from dpx.states.record import unit_mark
 from tests.problems import KEY, dp_sgd, poisson
@@ -71,7 +71,9 @@ def test_a_batch_holds_users_and_the_bill_counts_them():
 
 
 def test_a_check_counts_users():
-    found = [plan.data_length(dpx.UserData(DATA, OWNERS), dpx.FullBatch(examples=n)).severity for n in (3, 7)]
+    found = [
+        plan_findings.find_data_length(dpx.UserData(DATA, OWNERS), dpx.FullBatch(examples=n)).severity for n in (3, 7)
+    ]
     assert found == ["ok", "error"]
 
 

@@ -15,15 +15,15 @@ Every epsilon and delta is an upper bound; an interval adds a lower bound. The p
 
 * Poisson-sampled Gaussians: `pld/losses.py` (one step), `pld/composition.py` (many), `pld/buckets.py` (long schedules),
   `renyi.py` ("rdp"). Several releases of one batch: `ledger.py`. Unsampled Gaussians: `gdp.py`.
-* Random allocation: `pld/allocation.py`, `pld/sums.py`, and `pld/moments.py` ("rdp").
-* Samples of a fixed or limited size: `samples.py`. Runs on shared batches: `compose.py`.
+* Random allocation: `pld/allocation.py`, `pld/ratio_laws.py`, and `pld/moments.py` ("rdp").
+* Samples of a fixed or limited size: `sampled_gaussians.py`. Runs on shared batches: `compose.py`.
 * A unit of several records, and mixtures of Gaussians, which are its pair with other shifts: `groups.py`.
 * The best of a random number of trials: `selection.py`. Releases with delta 0: `pure.py`.
 * Correlated noise, error feedback and fresh projections: with their papers, in `dpx/papers`.
 * What the arithmetic of the noise adds to each of these: `arithmetic.py`. Every bill of a run has it (`events.billed`);
   those of events alone (`event_epsilon`, `event_delta`) and the lower end of an interval are for exact noise.
 
-To add one: a new event is a file, like `dpx/papers/d2p2_sgd/projected.py`, and nothing else needs to know
+To add one: a new event is a file, like `dpx/papers/d2p2_sgd/projected_event.py`, and nothing else needs to know
 of it. It holds
 
 * an `attrs.frozen` subclass of `DpEvent` and `Loss`, with what differs from the defaults of `Loss`. Its noise is a

@@ -4,7 +4,7 @@ A bill is proved for normals G of real numbers. A program has g~ instead, and re
 k = floor(y + R g~ + 1/2) on a public grid, where R in [16, 32) is one standard deviation. A pair of normals is
 G = r (cos u, sin u) with r = sqrt(-2 ln p), p and u uniform. The sampler's proof (`dpx/keys`) gives
 
-(1) coins of which |g~ - G| <= error(p) (`Normals`) in both coordinates, the rounding of R g~ + 1/2 included;
+(1) coins of which |g~ - G| <= error(p) (`NormalSampler`) in both coordinates, the rounding of R g~ + 1/2 included;
 (2) no g~ with an r below 12 where p is so small that error(p) exceeds 1e-3,
 (3) independent pairs, unless two pairs of one release have a p below 2^-64, which the data do not decide.
 
@@ -72,10 +72,10 @@ from typing import NamedTuple
 import numpy as np
 
 from dpx.accounting.profiles import Profile
-from dpx.keys import integers
+from dpx.keys import integer_normals
 from dpx.keys.noise import LARGEST_RELEASE, pairs_of
 from dpx.keys.normals import EVALUATION
-from dpx.xla.place import here
+from dpx.xla.place import current_place
 
 _SHARE_OF_FRAME, _VARIATION_OF_P, _LARGEST_CHANGE = 136.0, 3.0, 0.14  # of Lemma 1
 _MEAN_OF_CHANGES, _BAD_PAIRS = 1.01, 1.02  # of Lemma 2 and of t, which has the 1e-20 of a search with more trials, too
@@ -91,7 +91,7 @@ _LARGEST_EPSILON, _USUAL_EPSILON, _LARGEST_UNKNOWN = 1e9, 4.0, 600.0
 
 
 @dataclass(frozen=True)
-class Normals:
+class NormalSampler:
     """A sampler of pairs of normals, in standard deviations.
 
     evaluation, slope: the evaluation of a pair moves it by at most evaluation + slope r, floats; with 64 bits, the
@@ -128,28 +128,31 @@ class Normals:
         return _SHARE_OF_FRAME * np.maximum.accumulate(errors)
 
 
-NORMALS = Normals()
+NORMALS = NormalSampler()
 # Those of a TPU. Where p has 64 digits, they round it down.
-INTEGERS = Normals(integers.EVALUATION, integers.SLOPE, ((0, 2.0**-64, 2.0**-65), *NORMALS.digits[1:]))
+INTEGERS = NormalSampler(
+    integer_normals.EVALUATION, integer_normals.SLOPE, ((0, 2.0**-64, 2.0**-65), *NORMALS.digits[1:])
+)
 
 
-def normals_of(numbers: int | Normals, in_integers: bool = False) -> Normals:
-    """The sampler whose cost a release of `numbers` numbers has. A `Normals` is returned as it is.
+def normal_sampler(numbers: int | NormalSampler, in_integers: bool = False) -> NormalSampler:
+    """The sampler whose cost a release of `numbers` numbers has. A `NormalSampler` is returned as it is.
 
-    in_integers: whether a TPU drew them. Where programs are traced for a TPU (`dpx.xla.place.here`), one always does.
+    in_integers: whether a TPU drew them. Where programs are traced for a TPU (`dpx.xla.place.current_place`), one
+    always does.
     """
-    if isinstance(numbers, Normals):
+    if isinstance(numbers, NormalSampler):
         return numbers
-    return replace(INTEGERS if in_integers or here().platform == "tpu" else NORMALS, pairs=pairs_of(numbers))
+    return replace(INTEGERS if in_integers or current_place().platform == "tpu" else NORMALS, pairs=pairs_of(numbers))
 
 
-def worst(each: Iterable[int | Normals]) -> Normals:
+def worst_sampler(each: Iterable[int | NormalSampler]) -> NormalSampler:
     """A sampler that costs at least as much as each of these."""
-    found = [normals_of(one) for one in each]
+    found = [normal_sampler(one) for one in each]
     return replace(max(found, key=lambda one: one.evaluation), pairs=max(one.pairs for one in found))
 
 
-class Addition(NamedTuple):
+class ArithmeticCost(NamedTuple):
     """What the arithmetic of some releases adds, floats.
 
     tail: t of the theorem. loss: a1, and a2 at epsilon 0; slope: of a2 in epsilon. radius: r0. releases: their expected
@@ -170,7 +173,7 @@ class Addition(NamedTuple):
     def delta(self, exact: float, delta: float, shift: float) -> float:
         """The delta of the theorem, where exact arithmetic has `delta` at the epsilon `exact`.
 
-        shift: that of `Implemented`.
+        shift: that of `RunProfile`.
         """
         own = self.tail / _SMALLEST_SHARE
         far = self.tail * math.exp(min(exact + self.loss + self.slope * exact, 700.0))
@@ -186,19 +189,21 @@ class Addition(NamedTuple):
         return 1 + 4.8 * radius * shift / math.sqrt(self.pairs)
 
 
-def addition(releases: int, mean: float, delta: float = _USUAL_DELTA, normals: Normals = NORMALS) -> Addition:
+def arithmetic_cost(
+    releases: int, mean: float, delta: float = _USUAL_DELTA, normals: NormalSampler = NORMALS
+) -> ArithmeticCost:
     """What the arithmetic of so many releases adds. It holds at any delta, and is the least near the given one.
 
     releases, mean: how many are made at most, and their expected number.
     """
-    return _best(releases, mean, round(-math.log2(max(delta, _SMALLEST_DELTA))), normals)
+    return _best_lemma_2(releases, mean, round(-math.log2(max(delta, _SMALLEST_DELTA))), normals)
 
 
 @functools.lru_cache(4096)
-def _best(releases: int, mean: float, bits: int, normals: Normals) -> Addition:
+def _best_lemma_2(releases: int, mean: float, bits: int, normals: NormalSampler) -> ArithmeticCost:
     """The best p0 and the best x of Lemma 2, if a delta of t is worth an epsilon of t 2^bits."""
     if not releases or not normals.pairs:
-        return Addition(0.0, 0.0, 0.0, 0.0, 0.0, 1)
+        return ArithmeticCost(0.0, 0.0, 0.0, 0.0, 0.0, 1)
     pairs = float(releases) * normals.pairs
     change = normals.changes()
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -217,11 +222,11 @@ def _best(releases: int, mean: float, bits: int, normals: Normals) -> Addition:
     radius = math.sqrt(2 * math.log(2) * (int(column) + 1))
     slope = 1 / (float(exponents[row, 0]) - 1)
     if not math.isfinite(worth[row, column]):
-        return Addition(1.0, math.inf, slope, radius, mean, normals.pairs)
-    return Addition(float(tail[column]), float(loss[row, column]), slope, radius, mean, normals.pairs)
+        return ArithmeticCost(1.0, math.inf, slope, radius, mean, normals.pairs)
+    return ArithmeticCost(float(tail[column]), float(loss[row, column]), slope, radius, mean, normals.pairs)
 
 
-class Answer(NamedTuple):
+class EpsilonParts(NamedTuple):
     """An epsilon at some delta, and what the arithmetic has added to the epsilon and to the delta: floats."""
 
     epsilon: float
@@ -230,7 +235,7 @@ class Answer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Implemented:
+class RunProfile:
     """The profile of a run as the program makes it, from the profile of exact arithmetic.
 
     exact: the profile. releases, mean: how many at most, int, and their expected number. shift: the most that one
@@ -241,16 +246,16 @@ class Implemented:
     releases: int
     mean: float
     shift: float = math.inf
-    normals: Normals = NORMALS
+    normals: NormalSampler = NORMALS
 
     def epsilon(self, delta: float) -> float:
         return self.answer(delta).epsilon
 
-    def answer(self, delta: float) -> Answer:
+    def answer(self, delta: float) -> EpsilonParts:
         """Epsilon at `delta`, and its parts."""
         return min((self._answer(delta, normals) for normals in self._enough()), key=lambda answer: answer.epsilon)
 
-    def _enough(self) -> tuple[Normals, ...]:
+    def _enough(self) -> tuple[NormalSampler, ...]:
         """The numbers of a release, and the most, whose bound holds for fewer too.
 
         The least bound of both is never above that of the most, which is what a budget's noise is found for.
@@ -258,19 +263,19 @@ class Implemented:
         most = replace(self.normals, pairs=pairs_of(LARGEST_RELEASE))
         return (self.normals, most) if 0 < self.normals.pairs < most.pairs else (self.normals,)
 
-    def _answer(self, delta: float, normals: Normals) -> Answer:
+    def _answer(self, delta: float, normals: NormalSampler) -> EpsilonParts:
         """Where `far` depends on epsilon, bounds of it are tried."""
         for bound in self._bounds(delta):
             worth = delta * math.exp(-bound) if bound < _LARGEST_EPSILON else delta
-            added = addition(self.releases, self.mean, worth, normals)
+            added = arithmetic_cost(self.releases, self.mean, worth, normals)
             spare = delta - added.delta(bound, 0.0, self.shift)
             exact = self.exact.epsilon(spare * math.exp(-added.loss)) if spare > 0 else math.inf
             if exact == 0 and self.delta(0.0) <= delta:
-                return Answer(0.0, 0.0, 0.0)
+                return EpsilonParts(0.0, 0.0, 0.0)
             if exact <= bound:
                 more = added.epsilon(exact)
-                return Answer(exact + more, more, added.delta(exact, 0.0, self.shift))
-        return Answer(math.inf, math.inf, 1.0)
+                return EpsilonParts(exact + more, more, added.delta(exact, 0.0, self.shift))
+        return EpsilonParts(math.inf, math.inf, 1.0)
 
     def least_delta(self, delta: float) -> float | None:
         """About the least delta of which the run has an epsilon, if it has none at `delta` because of its arithmetic.
@@ -292,9 +297,9 @@ class Implemented:
     def delta(self, epsilon: float) -> float:
         return min(self._delta(epsilon, normals) for normals in self._enough())
 
-    def _delta(self, epsilon: float, normals: Normals) -> float:
+    def _delta(self, epsilon: float, normals: NormalSampler) -> float:
         grown = min(epsilon, _LARGEST_UNKNOWN) if math.isinf(self.shift) else 0.0
-        added = addition(self.releases, self.mean, _USUAL_DELTA * math.exp(-grown), normals)
+        added = arithmetic_cost(self.releases, self.mean, _USUAL_DELTA * math.exp(-grown), normals)
         exact = (epsilon - 2 * added.loss) / (1 + added.slope)
         if exact >= 0:
             return added.delta(exact, self.exact.delta(exact), self.shift)

@@ -8,12 +8,12 @@ from dp_accounting import DpEvent
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 
 from dpx.accounting import renyi
-from dpx.accounting.arithmetic import worst
-from dpx.accounting.bill import batches_of, event_of, normals_for
+from dpx.accounting.arithmetic import worst_sampler
+from dpx.accounting.bill import event_of, marks_of_batches, normals_for
 from dpx.accounting.checks import Relation, require_relation
 from dpx.accounting.compose import Composition, common_records, require_one_unit
 from dpx.accounting.ledger import from_event
-from dpx.accounting.loss import hashable
+from dpx.accounting.loss import as_hashable
 from dpx.accounting.selection import SHAPES, OneOfDpEvent, trial_loss
 from dpx.trees import described
 from dpx.validation import require_number
@@ -85,13 +85,13 @@ def best_of(
     if not candidates:
         raise ValueError("best_of needs at least one (mechanism, steps or state) or event, got none")
     runs = [_event(candidate, relation, records) for candidate in candidates]
-    units = tuple(batches_of(candidate[1])[1] if isinstance(candidate, tuple) else 0 for candidate in candidates)
+    units = tuple(marks_of_batches(candidate[1])[1] if isinstance(candidate, tuple) else 0 for candidate in candidates)
     examples = tuple(candidate[0].sampling.examples for candidate in candidates if isinstance(candidate, tuple))
     require_one_unit(units, examples)
     stated = runs[0][1]
     if len(relations := {each for _, each in runs}) > 1:
         raise ValueError(f"candidates must have one neighboring relation, got {sorted(relations)}")
-    events = tuple(hashable(event) for event, _ in runs)
+    events = tuple(as_hashable(event) for event, _ in runs)
     trial = events[0] if all(event == events[0] for event in events) else OneOfDpEvent(events)
     scored = trial if score is None else dp_accounting.ComposedDpEvent((trial, score))  # pyrefly: ignore
     trial_loss(from_event(scored), stated).renyi(renyi.ORDERS)  # refuses what has no bill
@@ -101,7 +101,7 @@ def best_of(
         units=units,
         examples=examples,
         records=records,
-        numbers=worst(normals_for(*(each if isinstance(each, tuple) else (None, 0))) for each in candidates),
+        numbers=worst_sampler(normals_for(*(each if isinstance(each, tuple) else (None, 0))) for each in candidates),
         trial=trial,
         trials=trials,
         distribution=distribution,

@@ -6,13 +6,13 @@ import dp_accounting
 import numpy as np
 
 from dpx.accounting import checks
-from dpx.accounting.arithmetic import Normals, normals_of
+from dpx.accounting.arithmetic import NormalSampler, normal_sampler
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.events import billed
-from dpx.accounting.groups import require_nulled
+from dpx.accounting.events import profile_of_run
+from dpx.accounting.groups import require_zero_out
 from dpx.accounting.ledger import DISTINCT, from_event
 from dpx.accounting.loss import Loss
-from dpx.accounting.loss import event_of as event_of_loss
+from dpx.accounting.loss import event_of_loss as event_of_loss
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.sampling.base import Sampling
 from dpx.sampling.poisson import PoissonSampling
@@ -64,7 +64,7 @@ def epsilon(
     event, relation = event_of(optimizer, steps_or_state, relation, records=records, weight=weight)
     checks.warn_of_large_delta(delta, optimizer.sampling)
     normals = normals_for(optimizer, steps_or_state, numbers)
-    return billed(event, accountant=accountant, relation=relation, numbers=normals).epsilon(delta)
+    return profile_of_run(event, accountant=accountant, relation=relation, numbers=normals).epsilon(delta)
 
 
 def delta(
@@ -94,7 +94,7 @@ def delta(
     epsilon = checks.require_epsilon(epsilon)
     event, relation = event_of(optimizer, steps_or_state, relation, records=records, weight=weight)
     normals = normals_for(optimizer, steps_or_state, numbers)
-    return billed(event, accountant=accountant, relation=relation, numbers=normals).delta(epsilon)
+    return profile_of_run(event, accountant=accountant, relation=relation, numbers=normals).delta(epsilon)
 
 
 def event_of(
@@ -108,7 +108,7 @@ def event_of(
 ) -> tuple[dp_accounting.DpEvent, Relation]:
     """The event of the steps, for the unit that is billed, and the relation that it is billed under.
 
-    distinct: int, of `of_records`.
+    distinct: int, of `event_of_records`.
 
     Raises ValueError for a state that another mechanism made, for a relation that the event is not true for, and for
     records and a weight whose cost is not known.
@@ -122,9 +122,9 @@ def event_of(
     else:
         raise ValueError(f"a state must be read by the dpx Mechanism that made its releases, got {type(optimizer)}")
     relation = _relation_of(event, optimizer.sampling, relation)
-    event = event if weight is None else _of_weight(event, optimizer.sampling, weight)
+    event = event if weight is None else _event_of_weight(event, optimizer.sampling, weight)
     records = records_of(optimizer, records)
-    return of_records(event, optimizer.sampling, relation, records, distinct=distinct), relation
+    return event_of_records(event, optimizer.sampling, relation, records, distinct=distinct), relation
 
 
 def records_of(optimizer: Any, records: int | None) -> int:
@@ -151,10 +151,10 @@ def numbers_of(optimizer: Any, steps_or_state: Any, numbers: int | None = None) 
     return checks.require_numbers(numbers)
 
 
-def normals_for(optimizer: Any, steps_or_state: Any, numbers: int | None = None) -> Normals:
+def normals_for(optimizer: Any, steps_or_state: Any, numbers: int | None = None) -> NormalSampler:
     """What draws the `numbers_of` a run: after a release on a TPU, in integers."""
     in_integers = not _is_number(steps_or_state) and int(release_state(steps_or_state).in_integers) > 0
-    return normals_of(numbers_of(optimizer, steps_or_state, numbers), in_integers)
+    return normal_sampler(numbers_of(optimizer, steps_or_state, numbers), in_integers)
 
 
 def _relation_of(event: dp_accounting.DpEvent, sampling: Sampling, relation: Relation | None) -> Relation:
@@ -174,7 +174,7 @@ def _relation_of(event: dp_accounting.DpEvent, sampling: Sampling, relation: Rel
     return relation
 
 
-def _of_weight(event: dp_accounting.DpEvent, sampling: Sampling, weight: float) -> dp_accounting.DpEvent:
+def _event_of_weight(event: dp_accounting.DpEvent, sampling: Sampling, weight: float) -> dp_accounting.DpEvent:
     """The event of the same releases for an example of this weight, whose coins have a lower rate."""
     if not isinstance(sampling, PoissonSampling):
         words = f"because the examples of {sampling} have no weights"
@@ -191,7 +191,7 @@ def _of_weight(event: dp_accounting.DpEvent, sampling: Sampling, weight: float) 
     return from_event(event).map(lowered)
 
 
-def of_records(
+def event_of_records(
     event: dp_accounting.DpEvent, sampling: Sampling, relation: Relation, records: int, *, distinct: int = DISTINCT
 ) -> dp_accounting.DpEvent:
     """The event of the same releases for a unit that owns so many examples. Raises ValueError where it is not known.
@@ -203,7 +203,7 @@ def of_records(
     if not sampling.own_coins:
         words = "the cost of several is known for PoissonSampling without most_rows and for FullBatch"
         raise ValueError(f"records must be 1, because {words}; got {records} with {sampling}")
-    require_nulled(records, relation)
+    require_zero_out(records, relation)
     return from_event(event).of_records(records, distinct=distinct)
 
 
@@ -232,7 +232,7 @@ def made_steps(steps_or_state: Any) -> tuple[int, bool]:
     return made, made < billed or made in (0, int(release.plan), int(release.planned_steps))
 
 
-def batches_of(steps_or_state: Any) -> tuple[int, int]:
+def marks_of_batches(steps_or_state: Any) -> tuple[int, int]:
     """The mark of the key that a state's batches were drawn with, and that of their unit, ints; 0 if not known."""
     if _is_number(steps_or_state):
         return 0, 0

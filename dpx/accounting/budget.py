@@ -108,7 +108,7 @@ def accepts_budget(build: Callable[..., M]) -> Callable[..., M]:
 
     @functools.wraps(build)
     def builder(*args, **kwargs):
-        arguments = _bound(build.__name__, signature, args, kwargs)
+        arguments = _bound_args(build.__name__, signature, args, kwargs)
         budget = arguments.arguments.get("noise_multiplier")
         if not isinstance(budget, Budget):
             return build(*args, **kwargs)
@@ -127,7 +127,7 @@ def accepts_budget(build: Callable[..., M]) -> Callable[..., M]:
     return builder
 
 
-def _bound(name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> inspect.BoundArguments:
+def _bound_args(name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> inspect.BoundArguments:
     """The arguments by their names. Raises TypeError, which names the function, and the nearest of its arguments."""
     try:
         return signature.bind(*args, **kwargs)

@@ -11,10 +11,10 @@ import numpy as np
 from dpx.accounting import checks
 from dpx.accounting.bill import event_of, normals_for, require_billable
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.events import billed, within
+from dpx.accounting.events import profile_of_run, reachable_epsilon
 from dpx.accounting.ledger import DISTINCT, FEW
 from dpx.accounting.pld.buckets import BUCKETS, Buckets, bucketed_gaussians
-from dpx.accounting.schedule import Interval, implemented, lower_profile, upper_profile
+from dpx.accounting.schedule import Interval, implemented_profile, lower_profile, upper_profile
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.validation import require_whole
 
@@ -67,20 +67,20 @@ def calibrate(
     def bill(noise_multiplier: float, distinct: int = DISTINCT, **options: Any) -> float:
         event, stated = event_of(make(noise_multiplier), steps, relation, records=records, distinct=distinct)
         options |= {"accountant": accountant, "relation": stated, "numbers": normals_for(None, steps, numbers)}
-        costs[noise_multiplier] = within(billed(event, **options), epsilon, delta)
+        costs[noise_multiplier] = reachable_epsilon(profile_of_run(event, **options), epsilon, delta)
         return costs[noise_multiplier]
 
     def rough(noise_multiplier: float) -> float:
         return bill(noise_multiplier, distinct=FEW, buckets=_COARSE_BUCKETS)
 
     if records in (None, 1):
-        start = 1.0 if accountant == "rdp" else least_within(rough, epsilon, _COARSE_TOLERANCE, 1.0)
-        found = least_within(bill, epsilon, tolerance, start)
+        start = 1.0 if accountant == "rdp" else least_noise_within(rough, epsilon, _COARSE_TOLERANCE, 1.0)
+        found = least_noise_within(bill, epsilon, tolerance, start)
     else:
-        start = least_within(rough, epsilon, _COARSE_TOLERANCE, math.sqrt(records))
+        start = least_noise_within(rough, epsilon, _COARSE_TOLERANCE, math.sqrt(records))
         near, far = rough(start), rough(1.05 * start)
         power = math.log(near / far) / math.log(1.05) if 0 < far < near < math.inf else 1.0
-        found = _least_near(bill, epsilon, tolerance, start, power)
+        found = _least_noise_near(bill, epsilon, tolerance, start, power)
     _warn_of_a_jump(epsilon, found, costs)
     return found
 
@@ -149,16 +149,18 @@ def calibrate_schedule(
 
     def bill(scale: float, steps: Buckets) -> float:
         exact = upper_profile(steps.scaled(scale), accountant=accountant, relation=relation)
-        return within(implemented(exact, sigmas * (scale / median), repeats, relation, numbers), epsilon, delta)
+        return reachable_epsilon(
+            implemented_profile(exact, sigmas * (scale / median), repeats, relation, numbers), epsilon, delta
+        )
 
     coarse = bucketed_gaussians(sigmas / median, rates, repeats, _COARSE_BUCKETS)
-    scale = least_within(lambda scale: bill(scale, coarse), epsilon, _COARSE_TOLERANCE, 1.0)
+    scale = least_noise_within(lambda scale: bill(scale, coarse), epsilon, _COARSE_TOLERANCE, 1.0)
     if accountant == "rdp":
         steps = Buckets(sigmas / median, sigmas / median, rates, rates, repeats)
     else:
         near = sigmas * (scale / median)
         steps = bucketed_gaussians(near, rates, repeats, require_whole("buckets", buckets)).scaled(1 / scale)
-    scale = least_within(lambda scale: bill(scale, steps), epsilon, tolerance, scale)
+    scale = least_noise_within(lambda scale: bill(scale, steps), epsilon, tolerance, scale)
     upper = bill(scale, steps)
     if accountant == "rdp":
         return CalibratedSchedule(scale / median, Interval(0.0, upper))
@@ -166,7 +168,7 @@ def calibrate_schedule(
     return CalibratedSchedule(float(scale / median), Interval(min(upper, lower), upper))
 
 
-def least_within(bill: Callable[[float], float], budget: float, tolerance: float, start: float) -> float:
+def least_noise_within(bill: Callable[[float], float], budget: float, tolerance: float, start: float) -> float:
     """The least noise with bill(noise) <= budget, to the tolerance, for a cost that decreases.
 
     First the answer is bracketed. Then the bracket is narrowed by secants in log-log coordinates, or by bisection if a
@@ -204,8 +206,10 @@ def least_within(bill: Callable[[float], float], budget: float, tolerance: float
     return high
 
 
-def _least_near(bill: Callable[[float], float], budget: float, tolerance: float, start: float, power: float) -> float:
-    """`least_within` for slow costs, which are about noise^-power near the start: it asks for three of them or so."""
+def _least_noise_near(
+    bill: Callable[[float], float], budget: float, tolerance: float, start: float, power: float
+) -> float:
+    """`least_noise_within` for slow costs, about noise^-power near the start: it asks for three of them or so."""
     noise, last = start, None
     for _ in range(_NEAR):
         cost = bill(noise)
@@ -217,7 +221,7 @@ def _least_near(bill: Callable[[float], float], budget: float, tolerance: float,
             power = math.log(cost / last[1]) / math.log(last[0] / noise)
         last = noise, cost
         noise *= (cost / (budget * (1 - tolerance / 3))) ** (1 / power)
-    return least_within(bill, budget, tolerance, noise)
+    return least_noise_within(bill, budget, tolerance, noise)
 
 
 def _secant(points: list[tuple[float, float]], log_target: float) -> float | None:
@@ -267,7 +271,7 @@ def max_steps(
                 raise
             return False  # beyond the schedule
         numbers = normals_for(optimizer, steps)
-        return billed(event, accountant=accountant, relation=stated, numbers=numbers).epsilon(delta) <= epsilon
+        return profile_of_run(event, accountant=accountant, relation=stated, numbers=numbers).epsilon(delta) <= epsilon
 
     low, high = 0, 1
     while affordable(high):

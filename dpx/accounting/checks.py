@@ -9,7 +9,7 @@ import numpy as np
 
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.trees import described
-from dpx.validation import real, require_floats, require_open_fraction, require_whole
+from dpx.validation import as_real, require_floats, require_open_fraction, require_whole
 
 Accountant = Literal["tightest", "pld", "rdp"]
 Relation = Literal["add_or_remove", "zero_out", "replace_one"]
@@ -32,7 +32,7 @@ def require_concrete(name: str, value: Any) -> Any:
 
 def require_nonnegative(name: str, value: Any) -> float:
     """`value` as a float. Raises ValueError unless it is at least 0; infinity is allowed, because a cost may be it."""
-    number = real(require_concrete(name, value))
+    number = as_real(require_concrete(name, value))
     if number is None or not 0 <= number:
         raise ValueError(f"{name} must be at least 0, got {described(value)}")
     return number
@@ -44,7 +44,7 @@ def require_epsilon(value: Any) -> float:
 
 def require_positive_epsilon(value: Any) -> float:
     """The epsilon of a budget, as a float. Raises ValueError unless it is positive and finite."""
-    number = real(require_concrete("epsilon", value))
+    number = as_real(require_concrete("epsilon", value))
     if number is None or not 0 < number < math.inf:
         raise ValueError(f"epsilon must be positive and finite, got {described(value)}")
     return number
@@ -52,7 +52,7 @@ def require_positive_epsilon(value: Any) -> float:
 
 def require_delta(value: Any, *, zero: bool = False) -> float:
     """`value` as a float. Raises ValueError unless it is in (0, 1), or 0 where `zero` says so."""
-    if zero and real(require_concrete("delta", value)) == 0:
+    if zero and as_real(require_concrete("delta", value)) == 0:
         return 0.0
     return require_open_fraction("delta", require_concrete("delta", value))
 

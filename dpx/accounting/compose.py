@@ -12,13 +12,13 @@ import numpy as np
 
 from dpx import keys
 from dpx.accounting import checks
-from dpx.accounting.arithmetic import Normals, worst
-from dpx.accounting.bill import batches_of, billed_steps, event_of, normals_for, of_records, records_of
+from dpx.accounting.arithmetic import NormalSampler, worst_sampler
+from dpx.accounting.bill import billed_steps, event_of, event_of_records, marks_of_batches, normals_for, records_of
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.events import billed
-from dpx.accounting.profiles import OneOf, Profile
+from dpx.accounting.events import profile_of_run
+from dpx.accounting.profiles import PickedProfile, Profile
 from dpx.keys.noise import LARGEST_RELEASE
-from dpx.schedules.scalars import over
+from dpx.schedules.scalars import values_over
 from dpx.states.identity import fingerprint, identity_of
 from dpx.states.record import SEVERAL_KEYS
 from dpx.trees import described
@@ -49,7 +49,7 @@ class Composition:
     examples: tuple[int, ...] = field(default=(), kw_only=True, repr=False, compare=False)
     records: int = field(default=1, kw_only=True)
     others: tuple[dp_accounting.DpEvent, ...] = field(default=(), kw_only=True, repr=False)
-    numbers: int | Normals = field(default=LARGEST_RELEASE, kw_only=True, repr=False)
+    numbers: int | NormalSampler = field(default=LARGEST_RELEASE, kw_only=True, repr=False)
 
     def epsilon(self, *, delta: float, accountant: Accountant = "tightest") -> float:
         """An upper bound of epsilon at `delta`, which is in (0, 1); see `dpx.epsilon`."""
@@ -63,8 +63,8 @@ class Composition:
         """What `epsilon` and `delta` ask; curve: as for `event_profile`."""
         of: Any = {"accountant": accountant, "relation": self.relation, "curve": curve}
         of |= {"runs": self.together, "numbers": self.numbers}
-        found = tuple(billed(event, **of) for event in (self.event, *self.others))
-        return OneOf(max, found) if self.others else found[0]
+        found = tuple(profile_of_run(event, **of) for event in (self.event, *self.others))
+        return PickedProfile(max, found) if self.others else found[0]
 
 
 def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | None = None) -> Composition:
@@ -146,7 +146,7 @@ def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | 
         units=units,
         examples=examples,
         records=records,
-        numbers=worst(run.numbers for run in composed),
+        numbers=worst_sampler(run.numbers for run in composed),
     )
 
 
@@ -174,7 +174,7 @@ def _composition(run: Any, records: int) -> Composition:
         raise ValueError(f"a run must be a pair (mechanism, steps or state) or a Composition, got {described(run)}")
     mechanism, spent = run
     event, relation = event_of(mechanism, spent, None, records=records)
-    batch_key, unit = batches_of(spent)
+    batch_key, unit = marks_of_batches(spent)
     return Composition(
         event,
         relation,
@@ -235,19 +235,19 @@ def _on_shared_batches(runs, events, records: int) -> dp_accounting.DpEvent:
         if identity_of(mechanism.sampling) != identity_of(sampling):
             raise ValueError(f"runs with shared batches must have one sampling, got {sampling}, {mechanism.sampling}")
         steps = billed_steps(spent)
-        multipliers = over(mechanism.noise_multiplier, steps)
+        multipliers = values_over(mechanism.noise_multiplier, steps)
         if event != sampling.event(multipliers):
             raise ValueError(f"runs with shared batches must release one Gaussian a step, got {mechanism}")
         with np.errstate(divide="ignore"):
             precision[:steps] += multipliers**-2.0
     with np.errstate(divide="ignore"):
         event = sampling.event(precision**-0.5)
-    return of_records(event, sampling, sampling.relation, records)
+    return event_of_records(event, sampling, sampling.relation, records)
 
 
 def same_key(first: jax.Array, second: jax.Array) -> bool:
     """Whether two PRNG keys, (), are one."""
-    first_words, second_words = (np.asarray(keys.words(keys.require(key))) for key in (first, second))
+    first_words, second_words = (np.asarray(keys.key_words(keys.require_key(key))) for key in (first, second))
     return np.array_equal(first_words, second_words)
 
 

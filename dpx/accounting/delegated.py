@@ -10,7 +10,7 @@ from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.loss import Loss, Released
+from dpx.accounting.loss import Loss, ReleaseCount
 from dpx.accounting.pld.losses import StepLoss
 
 NEIGHBORS = {
@@ -30,8 +30,8 @@ class Delegated(Loss):
     readable = False
 
     @property
-    def released(self) -> Released:
-        return self.inner.released if self.inner else Released(1, 1.0)
+    def released(self) -> ReleaseCount:
+        return self.inner.released if self.inner else ReleaseCount(1, 1.0)
 
     def largest_shift(self, relation: Relation) -> float:
         return self.inner.largest_shift(relation) if self.inner else super().largest_shift(relation)

@@ -1,8 +1,8 @@
 """The cost of dp-accounting's events: an event is read as a ledger, its releases as step losses, these as a profile.
 
 The cost of an event is computed as if its noise were made of real numbers, so that the numbers can be compared with
-those of other libraries. `billed` adds what the arithmetic of dpx adds (`arithmetic`), and all costs of runs come from
-it.
+those of other libraries. `profile_of_run` adds what the arithmetic of dpx adds (`arithmetic`), and all costs of runs
+come from it.
 
 dpx computes the cost of Gaussian events, Poisson-sampled (also truncated) and fixed-size-sampled Gaussian events, and
 the events that are a `Loss`. dp-accounting's own accountants do so for all other events.
@@ -14,7 +14,7 @@ from dataclasses import replace
 from dp_accounting import DpEvent
 
 from dpx.accounting import checks
-from dpx.accounting.arithmetic import Implemented, Normals
+from dpx.accounting.arithmetic import NormalSampler, RunProfile
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.delegated import DelegatedProfile
 from dpx.accounting.ledger import from_event
@@ -95,7 +95,7 @@ def event_profile(
     return from_event(event).profile(accountant, relation, buckets=buckets, curve=curve)
 
 
-def billed(
+def profile_of_run(
     event: DpEvent,
     *,
     relation: Relation,
@@ -103,18 +103,18 @@ def billed(
     buckets: int = BUCKETS,
     curve: bool = False,
     runs: int = 1,
-    numbers: int | Normals = LARGEST_RELEASE,
-) -> Implemented:
+    numbers: int | NormalSampler = LARGEST_RELEASE,
+) -> RunProfile:
     """The profile of a run of dpx with this event: that of `event_profile`, and what the arithmetic of its noise adds.
 
     Every cost of a run is one of this profile. runs: how many runs each release of the event stands for. numbers: the
-    most of one release, or the `Normals` that draw them; 0 for exact noise.
+    most of one release, or the `NormalSampler` that draw them; 0 for exact noise.
     """
     exact = event_profile(event, accountant=accountant, relation=relation, buckets=buckets, curve=curve)
     return from_event(event).implemented(exact, relation, runs=runs, numbers=numbers)
 
 
-def within(run: Implemented, epsilon: float, delta: float) -> float:
+def reachable_epsilon(run: RunProfile, epsilon: float, delta: float) -> float:
     """The epsilon of a run at `delta`. Raises ValueError if no noise makes it `epsilon`, because of the arithmetic."""
     shift = 0.0 if math.isfinite(run.shift) else math.inf
     at_best = replace(run, exact=GaussianProfile(0.0), shift=shift)  # of noise that is as large as one likes

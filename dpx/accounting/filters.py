@@ -10,7 +10,7 @@ at every epsilon >= 0, where delta_mu is that of N(0, 1) against N(mu, 1). A pro
 of Gaussians is symmetric, so the same holds at every epsilon < 0. By Blackwell's theorem (Dong, Roth and Su 2022,
 https://arxiv.org/abs/1905.02383, Theorem 2.10; Vadhan and Zhang 2023, https://arxiv.org/abs/2207.08335, for a run
 whose steps alternate with other releases) the release is then a random function of two things: a coin that shows
-everything with probability d, and one number of N(0, 1) or of N(mu, 1). `domination` finds mu.
+everything with probability d, and one number of N(0, 1) or of N(mu, 1). `dominating_mu` finds mu.
 
 **The filter.** Releases are allowed while sum mu_i^2 <= B and sum d_i <= S. Then all of them together are
 (epsilon, delta)-private if a Gaussian of mu = sqrt(B) is (epsilon, delta - S)-private. Proof: the numbers, each divided
@@ -26,14 +26,15 @@ has sums of its own, with those of the releases of all data.
 steps, for whatever reason, what would have been released by the others is independent of all that was, and a Gaussian
 of mu_c can be made of it, with a coin of probability c, if delta_(mu_c)(epsilon) is at most c + (1 - c) times the delta
 of the others at every epsilon in both directions. So mu_c^2 was paid for and not used, and the filter may take it off
-(`credit`). Its coin counts twice, because the arithmetic of the noise multiplies a delta by less than 2.
+(`credit_mu`). Its coin counts twice, because the arithmetic of the noise multiplies a delta by less than 2.
 
-**The odometer.** `Filter.odometer` bounds what was released so far at every moment, also at one that was chosen by what
-was released: P(E) <= E'[e^epsilon; E] + delta for its epsilon at that moment. Proof: at the time v the motion has lost
-L = v / 2 + w, and M = 2 sqrt(r / (v + r)) e^(w^2 / 2 (v + r)) Phi(w / sqrt(v + r)), a mixture of e^(t w - t^2 v / 2)
-over positive t, has a mean of at most 1 whenever one stops (Robbins 1970, https://doi.org/10.1214/aoms/1177696786).
-The epsilon is the least for which 1 - e^(epsilon - L) <= (delta - S) M for every w, so the mean of the left side, which
-is P(E) - E'[e^epsilon; E] for the worst E, is at most delta - S. r is B / 16.
+**The odometer.** `PrivacyFilter.odometer` bounds what was released so far at every moment, also at one that was chosen
+by what was released: P(E) <= E'[e^epsilon; E] + delta for its epsilon at that moment. Proof: at the time v the motion
+has lost L = v / 2 + w, and M = 2 sqrt(r / (v + r)) e^(w^2 / 2 (v + r)) Phi(w / sqrt(v + r)), a mixture of e^(t w - t^2
+v / 2) over positive t, has a mean of at most 1 whenever one stops (Robbins 1970,
+https://doi.org/10.1214/aoms/1177696786). The epsilon is the least for which 1 - e^(epsilon - L) <= (delta - S) M for
+every w, so the mean of the left side, which is P(E) - E'[e^epsilon; E] for the worst E, is at most delta - S. r is B /
+16.
 """
 
 import functools
@@ -47,7 +48,7 @@ from scipy import special
 from dpx.accounting import gdp
 from dpx.accounting.checks import require_delta, require_positive_epsilon
 from dpx.accounting.pld.losses import Losses, SampledGaussian
-from dpx.accounting.profiles import ComposedProfile, Profile, least, lower_deltas, unsampled
+from dpx.accounting.profiles import ComposedProfile, Profile, least_number, lower_deltas, unsampled_profile
 
 COINS = 0.2  # share of delta that is for coins; a tenth and a third give the same epsilons to 1 %
 _COARSE, _POINTS = 32, 512  # intervals of epsilon in which profiles are compared, at first and where it matters most
@@ -69,7 +70,7 @@ NOTHING = Spent(0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Filter:
+class PrivacyFilter:
     """The filter of a budget. epsilon: positive and finite. delta: in (0, 1). Raises ValueError for others."""
 
     epsilon: float
@@ -93,7 +94,7 @@ class Filter:
         The precision is inf for a profile that no Gaussian bounds, because of its noise or of so small a delta.
         """
         coins = max(0.0, self.most.delta - spent.delta) / 4
-        often, rarely = domination(profile, coins), domination(profile, coins * _RARER)
+        often, rarely = dominating_mu(profile, coins), dominating_mu(profile, coins * _RARER)
         if rarely <= _NEARLY * often:
             return Spent(rarely**2, coins * _RARER)
         return Spent(often**2, coins)
@@ -116,7 +117,7 @@ class Filter:
         return time / 2 + float(losses.max() + moves[1])
 
 
-def domination(profile: Profile, delta: float) -> float:
+def dominating_mu(profile: Profile, delta: float) -> float:
     """The least mu of which `profile` is at most delta + (1 - delta) delta_mu at every epsilon, rounded up.
 
     Proof: as functions of e^epsilon, both are convex. So between two points the profile is below its chord, and
@@ -130,8 +131,10 @@ def domination(profile: Profile, delta: float) -> float:
     bounds = np.array([profile.delta(epsilon) for epsilon in points.tolist()])
     while True:
         needed = (bounds * (1 + _ROUNDING) - delta) / (1 - delta)
-        bounded = functools.partial(_bounded, points, needed)
-        mu = min(mu, least(lambda mu, of=bounded: bool(of(mu).all()), most=_FARTHEST, fine=1e-5, smallest=_ROUNDING))
+        bounded = functools.partial(_is_above_chords, points, needed)
+        mu = min(
+            mu, least_number(lambda mu, of=bounded: bool(of(mu).all()), most=_FARTHEST, fine=1e-5, smallest=_ROUNDING)
+        )
         decide = ~bounded(mu * (1 - _NEAR)) if mu < math.inf else np.ones(len(points) - 1, bool)
         split = decide & (np.diff(points) > 1.5 * top / _POINTS)
         if not split.any():
@@ -142,7 +145,7 @@ def domination(profile: Profile, delta: float) -> float:
         points = np.insert(points, places, between)
 
 
-def _bounded(points: np.ndarray, needed: np.ndarray, mu: float) -> np.ndarray:
+def _is_above_chords(points: np.ndarray, needed: np.ndarray, mu: float) -> np.ndarray:
     """Whether delta_mu is above the chords of `needed`, bool (points - 1,): by its tangents in the middles."""
     middles = (points[:-1] + points[1:]) / 2
     likely, slope = special.log_ndtr(mu / 2 - middles / mu), special.log_ndtr(-mu / 2 - middles / mu)
@@ -151,14 +154,14 @@ def _bounded(points: np.ndarray, needed: np.ndarray, mu: float) -> np.ndarray:
     return (height - np.exp(middles + slope) * run >= np.stack([needed[:-1], needed[1:]])).all(axis=0)
 
 
-def credit(losses: Losses, coins: float) -> Spent:
+def credit_mu(losses: Losses, coins: float) -> Spent:
     """What steps that were paid for, and not made, give back: the largest mu^2 of a Gaussian that they bound, and its
     coins. Nothing for steps of which no lower bound is known. losses: of Poisson-sampled Gaussians.
 
     Proof: both deltas fall with epsilon, so from one point to the next that of the Gaussian is at most its value at the
     first, and that of the steps at least its value at the second.
     """
-    exact = unsampled(losses)
+    exact = unsampled_profile(losses)
     if exact is not None:
         return Spent(exact.mu**2, 0.0)
     if not coins > 0 or not all(isinstance(loss, SampledGaussian) and not loss.unbounded for loss in losses):

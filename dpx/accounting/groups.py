@@ -41,7 +41,7 @@ from scipy import special, stats
 
 from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
-from dpx.accounting.loss import Loss, Released, deviations
+from dpx.accounting.loss import Loss, ReleaseCount, in_deviations
 from dpx.accounting.pld.losses import Pmf, StepLoss, dominating_pmf, normal_masses
 
 LARGEST_NOISE = 1e9  # more is billed as this, because float64 loses the squares of larger numbers
@@ -57,7 +57,7 @@ _NEGLIGIBLE = 45.0  # thousands of cells that are e^-45 of the largest are less 
 _HALF = math.sqrt(0.5)
 
 
-def require_nulled(records: int, relation: Relation) -> None:
+def require_zero_out(records: int, relation: Relation) -> None:
     """Raises ValueError for several records under a relation for which no cost is known."""
     if records > 1 and relation == "replace_one":
         raise ValueError(f'records must be 1 for relation "replace_one", got {records}: they are nulled, not replaced')
@@ -80,15 +80,15 @@ class GroupGaussianDpEvent(DpEvent, Loss):
     fresh = True
 
     @property
-    def released(self) -> Released:
-        return Released(self.releases, float(self.releases))
+    def released(self) -> ReleaseCount:
+        return ReleaseCount(self.releases, float(self.releases))
 
     @property
     def name(self) -> str:
         return f"Gaussian on a Poisson sample of rate {self.sampling_probability:.6g} of each record"
 
     def largest_shift(self, relation: Relation) -> float:
-        return deviations(self.records * (2 if relation == "replace_one" else 1), self.noise_multiplier)
+        return in_deviations(self.records * (2 if relation == "replace_one" else 1), self.noise_multiplier)
 
     def step(self, relation: Relation) -> StepLoss:
         sigma, rate = min(float(self.noise_multiplier), LARGEST_NOISE), float(self.sampling_probability)
@@ -156,9 +156,10 @@ class GroupGaussian(StepLoss):
         def added(rows: np.ndarray, step: int) -> np.ndarray:
             ends, at, falls = x[::step], values[::step], slopes[::step]
             lines = at[1:] - falls[1:] * np.diff(ends), at[1:]
-            return log_moments(1 - orders[rows], ends, lines, (falls[0], falls[-1]), s)
+            return log_moments_of_lines(1 - orders[rows], ends, lines, (falls[0], falls[-1]), s)
 
-        worst = log_moments(orders, x, (values[:-1], values[1:]), (0.0, k / s**2), s)  # the slope is in [0, k / s^2]
+        # The slope is in [0, k / s^2].
+        worst = log_moments_of_lines(orders, x, (values[:-1], values[1:]), (0.0, k / s**2), s)
         rows = np.flatnonzero(~(added(np.arange(len(orders)), _COARSE) <= worst))
         worst[rows] = np.maximum(worst[rows], added(rows, 1))
         worst = (worst + _ROUNDING) / (orders - 1)
@@ -182,7 +183,7 @@ class GroupGaussian(StepLoss):
 
     def _log_density(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The privacy loss at outputs x, and its slope, float64 (n,) each: both rise."""
-        return _log_sum(x, self.shifts[0], self.log_probabilities, self.noise_multiplier)
+        return _log_mixture(x, self.shifts[0], self.log_probabilities, self.noise_multiplier)
 
     def _outputs(self, losses: np.ndarray) -> np.ndarray:
         """The outputs x, float64 (n,), rising, at which the privacy loss has these values; -inf below its infimum."""
@@ -208,7 +209,7 @@ class GroupGaussian(StepLoss):
         for begin in range(0, len(x), _CHUNK):
             rows = np.arange(begin, min(begin + _CHUNK, len(x)))
             for _ in range(100):
-                values, slopes = _log_sum(x[rows], numbers, logs, s)
+                values, slopes = _log_mixture(x[rows], numbers, logs, s)
                 steps = (values - wanted[rows]) / slopes
                 x[rows] -= steps
                 rows = rows[steps**2 * numbers[-1] > 1e-13 * s**2 * (s + np.abs(x[rows]))]
@@ -217,7 +218,7 @@ class GroupGaussian(StepLoss):
         return x
 
 
-def _log_sum(x: np.ndarray, numbers: np.ndarray, logs: np.ndarray, sigma: float):
+def _log_mixture(x: np.ndarray, numbers: np.ndarray, logs: np.ndarray, sigma: float):
     """ln sum_j p_j exp((j x - j^2 / 2) / s^2), and its derivative, float64 (n,) each. logs: ln p_j."""
     terms = logs + (np.outer(x, numbers) - numbers**2 / 2) / sigma**2
     largest = terms.max(axis=1, keepdims=True)
@@ -275,7 +276,7 @@ class Mixture(Loss):
         return MixtureOfGaussians(noise, float(each[1:].sum()), 1, scaled, (*each.tolist(),))
 
 
-def log_moments(powers: np.ndarray, x: np.ndarray, lines: tuple, slopes: tuple, sigma: float) -> np.ndarray:
+def log_moments_of_lines(powers: np.ndarray, x: np.ndarray, lines: tuple, slopes: tuple, sigma: float) -> np.ndarray:
     """ln of the integrals of exp(power * line) under N(0, s^2), float64 (powers,), where the line is straight in cells.
 
     x: the ends of the cells, of one width, float64 (cells + 1,). lines: the line at the left and at the right end of
@@ -287,7 +288,7 @@ def log_moments(powers: np.ndarray, x: np.ndarray, lines: tuple, slopes: tuple, 
     below = powers * left[0] - first * low + first**2 / 2 + special.log_ndtr(low - first)
     above = powers * right[-1] - last * high + last**2 / 2 + special.log_ndtr(last - high)
     within = np.empty(len(powers))
-    kept = _kept(powers[:, None], left, right, squares, width)
+    kept = _cells_that_count(powers[:, None], left, right, squares, width)
     for begin in range(0, len(powers), _POWERS):
         some = powers[begin : begin + _POWERS, None]
         groups = np.flatnonzero(kept[begin : begin + _POWERS].any(axis=0)) * _GROUP
@@ -305,7 +306,9 @@ def log_moments(powers: np.ndarray, x: np.ndarray, lines: tuple, slopes: tuple, 
     return np.logaddexp(within, np.logaddexp(below, above))
 
 
-def _kept(powers: np.ndarray, left: np.ndarray, right: np.ndarray, squares: np.ndarray, width: float) -> np.ndarray:
+def _cells_that_count(
+    powers: np.ndarray, left: np.ndarray, right: np.ndarray, squares: np.ndarray, width: float
+) -> np.ndarray:
     """Whether a group of cells counts for a power, bool (powers, groups): all others are e^-45 of the largest cell.
 
     The integrand within a cell is at most e^(w^2 / 8) times that at one of its ends, because the cell is w deviations.

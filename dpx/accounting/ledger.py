@@ -19,18 +19,24 @@ from dp_accounting.dp_event import (
     TruncatedSubsampledGaussianDpEvent,
 )
 
-from dpx.accounting.arithmetic import Implemented, Normals, normals_of
+from dpx.accounting.arithmetic import NormalSampler, RunProfile, normal_sampler
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.delegated import Delegated, delegated
 from dpx.accounting.groups import GroupGaussianDpEvent, Mixture
-from dpx.accounting.loss import Loss, Released, deviations, event_of, hashable
+from dpx.accounting.loss import Loss, ReleaseCount, as_hashable, event_of_loss, in_deviations
 from dpx.accounting.pld.allocation import Allocation, round_to_few_epochs
-from dpx.accounting.pld.buckets import BUCKETS, bucketed, round_to_few
+from dpx.accounting.pld.buckets import BUCKETS, bucketed, round_losses_to_buckets
 from dpx.accounting.pld.losses import Losses, SampledGaussian, StepLoss
-from dpx.accounting.profiles import UNBOUNDED, Profile, profile
-from dpx.accounting.samples import FixedSize, FixedSizeGaussian, Truncated, gaussian, round_to_few_truncated
+from dpx.accounting.profiles import UNBOUNDED, Profile, loss_profile
+from dpx.accounting.sampled_gaussians import (
+    FixedSize,
+    FixedSizeGaussian,
+    Truncated,
+    gaussian_loss,
+    round_to_few_truncated,
+)
 from dpx.accounting.selection import Choice, OneOfDpEvent, Search
-from dpx.sampling.events import RandomAllocationDpEvent, composition
+from dpx.sampling.events import RandomAllocationDpEvent, compose_events
 from dpx.validation import require_whole
 
 _FREE = 1e9  # a Gaussian of so much more noise than another costs nothing beside it, in float64
@@ -59,7 +65,7 @@ class Ledger:
         """The event of each release, and how often it was made."""
         events: dict[DpEvent, int] = defaultdict(int)
         for loss, count in self.counts.items():
-            events[event_of(loss)] += count
+            events[event_of_loss(loss)] += count
         return events
 
     @property
@@ -83,12 +89,12 @@ class Ledger:
         return self.all(lambda loss: loss.gaussian)
 
     @property
-    def released(self) -> Released:
+    def released(self) -> ReleaseCount:
         """How many releases of noisy numbers were made."""
         most, mean = 0, 0.0
         for loss, count in self.counts.items():
             most, mean = most + count * loss.released.most, mean + count * loss.released.mean
-        return Released(most, mean)
+        return ReleaseCount(most, mean)
 
     def largest_shift(self, relation: Relation) -> float:
         """The largest shift of one of the releases."""
@@ -110,7 +116,7 @@ class Ledger:
         loss = self.whole_runs[0]
         if len(self.counts) > 1 or self.counts[loss] > 1:
             words = "is one release as a whole: it composes with nothing, got it beside another event"
-            raise ValueError(f"{event_of(loss)} {words}")
+            raise ValueError(f"{event_of_loss(loss)} {words}")
         return loss
 
     def losses(self, relation: Relation) -> Losses:
@@ -122,7 +128,7 @@ class Ledger:
 
     def map(self, event_of: Callable[[Loss], DpEvent]) -> DpEvent:
         """The event with another one in place of each release."""
-        return composition((event_of(loss), count) for loss, count in self.counts.items())
+        return compose_events((event_of(loss), count) for loss, count in self.counts.items())
 
     def profile(
         self, accountant: Accountant, relation: Relation, *, buckets: int = BUCKETS, curve: bool = False
@@ -133,16 +139,16 @@ class Ledger:
         if (run := self.whole_run) is not None:
             return run.profile(accountant, relation)
         if not self.readable:
-            return delegated(hashable(self.event), accountant, relation)
+            return delegated(as_hashable(self.event), accountant, relation)
         losses = self.losses(relation)
         if any(loss.unbounded for loss in losses):
             return UNBOUNDED
         losses = round_to_few_epochs(losses, buckets)
         if accountant != "rdp":
             for kind in (SampledGaussian, FixedSizeGaussian):
-                losses = round_to_few(losses, kind, buckets)
+                losses = round_losses_to_buckets(losses, kind, buckets)
             losses = round_to_few_truncated(losses, buckets)
-        return profile(losses, accountant, curve=curve)
+        return loss_profile(losses, accountant, curve=curve)
 
     def words(self) -> tuple[str, ...]:
         """The releases in words: up to 8 noise multipliers one by one, more of them by their range."""
@@ -169,10 +175,12 @@ class Ledger:
         """The same in one line."""
         return ", ".join(self.words()) or "nothing"
 
-    def implemented(self, exact: Profile, relation: Relation, *, runs: int = 1, numbers: int | Normals) -> Implemented:
+    def implemented(
+        self, exact: Profile, relation: Relation, *, runs: int = 1, numbers: int | NormalSampler
+    ) -> RunProfile:
         """The profile `exact` with what the arithmetic of the noise adds; see `events.billed`."""
         most, mean = self.released
-        return Implemented(exact, runs * most, runs * mean, self.largest_shift(relation), normals_of(numbers))
+        return RunProfile(exact, runs * most, runs * mean, self.largest_shift(relation), normal_sampler(numbers))
 
     def of_records(self, records: int, *, distinct: int = DISTINCT) -> DpEvent:
         """The event of the same releases for a unit that owns up to `records` records, each with coins of its own.
@@ -204,7 +212,7 @@ class Ledger:
             others = dp_accounting.SelfComposedDpEvent(GaussianDpEvent(_FREE * sigma / records), together - 1)
             return PoissonSampledDpEvent(1.0, dp_accounting.ComposedDpEvent([one, others]))
 
-        return composition((step(sigma, rate), count) for sigma, rate, count in columns)
+        return compose_events((step(sigma, rate), count) for sigma, rate, count in columns)
 
 
 @dataclass(frozen=True)
@@ -246,15 +254,15 @@ class Gaussian(Loss):
         return isinstance(self.event, PoissonSampledDpEvent)
 
     @property
-    def released(self) -> Released:
+    def released(self) -> ReleaseCount:
         count = sum(count for _, count in self.parts)
-        return Released(count, float(count))
+        return ReleaseCount(count, float(count))
 
     def step(self, relation: Relation) -> StepLoss:
-        return gaussian(self.inner, relation, float(self.rate))
+        return gaussian_loss(self.inner, relation, float(self.rate))
 
     def largest_shift(self, relation: Relation) -> float:
-        return max(deviations(2 if relation == "replace_one" else 1, sigma) for sigma, _ in self.parts)
+        return max(in_deviations(2 if relation == "replace_one" else 1, sigma) for sigma, _ in self.parts)
 
     def at_rate(self, rate: float) -> DpEvent:
         return PoissonSampledDpEvent(rate, self.inner) if self.independent else super().at_rate(rate)
@@ -281,34 +289,34 @@ def from_event(event: DpEvent) -> Ledger:
     Raises ValueError for a release that is repeated another number of times than a whole one.
     """
     counts: dict[Loss, int] = defaultdict(int)
-    _count(event, 1, counts)
+    _count_releases(event, 1, counts)
     return Ledger(event, dict(counts))
 
 
-def _count(event: Any, count: int, counts: dict[Loss, int]) -> None:
+def _count_releases(event: Any, count: int, counts: dict[Loss, int]) -> None:
     if count == 0 or is_free(event):
         pass
     elif isinstance(event, dp_accounting.SelfComposedDpEvent):
         # A fraction would be a composition of fewer, and a number below 0 take others off.
         times = require_whole("count of a SelfComposedDpEvent", event.count, minimum=0)
-        _count(event.event, count * times, counts)
+        _count_releases(event.event, count * times, counts)
     elif isinstance(event, dp_accounting.ComposedDpEvent):
         for inner in event.events:
-            _count(inner, count, counts)
+            _count_releases(inner, count, counts)
     elif (loss := _loss_of(event)) is not None:
         counts[loss] += count
 
 
 def _loss_of(event: Any) -> Loss | None:
     if isinstance(event, PoissonSampledDpEvent):
-        return _on_one_sample(hashable(event))
+        return _merge_on_one_sample(as_hashable(event))
     if isinstance(event, SampledWithoutReplacementDpEvent) and isinstance(event.event, GaussianDpEvent):
         return FixedSize(event)
-    event = hashable(event)
+    event = as_hashable(event)
     return event if isinstance(event, Loss) else KINDS.get(type(event), Delegated)(event)
 
 
-def _on_one_sample(event: PoissonSampledDpEvent) -> Loss | None:
+def _merge_on_one_sample(event: PoissonSampledDpEvent) -> Loss | None:
     """Several Gaussian releases of one Poisson sample as one, with sigma^-2 = sum_i sigma_i^-2; None if there are none.
 
     Proof: rotate the joint release so that the sampled example moves it along one axis only. The other axes then have
@@ -341,4 +349,4 @@ def is_free(event: Any) -> bool:
 
 def without_truncation(event: DpEvent) -> DpEvent:
     """The event of the same releases on Poisson samples that are not cut: to say what the truncation costs."""
-    return from_event(event).map(lambda loss: loss.uncut if isinstance(loss, Truncated) else event_of(loss))
+    return from_event(event).map(lambda loss: loss.uncut if isinstance(loss, Truncated) else event_of_loss(loss))

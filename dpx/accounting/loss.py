@@ -11,7 +11,7 @@ from dpx.accounting.pld.losses import StepLoss
 from dpx.accounting.profiles import Profile
 
 
-class Released(NamedTuple):
+class ReleaseCount(NamedTuple):
     """How many releases of noisy numbers an event stands for: at most (int), and on average (float)."""
 
     most: int
@@ -35,9 +35,9 @@ class Loss:
     whole_run = False
 
     @property
-    def released(self) -> Released:
+    def released(self) -> ReleaseCount:
         """How many releases of noisy numbers it stands for."""
-        return Released(1, 1.0)
+        return ReleaseCount(1, 1.0)
 
     @property
     def independent(self) -> bool:
@@ -79,33 +79,35 @@ class Loss:
 
     def at_rate(self, rate: float) -> DpEvent:
         """The event of the same release for an example that takes part at a lower rate."""
-        raise ValueError(f"the cost of one weight is known for releases on Poisson samples only, got {event_of(self)}")
+        raise ValueError(
+            f"the cost of one weight is known for releases on Poisson samples only, got {event_of_loss(self)}"
+        )
 
     def in_words(self) -> str:
         """The release, as a report lists it."""
-        return str(event_of(self))
+        return str(event_of_loss(self))
 
 
-def event_of(loss: Any) -> Any:
+def event_of_loss(loss: Any) -> Any:
     """The event that a release stands for: the release itself, or the one of dp-accounting that it is of."""
     return loss if isinstance(loss, DpEvent) else loss.event
 
 
-def deviations(effect: float, noise_multiplier: float) -> float:
+def in_deviations(effect: float, noise_multiplier: float) -> float:
     """How far an effect, in clip norms, moves a release, in deviations of its noise; inf without noise."""
     return effect / noise_multiplier if noise_multiplier > 0 else math.inf
 
 
-def hashable(value: Any) -> Any:
+def as_hashable(value: Any) -> Any:
     """An event with tuples in place of the lists and arrays in it, and in the events in it."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, list | tuple):
-        return tuple(hashable(item) for item in value)
+        return tuple(as_hashable(item) for item in value)
     if not isinstance(value, DpEvent) or not attrs.has(type(value)):
         return value
     try:
         hash(value)
         return value
     except TypeError:
-        return attrs.evolve(value, **{a.alias: hashable(getattr(value, a.name)) for a in attrs.fields(type(value))})
+        return attrs.evolve(value, **{a.alias: as_hashable(getattr(value, a.name)) for a in attrs.fields(type(value))})

@@ -1,7 +1,7 @@
 """Profiles: upper bounds on the privacy loss of a run, which compute epsilon at a delta and delta at an epsilon.
 
-An event is read as a profile, and a function that needs a number asks the profile. `profile` is the one place that
-chooses among the accountants of step losses.
+An event is read as a profile, and a function that needs a number asks the profile. `loss_profile` is the one place
+that chooses among the accountants of step losses.
 """
 
 import functools
@@ -23,7 +23,8 @@ from dpx.accounting.pld.losses import Losses, SampledGaussian, total_renyi
 _INFINITE_EPSILON = 1e8  # a larger epsilon counts as infinite
 _MOST_BOUNDED = 1e-5  # share of delta that may be bounded instead of computed
 _MOST_BOUNDED_REUSED = 1e-3  # the same, if the composition was planned for another epsilon
-_DEVIATIONS_ONE_ANSWER, _DEVIATIONS_CURVE = 0.5, 4.0  # of `composition.plan`; the second keeps a curve within 0.1 %
+# Of `composition.plan_composition`; the second keeps a curve within 0.1 %.
+_DEVIATIONS_ONE_ANSWER, _DEVIATIONS_CURVE = 0.5, 4.0
 _PLANNED_RATIO = 4  # a composition is fine enough for an epsilon this many times smaller than the planned one
 _LOWER_DELTAS = (0.1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8, 1e-10)  # around which lower bounds are composed
 _MOST_KEPT = 4  # compositions that a profile keeps, of up to 30 MiB each
@@ -58,7 +59,7 @@ class GaussianProfile:
 UNBOUNDED = GaussianProfile(math.inf)
 
 
-def least(holds: Callable[[float], bool], *, most: float, fine: float, smallest: float = 0.0) -> float:
+def least_number(holds: Callable[[float], bool], *, most: float, fine: float, smallest: float = 0.0) -> float:
     """The least positive number that holds, rounded up by a share of at most `fine`; inf if none up to `most` does.
 
     holds: for all numbers above one that holds. smallest: a step that is fine enough for any number.
@@ -103,14 +104,14 @@ class DeltaProfile:
     def epsilon(self, delta: float) -> float:
         if self.deltas(0.0) <= delta:
             return 0.0
-        return least(lambda epsilon: self.deltas(epsilon) <= delta, most=_INFINITE_EPSILON, fine=1e-12)
+        return least_number(lambda epsilon: self.deltas(epsilon) <= delta, most=_INFINITE_EPSILON, fine=1e-12)
 
     def delta(self, epsilon: float) -> float:
         return self.deltas(epsilon)
 
 
 @dataclass(frozen=True)
-class OneOf:
+class PickedProfile:
     """The least of several profiles of one run (`min`), or the largest, where it is not known which it has (`max`)."""
 
     pick: Callable[[Iterable[float]], float]
@@ -136,7 +137,7 @@ class ComposedProfile:
     later questions about delta, because one composition answers for all neighboring epsilons.
 
     side: "below" gives lower bounds instead, for which the losses must be `SampledGaussian`s.
-    deviations: as for `composition.plan`.
+    deviations: as for `composition.plan_composition`.
     """
 
     def __init__(self, losses: Losses, *, side: Side = "above", deviations: float = _DEVIATIONS_ONE_ANSWER):
@@ -196,7 +197,7 @@ class ComposedProfile:
         """A composition that is precise around (epsilon, delta); None if that needs too large a grid."""
         if not math.isfinite(epsilon):
             return None
-        plan = composition.plan(
+        plan = composition.plan_composition(
             rdp_profile.rdp,
             sum(self._losses.values()),
             delta=delta,
@@ -205,7 +206,7 @@ class ComposedProfile:
             expected_epsilon=expected_epsilon,
             deviations=self._deviations,
         )
-        return None if plan is None else composition.compose(self._losses, plan, side=self._side)
+        return None if plan is None else composition.compose_losses(self._losses, plan, side=self._side)
 
 
 def lower_deltas(losses: Losses, epsilons: np.ndarray) -> np.ndarray:
@@ -230,7 +231,7 @@ def _bounded_share(directions: Directions, epsilon: float) -> float:
     return max(directions, key=lambda direction: direction.delta(epsilon)).bounded_share(epsilon)
 
 
-def profile(losses: Losses, accountant: Accountant = "tightest", *, curve: bool = False) -> Profile:
+def loss_profile(losses: Losses, accountant: Accountant = "tightest", *, curve: bool = False) -> Profile:
     """The profile of a composition of steps by an accountant: the one place where accountants are chosen.
 
     "pld" is exact for unsampled Gaussians. Otherwise it composes privacy loss distributions, and is at most the RDP
@@ -250,10 +251,10 @@ def profile(losses: Losses, accountant: Accountant = "tightest", *, curve: bool 
     if without_pmfs:
         raise ValueError(f'{without_pmfs[0]} has no privacy loss distribution: pass accountant="rdp" or "tightest"')
     deviations = _DEVIATIONS_CURVE if curve else _DEVIATIONS_ONE_ANSWER
-    return unsampled(losses) or ComposedProfile(losses, deviations=deviations)
+    return unsampled_profile(losses) or ComposedProfile(losses, deviations=deviations)
 
 
-def unsampled(losses: Losses) -> GaussianProfile | None:
+def unsampled_profile(losses: Losses) -> GaussianProfile | None:
     """The exact profile if every step is a Gaussian without sampling, else None."""
     squares = 0.0
     for loss, count in losses.items():

@@ -16,7 +16,7 @@ from dp_accounting import DpEvent
 from scipy import special
 
 from dpx.accounting.checks import Relation
-from dpx.accounting.loss import Loss, Released
+from dpx.accounting.loss import Loss, ReleaseCount
 from dpx.accounting.pld.losses import Pmf, StepLoss, dominating_pmf
 
 _LARGEST = 600.0  # of epsilon; more counts as no noise, because e^epsilon must be a float64
@@ -33,8 +33,8 @@ class PureDpEvent(DpEvent, Loss):
     fresh = True
 
     @property
-    def released(self) -> Released:
-        return Released(0, 0.0)  # its bits have this epsilon: there are no normals whose arithmetic would add to it
+    def released(self) -> ReleaseCount:
+        return ReleaseCount(0, 0.0)  # its bits have this epsilon: there are no normals whose arithmetic would add to it
 
     def largest_shift(self, relation: Relation) -> float:
         return 0.0

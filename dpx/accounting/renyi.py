@@ -37,7 +37,7 @@ _SMALLEST_DIVERGENCE = 1e-15  # a smaller positive one is raised to it, for dp-a
 _MOMENT_ROUNDING = 1e-14  # rounding error of a moment near 1, added to its ln, because a tiny cost would be billed 0
 
 
-def sampled_gaussian(sigmas: np.ndarray, rates: np.ndarray, orders: np.ndarray = ORDERS) -> np.ndarray:
+def gaussian_rdp(sigmas: np.ndarray, rates: np.ndarray, orders: np.ndarray = ORDERS) -> np.ndarray:
     """The RDP of each step, float64 (T, orders); inf if the series of a fractional order does not converge.
 
     At fractional orders the absolute values of an alternating series are summed, which gives upper bounds.
@@ -65,8 +65,8 @@ def add_or_remove_rdp(
     sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, orders: np.ndarray = ORDERS
 ) -> np.ndarray:
     """The RDP of a whole schedule under adding or removing one example, float64 (orders,)."""
-    repeats, steps = _distinct(sigmas, rates, counts)
-    return repeats @ _divergences(steps.tobytes(), orders.tobytes())
+    repeats, steps = _distinct_steps(sigmas, rates, counts)
+    return repeats @ _cached_gaussian_rdp(steps.tobytes(), orders.tobytes())
 
 
 def fixed_size_rdp(
@@ -74,7 +74,7 @@ def fixed_size_rdp(
 ) -> np.ndarray:
     """Upper bounds of the RDP of steps on samples of a fixed size, float64 (orders,); inf without noise.
 
-    Noise is relative to the effect of replacing one example. Proof for the pair of `samples.py`: let r be the
+    Noise is relative to the effect of replacing one example. Proof for the pair of `sampled_gaussians.py`: let r be the
     likelihood ratio of the Poisson-sampled Gaussian, under the second distribution. The moment of the pair is
     1 + E (r^a - r + r^(1-a) - 1) over r > 1 only. This integrand is at least 0 at every r. Over all r the moment is
     E r^a + E r^(1-a) - 1, and the second moment is at most the first (Mironov et al., Theorem 5). So the bound is
@@ -82,18 +82,18 @@ def fixed_size_rdp(
     """
     if np.any(sigmas[counts > 0] < SMALLEST_NOISE):
         return np.full(len(orders), np.inf)
-    repeats, steps = _distinct(sigmas, rates, counts)
-    return repeats @ _fixed_size(steps, orders)
+    repeats, steps = _distinct_steps(sigmas, rates, counts)
+    return repeats @ _fixed_size_steps(steps, orders)
 
 
-def _fixed_size(steps: np.ndarray, orders: np.ndarray) -> np.ndarray:
-    """The bounds of `fixed_size_rdp` for each step, float64 (n, orders). steps: float64 (2, n), as of `_distinct`."""
-    log_moments = (orders - 1) * _divergences(steps.tobytes(), orders.tobytes())
+def _fixed_size_steps(steps: np.ndarray, orders: np.ndarray) -> np.ndarray:
+    """The bounds of `fixed_size_rdp` for each step, float64 (n, orders). steps: of `_distinct_steps`, (2, n)."""
+    log_moments = (orders - 1) * _cached_gaussian_rdp(steps.tobytes(), orders.tobytes())
     sampled = (log_moments + np.log1p(-np.expm1(-log_moments))) / (orders - 1)
     return np.minimum(sampled, orders / (2 * steps[0][:, None] ** 2))
 
 
-class Full(NamedTuple):
+class FullSample(NamedTuple):
     """A truncated sample that is full without the example: its probability, and the rate of the example given that."""
 
     probability: float
@@ -104,30 +104,30 @@ def truncated_rdp(
     sigmas: np.ndarray,
     rates: np.ndarray,
     counts: np.ndarray,
-    full: Full,
+    full: FullSample,
     relation: Relation,
     orders: np.ndarray = ORDERS,
 ) -> np.ndarray:
     """Upper bounds of the RDP of steps on truncated Poisson samples, float64 (orders,); inf without noise.
 
     From the joint convexity of exp((a - 1) D_a), of Poisson sampling and of a sample of fixed size at half the noise
-    multiplier: see `dpx/accounting/samples.py`.
+    multiplier: see `dpx/accounting/sampled_gaussians.py`.
     """
     if np.any(sigmas[counts > 0] < 2 * SMALLEST_NOISE):
         return np.full(len(orders), np.inf)
-    repeats, steps = _distinct(sigmas, rates, counts)
-    exchanged = _fixed_size(np.stack([steps[0] / 2, np.full(len(repeats), full.rate)]), orders)
+    repeats, steps = _distinct_steps(sigmas, rates, counts)
+    exchanged = _fixed_size_steps(np.stack([steps[0] / 2, np.full(len(repeats), full.rate)]), orders)
     if relation == "replace_one":
-        removed, added = (_divergences(steps.tobytes(), a.tobytes()) for a in (2 * orders, 2 * orders - 1))
+        removed, added = (_cached_gaussian_rdp(steps.tobytes(), a.tobytes()) for a in (2 * orders, 2 * orders - 1))
         share = (orders - 0.5) / (orders - 1)  # as in `schedule_rdp`
         sampled = np.minimum(share * removed + added, 2 * orders / steps[0][:, None] ** 2)
     else:
-        sampled = _divergences(steps.tobytes(), orders.tobytes())
+        sampled = _cached_gaussian_rdp(steps.tobytes(), orders.tobytes())
     cases = np.log1p(-full.probability) + (orders - 1) * sampled, np.log(full.probability) + (orders - 1) * exchanged
     return repeats @ (np.logaddexp(*cases) / (orders - 1))
 
 
-def _distinct(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _distinct_steps(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """How often each distinct step occurs, float64 (n,), and its noise multiplier and rate, float64 (2, n)."""
     steps, inverse = np.unique(np.stack([sigmas, rates]), axis=1, return_inverse=True)
     repeats = np.bincount(inverse.reshape(-1), counts, steps.shape[1])
@@ -135,10 +135,10 @@ def _distinct(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray) -> tupl
 
 
 @functools.lru_cache(maxsize=8)
-def _divergences(steps: bytes, orders: bytes) -> np.ndarray:
-    """`sampled_gaussian`, kept for the next question about the same steps: another delta, or other counts of them."""
+def _cached_gaussian_rdp(steps: bytes, orders: bytes) -> np.ndarray:
+    """`gaussian_rdp`, kept for the next question about the same steps: another delta or other counts."""
     sigmas, rates = np.frombuffer(steps).reshape(2, -1)
-    return sampled_gaussian(sigmas, rates, np.frombuffer(orders))
+    return gaussian_rdp(sigmas, rates, np.frombuffer(orders))
 
 
 def schedule_rdp(

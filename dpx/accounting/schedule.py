@@ -10,20 +10,27 @@ import numpy as np
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 
 from dpx.accounting import checks
-from dpx.accounting.arithmetic import Implemented, Normals, normals_of
-from dpx.accounting.bill import of_records
+from dpx.accounting.arithmetic import NormalSampler, RunProfile, normal_sampler
+from dpx.accounting.bill import event_of_records
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.events import billed
-from dpx.accounting.groups import require_nulled
+from dpx.accounting.events import profile_of_run
+from dpx.accounting.groups import require_zero_out
 from dpx.accounting.ledger import DISTINCT, from_event
 from dpx.accounting.pld.buckets import BUCKETS, Buckets, bucketed_gaussians
 from dpx.accounting.pld.losses import Losses, SampledGaussian
-from dpx.accounting.profiles import UNBOUNDED, ComposedProfile, GaussianProfile, Profile, profile, unsampled
+from dpx.accounting.profiles import (
+    UNBOUNDED,
+    ComposedProfile,
+    GaussianProfile,
+    Profile,
+    loss_profile,
+    unsampled_profile,
+)
 from dpx.keys.noise import LARGEST_RELEASE
-from dpx.sampling.events import composition
+from dpx.sampling.events import compose_events
 from dpx.sampling.poisson import PoissonSampling
 from dpx.sampling.schemes import FixedSizeSampling, FullBatch, Sampling, ShuffledEpochs
-from dpx.schedules.scalars import over
+from dpx.schedules.scalars import values_over
 from dpx.trees import described
 from dpx.validation import require_number, require_whole
 
@@ -125,26 +132,28 @@ def _profiles(
     checks.require_accountant(accountant)
     if require_whole("records", records) > 1:
         of_several = dict(accountant=accountant, numbers=numbers, relation=relation)
-        upper = _of_records(sigmas, rates, repeats, records, buckets, of_several)
+        upper = _profile_of_records(sigmas, rates, repeats, records, buckets, of_several)
         sigmas = np.where(rates == 1, sigmas / records, sigmas)  # one record is less than all of them
     else:
         whole = Buckets(sigmas, sigmas, rates, rates, repeats)
         steps = whole if accountant == "rdp" else bucketed_gaussians(sigmas, rates, repeats, buckets)
         exact = upper_profile(steps, accountant=accountant, relation=relation)
-        upper = implemented(exact, sigmas, repeats, relation, numbers)
+        upper = implemented_profile(exact, sigmas, repeats, relation, numbers)
     if accountant == "rdp":
         return upper, None
     return upper, lower_profile(bucketed_gaussians(sigmas, rates, repeats, buckets), relation=relation)
 
 
-def _of_records(
+def _profile_of_records(
     sigmas: np.ndarray, rates: np.ndarray, repeats: np.ndarray, records: int, buckets: int, options: Any
 ) -> Profile:
     """The profile of a run of dpx with these steps, arrays (T,), for a person who owns so many records."""
-    require_nulled(records, options["relation"])
+    require_zero_out(records, options["relation"])
     rows = zip(sigmas.tolist(), rates.tolist(), repeats.tolist(), strict=True)
     steps = [(PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)), count) for sigma, rate, count in rows if count]
-    return billed(from_event(composition(steps)).of_records(records, distinct=min(buckets, DISTINCT)), **options)
+    return profile_of_run(
+        from_event(compose_events(steps)).of_records(records, distinct=min(buckets, DISTINCT)), **options
+    )
 
 
 def _interval(upper: Profile, lower: Profile | None, ask: Callable[[Profile], float]) -> Interval:
@@ -163,16 +172,16 @@ def gaussian_losses(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, r
 
 def upper_profile(steps: Buckets, *, accountant: Accountant, relation: Relation) -> Profile:
     """An upper bound for exact arithmetic: noise is rounded down, and rates are rounded up."""
-    return profile(gaussian_losses(steps.smallest_noise, steps.largest_rate, steps.counts, relation), accountant)
+    return loss_profile(gaussian_losses(steps.smallest_noise, steps.largest_rate, steps.counts, relation), accountant)
 
 
-def implemented(
-    exact: Profile, sigmas: np.ndarray, counts: np.ndarray, relation: Relation, numbers: int | Normals
-) -> Implemented:
-    """The profile of a run of dpx with these steps, as `events.billed` has it; exact: that of exact arithmetic."""
+def implemented_profile(
+    exact: Profile, sigmas: np.ndarray, counts: np.ndarray, relation: Relation, numbers: int | NormalSampler
+) -> RunProfile:
+    """The profile of a run of dpx with these steps, as of `events.profile_of_run`; exact: that of exact arithmetic."""
     least, effect = float(sigmas[counts > 0].min(initial=math.inf)), 2 if relation == "replace_one" else 1
-    shift, normals = effect / least if least > 0 else math.inf, normals_of(numbers)
-    return Implemented(exact, int(counts.sum()), float(counts.sum()), shift, normals)
+    shift, normals = effect / least if least > 0 else math.inf, normal_sampler(numbers)
+    return RunProfile(exact, int(counts.sum()), float(counts.sum()), shift, normals)
 
 
 def lower_profile(steps: Buckets, *, relation: Relation) -> Profile:
@@ -185,7 +194,7 @@ def lower_profile(steps: Buckets, *, relation: Relation) -> Profile:
         return UNBOUNDED
     if any(loss.unbounded for loss in losses):
         return GaussianProfile(0.0)
-    return unsampled(losses) or ComposedProfile(losses, side="below")
+    return unsampled_profile(losses) or ComposedProfile(losses, side="below")
 
 
 def dp_sgd_epsilon(
@@ -248,9 +257,9 @@ def dp_sgd_epsilon(
     multipliers = _multipliers(noise_multiplier, record, steps, epochs)
     checks.warn_of_large_delta(delta, record)
     relation = checks.require_relation(record.relation)
-    event = of_records(record.event(multipliers), drawn, relation, records)
+    event = event_of_records(record.event(multipliers), drawn, relation, records)
     numbers = checks.require_numbers(numbers, exact_noise)
-    return billed(event, accountant=accountant, relation=relation, numbers=numbers).epsilon(delta)
+    return profile_of_run(event, accountant=accountant, relation=relation, numbers=numbers).epsilon(delta)
 
 
 def _multipliers(noise: Any, record: Sampling, steps: Any, epochs: Any) -> np.ndarray:
@@ -264,5 +273,5 @@ def _multipliers(noise: Any, record: Sampling, steps: Any, epochs: Any) -> np.nd
         return checks.require_schedule(noise, 1.0, None)[0]
     length = require_whole("steps", steps, minimum=0) if epochs is None else record.steps(epochs=epochs)
     if callable(noise):
-        return checks.require_schedule(over(noise, length), 1.0, None)[0]
+        return checks.require_schedule(values_over(noise, length), 1.0, None)[0]
     return np.broadcast_to(require_number("noise_multiplier", noise, minimum=0), (length,))

@@ -4,9 +4,9 @@ A trial trains and scores the result. The count K of trials is random and secret
 and only the best is released. Papernot and Steinke 2022 (https://arxiv.org/abs/2110.03620) bound the Renyi divergences
 of the winner by those of one trial. What their theorems need, and where it holds here:
 
-* K has one of their distributions, depends on nothing else, and is not released: `draw_count`, `dpx.tuning`.
+* K has one of their distributions, depends on nothing else, and is not released: `draw_trials`, `dpx.tuning`.
 * The trials are alike: each draws its configuration afresh, so that this is a part of the trial. The divergence of a
-  trial is then at most the largest among all configurations (`OneOf`), drawn or not.
+  trial is then at most the largest among all configurations (`OneOfLosses`), drawn or not.
 * A trial's result is what its cost covers: the score is computed from it and from public data, or is paid for with it.
 * The results are totally ordered. Of equal scores the first wins: because the trials are independent and alike, this
   winner has the distribution of one that is drawn at random among them: an order by score, then by a random number.
@@ -26,7 +26,7 @@ from scipy import optimize, special
 from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
 from dpx.accounting.delegated import DelegatedStep
-from dpx.accounting.loss import Loss, Released, event_of
+from dpx.accounting.loss import Loss, ReleaseCount, event_of_loss
 from dpx.accounting.pld.losses import SampledGaussian, StepLoss, total_renyi
 
 SHAPES: dict[str, float] = {"logarithmic": 0.0, "geometric": 1.0, "poisson": math.inf}  # eta of the paper
@@ -49,7 +49,7 @@ class OneOfDpEvent(DpEvent):
 
 
 @dataclass(frozen=True)
-class Several(StepLoss):
+class SeveralSteps(StepLoss):
     """Some steps together, as one. steps: pairs (step loss, how often)."""
 
     steps: tuple[tuple[StepLoss, int], ...]
@@ -63,7 +63,7 @@ class Several(StepLoss):
 
 
 @dataclass(frozen=True)
-class OneOf(StepLoss):
+class OneOfLosses(StepLoss):
     """One of several losses: with (a - 1) D_a = ln of a mean of e^((a - 1) D_a), at most the largest divergence."""
 
     alternatives: tuple[StepLoss, ...]
@@ -94,7 +94,7 @@ class BestOf(StepLoss):
     @property
     def orders(self) -> np.ndarray:
         """The orders that its cost searches, rising, float64 (orders,)."""
-        steps = self.trial.steps if isinstance(self.trial, Several) else ()
+        steps = self.trial.steps if isinstance(self.trial, SeveralSteps) else ()
         return _PURE_ORDERS if steps and all(isinstance(step, DelegatedStep) for step, _ in steps) else _ORDERS
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:
@@ -133,7 +133,7 @@ def log_inverse_gamma(mean: float, shape: float) -> float:
 
 
 def most_trials(mean: float, shape: float) -> int:
-    """A count that K exceeds with a probability of at most `_MORE_TRIALS`; mean, shape: as for `draw_count`.
+    """A count that K exceeds with a probability of at most `_MORE_TRIALS`; mean, shape: as for `draw_trials`.
 
     For a shape of at most 1, P(K = k + 1) <= (1 - gamma) P(K = k), so P(K > k) <= (1 - gamma)^k.
     """
@@ -155,7 +155,7 @@ def _probability_more(count: int, mean: float, shape: float, gamma: float) -> fl
     return float(special.betainc(count + 1, shape, 1 - gamma)) / -math.expm1(shape * math.log(gamma))
 
 
-def draw_count(key: jax.Array, mean: float, shape: float) -> int:
+def draw_trials(key: jax.Array, mean: float, shape: float) -> int:
     """K, from 53 bits of a secret key, (); shape: 0 (logarithmic), 1 (geometric) or inf (Poisson). mean: at least 1."""
     high, low = np.asarray(jax.random.bits(key, (2,), np.uint32)).tolist()
     quantile = ((high << 32 | low) >> 11) / 2**53  # in [0, 1)
@@ -183,9 +183,9 @@ def trial_loss(trial: Any, relation: Relation) -> StepLoss:
     if not trial.private:
         return SampledGaussian(0.0, 1.0, relation)  # no noise
     if trial.whole_runs:
-        run = event_of(trial.whole_runs[0])
+        run = event_of_loss(trial.whole_runs[0])
         raise ValueError(f"{run} is one release as a whole run: a search over such runs has no known cost")
-    return Several(tuple(trial.losses(relation).items()))
+    return SeveralSteps(tuple(trial.losses(relation).items()))
 
 
 @dataclass(frozen=True)
@@ -196,10 +196,10 @@ class Search(Loss):
     trial: Any
 
     @property
-    def released(self) -> Released:
+    def released(self) -> ReleaseCount:
         most, mean = self.trial.released
         trials = most_trials(float(self.event.mean), float(self.event.shape))
-        return Released(most * trials, mean * float(self.event.mean))
+        return ReleaseCount(most * trials, mean * float(self.event.mean))
 
     def step(self, relation: Relation) -> StepLoss:
         mean, shape = float(self.event.mean), float(self.event.shape)
@@ -219,11 +219,11 @@ class Choice(Loss):
     alternatives: tuple[Any, ...]
 
     @property
-    def released(self) -> Released:
-        return Released(*map(max, zip(*(each.released for each in self.alternatives), strict=True)))
+    def released(self) -> ReleaseCount:
+        return ReleaseCount(*map(max, zip(*(each.released for each in self.alternatives), strict=True)))
 
     def step(self, relation: Relation) -> StepLoss:
-        return OneOf(tuple(trial_loss(each, relation) for each in self.alternatives))
+        return OneOfLosses(tuple(trial_loss(each, relation) for each in self.alternatives))
 
     def in_words(self) -> str:
         return f"one of ({' | '.join(dict.fromkeys(each.joined() for each in self.alternatives))})"

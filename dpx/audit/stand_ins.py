@@ -10,11 +10,11 @@ import numpy as np
 
 from dpx import keys
 from dpx.keys.noise import STAND_INS
-from dpx.sums.total import as_pair
+from dpx.sums.float_pair import as_pair
 from dpx.trees import Tree, split
 
 
-def replacing(**functions: Callable) -> contextlib.AbstractContextManager:
+def replacing_key_functions(**functions: Callable) -> contextlib.AbstractContextManager:
     """Inside, another function replaces `keys.release` or `keys.normal_like` in this thread: for traces, never for
     runs.
 
@@ -23,14 +23,14 @@ def replacing(**functions: Callable) -> contextlib.AbstractContextManager:
     return STAND_INS(STAND_INS.value._replace(**functions))
 
 
-def drawing(draw: Callable) -> contextlib.AbstractContextManager:
+def drawing_normals_by(draw: Callable) -> contextlib.AbstractContextManager:
     """Inside, `keys.normal_like` is `draw(key, step, tree)`, and `keys.release` adds it to its sum in floating point,
     without the grid: for a trace, never for a run."""
-    return replacing(normal_like=draw, release=_adding(draw))
+    return replacing_key_functions(normal_like=draw, release=_release_adding(draw))
 
 
 @functools.lru_cache(64)  # one object, because jax traces again for each
-def _adding(draw: Callable) -> Callable:
+def _release_adding(draw: Callable) -> Callable:
     def release(key, step, total, deviation):
         high, low = as_pair(total)
         whole = high if low is None else jax.tree.map(jnp.add, high, low)
@@ -44,27 +44,27 @@ def without_grid(function: Callable) -> Callable:
     differ by a rounding may be one cell apart."""
 
     def traced(*arguments):
-        with drawing(keys.normal_like):
+        with drawing_normals_by(keys.normal_like):
             return function(*arguments)
 
     return traced
 
 
 def with_quick_noise(function: Callable) -> Callable:
-    """`function` without the grid, with `quick` noise in `keys.release`, to compare steps whose noise must be the same.
-    The cipher and the normals take two thirds of the time to compile a small step."""
+    """`function` without the grid, with `quick_noise` in `keys.release`, to compare steps whose noise must be the
+    same. The cipher and the normals take two thirds of the time to compile a small step."""
 
     def traced(*arguments):
-        with replacing(release=_adding(quick)):
+        with replacing_key_functions(release=_release_adding(quick_noise)):
             return function(*arguments)
 
     return traced
 
 
-def quick(key: jax.Array, step: jax.Array | int, tree: Tree) -> Tree:
+def quick_noise(key: jax.Array, step: jax.Array | int, tree: Tree) -> Tree:
     """Numbers of mean 0 and deviation about 1, float32, in the shapes of `tree`. The key, the step and their places
     determine them, and changing one changes them; they are far from random."""
-    high, *_, low = keys.words(key)
+    high, *_, low = keys.key_words(key)
     place = jax.lax.iota(jnp.uint32, sum(leaf.size for leaf in jax.tree.leaves(tree)))
     factor = jnp.asarray(step).astype(jnp.uint32) * np.uint32(0x85EBCA6A) | np.uint32(1)
     bits = place * np.uint32(0x9E3779B1) + high + low

@@ -22,9 +22,9 @@ Several processes of `jax.distributed` make one run if each calls `fit` with a `
 
 `loop.py` has the loop, `step.py` the compiled step; `settings.py` what a run may spend, `facts.py` what identifies it;
 `folder.py` its files, with the proofs that no step is released twice, and what a run costs that continues on other
-devices; `watching.py` its evaluations and results; `processes.py` what several processes know of each other.
+devices; `progress.py` its evaluations and results; `processes.py` what several processes know of each other.
 """
 
 from dpx.fitting.loop import fit as fit
-from dpx.fitting.watching import FitResult as FitResult
-from dpx.fitting.watching import Progress as Progress
+from dpx.fitting.progress import FitResult as FitResult
+from dpx.fitting.progress import Progress as Progress

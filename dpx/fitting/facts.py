@@ -18,11 +18,11 @@ from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import Carry
 from dpx.mechanism import Mechanism
 from dpx.reports.report import version_of
-from dpx.sampling.rows import rows_of
+from dpx.sampling.read_rows import rows_of
 from dpx.states.identity import fingerprint
 from dpx.states.record import RECORD_VERSION, ReleaseState
 from dpx.xla.jaxprs import constants, identity_of_program
-from dpx.xla.place import here, traced_for
+from dpx.xla.place import current_place, traced_for
 
 RECORD = "record of the releases"  # the name of a fact: its version, and which fields the states of a run have
 PROGRAM = "mechanism and optimizer, with their schedules (their fingerprint)"
@@ -68,26 +68,26 @@ def facts_of(run: RunPlan, carry: Carry, options: dict[str, Any]) -> dict[str, A
     facts |= {"event of a step": repr(optimizer.event(1)), "sampling": repr(optimizer.sampling)}
     facts |= {"event and sampling (their fingerprint)": fingerprint((optimizer.event(1), optimizer.sampling))}
     secrets = {"noise": optimizer.key, "batches": run.key}
-    facts |= {f"key of the {name} (its mark)": int(keys.mark(key)) for name, key in secrets.items()}
+    facts |= {f"key of the {name} (its mark)": int(keys.mark_of_key(key)) for name, key in secrets.items()}
     facts |= {"delta": run.delta, "accountant": run.accountant}
     facts |= {"records of a person": run.records} if run.records > 1 else {}
     facts |= {"parameters": f"{numbers} numbers", "arrays (their fingerprint)": fingerprint("\n".join(shapes))}
     facts |= {PROGRAM: _program(optimizer, carry)}
     facts |= {name: repr(value) for name, value in options.items() if value not in (None, False)}
     facts |= {"processes": jax.process_count()} if jax.process_count() > 1 else {}
-    facts |= {"backend": jax.default_backend(), MACHINE: machine(), MEMORY: here().most_memory}
+    facts |= {"backend": jax.default_backend(), MACHINE: device_kinds(), MEMORY: current_place().most_memory}
     facts |= {SETTING + name: value for name, value in settings_of().items()}
     facts |= {OF_LIBRARIES[-1]: fingerprint(_libraries())} if jax.default_backend() != "cpu" else {}
     facts |= {VERSION: version_of("dpx-jax")}  # not "dpx", which is another package
     return facts | {f"version of {name}": version_of(name) for name in (*PACKAGES, *LIBRARIES)}
 
 
-def is_words(name: str) -> bool:
+def is_explanation(name: str) -> bool:
     """Whether a fact only explains others in words, so that new wording does not make another run."""
     return name in ("event of a step", "sampling") or name.startswith("stage ")
 
 
-def is_of_rounding(name: str) -> bool:
+def is_about_rounding(name: str) -> bool:
     """Whether a fact may change when a run continues, if steps that may have been made are skipped."""
     return name in ROUNDING or name.startswith(SETTING)
 
@@ -105,11 +105,11 @@ def _program(optimizer: Mechanism, carry: Carry) -> int:
     return fingerprint((identity_of_program(closed), of_constants))
 
 
-def machine() -> str:
+def device_kinds() -> str:
     """The kinds of the devices of all processes; of CPUs, also how many compute, because XLA splits sums over them."""
     if jax.default_backend() != "cpu":
         return ", ".join(sorted({device.device_kind for device in jax.devices()}))
-    return "; ".join(dict.fromkeys(processes.everyone(_cpus())))
+    return "; ".join(dict.fromkeys(processes.from_every_process(_cpus())))
 
 
 def _cpus() -> str:
@@ -148,7 +148,7 @@ def _flags(variable: str) -> list[str]:
     return (text if text.startswith("-") or not Path(text).is_file() else Path(text).read_text()).split()
 
 
-def times_kernels() -> bool:
+def autotunes_kernels() -> bool:
     """Whether XLA may take another kernel in every process, because it times kernels and takes the fastest, and may add
     in any order: on a GPU without a flag that forbids both."""
     forbidden = {"--xla_gpu_deterministic_ops", "--xla_gpu_deterministic_ops=true", "--xla_gpu_deterministic_ops=1"}
@@ -156,7 +156,7 @@ def times_kernels() -> bool:
 
 
 def bytes_of(array: Any) -> bytes:
-    return np.asarray(processes.readable(array)).tobytes()
+    return np.asarray(processes.as_readable(array)).tobytes()
 
 
 def layout_of(carry: Carry, sharding: Any) -> int:
@@ -169,7 +169,7 @@ def layout_of(carry: Carry, sharding: Any) -> int:
     )
 
 
-def first_example(data: Any, run: RunPlan) -> int:
+def mark_of_first_example(data: Any, run: RunPlan) -> int:
     """A mark of example 0, which says nothing to those who do not know the key.
 
     Two data sets that differ in it have different marks, except with probability 2^-32. This tells apart processes that
@@ -178,5 +178,5 @@ def first_example(data: Any, run: RunPlan) -> int:
     row = rows_of(data, run.optimizer.sampling.examples, run.key)(np.zeros(1, np.int32), np.ones(1, bool), 0)
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(row)]
     parts = [part for leaf in leaves for part in (f"{leaf.dtype}{leaf.shape}".encode(), leaf.tobytes())]
-    secret = np.asarray(keys.words(keys.stream(run.key, "first example"))).tobytes()
+    secret = np.asarray(keys.key_words(keys.stream(run.key, "first example"))).tobytes()
     return int(hashlib.blake2b(b"".join(parts), digest_size=4, key=secret).hexdigest(), 16)

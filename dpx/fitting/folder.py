@@ -38,7 +38,7 @@ import jax
 from filelock import FileLock
 
 from dpx.accounting.ledger import from_event
-from dpx.accounting.loss import event_of
+from dpx.accounting.loss import event_of_loss
 from dpx.fitting import processes
 from dpx.fitting.facts import (
     KERNELS,
@@ -46,20 +46,20 @@ from dpx.fitting.facts import (
     PROGRAM,
     RECORD,
     VERSION,
+    autotunes_kernels,
     bytes_of,
     facts_of,
-    is_of_rounding,
-    is_words,
-    times_kernels,
+    is_about_rounding,
+    is_explanation,
 )
 from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import Carry
-from dpx.ledgers.files import keep_names, lock_of, make_folder, read, write
-from dpx.schedules.scalars import over
+from dpx.ledgers.files import flush_names, lock_of, make_folder, read_json, replace_file
+from dpx.schedules.scalars import values_over
 from dpx.states.identity import fingerprint
-from dpx.states.record import ReleaseState, planned
+from dpx.states.record import ReleaseState, with_plan
 from dpx.trees import Tree, map_states, path_of
-from dpx.xla.place import here
+from dpx.xla.place import current_place
 
 SENSITIVE = """This folder is as sensitive as the training data. history.json holds losses of the training data. The
 checkpoints hold the whole optimizer state, whose `unreleased_*` fields are functions of the training data that were
@@ -85,15 +85,15 @@ class Folder:
         self.path = Path(path).expanduser().absolute()
         self._file, self._run, self._on_other_devices = self.path / "run.json", run, on_other_devices
         self._lock: FileLock | None = None  # process 0 holds it
-        with processes.together():
+        with processes.raising_together():
             self._orbax = _require_orbax()
         logging.getLogger("absl").setLevel(logging.ERROR)
         self._files = self._orbax.Checkpointer(self._orbax.CompositeCheckpointHandler())
-        if times_kernels():  # no other program rounds like this one
-            facts |= {KERNELS: processes.of_first(lambda: secrets.token_hex(8))}
+        if autotunes_kernels():  # no other program rounds like this one
+            facts |= {KERNELS: processes.from_first_process(lambda: secrets.token_hex(8))}
         try:
-            self._known = processes.of_first(lambda: self._take(facts))  # what run.json holds
-            with processes.together():
+            self._known = processes.from_first_process(lambda: self._take(facts))  # what run.json holds
+            with processes.raising_together():
                 if not (self.path / "lock").exists():
                     raise ValueError(f"checkpoints must be one folder that all processes share, but {self.path} is not")
             self._changed = self._changes(facts)
@@ -115,7 +115,7 @@ class Folder:
             make_folder(self.path)
         self._lock = lock_of(self.path)
         if self._file.is_file():
-            return read(self._file)
+            return read_json(self._file)
         return {"facts": facts, "planned": 0, "reach": 0, "moved": 0, "mark": secrets.token_hex(8)}
 
     def _changes(self, facts: dict[str, Any]) -> list[str]:
@@ -128,24 +128,24 @@ class Folder:
                 "Finish that run with its own version, or begin again in a new folder with a new key"
             )
         differ = [name for name in stored | facts if stored.get(name) != facts.get(name)]
-        names = [name for name in differ if name != KERNELS and not is_words(name)]
-        if MEMORY in stored and [name for name in names if is_of_rounding(name)] == [MEMORY]:
+        names = [name for name in differ if name != KERNELS and not is_explanation(name)]
+        if MEMORY in stored and [name for name in names if is_about_rounding(name)] == [MEMORY]:
             facts[MEMORY] = stored[MEMORY]  # with the microbatches that it began with, a run rounds as before
             names.remove(MEMORY)
             differ.remove(MEMORY)
-        if names and not (self._on_other_devices and all(map(is_of_rounding, names))):
+        if names and not (self._on_other_devices and all(map(is_about_rounding, names))):
             words = [f"{n} was {stored.get(n)}, now {facts.get(n)}" for n in differ if n != KERNELS]
             listing = "; ".join(words)
             if PROGRAM in names:
                 listing += " (for example another learning rate, or another version of dpx)"
             if any(name.startswith("key") for name in names):
                 listing += ". (A key of dpx.secret_key() without a seed cannot be made again: keep the seed)"
-            if all(map(is_of_rounding, names)):
+            if all(map(is_about_rounding, names)):
                 listing += ". (on_other_devices=True continues it, and skips the steps that may have been made already)"
             raise ValueError(
                 f"checkpoints must be a new folder or one of the same run, but {self.path} holds another one: {listing}"
             )
-        return [name for name in differ if not is_words(name)]
+        return [name for name in differ if not is_explanation(name)]
 
     def restore(self, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
         """The last checkpoint and the history before it; without one, `like`, which is stored as step 0.
@@ -163,21 +163,21 @@ class Folder:
         if skips:
             self._require_skippable(like.state, last or 0, reach)
         plan = max(self._known["planned"], self._run.plan)
-        processes.of_first(self._mark)
+        processes.from_first_process(self._mark)
         moved = reach if self._changed or skips else self._known["moved"]
         self._write(facts=self._facts, planned=plan, moved=moved)
         if last is None:
-            carry, rows = planned(like, plan), []
+            carry, rows = with_plan(like, plan), []
             self.save(carry, rows)
         else:
             self.continued = True
             carry, rows = self._read(last, like)
-            carry = planned(carry, plan)
+            carry = with_plan(carry, plan)
         if plan:
             rows = [row | {"epsilon": self._run.epsilon(carry.state)} for row in rows]
         if skips:
             warnings.warn(_skip_in_words(self._changed, carry.step, reach), stacklevel=2)
-            first, carry = carry.step, skipped(carry, self._run, reach)
+            first, carry = carry.step, skip_steps(carry, self._run, reach)
             rows = [*rows, {"step": reach, "epsilon": self._run.epsilon(carry.state), "skipped": reach - first}]
             self.save(carry, rows)
         return carry, rows
@@ -194,7 +194,7 @@ class Folder:
     def _mark(self):
         """In process 0: the folder is closed to others and says what it holds; what was not finished is removed."""
         make_folder(self.path)
-        write(self.path / "SENSITIVE", SENSITIVE)
+        replace_file(self.path / "SENSITIVE", SENSITIVE)
         self._tidy()
 
     def _write(self, **changes: Any):
@@ -203,16 +203,16 @@ class Folder:
         def replace():
             if self._file.is_file():
                 self._require_own(before)
-            write(self._file, json.dumps(self._known, indent=2) + "\n")
+            replace_file(self._file, json.dumps(self._known, indent=2) + "\n")
 
-        processes.of_first(replace)
+        processes.from_first_process(replace)
 
     def _require_own(self, known: dict[str, Any]):
         """Raises ValueError if another program has changed run.json. In process 0.
 
         The lock prevents that, but on some cluster disks a lock holds on one host alone.
         """
-        if read(self._file) != known:
+        if read_json(self._file) != known:
             raise ValueError(
                 f"{self.path} must belong to one program at a time, but another one has continued the run: end this one"
             )
@@ -243,23 +243,23 @@ class Folder:
 
         def keep():
             self._require_own(self._known)
-            write(self.path / "history.json", json.dumps(history) + "\n")
+            replace_file(self.path / "history.json", json.dumps(history) + "\n")
 
-        processes.of_first(keep)
+        processes.from_first_process(keep)
         if self._last != step:
             self._store(step, carry)
-            processes.of_first(self._tidy)
+            processes.from_first_process(self._tidy)
         self._last = step
         return True
 
     def _store(self, step: int, carry: Carry):
         args = self._orbax.args
-        whole = args.Composite(default=args.StandardSave(_named(carry)))
+        whole = args.Composite(default=args.StandardSave(_checkpoint_items(carry)))
         self._files.save(self.path / str(step), args=whole)  # an error if there is one
 
     def _tidy(self):
         """Keeps the last checkpoints alone. In process 0."""
-        keep_names(self.path)
+        flush_names(self.path)
         for path in [*(self.path / str(step) for step in self._steps()[:-KEPT]), *self.path.glob(UNFINISHED)]:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -268,7 +268,7 @@ class Folder:
 
     def _last_step(self) -> int | None:
         """The step of the last checkpoint. Raises ValueError if the processes see different ones."""
-        steps = processes.everyone(max(self._steps(), default=None))
+        steps = processes.from_every_process(max(self._steps(), default=None))
         if len(set(steps)) > 1:
             raise ValueError(
                 f"checkpoints must be one folder that all processes share, but the last checkpoints that they see in "
@@ -281,13 +281,13 @@ class Folder:
         carry, history = self._load(step, like), self.path / "history.json"
         if carry.step != step:
             raise ValueError(f"checkpoint {step} in {self.path} holds a state after {carry.step} steps")
-        rows = processes.of_first(lambda: read(history) if history.is_file() else [])
+        rows = processes.from_first_process(lambda: read_json(history) if history.is_file() else [])
         self._last = step
         return carry, [row for row in rows if row["step"] <= step]
 
     def _load(self, step: int, like: Carry) -> Carry:
         args, path = self._orbax.args, self.path / str(step)
-        abstract = args.StandardRestore(jax.tree.map(self._orbax.utils.to_shape_dtype_struct, _named(like)))
+        abstract = args.StandardRestore(jax.tree.map(self._orbax.utils.to_shape_dtype_struct, _checkpoint_items(like)))
         try:
             tree = self._files.restore(path, args=args.Composite(default=abstract))["default"]
         except Exception as error:
@@ -307,16 +307,16 @@ class Folder:
             self._lock.release()
 
 
-class _Nowhere:
+class _NoFolder:
     """Replaces `Folder` for a run that keeps no checkpoints."""
 
     path, continued, mark, ended = None, False, "", None
 
     def __init__(self, run: RunPlan):
-        self._plan, self.memory = run.plan, here().most_memory
+        self._plan, self.memory = run.plan, current_place().most_memory
 
     def restore(self, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
-        return planned(like, self._plan), []
+        return with_plan(like, self._plan), []
 
     def __str__(self) -> str:
         return "no step of the run is saved: dpx.fit(..., checkpoints=folder) saves them"
@@ -341,14 +341,14 @@ def open_folder(
     options: dict[str, Any],
     rhythm: dict[str, Any],
     on_other_devices: bool,
-) -> "Folder | _Nowhere":
+) -> "Folder | _NoFolder":
     """The folder of a run; None keeps no checkpoints.
 
     rhythm: what else all processes must do alike, because otherwise one would wait for the others forever. Raises
         ValueError if the processes differ.
     """
     if folder is None and jax.process_count() == 1:
-        return _Nowhere(run)
+        return _NoFolder(run)
     facts = facts_of(run, carry, options)
     if jax.process_count() > 1:
         copies = [bytes_of(leaf) for leaf in jax.tree.leaves(carry.params) if leaf.is_fully_replicated]
@@ -356,12 +356,12 @@ def open_folder(
         own = {"params (their fingerprint)": fingerprint(copies), "steps": run.steps, "checkpoints": path}
         own |= {"steps that count if it ends before (its plan)": run.plan}
         processes.require_same(facts | own | rhythm | {"on_other_devices": on_other_devices})
-    return _Nowhere(run) if folder is None else Folder(folder, facts, run, on_other_devices)
+    return _NoFolder(run) if folder is None else Folder(folder, facts, run, on_other_devices)
 
 
 def require_skippable(run: RunPlan, state: Tree, first: int, reach: int):
     """Raises ValueError unless steps after `first` may be skipped up to `reach`, and one is left. state: any step's."""
-    unproved = [event_of(loss) for loss in from_event(run.optimizer.event(1)).counts if not loss.fresh]
+    unproved = [event_of_loss(loss) for loss in from_event(run.optimizer.event(1)).counts if not loss.fresh]
     private = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state) if "unreleased" in path_of(path)]
     if run.optimizer.correlated is not None:
         problem = "the mechanism's noise is correlated: later noise has parts of that of skipped steps"
@@ -380,9 +380,9 @@ def require_skippable(run: RunPlan, state: Tree, first: int, reach: int):
     )
 
 
-def skipped(carry: Carry, run: RunPlan, reach: int) -> Carry:
+def skip_steps(carry: Carry, run: RunPlan, reach: int) -> Carry:
     """`carry` with a state that counts the steps up to `reach` with their noise; nothing else changes."""
-    steps = over(run.optimizer.noise_multiplier, reach)[carry.step :].astype("float32")
+    steps = values_over(run.optimizer.noise_multiplier, reach)[carry.step :].astype("float32")
 
     def count(record: ReleaseState) -> ReleaseState:
         layout = jax.tree.map(lambda leaf: leaf.sharding, record)
@@ -411,5 +411,5 @@ def _require_orbax() -> Any:
     return orbax.checkpoint
 
 
-def _named(carry: Carry) -> dict[str, Tree]:
+def _checkpoint_items(carry: Carry) -> dict[str, Tree]:
     return {"params": carry.params, "optimizer_state": carry.state}

@@ -12,18 +12,18 @@ from typing import Any, Literal
 import jax
 
 from dpx.accounting.checks import Accountant
-from dpx.fitting.facts import FIRST_EXAMPLE, LAYOUT, first_example, layout_of
+from dpx.fitting.facts import FIRST_EXAMPLE, LAYOUT, layout_of, mark_of_first_example
 from dpx.fitting.folder import open_folder
 from dpx.fitting.payment import Payment
-from dpx.fitting.processes import require_spanned, together
+from dpx.fitting.processes import raising_together, require_rows_in_every_process
+from dpx.fitting.progress import FitResult, Progress, Watcher
 from dpx.fitting.settings import RunPlan, require_described, require_inputs
-from dpx.fitting.step import Carry, begin, compiled_step, compiled_step_in_chunks
-from dpx.fitting.watching import FitResult, Progress, Watcher
-from dpx.gradients.sums import Norms
+from dpx.fitting.step import Carry, compiled_step, compiled_step_in_chunks, first_carry
+from dpx.gradients.clipped_gradients import Norms
 from dpx.ledgers import PrivacyLedger
 from dpx.mechanism import Mechanism
 from dpx.reports.report import privacy_report
-from dpx.sampling.rows import unit_of
+from dpx.sampling.read_rows import unit_of
 from dpx.statistics.metrics import PrivateMetric
 from dpx.trees import Tree
 from dpx.validation import require_bool, require_whole
@@ -166,8 +166,8 @@ def fit(
     loss_at = (lambda params, state: params) if loss_at is None else loss_at
     options = {"microbatch_size": microbatch_size, "norms": norms, "with_key": with_key, "has_aux": has_aux}
     options["backward_passes"] = backward_passes
-    with together():
-        require_spanned(sharding)
+    with raising_together():
+        require_rows_in_every_process(sharding)
         require_inputs(loss, optimizer, params, data, loss_at)
         given = {"delta": delta, "accountant": accountant, "records": records, "public_stop": public_stop}
         run = RunPlan.of(optimizer, key=key, steps=steps, epochs=epochs, **given)
@@ -178,19 +178,19 @@ def fit(
         watcher = Watcher.of(run, evaluate_every, progress, **users)
         require_whole("checkpoint_every", checkpoint_every)
         require_bool("on_other_devices", on_other_devices)
-        carry = begin(params, optimizer, sharding)
+        carry = first_carry(params, optimizer, sharding)
         at_once = functools.partial(compiled_step, whole=bool(callbacks))
         build = at_once if chunk_size is None else compiled_step_in_chunks
         step = build(loss, optimizer, loss_at, carry, sharding, options)
         layout = {"devices": getattr(sharding, "num_devices", None), LAYOUT: layout_of(carry, sharding)}
         rhythm = watcher.rhythm() | {"checkpoint_every": checkpoint_every}
         if jax.process_count() > 1 or checkpoints is not None:
-            layout |= {FIRST_EXAMPLE: first_example(data, run)}
+            layout |= {FIRST_EXAMPLE: mark_of_first_example(data, run)}
     batches = functools.partial(optimizer.sampling.batches, data, run.key, chunk_size=chunk_size, sharding=sharding)
     rounding = {"chunk_size": chunk_size, **layout, **options}
     opened = open_folder(checkpoints, run, carry, rounding, rhythm, on_other_devices)
     with contextlib.closing(opened) as folder, traced_for(memory=folder.memory):
-        carry = _train(carry, step, batches, run, watcher, folder, payment, checkpoint_every)
+        carry = _train_steps(carry, step, batches, run, watcher, folder, payment, checkpoint_every)
     said |= {"delta": run.delta, "unit": unit_of(data), "records": run.records}
     report = privacy_report(optimizer, carry.state, **said)
     result = FitResult(
@@ -210,7 +210,7 @@ def fit(
     )
 
 
-def _train(
+def _train_steps(
     carry: Carry,
     step: Callable,
     batches: Callable,

@@ -7,7 +7,7 @@ from dp_accounting import DpEvent
 
 from dpx.accounting.bill import billed_steps, event_of, numbers_of
 from dpx.accounting.filters import NOTHING
-from dpx.accounting.words import upper
+from dpx.accounting.wording import rounded_up
 from dpx.fitting import processes
 from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import Carry
@@ -48,7 +48,7 @@ class Payment:
         Raises ValueError if the ledger does not allow the run.
         """
         if self.ledger is not None:
-            self.number = processes.of_first(lambda: self._pay(self.ledger, carry, folder))
+            self.number = processes.from_first_process(lambda: self._pay(self.ledger, carry, folder))
 
     def _pay(self, ledger: Any, carry: Carry, folder: Any) -> int:
         optimizer, run = self.run.optimizer, self.run
@@ -67,17 +67,17 @@ class Payment:
         """Ends the run, and gets back what its other steps would have cost. In every process."""
         if self.ledger is not None:
             made = folder.end(step)
-            processes.of_first(lambda: self._end(self.ledger, made))
+            processes.from_first_process(lambda: self._end(self.ledger, made))
 
     def _end(self, ledger: Any, made: int):
         ledger.end(ledger.entries[self.number], self._event(made), steps=made)
 
     def caveats(self) -> tuple[str, ...]:
         """Where the run stands in the ledger, for its report; nothing without one. In every process."""
-        return () if self.ledger is None else tuple(processes.of_first(lambda: self._caveats(self.ledger)))
+        return () if self.ledger is None else tuple(processes.from_first_process(lambda: self._caveats(self.ledger)))
 
     def _caveats(self, ledger: Any) -> list[str]:
         entry, terms = ledger.entries[self.number], ledger.terms
-        numbers = {"epsilon": upper(ledger.epsilon, 4), "delta": upper(terms.delta, 6)}
+        numbers = {"epsilon": rounded_up(ledger.epsilon, 4), "delta": rounded_up(terms.delta, 6)}
         paid = _PAID.format(number=entry.number, name=ledger.path.name, **numbers)
         return [paid, *([_RETURNED.format(steps=entry.steps)] if entry.credit != NOTHING else [])]

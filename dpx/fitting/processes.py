@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 BLOCK = 1024  # bytes; texts are padded to a multiple of it, because every other length is compiled anew
 
 
-def everyone(value: Any) -> list[Any]:
+def from_every_process(value: Any) -> list[Any]:
     """`value` of each process, in their order. value: what JSON can hold."""
     if jax.process_count() == 1:
         return [value]
@@ -27,26 +27,26 @@ def everyone(value: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
+def raising_together() -> Iterator[None]:
     """An error of one process in this context is raised in all, because the others would wait for it forever."""
     try:
         yield
     except Exception as error:
-        everyone(str(error) or type(error).__name__)
+        from_every_process(str(error) or type(error).__name__)
         raise
-    for number, said in enumerate(everyone(None)):
+    for number, said in enumerate(from_every_process(None)):
         if said is not None:
             raise ValueError(f"process {number} ended the run: {said}")
 
 
-def of_first(make: Callable[[], Any]) -> Any:
+def from_first_process(make: Callable[[], Any]) -> Any:
     """What `make` returns in process 0, which alone calls it. It must be what JSON can hold."""
-    with together():
+    with raising_together():
         made = make() if jax.process_index() == 0 else None
-    return everyone(made)[0]
+    return from_every_process(made)[0]
 
 
-def require_spanned(sharding: Any):
+def require_rows_in_every_process(sharding: Any):
     """Raises ValueError if a process has no part in the batches: it would add the same noise to its own sums."""
     devices = getattr(sharding, "device_set", ())
     if jax.process_count() > 1 and len({device.process_index for device in devices}) < jax.process_count():
@@ -58,7 +58,7 @@ def require_spanned(sharding: Any):
 
 def require_same(facts: dict[str, Any]):
     """Raises ValueError, in every process, if the facts of one differ from those of process 0."""
-    first, *others = everyone(facts)
+    first, *others = from_every_process(facts)
     for number, theirs in enumerate(others, start=1):
         names = [name for name in first | theirs if first.get(name) != theirs.get(name)]
         if names:
@@ -66,7 +66,7 @@ def require_same(facts: dict[str, Any]):
             raise ValueError(f"every process must make the same run, but in process {number} it is another: {listing}")
 
 
-def readable(array: Any) -> Any:
+def as_readable(array: Any) -> Any:
     """`array` with numbers that this process can read. One with parts in other processes becomes a numpy array."""
     if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
         return array

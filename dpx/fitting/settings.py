@@ -11,7 +11,7 @@ from dpx.accounting.checks import Accountant
 from dpx.guards import FLAX, require_params
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.reports.report import require_names
-from dpx.sampling.rows import rows_of
+from dpx.sampling.read_rows import rows_of
 from dpx.trees import Tree, described
 from dpx.validation import require_bool, require_function, require_whole
 
@@ -65,7 +65,7 @@ class RunPlan:
         planned = steps if budget is None else budget.steps
         run = cls(
             optimizer=optimizer,
-            key=optimizer.key if key is None else keys.require(key),
+            key=optimizer.key if key is None else keys.require_key(key),
             steps=steps,
             plan=0 if public_stop is not None and require_bool("public_stop", public_stop) else planned,
             delta=delta,

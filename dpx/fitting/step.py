@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dpx import keys
 from dpx.audit.setup.before_run import warn_of_loss
 from dpx.gradients import Unreleased, private_updates, private_updates_in_chunks
-from dpx.gradients.sums import looking
+from dpx.gradients.clipped_gradients import with_inspector
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch
 from dpx.states.reading import steps_taken
@@ -35,7 +35,7 @@ class Carry(NamedTuple):
         return steps_taken(self.state)
 
 
-class OfBatch(NamedTuple):
+class BatchLosses(NamedTuple):
     """What a step learns about its batch. NOT private.
 
     mean: float32 (), of the losses. unreleased: all values of `Unreleased`, or None. included: bool (B,), or None.
@@ -46,7 +46,7 @@ class OfBatch(NamedTuple):
     included: jax.Array | None
 
 
-def begin(params: Tree, optimizer: Mechanism, sharding: Any) -> Carry:
+def first_carry(params: Tree, optimizer: Mechanism, sharding: Any) -> Carry:
     """The carry before the first step, in its own arrays.
 
     sharding: of the batches. If it has a mesh, arrays that do not lie on this mesh are replicated over it, after
@@ -54,59 +54,59 @@ def begin(params: Tree, optimizer: Mechanism, sharding: Any) -> Carry:
     """
 
     def spread(tree):
-        return jax.tree.map(lambda leaf: on_mesh(leaf, sharding), tree)
+        return jax.tree.map(lambda leaf: replicated(leaf, sharding), tree)
 
-    params = copied(params)
+    params = fresh_copy(params)
     if not all(leaf.is_fully_addressable and len(leaf.devices()) == 1 for leaf in jax.tree.leaves(params)):
         params = spread(params)
-    return spread(Carry(params, copied(optimizer.init(params))))
+    return spread(Carry(params, fresh_copy(optimizer.init(params))))
 
 
-def copied(tree: Tree) -> Tree:
+def fresh_copy(tree: Tree) -> Tree:
     """New arrays with the numbers of `tree`, of strong dtypes, so that a step may take their memory."""
     return jax.tree.map(lambda leaf: jnp.array(leaf, dtype=jnp.result_type(leaf), copy=True), tree)
 
 
 def compiled_step(
     loss: Callable, optimizer: Mechanism, loss_at: Callable, carry: Carry, sharding: Any, options: dict, *, whole: bool
-) -> Callable[[Carry, Batch], tuple[Carry, OfBatch]]:
+) -> Callable[[Carry, Batch], tuple[Carry, BatchLosses]]:
     """The step of a batch, compiled once. The arrays of the carry that it is given are deleted.
 
     carry: before the first step; on a mesh, every next one has its shardings. whole: whether all values of a batch are
         wanted.
     """
-    gradient = looking(private_updates(loss, optimizer, sharding=sharding, **options), _once(optimizer))
+    gradient = with_inspector(private_updates(loss, optimizer, sharding=sharding, **options), _warning_once(optimizer))
 
     def step(carry, batch):
         found = gradient(loss_at(carry.params, carry.state), batch, carry.state)
-        mean = _total(found.unreleased, batch) / batch.included.sum(dtype=jnp.float32).clip(1)
-        of_batch = OfBatch(mean, found.unreleased, batch.included)
+        mean = _sum_of_losses(found.unreleased, batch) / batch.included.sum(dtype=jnp.float32).clip(1)
+        of_batch = BatchLosses(mean, found.unreleased, batch.included)
         carry = Carry(optax.apply_updates(carry.params, found.updates), found.state)
         return carry, of_batch if whole else of_batch._replace(unreleased=None, included=None)
 
     shardings = _shardings(carry, sharding), None
-    return Compiled(step, donate_argnums=(0,), out_shardings=shardings, sharding=sharding)
+    return CompiledByShapes(step, donate_argnums=(0,), out_shardings=shardings, sharding=sharding)
 
 
 def compiled_step_in_chunks(
     loss: Callable, optimizer: Mechanism, loss_at: Callable, carry: Carry, sharding: Any, options: dict
-) -> Callable[[Carry, Iterator[Batch]], tuple[Carry, OfBatch]]:
+) -> Callable[[Carry, Iterator[Batch]], tuple[Carry, BatchLosses]]:
     """`compiled_step` for a batch that comes in chunks: one function for a chunk, and one for the release."""
     in_chunks = private_updates_in_chunks(loss, optimizer, sharding=sharding, **options)
-    in_chunks = looking(in_chunks, _once(optimizer))
+    in_chunks = with_inspector(in_chunks, _warning_once(optimizer))
 
     def add(carry, chunk, sums, total):
         sums = in_chunks.add(loss_at(carry.params, carry.state), chunk, carry.state, sums)
-        return sums._replace(unreleased=None), total + _total(sums.unreleased, chunk)
+        return sums._replace(unreleased=None), total + _sum_of_losses(sums.unreleased, chunk)
 
     def release(carry, sums, total):
         updates, state = in_chunks.release(loss_at(carry.params, carry.state), sums, carry.state)
-        of_batch = OfBatch(total / sums.unreleased_count.astype(jnp.float32).clip(1), None, None)
+        of_batch = BatchLosses(total / sums.unreleased_count.astype(jnp.float32).clip(1), None, None)
         return Carry(optax.apply_updates(carry.params, updates), state), of_batch
 
     shardings = _shardings(carry, sharding), None
-    add = Compiled(add, donate_argnums=(2, 3), sharding=sharding)
-    release = Compiled(release, donate_argnums=(0,), out_shardings=shardings, sharding=sharding)
+    add = CompiledByShapes(add, donate_argnums=(2, 3), sharding=sharding)
+    release = CompiledByShapes(release, donate_argnums=(0,), out_shardings=shardings, sharding=sharding)
 
     def step(carry, chunks):
         sums, total = None, jnp.zeros((), jnp.float32)
@@ -122,7 +122,7 @@ def _shardings(carry: Carry, sharding: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, carry) if isinstance(sharding, NamedSharding) else None
 
 
-def _once(optimizer: Mechanism) -> Callable:
+def _warning_once(optimizer: Mechanism) -> Callable:
     """Warns of the loss when a step is traced for the first time."""
     looked = []
 
@@ -133,12 +133,12 @@ def _once(optimizer: Mechanism) -> Callable:
     return look
 
 
-def _total(unreleased: Any, batch: Batch) -> jax.Array:
+def _sum_of_losses(unreleased: Any, batch: Batch) -> jax.Array:
     """The sum of the losses of the rows that count, float32 ()."""
     return jnp.sum(unreleased.losses.astype(jnp.float32), where=batch.included)
 
 
-class Compiled:
+class CompiledByShapes:
     """A function of pytrees of arrays, compiled once for each set of shapes.
 
     The arrays of the arguments `donate_argnums` are deleted. out_shardings: of `jax.jit`. sharding: of the batches. If
@@ -182,10 +182,10 @@ class Compiled:
         # Explicit axes are in the types of arrays, which must stay those that were traced.
         if isinstance(self.sharding, NamedSharding) and self.sharding.mesh.explicit_axes:
             return compiled, closed_over
-        return compiled, [on_mesh(array, self.sharding) for array in closed_over]
+        return compiled, [replicated(array, self.sharding) for array in closed_over]
 
 
-def on_mesh(array: jax.Array, sharding: Any) -> jax.Array:
+def replicated(array: jax.Array, sharding: Any) -> jax.Array:
     """`array`, replicated over the mesh of `sharding`, if that has one and the array does not lie on it.
 
     Over a mesh of several processes, an array of this process must have the same numbers in each of them.
@@ -196,6 +196,8 @@ def on_mesh(array: jax.Array, sharding: Any) -> jax.Array:
     if sharding.is_fully_addressable or not array.is_fully_addressable:
         return jax.device_put(array, everywhere)
     if keys.is_key(array):
-        return jax.random.wrap_key_data(on_mesh(jax.random.key_data(array), sharding), impl=jax.random.key_impl(array))
+        return jax.random.wrap_key_data(
+            replicated(jax.random.key_data(array), sharding), impl=jax.random.key_impl(array)
+        )
     numbers = np.asarray(array)  # not device_put, which would send them to all processes and print those that differ
     return jax.make_array_from_callback(numbers.shape, everywhere, lambda index: numbers[index])

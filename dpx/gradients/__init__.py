@@ -1,11 +1,11 @@
 """Private gradients of a loss: the clipped sum of a batch, by ghost norms or by per-example gradients.
 
-From a batch to an update: rows.py (an example and its key), sums.py (the clipped sum, in microbatches),
-private_updates.py (the release), chunks.py (a batch in chunks).
+From a batch to an update: one_example.py (an example and its key), clipped_gradients.py (the clipped sum, in
+microbatches), private_updates.py (the release), chunks.py (a batch in chunks).
 
 To add one: a layer that ghost norms can follow is a rule in ghost/rules.py, and a way to compute norms is a record in
 ghost/algorithms.py. Both need a model in tests/test_ghost_zoo.py and a case in tests/test_ghost_hostile.py. Another
-value of `norms` belongs in sums.py (`Norms`, `RowSum.plan`).
+value of `norms` belongs in clipped_gradients.py (`Norms`, `RowSum.plan`).
 """
 
 from dpx.gradients.chunks import private_updates_in_chunks as private_updates_in_chunks

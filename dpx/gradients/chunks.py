@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dpx.gradients.private_updates import Unreleased, along_examples, call_with_auto_axes
-from dpx.gradients.rows import rows_of
-from dpx.gradients.sums import Norms, RowSum, sum_gradients
+from dpx.gradients.clipped_gradients import Norms, RowSum, sum_gradients
+from dpx.gradients.one_example import rows_with_keys
+from dpx.gradients.private_updates import Unreleased, call_with_auto_axes, sharding_along_examples
 from dpx.guards import require_params
 from dpx.mechanism import Mechanism
-from dpx.sampling.batch import Batch, inclusion, require_batch
+from dpx.sampling.batch import Batch, included_rows, require_batch
 from dpx.states.identity import fingerprint
 from dpx.states.record import Drawn, ReleaseState
-from dpx.sums.total import FloatPair, plus, with_low
+from dpx.sums.float_pair import FloatPair, add_pairs, with_low
 from dpx.trees import Tree, batch_size, find_state, float32_like, outlined
 from dpx.xla.jaxprs import identity_of_program
 
@@ -76,7 +76,7 @@ class PrivateChunks:
 
         def place(params_on, chunk_on, state_on, sums_on):
             """Shards the sums as the parameters if the encoded gradient is like them, and replicates them otherwise."""
-            rows = along_examples(chunk_on.examples)
+            rows = sharding_along_examples(chunk_on.examples)
             one: Any = NamedSharding(rows.mesh, PartitionSpec())
             like, of_state = _shapes(params, state)
             encoded, _, factors = jax.eval_shape(self.optimizer.contribute, like, of_state)
@@ -96,9 +96,9 @@ class PrivateChunks:
     def _add(self, params, chunk, state, sums):
         size = batch_size(chunk.examples)
         counts = jnp.ones(size, bool) if chunk.included is None else chunk.included
-        included = inclusion(size, counts, self.optimizer.sampling)
+        included = included_rows(size, counts, self.optimizer.sampling)
         first = jnp.int32(0) if sums is None else sums.unreleased_rows
-        rows = rows_of(self.optimizer, state, chunk.examples, with_key=self.with_key, first=first)
+        rows = rows_with_keys(self.optimizer, state, chunk.examples, with_key=self.with_key, first=first)
         total, of_each = self.row_sum(params, state, rows, included)
         drawn = jax.tree.map(lambda number: jnp.asarray(number).astype(jnp.uint32), chunk.drawn)
         one = AccumulatedSums(
@@ -109,15 +109,15 @@ class PrivateChunks:
             unreleased_rows=jnp.int32(size),
             step=_step_of(state),
             mechanism=_fingerprint(self.optimizer, params, state),
-            clipping=_clipping(self.optimizer, state),
+            clipping=_clip_bounds(self.optimizer, state),
             ordered=jnp.bool_(True) if drawn is None else drawn.first_row == first.astype(jnp.uint32),
         )
-        return one if sums is None else _joined(sums, one)
+        return one if sums is None else _plus_chunk(sums, one)
 
     def _release(self, params, sums, state):
         ordered = sums.ordered & (sums.step == _step_of(state))
         ordered &= sums.mechanism == _fingerprint(self.optimizer, params, state)
-        ordered &= _alike(sums.clipping, _clipping(self.optimizer, state))
+        ordered &= _equal_up_to_rounding(sums.clipping, _clip_bounds(self.optimizer, state))
         total, count, drawn = sums.unreleased_sums, sums.unreleased_count, sums.unreleased_drawn
         return self.optimizer.release_once(total, state, params, count, drawn, ordered=ordered)
 
@@ -172,14 +172,14 @@ def _fingerprint(mechanism: Mechanism, params: Tree, state: Tree) -> jax.Array:
     return jnp.uint32(fingerprint((identity_of_program(program), mechanism.fingerprints)))
 
 
-def _clipping(mechanism: Mechanism, state: Tree) -> jax.Array:
+def _clip_bounds(mechanism: Mechanism, state: Tree) -> jax.Array:
     """The bounds of this step, float32 (n,), read when the sums are made and again when they are released. A schedule
     that is not a function of the step alone can change in between, and then the sums would be larger than their noise
     covers."""
     return jnp.stack(jax.tree.leaves(mechanism.bound(state)))
 
 
-def _alike(one: jax.Array, other: jax.Array) -> jax.Array:
+def _equal_up_to_rounding(one: jax.Array, other: jax.Array) -> jax.Array:
     """Whether the bounds computed by two programs are equal up to rounding, bool ()."""
     if one.shape != other.shape:
         return jnp.bool_(False)
@@ -195,15 +195,15 @@ def _require_sums(sums):
         raise ValueError(f"sums must be the AccumulatedSums that `add` returned, got {type(sums)}")
 
 
-def _joined(sums: AccumulatedSums, one: AccumulatedSums) -> AccumulatedSums:
+def _plus_chunk(sums: AccumulatedSums, one: AccumulatedSums) -> AccumulatedSums:
     """The sums with one more chunk, whose `ordered` says whether it begins where they end."""
     ordered = sums.ordered & one.ordered & (sums.step == one.step) & (sums.mechanism == one.mechanism)
-    ordered &= _alike(sums.clipping, one.clipping)
+    ordered &= _equal_up_to_rounding(sums.clipping, one.clipping)
     if sums.unreleased_drawn is not None and one.unreleased_drawn is not None:
         of_one_batch = one.unreleased_drawn._replace(first_row=sums.unreleased_drawn.first_row)
         ordered &= jnp.all(jnp.stack(sums.unreleased_drawn) == jnp.stack(of_one_batch))
     return sums._replace(
-        unreleased_sums=tuple(map(plus, sums.unreleased_sums, one.unreleased_sums)),
+        unreleased_sums=tuple(map(add_pairs, sums.unreleased_sums, one.unreleased_sums)),
         unreleased_count=sums.unreleased_count + one.unreleased_count,
         unreleased=one.unreleased,
         unreleased_rows=sums.unreleased_rows + one.unreleased_rows,

@@ -14,10 +14,10 @@ from jax.extend import core
 from dpx.gradients import ghost
 from dpx.gradients.ghost.trace import REMAT
 from dpx.trees import Tree, described
-from dpx.xla.apart import may_mix_rows
 from dpx.xla.convolutions import CALLS
-from dpx.xla.jaxprs import bodies, convolves
-from dpx.xla.place import PLATFORMS, Place, here
+from dpx.xla.jaxprs import convolves, inner_bodies
+from dpx.xla.place import PLATFORMS, Place, current_place
+from dpx.xla.rows_apart import may_mix_rows
 
 # For one CPU core. benchmarks/step.py times the steps, benchmarks/memory.py measures their memory.
 CACHE_BYTES = 2**25  # bytes that the examples of one microbatch may fill
@@ -52,8 +52,8 @@ class ForwardCost(NamedTuple):
 
 def forward_cost(jaxpr: core.Jaxpr) -> ForwardCost:
     return ForwardCost(
-        sum(_numbers(jaxpr)),
-        sum(_numbers(jaxpr, REMAT)),
+        sum(_count_numbers(jaxpr)),
+        sum(_count_numbers(jaxpr, REMAT)),
         convolves(jaxpr),
         not hides_convolutions(jaxpr),
         may_mix_rows(jaxpr),
@@ -77,11 +77,11 @@ class Microbatches(NamedTuple):
 
 
 def require_platform(platform: str | None) -> str:
-    """The platform that a program is compiled for, by default that of `here()`. Raises ValueError unless it is one of
-    PLATFORMS."""
+    """The platform that a program is compiled for, by default that of `current_place()`. Raises ValueError unless it is
+    one of PLATFORMS."""
     if platform is not None and platform not in PLATFORMS:
         raise ValueError(f"platform must be one of {', '.join(PLATFORMS)}, or None, got {described(platform)}")
-    return platform or here().platform
+    return platform or current_place().platform
 
 
 def choose_microbatches(
@@ -112,8 +112,8 @@ def choose_microbatches(
     if of_example * size > half:
         largest = max(1, int(half // of_example))
         reason = f"all {size} would not fit in half of the device's memory"
-        return Microbatches(_without_rest(largest, size), reason, passes, why)
-    at_once = _of_cache(cost, one, params, size, place)
+        return Microbatches(_size_without_rest(largest, size), reason, passes, why)
+    at_once = _size_for_cache(cost, one, params, size, place)
     return Microbatches(at_once, f"all {size} would not fit in the CPU's cache" * (at_once < size), passes, why)
 
 
@@ -122,12 +122,12 @@ def _example_bytes(cost: ForwardCost, plan: Plan, params: Tree, passes: int) -> 
     leaves = jax.tree.leaves(params)
     numbers, kept = cost.numbers, {n for n in range(len(leaves)) if isinstance(plan, str) or plan.keeps_gradients(n)}
     if passes == 2 and isinstance(plan, ghost.GhostPlan):
-        nowhere, all_layers = ghost.kept_nowhere(plan)
+        nowhere, all_layers = ghost.leaves_kept_nowhere(plan)
         numbers, kept = cost.stored if all_layers else numbers, kept - nowhere
     return max(1, 4 * (numbers // EQUATION_NUMBERS_PER_WRITE + sum(leaves[n].size for n in kept)))
 
 
-def _of_cache(cost: ForwardCost, example_bytes: int, params: Tree, size: int, place: Place) -> int:
+def _size_for_cache(cost: ForwardCost, example_bytes: int, params: Tree, size: int, place: Place) -> int:
     """How many of the `size` examples are fastest at once on a CPU, whose cache is small; elsewhere all."""
     if place.platform != "cpu" or place.devices > 1 or not cost.loops:
         return size
@@ -139,21 +139,21 @@ def _of_cache(cost: ForwardCost, example_bytes: int, params: Tree, size: int, pl
     if example_bytes * size < WHOLE_BATCH * filled:
         return size
     largest = max(least, max(filled, per_sum_byte * sum_bytes) // example_bytes)
-    return _without_rest(largest, size) if largest < size else size
+    return _size_without_rest(largest, size) if largest < size else size
 
 
-def _without_rest(largest: int, size: int) -> int:
+def _size_without_rest(largest: int, size: int) -> int:
     """At most `largest` of `size` examples, if possible without a rest, which would be compiled separately."""
     without_rest = [n for n in range(math.ceil(largest / 2), largest + 1) if size % n == 0]
     return max(without_rest, default=math.ceil(size / math.ceil(size / largest)))
 
 
-def _numbers(jaxpr, again: tuple[str, ...] = ()) -> tuple[int, int]:
+def _count_numbers(jaxpr, again: tuple[str, ...] = ()) -> tuple[int, int]:
     """How many numbers the equations define, without the bodies of those whose name is in `again`, and how many the
     largest of these defines. The body of a loop counts once for each iteration."""
     total = largest = 0
     for equation in jaxpr.eqns:
-        found = [_numbers(body, again) for body in bodies(equation)]
+        found = [_count_numbers(body, again) for body in inner_bodies(equation)]
         inside, of_body = sum(numbers for numbers, _ in found), max((one for _, one in found), default=0)
         if equation.primitive.name in again:
             inside, of_body = 0, inside + of_body
@@ -167,6 +167,6 @@ def hides_convolutions(jaxpr: core.Jaxpr) -> bool:
 
     def hides(equation):
         inside = hides_convolutions if equation.primitive.name in CALLS else convolves
-        return any(map(inside, bodies(equation)))
+        return any(map(inside, inner_bodies(equation)))
 
     return any(map(hides, jaxpr.eqns))

@@ -36,11 +36,11 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
     require_mechanism(mechanism)
     require_transforms(transforms)
     after = optax.chain(*transforms)
-    _try(after)
+    _try_transform(after)
 
     def on_trained(params):
         """The transforms on the trained parameters. Others get the released gradient, which is zero."""
-        flags = guards.trained(mechanism, params)
+        flags = guards.trained_leaves(mechanism, params)
         return after if all(jax.tree.leaves(flags)) else optax.masked(after, lambda _: flags)
 
     def release(sums, state, params):
@@ -55,11 +55,11 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
         except (AttributeError, TypeError, ValueError) as error:
             if type(error).__module__.startswith("jax"):
                 raise
-            _refuse(error)
+            _refuse_transform(error)
         return updates, ChainState(inner, transformed)
 
     return mechanism.wrap(
-        begin=lambda params: ChainState(mechanism.begin(params), _holding_nothing(on_trained(params).init(params))),
+        begin=lambda params: ChainState(mechanism.begin(params), _holds_nothing(on_trained(params).init(params))),
         release=release,
         stages=(*mechanism.stages, "optax transforms"),
     )
@@ -77,7 +77,7 @@ def require_transforms(transforms: tuple[Any, ...]):
             raise ValueError(f"transforms must be those of optax, such as optax.sgd(0.1), got {described(transform)}")
 
 
-def _holding_nothing(state: Tree) -> Tree:
+def _holds_nothing(state: Tree) -> Tree:
     """`state`. Raises ValueError if its transforms hold updates back."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node).__name__ in HOLDING)
     if any(type(node).__name__ in HOLDING for node in nodes):
@@ -89,7 +89,7 @@ def _holding_nothing(state: Tree) -> Tree:
     return state
 
 
-def _refuse(error: Exception) -> NoReturn:
+def _refuse_transform(error: Exception) -> NoReturn:
     raise ValueError(
         "transforms must make an update of the released gradient, their state and the parameters alone. Those that "
         "need the loss or its gradient (lbfgs, reduce_on_plateau, polyak_sgd, momo), or parameters of another form "
@@ -98,7 +98,7 @@ def _refuse(error: Exception) -> NoReturn:
     ) from error
 
 
-def _try(transform: optax.GradientTransformation):
+def _try_transform(transform: optax.GradientTransformation):
     """Raises ValueError early, before there are parameters, if `transform` holds updates back or needs more arguments.
 
     It is tried on one parameter; a failure for any other reason is ignored, because it may work on a real model.
@@ -109,8 +109,8 @@ def _try(transform: optax.GradientTransformation):
         jax.eval_shape(transform.update, like, state, like)
     except TypeError as error:
         if "required keyword-only argument" in str(error):
-            _refuse(error)
+            _refuse_transform(error)
     except Exception:
         return
     else:
-        _holding_nothing(state)
+        _holds_nothing(state)

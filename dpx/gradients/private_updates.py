@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dpx.gradients import ghost
+from dpx.gradients.clipped_gradients import Norms, RowSum, devices_of_rows, sum_gradients
 from dpx.gradients.microbatch_size import require_platform
-from dpx.gradients.rows import of_one_row, rows_of
-from dpx.gradients.sums import Norms, RowSum, devices_of_rows, sum_gradients
+from dpx.gradients.one_example import function_of_row, rows_with_keys
 from dpx.guards import require_params
 from dpx.mechanism import Mechanism
-from dpx.sampling.batch import Batch, inclusion, require_batch
+from dpx.sampling.batch import Batch, included_rows, require_batch
 from dpx.states.record import ReleaseState
 from dpx.trees import Tree, batch_size, find_state, outlined
 from dpx.validation import require_function, require_whole
@@ -70,14 +70,14 @@ class PrivateStep:
 
     def _release(self, params, batch, state):
         examples, included, drawn = batch
-        included = inclusion(batch_size(examples), included, self.optimizer.sampling)
-        rows = rows_of(self.optimizer, state, examples, with_key=self.with_key)
+        included = included_rows(batch_size(examples), included, self.optimizer.sampling)
+        rows = rows_with_keys(self.optimizer, state, examples, with_key=self.with_key)
         sums, of_each = self.row_sum(params, state, rows, included)
         updates, state = self.optimizer.release_once(sums, state, params, jnp.sum(included), drawn)
         return PrivateUpdates(updates, state, Unreleased(*of_each))
 
     def _place(self, params, batch, state):
-        return PrivateUpdates(params, state, along_examples(batch.examples))
+        return PrivateUpdates(params, state, sharding_along_examples(batch.examples))
 
 
 def private_updates(
@@ -170,7 +170,7 @@ def private_updates_from(
         ...     return jax.tree.map(lambda gradient: 0.1 * gradient, jax.grad(loss)(params, unit))
         >>> step = dpx.private_updates_from(update_of_unit, optimizer)
     """
-    of_row = of_one_row(update_of_unit, has_aux=has_aux)
+    of_row = function_of_row(update_of_unit, has_aux=has_aux)
     where = require_platform(platform), devices_of_rows(sharding)
     row_sum = RowSum(of_row, optimizer, "update", microbatch_size, *where)
     return PrivateStep(row_sum, optimizer, with_key)
@@ -201,7 +201,7 @@ def explain_norms(
     row_sum = sum_gradients(loss, optimizer, microbatch_size=None, norms=norms, has_aux=has_aux, platform=platform)
     params, state = require_params(params, optimizer), jax.eval_shape(optimizer.init, params)
     examples = require_batch(batch).examples
-    rows = jax.eval_shape(functools.partial(rows_of, optimizer, with_key=with_key), state, examples)
+    rows = jax.eval_shape(functools.partial(rows_with_keys, optimizer, with_key=with_key), state, examples)
     with row_sum.placed():
         plan, cost = row_sum.plan(params, state, rows)
         at_once = row_sum.at_once(plan, cost, params, batch_size(examples))
@@ -261,7 +261,7 @@ def call_with_auto_axes(function: Callable[..., Tree], arguments: tuple, place: 
     return jax.sharding.auto_axes(function, axes=axes, out_sharding=out)(*arguments)
 
 
-def along_examples(shardings: Tree) -> Any:
+def sharding_along_examples(shardings: Tree) -> Any:
     """The sharding of arrays with one row for each example. shardings: of the examples, as in `place`."""
     first = jax.tree.leaves(shardings)[0]
     return NamedSharding(first.mesh, PartitionSpec(*first.spec[:1]))

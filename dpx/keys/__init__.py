@@ -11,10 +11,10 @@ from dpx.keys.streams import SMALL as SMALL
 from dpx.keys.streams import fold_in as fold_in
 from dpx.keys.streams import is_key as is_key
 from dpx.keys.streams import is_small as is_small
-from dpx.keys.streams import mark as mark
-from dpx.keys.streams import public as public
-from dpx.keys.streams import require as require
-from dpx.keys.streams import secret as secret
+from dpx.keys.streams import key_words as key_words
+from dpx.keys.streams import mark_of_key as mark_of_key
+from dpx.keys.streams import public_key as public_key
+from dpx.keys.streams import require_key as require_key
 from dpx.keys.streams import secret_key as secret_key
 from dpx.keys.streams import stream as stream
-from dpx.keys.streams import words as words
+from dpx.keys.streams import warn_if_guessable as warn_if_guessable

@@ -7,8 +7,8 @@ permutation of 64-bit blocks differs from a random function, because no block co
 No two uses of one key encipher the same block, because they differ in the second or the last word:
 
     the noise                   (step + 1, place, 0, 0)
-    a key of a key, `derived`   (number, 1, 0, DERIVED)
-    other numbers, `drawn`      (place, 1, 0, DRAWN)
+    a key of a key, `derive_key`   (number, 1, 0, DERIVED)
+    other numbers, `draw_bits`      (place, 1, 0, DRAWN)
     the word of a release       (step + 1, 1, 0, RARE)
     jax's split and fold_in     (0, 0, high, low)
     jax's bits                  (high, low, 0, 0)
@@ -64,7 +64,7 @@ def threefry4x32(key: Sequence[jax.Array] | jax.Array, block: Sequence[jax.Array
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def derived(words: jax.Array, number: jax.Array, use: int = DERIVED) -> jax.Array:
+def derive_key(words: jax.Array, number: jax.Array, use: int = DERIVED) -> jax.Array:
     """The words of a new key, uint32 (4,), from those of a key and a number, uint32 (). use: DERIVED or RARE."""
     lax, place = jax.lax, jax.lax.iota(jnp.uint32, 4)
     every = functools.partial(lax.full_like, place)
@@ -76,7 +76,7 @@ def derived(words: jax.Array, number: jax.Array, use: int = DERIVED) -> jax.Arra
     return lax.select(lax.lt(place, every(2)), low, high)
 
 
-def drawn(words: jax.Array, count: int) -> list[jax.Array]:
+def draw_bits(words: jax.Array, count: int) -> list[jax.Array]:
     """128 random bits for each of `count` places: four uint32 arrays (count,). words: of the key, uint32 (4,). Unlike
     `jax.random.bits`, they depend on no setting of jax."""
     every = functools.partial(jax.lax.full, (count,), dtype=jnp.uint32)

@@ -36,17 +36,17 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from dpx.keys import integers
-from dpx.keys.cipher import RARE, derived, threefry4x32
+from dpx.keys import integer_normals
+from dpx.keys.cipher import RARE, derive_key, threefry4x32
 from dpx.keys.normals import normal, radius_and_angle
-from dpx.keys.streams import words as secret_words
+from dpx.keys.streams import key_words as secret_words
 from dpx.sums import doubles
-from dpx.sums.total import FloatPair, as_pair
+from dpx.sums.float_pair import FloatPair, as_pair
 from dpx.trees import Tree
 from dpx.validation import require_number
 from dpx.xla.miscompiled import require_rows_apart
 from dpx.xla.ordering import opaque_false
-from dpx.xla.place import Place, float64, here, warn_of_fast_math
+from dpx.xla.place import Place, current_place, float64, warn_of_fast_math
 
 # 32 KiB; from 2^11 to 2^17 numbers, a CPU is about equally fast (benchmarks/results/noise.md).
 CHUNK_NUMBERS = 2**13
@@ -99,8 +99,8 @@ def release(
         add no noise. For a Python 0.0 none is drawn either.
 
     On a CPU, a loop makes one chunk after another, which stays in the cache. On a TPU, it makes larger chunks, in
-    integers (`integers.py`). On a GPU, all numbers are made at once. On several devices, and on a TPU for more than
-    FLAT numbers, every leaf is made from the places of its numbers, because XLA can shard that like the leaf.
+    integers (`integer_normals.py`). On a GPU, all numbers are made at once. On several devices, and on a TPU for more
+    than FLAT numbers, every leaf is made from the places of its numbers, because XLA can shard that like the leaf.
 
     Warns once if XLA_FLAGS has fast math, under which no bound of a sum holds. Raises ValueError for more than
     LARGEST_RELEASE numbers, a leaf of more than LARGEST_LEAF, or an XLA that mixes rows (`dpx.xla.miscompiled`).
@@ -114,7 +114,7 @@ def release(
     leaves, structure = jax.tree.flatten(high)
     lows = None if low is None else structure.flatten_up_to(low)
     places = positions_of([leaf.shape for leaf in leaves])
-    how = places, here(), is_drawn(deviation)
+    how = places, current_place(), is_drawn(deviation)
     words, deviation = secret_words(key), as_deviation(deviation)
     with jax.disable_jit(False):  # the loops are written for tracers
         return structure.unflatten(release_leaves(words, jnp.asarray(step), deviation, leaves, lows, *how))
@@ -149,16 +149,16 @@ def positions_of(shapes: Sequence[tuple[int, ...]]) -> tuple[Position, ...]:
     sizes = [math.prod(shape) for shape in shapes]
     if (largest := max(sizes, default=0)) > LARGEST_LEAF:
         raise ValueError(f"a leaf must have at most {LARGEST_LEAF} numbers, got {largest}")
-    if (most := count(shapes)) > LARGEST_RELEASE:
+    if (most := count_release(shapes)) > LARGEST_RELEASE:
         raise ValueError(f"a release must have at most {LARGEST_RELEASE} numbers, got {most}")
     size = sum(sizes)
     if len(shapes) > 1 and size >= ONE_STREAM:
-        return tuple(Position(number, 0, _half(size)) for number, size in enumerate(sizes))
+        return tuple(Position(number, 0, _half_of_numbers(size)) for number, size in enumerate(sizes))
     starts = itertools.accumulate(sizes[:-1], initial=0)
-    return tuple(Position(0, start, _half(size)) for _, start in zip(sizes, starts, strict=False))
+    return tuple(Position(0, start, _half_of_numbers(size)) for _, start in zip(sizes, starts, strict=False))
 
 
-def _half(size: int) -> int:
+def _half_of_numbers(size: int) -> int:
     return max(1, min(CHUNK_NUMBERS, size + 1) // 2)
 
 
@@ -172,7 +172,7 @@ def release_leaves(
     as_integers = place.platform == "tpu"
 
     def of_leaf(high, low, at: Position) -> jax.Array:
-        return rounded(high, low, _normals(words, step, at, high.shape) if drawn else np.float64(0), deviation)
+        return round_to_grid(high, low, _normals(words, step, at, high.shape) if drawn else np.float64(0), deviation)
 
     if as_integers and (place.devices > 1 or not 0 < size < FLAT):
         return _leaves_in_integers((words, step, deviation), highs, lows, places, place.devices, drawn)
@@ -184,12 +184,12 @@ def release_leaves(
         rows = -(-chunks // -(-chunks // IN_INTEGERS))  # as few as make the same number of turns
         rows = rows if rows == chunks else -(-rows // 8) * 8  # a TPU's registers have 8 rows
         low = None if lows is None else in_rows(lows, places, rows)
-        made = _made_in_integers(words, step, deviation, in_rows(highs, places, rows), low, rows, drawn)
+        made = _noisy_in_integers(words, step, deviation, in_rows(highs, places, rows), low, rows, drawn)
         return in_leaves(made, step, places, shapes)
 
     def by_chunks(highs, lows) -> list[jax.Array]:
         low = None if lows is None else in_rows(lows, places)
-        made = made_in_chunks(words, step, deviation, in_rows(highs, places), low, drawn)
+        made = noisy_in_chunks(words, step, deviation, in_rows(highs, places), low, drawn)
         return in_leaves(made, step, places, shapes)
 
     def at_once(highs, lows) -> list[jax.Array]:
@@ -226,7 +226,7 @@ def in_leaves(made: jax.Array, step, places: tuple[Position, ...], shapes: list[
     ]
 
 
-def made_in_chunks(words, step, deviation, high: jax.Array, low: jax.Array | None, drawn: bool) -> jax.Array:
+def noisy_in_chunks(words, step, deviation, high: jax.Array, low: jax.Array | None, drawn: bool) -> jax.Array:
     """`high + low` with noise on the grid, float32 like both, (2 * chunks, half), made in the memory of `high`."""
     half = high.shape[1]
 
@@ -255,7 +255,7 @@ def made_in_chunks(words, step, deviation, high: jax.Array, low: jax.Array | Non
         high, *more = (
             jax.lax.dynamic_slice(x, (2 * number, 0), (2, half), allow_negative_indices=False) for x in parts(made)
         )
-        of_chunk = rounded(high, more[0] if more else None, normals, deviation)
+        of_chunk = round_to_grid(high, more[0] if more else None, normals, deviation)
         return jax.lax.dynamic_update_slice(made, of_chunk, (2 * number, 0), allow_negative_indices=False)
 
     def parts(made):
@@ -264,8 +264,8 @@ def made_in_chunks(words, step, deviation, high: jax.Array, low: jax.Array | Non
     return jax.lax.fori_loop(0, len(high) // 2, make, high)
 
 
-def _made_in_integers(words, step, deviation, high: jax.Array, low: jax.Array | None, chunks: int, drawn) -> jax.Array:
-    """`made_in_chunks` in integers, with this many chunks at once, which `high` has a multiple of."""
+def _noisy_in_integers(words, step, deviation, high: jax.Array, low: jax.Array | None, chunks: int, drawn) -> jax.Array:
+    """`noisy_in_chunks` in integers, with this many chunks at once, which `high` has a multiple of."""
     half = high.shape[1]
     rows, rare = (chunks, half), rare_word(words, step)
 
@@ -356,20 +356,20 @@ def _by_blocks(of_block: Callable, high: jax.Array, low: jax.Array | None, devic
 
 
 def _polar(words, step, pair: jax.Array, stream: jax.Array | int, rare: jax.Array) -> tuple:
-    """The blocks of these pairs, and their `integers.radius`. With the barriers, one kernel is three, of a size that a
-    TPU's compiler can plan."""
+    """The blocks of these pairs, and their `integer_normals.radius`. With the barriers, one kernel is three, of a size
+    that a TPU's compiler can plan."""
     block = jax.lax.optimization_barrier(threefry4x32(words, _block(step, pair, stream)))
-    return block, jax.lax.optimization_barrier(integers.radius(block, rare))
+    return block, jax.lax.optimization_barrier(integer_normals.radius(block, rare))
 
 
 def _of_integers(deviation, high: jax.Array, low: jax.Array | None, polar: tuple | None, second: jax.Array):
-    """`rounded` in integers. polar: `_polar` of the pairs; None draws no noise. second: as in `integers.normal`."""
+    """`round_to_grid` in integers. polar: `_polar` of the pairs; None for no noise. second: of `normal`."""
     bits = jax.lax.bitcast_convert_type(deviation, jnp.uint32)
     noise, scale = None, (bits & np.uint32(0x7FFFFF)) | np.uint32(0x800000)
     if polar is not None:
-        noise = integers.normal(polar[1], polar[0], second, scale)
+        noise = integer_normals.normal(polar[1], polar[0], second, scale)
     exponent = (bits >> 23).astype(jnp.int32)
-    made = integers.rounded(high, low, noise, exponent - np.int32(127 + GRID))
+    made = integer_normals.round_to_grid(high, low, noise, exponent - np.int32(127 + GRID))
     return jnp.where(exponent == 0, high if low is None else high + low, made)
 
 
@@ -400,7 +400,7 @@ def _normals(words, step, at: Position, shape: tuple[int, ...], compact: bool = 
     block, rare = threefry4x32(words, _block(step, pair, at.stream)), rare_word(words, step)
     # The barriers keep a CPU from computing the cipher again for each word, and for each use of the radius. A GPU would
     # write every word of it to memory for them, which is 8 times that of the numbers.
-    barrier = lax.optimization_barrier if here().platform == "cpu" else lambda arrays: arrays
+    barrier = lax.optimization_barrier if current_place().platform == "cpu" else lambda arrays: arrays
     block, rare = barrier((_at_once(block) if compact else block, rare))
     with jax.enable_x64(True):
         radius, theta = barrier(radius_and_angle(block, rare))
@@ -426,7 +426,7 @@ def _block(step: jax.Array, pair: jax.Array, stream: jax.Array | int) -> list[ja
 
 def rare_word(words, step: jax.Array) -> jax.Array:
     """The word e of `normals.py` of one release, uint32 ()."""
-    return derived(words, step.astype(jnp.uint32) + np.uint32(1), RARE)[0]
+    return derive_key(words, step.astype(jnp.uint32) + np.uint32(1), RARE)[0]
 
 
 def _at_once(arrays: list[jax.Array]) -> list[jax.Array]:
@@ -462,11 +462,11 @@ def release_and_rest(
         given = total(parts)
         released = release(key, step, given, deviation)
         with jax.enable_x64(True):
-            return released, doubles.less(released, given)
+            return released, doubles.difference_to_total(released, given)
     warn_of_fast_math()
     require_rows_apart()
     leaves, structure = jax.tree.flatten(jax.eval_shape(total, parts).high)
-    how = total, positions_of([leaf.shape for leaf in leaves]), here(), is_drawn(deviation)
+    how = total, positions_of([leaf.shape for leaf in leaves]), current_place(), is_drawn(deviation)
     with jax.disable_jit(False):
         made = _release_and_rest(secret_words(key), jnp.asarray(step), as_deviation(deviation), parts, *how)
     released, high, low = map(structure.unflatten, made)
@@ -482,7 +482,7 @@ def _release_and_rest(
 
     def rest(released, highs, lows) -> tuple:
         with float64("noise that is kept"):
-            return released, *doubles.less(released, FloatPair(highs, lows))
+            return released, *doubles.difference_to_total(released, FloatPair(highs, lows))
 
     def by_chunks(parts) -> tuple:
         def made() -> tuple[jax.Array, jax.Array]:
@@ -492,7 +492,7 @@ def _release_and_rest(
         # The step is at least 0. XLA can compute nothing again that comes from a conditional.
         zeros = functools.partial(optax.tree.zeros_like, jax.eval_shape(made))
         high, low = jax.lax.cond(step >= 0, made, zeros)
-        released = made_in_chunks(words, step, deviation, high, low, drawn)
+        released = noisy_in_chunks(words, step, deviation, high, low, drawn)
         return rest(*(in_leaves(rows, step, places, shapes) for rows in (released, high, low)))
 
     def by_leaves(parts) -> tuple:
@@ -526,7 +526,7 @@ def numbers_of(shapes: Sequence[tuple[int, ...]]) -> int:
 
 
 @contextlib.contextmanager
-def counting() -> Iterator[list[int]]:
+def counting_releases() -> Iterator[list[int]]:
     """A list that gets the `numbers_of` every release that is traced inside, ints."""
     token = _COUNTED.set(found := [])
     try:
@@ -535,15 +535,15 @@ def counting() -> Iterator[list[int]]:
         _COUNTED.reset(token)
 
 
-def count(shapes: Sequence[tuple[int, ...]]) -> int:
-    """The `numbers_of` a release, which `counting` hears of."""
+def count_release(shapes: Sequence[tuple[int, ...]]) -> int:
+    """The `numbers_of` a release, which `counting_releases` hears of."""
     numbers = numbers_of(shapes)
     if (found := _COUNTED.get()) is not None:
         found.append(numbers)
     return numbers
 
 
-def rounded(high: jax.Array, low: jax.Array | None, normals: ArrayLike, deviation: jax.Array) -> jax.Array:
+def round_to_grid(high: jax.Array, low: jax.Array | None, normals: ArrayLike, deviation: jax.Array) -> jax.Array:
     """gamma k of `noise.py`'s docstring, float32 in the shape of `high`. normals: g, float64. deviation: float32 ()."""
     bits = jax.lax.bitcast_convert_type(deviation, jnp.int32)
     exponent = jax.lax.shift_right_logical(bits, np.int32(23)) - np.int32(127 + GRID)

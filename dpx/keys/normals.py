@@ -64,28 +64,28 @@ def radius_and_angle(words: Sequence[jax.Array], rare: jax.Array) -> tuple[jax.A
     """r and theta, or theta - 1 if that is nearer to 0, float64, from the four words of a block, uint32 of one shape.
     rare: e, uint32 (), of the release. Call it inside `jax.enable_x64`."""
     a, b, c, d = words
-    small = lax.eq(a, _every(a, 0, jnp.uint32))
+    small = lax.eq(a, _constant_like(a, 0, jnp.uint32))
 
     def either(if_small, otherwise) -> jax.Array:
         return lax.select(small, if_small, otherwise)
 
     def constant(if_small: float, otherwise: float) -> jax.Array:
-        return either(_every(a, if_small, jnp.float64), _every(a, otherwise, jnp.float64))
+        return either(_constant_like(a, if_small, jnp.float64), _constant_like(a, otherwise, jnp.float64))
 
     first = either(b, a)
     high = lax.mul(_float64(first), constant(2.0**-64, 2.0**-32))
     within = lax.broadcast((_float64(rare) + 0.5) * 2.0**-32, a.shape)
-    within = lax.select(lax.eq(first, _every(a, 0, jnp.uint32)), within, _every(a, 0.5, jnp.float64))
-    low = _float64(either(lax.shift_right_logical(d, _every(d, 4, jnp.uint32)), b)) + within
+    within = lax.select(lax.eq(first, _constant_like(a, 0, jnp.uint32)), within, _constant_like(a, 0.5, jnp.float64))
+    low = _float64(either(lax.shift_right_logical(d, _constant_like(d, 4, jnp.uint32)), b)) + within
     low = lax.mul(low, constant(2.0**-92, 2.0**-64))
     # log p = exponent log 2 + log m with m in [sqrt(1/2), sqrt(2)), and log m = 2 atanh((m - 1) / (m + 1)).
     bits = lax.bitcast_convert_type(high + low, jnp.int64)
-    exponent = lax.shift_right_arithmetic(bits - ROOT_HALF, _every(bits, 52, jnp.int64))
-    m = lax.bitcast_convert_type(bits - lax.shift_left(exponent, _every(bits, 52, jnp.int64)), jnp.float64)
+    exponent = lax.shift_right_arithmetic(bits - ROOT_HALF, _constant_like(bits, 52, jnp.int64))
+    m = lax.bitcast_convert_type(bits - lax.shift_left(exponent, _constant_like(bits, 52, jnp.int64)), jnp.float64)
     less_one = lax.select(exponent == 0, (high - 1.0) + low, m - 1.0)  # near 1, p has lost digits that p - 1 still has
     s = lax.div(less_one, m + 1.0)
     squared = s * _polynomial(LOGARITHM, s * s) - exponent.astype(jnp.int32).astype(jnp.float64) * (2 * math.log(2))
-    rest = either(lax.shift_left(d, _every(d, 28, jnp.uint32)) + np.uint32(2**27), d)
+    rest = either(lax.shift_left(d, _constant_like(d, 28, jnp.uint32)) + np.uint32(2**27), d)
     theta = _float64(lax.bitcast_convert_type(c, jnp.int32)) * 2.0**-32 + (_float64(rest) + 0.5) * 2.0**-64
     return lax.sqrt(squared), theta  # above 0, because p - 1 is below 0
 
@@ -100,9 +100,9 @@ def normal(radius: jax.Array, theta: jax.Array, second: jax.Array) -> jax.Array:
 
 
 def _polynomial(coefficients: tuple[float, ...], x: jax.Array) -> jax.Array:
-    value = _every(x, coefficients[0], jnp.float64)
+    value = _constant_like(x, coefficients[0], jnp.float64)
     for coefficient in coefficients[1:]:
-        value = lax.add(lax.mul(value, x), _every(x, coefficient, jnp.float64))
+        value = lax.add(lax.mul(value, x), _constant_like(x, coefficient, jnp.float64))
     return value
 
 
@@ -110,5 +110,5 @@ def _float64(x: jax.Array) -> jax.Array:
     return lax.convert_element_type(x, jnp.float64)
 
 
-def _every(like: jax.Array, value: float, dtype) -> jax.Array:
+def _constant_like(like: jax.Array, value: float, dtype) -> jax.Array:
     return lax.full(like.shape, value, dtype)

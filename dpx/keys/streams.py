@@ -48,7 +48,7 @@ def secret_key(seed: int | np.integer | bytes | None = None) -> jax.Array:
     return _typed(jnp.asarray(np.frombuffer(seed, ">u4").astype(np.uint32)))
 
 
-def require(key: jax.Array) -> jax.Array:
+def require_key(key: jax.Array) -> jax.Array:
     """`key` as a typed PRNG key, (). Raises ValueError unless it is one key, of an implementation that is safe here."""
     if not isinstance(key, jax.Array):
         raise ValueError(f"key must be a jax PRNG key (dpx.secret_key()), got a {type(key).__name__}")
@@ -75,14 +75,14 @@ def is_small(key: jax.Array) -> bool:
     A "threefry4x32" or "philox" key of `jax.random.key` hides its seed, so it looks like any other."""
     if isinstance(key, jax.core.Tracer):
         return False
-    data = jax.random.key_data(require(key))
+    data = jax.random.key_data(require_key(key))
     if isinstance(data, jax.core.Tracer):
         return False
     first, second, third, last = [0] * (4 - data.size) + np.ravel(data).tolist()[:4]
     return first == third == 0 and second in (0, last)  # an "rbg" key holds its seed twice
 
 
-def secret(key: jax.Array) -> jax.Array:
+def warn_if_guessable(key: jax.Array) -> jax.Array:
     """`key`, (), with a warning if it comes from a seed that can be guessed."""
     if is_small(key):
         warnings.warn(SMALL, stacklevel=3)
@@ -91,8 +91,8 @@ def secret(key: jax.Array) -> jax.Array:
 
 def stream(key: jax.Array, name: str, step: jax.Array | int | None = None) -> jax.Array:
     """The key, (), for the use called `name`; with a step, int (), the key for that step alone. A 128-bit
-    "threefry4x32" key, whatever implementation `key` has. Raises ValueError as `require` does."""
-    named = fold_in(require(key), zlib.crc32(name.encode()))
+    "threefry4x32" key, whatever implementation `key` has. Raises ValueError as `require_key` does."""
+    named = fold_in(require_key(key), zlib.crc32(name.encode()))
     return named if step is None else fold_in(named, step)
 
 
@@ -100,10 +100,10 @@ def fold_in(key: jax.Array, number: jax.Array | int) -> jax.Array:
     """The "threefry4x32" key, (), derived from a key, (), and a number in [0, 2^32), int (). `jax.random.fold_in` would
     share a block of the cipher with `jax.random.bits`. Raises OverflowError for a known number outside this range."""
     word = number.astype(jnp.uint32) if isinstance(number, jax.Array) else np.uint32(int(number))
-    return _typed(cipher.derived(words(key), word))
+    return _typed(cipher.derive_key(key_words(key), word))
 
 
-def words(key: jax.Array) -> jax.Array:
+def key_words(key: jax.Array) -> jax.Array:
     """The 128 bits of a key, (), that enter the cipher: uint32 (4,), the highest first.
 
     A shorter key is padded with zeros, so it stays the same number, which a fresh `secret_key` equals with probability
@@ -113,10 +113,10 @@ def words(key: jax.Array) -> jax.Array:
     data = jax.random.key_data(key).reshape(-1)
     if data.size < 4:
         data = jnp.concatenate([jnp.zeros(4 - data.size, jnp.uint32), data])
-    return functools.reduce(cipher.derived, data[4:], data[:4])
+    return functools.reduce(cipher.derive_key, data[4:], data[:4])
 
 
-def public(key: jax.Array) -> jax.Array:
+def public_key(key: jax.Array) -> jax.Array:
     """A "threefry2x32" key, (), for numbers that anyone may know: half of the words of `key`, (), which must have no
     other use; a "threefry2x32" key is returned as it is.
 
@@ -124,16 +124,16 @@ def public(key: jax.Array) -> jax.Array:
     or less, and XLA compiles a step with a "hadamard" projection in 4 s instead of 21. With jax's threefry4x32 and
     without XLA's optimizations, `jax.random.randint` under `jax.vmap` took 50 s for 20,000 numbers.
     """
-    return jax.random.wrap_key_data(words(key)[2:], impl="threefry2x32")
+    return jax.random.wrap_key_data(key_words(key)[2:], impl="threefry2x32")
 
 
 def _typed(data: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(data, impl="threefry4x32")
 
 
-def mark(key: jax.Array) -> jax.Array:
+def mark_of_key(key: jax.Array) -> jax.Array:
     """A number in [2^31, 2^32), uint32 (), that differs for two keys with probability 1 - 2^-31, and reveals no more.
     If the key is known, so is the mark, even inside jit: it is a word of the key of the "mark" stream, which draws
     nothing."""
     with jax.ensure_compile_time_eval():
-        return words(stream(key, "mark"))[0] | jnp.uint32(2**31)
+        return key_words(stream(key, "mark"))[0] | jnp.uint32(2**31)

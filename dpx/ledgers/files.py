@@ -31,12 +31,12 @@ def lock_of(path: Path) -> FileLock:
     return lock
 
 
-def read(path: Path) -> Any:
+def read_json(path: Path) -> Any:
     """What a JSON file holds."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def write(path: Path, text: str):
+def replace_file(path: Path, text: str):
     """Replaces the file at once, by one that only its owner can read and that survives a loss of power."""
     part = path.with_name(f"{path.name}.part")
     part.unlink(missing_ok=True)  # of a program that was killed; others may be able to read it
@@ -45,10 +45,10 @@ def write(path: Path, text: str):
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
-    keep_names(path.parent)
+    flush_names(path.parent)
 
 
-def keep_names(folder: Path):
+def flush_names(folder: Path):
     """Ensures that a loss of power brings no older file back under a name in the folder."""
     if hasattr(os, "O_DIRECTORY"):
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -16,31 +16,31 @@ from filelock import FileLock
 
 from dpx import keys
 from dpx.accounting import checks
-from dpx.accounting.arithmetic import normals_of, worst
+from dpx.accounting.arithmetic import normal_sampler, worst_sampler
 from dpx.accounting.checks import Relation
-from dpx.accounting.events import billed
-from dpx.accounting.filters import NOTHING, Filter, Spent, credit
+from dpx.accounting.events import profile_of_run
+from dpx.accounting.filters import NOTHING, PrivacyFilter, Spent, credit_mu
 from dpx.accounting.ledger import from_event
-from dpx.accounting.loss import event_of, hashable
-from dpx.accounting.profiles import Profile, least
-from dpx.accounting.words import owner_of
+from dpx.accounting.loss import as_hashable, event_of_loss
+from dpx.accounting.profiles import Profile, least_number
+from dpx.accounting.wording import owner_of
 from dpx.keys.noise import LARGEST_RELEASE
-from dpx.ledgers.files import write
-from dpx.ledgers.lines import Entry, decoded, encoded, entries_of
+from dpx.ledgers.entries import Entry, decode_value, encode_value, entries_of
+from dpx.ledgers.files import replace_file
 from dpx.ledgers.page import sections_of
 from dpx.reports.pages import as_markdown, as_text
-from dpx.sampling.events import composition
+from dpx.sampling.events import compose_events
 from dpx.states.record import unit_mark
 from dpx.trees import described
 from dpx.validation import require_whole, require_words
-from dpx.xla.place import here
+from dpx.xla.place import current_place
 
 _MOST_NOISE, _FINE = 1e4, 1e-3  # of `least_noise`
 _PATIENCE = 300.0  # seconds for other programs to write their lines
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
+class LedgerTerms:
     """The first line of a ledger, which never changes. Fields as for `PrivacyLedger`."""
 
     epsilon: float
@@ -57,8 +57,8 @@ class Terms:
         checks.require_relation(self.relation)
 
     @property
-    def filter(self) -> Filter:
-        return Filter(self.epsilon, self.delta)
+    def filter(self) -> PrivacyFilter:
+        return PrivacyFilter(self.epsilon, self.delta)
 
     @property
     def owner(self) -> str:
@@ -109,9 +109,9 @@ class PrivacyLedger:
             if not self.path.exists():
                 if "epsilon" not in given or "delta" not in given:
                     raise ValueError(f"epsilon and delta must be given for a new ledger, but there is no {self.path}")
-                terms = {name: encoded(value) for name, value in asdict(Terms(**given)).items()}
-                write(self.path, json.dumps({"ledger": terms}) + "\n")
-        self.terms = Terms(**{name: decoded(value) for name, value in self._lines()[0]["ledger"].items()})
+                terms = {name: encode_value(value) for name, value in asdict(LedgerTerms(**given)).items()}
+                replace_file(self.path, json.dumps({"ledger": terms}) + "\n")
+        self.terms = LedgerTerms(**{name: decode_value(value) for name, value in self._lines()[0]["ledger"].items()})
         for name, value in given.items():
             if value != (stored := getattr(self.terms, name)):
                 words = f"{name} is {stored}, got {described(value)}"
@@ -175,10 +175,10 @@ class PrivacyLedger:
                 raise ValueError(f"a run must be made to end, and end once, got entry {entry.number} ({stored.words})")
             gained = NOTHING
             if from_event(stored.event).gaussian:
-                rest = from_event(_without(stored.event, hashable(event))).losses(self.terms.relation)
-                spent = max(_total(group).delta for group in _by_part(self.entries) if stored in group)
-                gained = credit(rest, max(0.0, self.terms.filter.most.delta - spent) / 8)
-            self._append([{"ended": entry.number, "steps": steps, "credit": encoded(gained)}])
+                rest = from_event(_releases_left(stored.event, as_hashable(event))).losses(self.terms.relation)
+                spent = max(_total_spent(group).delta for group in _by_part(self.entries) if stored in group)
+                gained = credit_mu(rest, max(0.0, self.terms.filter.most.delta - spent) / 8)
+            self._append([{"ended": entry.number, "steps": steps, "credit": encode_value(gained)}])
             return replace(stored, steps=steps, credit=gained)
 
     @property
@@ -191,9 +191,9 @@ class PrivacyLedger:
         return min(self.terms.epsilon, max(self._odometer(group) for group in _by_part(self.entries)))
 
     def _odometer(self, group: Sequence[Entry]) -> float:
-        spent = _total([replace(entry, credit=NOTHING) for entry in group])
+        spent = _total_spent([replace(entry, credit=NOTHING) for entry in group])
         if fixed := [entry for entry in group if entry.planned]:
-            more = self.terms.filter.charge(self._profile(fixed, curve=True), _total(group))
+            more = self.terms.filter.charge(self._profile(fixed, curve=True), _total_spent(group))
             spent = Spent(spent.precision + more.precision, spent.delta + more.delta)
         return self.terms.filter.odometer(spent)
 
@@ -213,7 +213,7 @@ class PrivacyLedger:
     def affords(self, event: DpEvent, *, numbers: int = LARGEST_RELEASE, part: str | None = None) -> bool:
         """Whether the budget still allows a release. Arguments as for `spend`."""
         try:
-            self._next(self.entries, event=hashable(event), words="asked", numbers=numbers, part=part, marks=())
+            self._next(self.entries, event=as_hashable(event), words="asked", numbers=numbers, part=part, marks=())
         except ValueError:
             return False
         return True
@@ -234,21 +234,21 @@ class PrivacyLedger:
         the number. numbers, part: as for `spend`. Raises ValueError if 1e4 is not enough.
         """
         given: Any = {"numbers": numbers, "part": part}
-        found = least(lambda noise: self.affords(event(noise), **given), most=_MOST_NOISE, fine=_FINE)
+        found = least_number(lambda noise: self.affords(event(noise), **given), most=_MOST_NOISE, fine=_FINE)
         if found == math.inf:
             raise ValueError(f"the budget of {self.path} must allow some noise multiplier up to {_MOST_NOISE:g}")
         return found
 
     def _enter(self, event, key, words, numbers, part, unit, *, made: bool, holder: str) -> Entry:
-        event = hashable(event)
+        event = as_hashable(event)
         self._require_terms(event, words, part, unit)
         checks.require_numbers(numbers)
-        marks = tuple(sorted({int(keys.mark(keys.require(one))) for one in _listed(key)}))
+        marks = tuple(sorted({int(keys.mark_of_key(keys.require_key(one))) for one in _keys_in_list(key)}))
         with self._lock:
             entries, lines = self.entries, []
             used = [entry for entry in entries if {*entry.marks} & {*marks}]
             if used:
-                entry = _again(used[0], event, marks, part, holder, numbers)
+                entry = _known_entry(used[0], event, marks, part, holder, numbers)
             else:
                 entry = self._next(entries, event=event, words=words, numbers=numbers, part=part, marks=marks)
                 lines.append(entry.line())
@@ -273,12 +273,12 @@ class PrivacyLedger:
 
     def _next(self, entries: Sequence[Entry], **given: Any) -> Entry:
         """The entry of one more release. Raises ValueError if the budget does not allow it."""
-        facts = {"in_integers": here().platform == "tpu", "date": datetime.now(UTC).date().isoformat()}
+        facts = {"in_integers": current_place().platform == "tpu", "date": datetime.now(UTC).date().isoformat()}
         fixed = Entry(number=len(entries), planned=True, charge=NOTHING, **facts, **given)
         planned = not any(entry.made for entry in entries) and self._compose([*entries, fixed])
         if planned and self._allows([*entries, fixed]):
             return fixed
-        coins = max(_total(group).delta for group in _by_part([*entries, fixed]) if fixed in group)
+        coins = max(_total_spent(group).delta for group in _by_part([*entries, fixed]) if fixed in group)
         charge = self.terms.filter.charge(self._profile([fixed], curve=True), Spent(0.0, coins))
         chosen = replace(fixed, planned=False, charge=charge)
         if not self._allows([*entries, chosen]):
@@ -294,7 +294,7 @@ class PrivacyLedger:
         """Whether the budget allows them. Coins need their share of delta where something was not planned."""
         most = self.terms.filter.most
         for group in _by_part(entries):
-            spent, coins = _total(group), 0.0 if all(entry.planned for entry in group) else most.delta
+            spent, coins = _total_spent(group), 0.0 if all(entry.planned for entry in group) else most.delta
             if spent.delta > most.delta or spent.precision > most.precision:
                 return False
             if any(entry.planned for entry in group) and self._epsilon(group, coins) > self.terms.epsilon:
@@ -312,7 +312,7 @@ class PrivacyLedger:
 
     def _epsilon(self, group: Sequence[Entry], coins: float | None = None) -> float:
         """Epsilon of the entries that count for one part. coins: their probability, or None for what was spent."""
-        fixed, spent = [entry for entry in group if entry.planned], _total(group)
+        fixed, spent = [entry for entry in group if entry.planned], _total_spent(group)
         spent = spent if coins is None else spent._replace(delta=coins)
         if not fixed:
             return self.terms.filter.epsilon_of(spent)
@@ -323,8 +323,8 @@ class PrivacyLedger:
         events = [entry.event for entry in entries]
         events += [GaussianDpEvent(precision**-0.5)] if precision > 0 else []
         event = events[0] if len(events) == 1 else dp_accounting.ComposedDpEvent(events)
-        numbers = worst(normals_of(entry.numbers, entry.in_integers) for entry in entries)
-        return billed(event, relation=self.terms.relation, numbers=numbers, curve=curve)
+        numbers = worst_sampler(normal_sampler(entry.numbers, entry.in_integers) for entry in entries)
+        return profile_of_run(event, relation=self.terms.relation, numbers=numbers, curve=curve)
 
     def _lines(self) -> list[dict[str, Any]]:
         """Raises ValueError for a file that is no ledger."""
@@ -338,10 +338,10 @@ class PrivacyLedger:
     def _append(self, lines: Iterable[dict[str, Any]]) -> None:
         """Adds lines, all at once; when it returns, they survive a loss of power. Under the lock."""
         text = self.path.read_text(encoding="utf-8")
-        write(self.path, text + "".join(json.dumps(line) + "\n" for line in lines))
+        replace_file(self.path, text + "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def _listed(key: Any) -> Sequence[Any]:
+def _keys_in_list(key: Any) -> Sequence[Any]:
     return key if isinstance(key, list | tuple) else [key]
 
 
@@ -351,7 +351,7 @@ def _by_part(entries: Sequence[Entry]) -> list[list[Entry]]:
     return [[entry for entry in entries if entry.part in (None, part)] for part in parts]
 
 
-def _total(entries: Sequence[Entry]) -> Spent:
+def _total_spent(entries: Sequence[Entry]) -> Spent:
     """What the entries cost in the unit of the filter, with what was given back; rounded up."""
     charged = math.fsum(entry.charge.precision for entry in entries) * (1 + 1e-12)
     precision = charged - math.fsum(entry.credit.precision for entry in entries) * (1 - 1e-12)
@@ -359,23 +359,25 @@ def _total(entries: Sequence[Entry]) -> Spent:
     return Spent(max(0.0, precision), coins * (1 + 1e-12))
 
 
-def _without(event: DpEvent, made: DpEvent) -> DpEvent:
+def _releases_left(event: DpEvent, made: DpEvent) -> DpEvent:
     """The event of the releases of `event` that are not in `made`. Raises ValueError if some of `made` are others."""
     planned, left = from_event(event), dict(from_event(event).counts)
     for loss, count in from_event(made).counts.items():
         left[loss] = left.get(loss, 0) - count
     if min(left.values(), default=0) < 0:
         raise ValueError(f"the event of a run that ends early must be of its own steps, {planned.event}, got {made}")
-    return composition((event_of(loss), count) for loss, count in left.items() if count)
+    return compose_events((event_of_loss(loss), count) for loss, count in left.items() if count)
 
 
-def _again(entry: Entry, event: DpEvent, marks: tuple[int, ...], part: str | None, holder: str, numbers: int) -> Entry:
+def _known_entry(
+    entry: Entry, event: DpEvent, marks: tuple[int, ...], part: str | None, holder: str, numbers: int
+) -> Entry:
     """The entry of a key that the ledger has: one that was reserved, or the run of the same folder.
 
     Raises ValueError for any other, because its noise would be that of an earlier release, and for one of more numbers
     or drawn in integers, because that costs more than was paid.
     """
-    dearer = numbers > entry.numbers or (here().platform == "tpu" and not entry.in_integers)
+    dearer = numbers > entry.numbers or (current_place().platform == "tpu" and not entry.in_integers)
     if dearer or (entry.event, entry.marks, entry.part) != (event, marks, part):
         raise ValueError(
             f"every release must have a key of its own, or be the one that was reserved with it, but entry "

@@ -3,8 +3,8 @@
 from typing import Any
 
 from dpx.accounting.ledger import from_event
-from dpx.accounting.words import upper
-from dpx.ledgers.lines import Entry
+from dpx.accounting.wording import rounded_up
+from dpx.ledgers.entries import Entry
 from dpx.reports.pages import Section
 
 _OUTSIDE = (
@@ -19,18 +19,18 @@ _OUTSIDE = (
 def sections_of(ledger: Any) -> tuple[Section, ...]:
     """The sections of the page of a `PrivacyLedger`."""
     terms, entries = ledger.terms, ledger.entries
-    delta, pending = upper(terms.delta, 6), [entry for entry in entries if not entry.made]
+    delta, pending = rounded_up(terms.delta, 6), [entry for entry in entries if not entry.made]
     sentences = (
         f"All releases below, together, are (epsilon, delta)-private for one {terms.owner}, with epsilon "
-        f"{upper(terms.epsilon, 6)} and delta {delta}. This is the budget. It holds whatever was released first, and "
-        "whoever decided by it what was released next, with how much noise, and when to stop.",
+        f"{rounded_up(terms.epsilon, 6)} and delta {delta}. This is the budget. It holds whatever was released first, "
+        "and whoever decided by it what was released next, with how much noise, and when to stop.",
         f"Releases: {len(entries) - len(pending)} made, {len(pending)} reserved. A line is written before its release "
         "is made, so it counts even if a program was killed in between.",
     )
     rows = (
-        ("budget", f"epsilon {upper(terms.epsilon, 6)} at delta {delta}"),
-        ("spent", f"epsilon {upper(ledger.epsilon, 4)}, for a reader who did not choose when to read"),
-        ("at every moment", f"epsilon {upper(ledger.odometer, 4)}, for a reader who may stop at any moment"),
+        ("budget", f"epsilon {rounded_up(terms.epsilon, 6)} at delta {delta}"),
+        ("spent", f"epsilon {rounded_up(ledger.epsilon, 4)}, for a reader who did not choose when to read"),
+        ("at every moment", f"epsilon {rounded_up(ledger.odometer, 4)}, for a reader who may stop at any moment"),
         ("neighbors", f"data sets that differ in one {terms.owner} (relation {terms.relation!r})"),
     )
     releases = tuple((f"{entry.number}, {entry.date}", _words(entry)) for entry in entries)

@@ -23,8 +23,8 @@ from dpx.mechanism import Mechanism, Tree
 from dpx.mechanisms.dp_sgd import SMALLEST_CLIP_NORM, dp_sgd, tree_norm
 from dpx.mechanisms.stages import SUM, describe
 from dpx.sampling.schemes import Sampling
-from dpx.schedules.scalars import ScalarOrSchedule, at, over
-from dpx.sums.total import as_pair
+from dpx.schedules.scalars import ScalarOrSchedule, value_at, values_over
+from dpx.sums.float_pair import as_pair
 from dpx.trees import float32_like
 from dpx.validation import require_number, require_open_fraction
 
@@ -73,7 +73,7 @@ def adaptive_clipping(
     require_number("indicator_noise", indicator_noise, minimum=0, exclusive=True)
     require_open_fraction("quantile", quantile)
     inner = dp_sgd(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
-    _require_cheap_indicator(over(inner.noise_multiplier, 1), indicator_noise)
+    _require_cheap_indicator(values_over(inner.noise_multiplier, 1), indicator_noise)
     shares = functools.partial(_shares, inner.noise_multiplier, indicator_noise)
 
     def encoded(grad):
@@ -94,7 +94,7 @@ def adaptive_clipping(
         return optax.tree.cast_like(updates, params), AdaptiveClippingState(inner_state, clip_norm)
 
     def event(steps):
-        _require_cheap_indicator(over(inner.noise_multiplier, steps), indicator_noise)
+        _require_cheap_indicator(values_over(inner.noise_multiplier, steps), indicator_noise)
         return inner.event(steps)
 
     def bound(state):
@@ -115,7 +115,7 @@ def adaptive_clipping(
 
 def _shares(noise_multiplier: ScalarOrSchedule, indicator_noise: float, step: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The shares of the inner clip norm of 1 that the gradient and the indicator take, float32 () each."""
-    indicator = at(noise_multiplier, step) / (2 * indicator_noise)
+    indicator = value_at(noise_multiplier, step) / (2 * indicator_noise)
     return jnp.sqrt(1 - indicator**2), indicator
 
 
@@ -129,10 +129,10 @@ def _require_cheap_indicator(multipliers: np.ndarray, indicator_noise: float):
 
 def _stages(clip_norm: float, quantile: float, inner: Mechanism, indicator_noise: float) -> tuple[str, ...]:
     def gradient_multiplier(step):
-        return at(inner.noise_multiplier, step) / _shares(inner.noise_multiplier, indicator_noise, step)[0]
+        return value_at(inner.noise_multiplier, step) / _shares(inner.noise_multiplier, indicator_noise, step)[0]
 
     scheduled = callable(inner.noise_multiplier)
-    multiplier = describe(gradient_multiplier if scheduled else float(over(gradient_multiplier, 1)[0]))
+    multiplier = describe(gradient_multiplier if scheduled else float(values_over(gradient_multiplier, 1)[0]))
     return (
         f"clip to a norm that follows the {quantile:g} quantile of the norms, {clip_norm:.6g} at step 0",
         SUM,

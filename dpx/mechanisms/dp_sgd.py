@@ -3,9 +3,9 @@
 Proof of the bound. An example whose gradient has norm n enters with the factor C / max(n, C), so its contribution has
 norm n C / max(n, C), at most C. With groups of clip norms C_k, its norm is at most sqrt(sum_k C_k^2) = C, because the
 groups share no coordinate. Leaving the example out changes the sum by its contribution alone, so by at most C, and the
-computed sum by at most C (1 + ETA), whatever the data (`dpx.sums.total`). The noise on every coordinate has standard
-deviation sigma C (1 + ETA), where sigma and C are functions of the step, so one release is the Gaussian mechanism of
-noise multiplier sigma. The division by B is post-processing.
+computed sum by at most C (1 + ETA), whatever the data (`dpx.sums.float_pair`). The noise on every coordinate has
+standard deviation sigma C (1 + ETA), where sigma and C are functions of the step, so one release is the Gaussian
+mechanism of noise multiplier sigma. The division by B is post-processing.
 """
 
 import math
@@ -20,12 +20,12 @@ from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Mechanism, Tree
 from dpx.mechanisms.stages import SUM, describe, describe_groups
 from dpx.sampling.schemes import Sampling
-from dpx.schedules.scalars import ScalarOrSchedule, at, over, require_scalar_or_schedule
+from dpx.schedules.scalars import ScalarOrSchedule, require_scalar_or_schedule, value_at, values_over
 from dpx.states.record import ReleaseState
 from dpx.sums import norms
-from dpx.sums.total import ETA
+from dpx.sums.float_pair import ETA
 from dpx.trees import described
-from dpx.validation import between
+from dpx.validation import interval_in_words
 
 # In the units of the gradient. The squares of smaller or larger norms, or sums of such squares, leave float32's range.
 SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM = 2.0**-40, 1e15
@@ -77,14 +77,14 @@ def dp_sgd(
         require_noise(np.array([noise_multiplier]))
     if not (hasattr(sampling, "event") and hasattr(sampling, "divisor")):
         raise ValueError(f"sampling must be a dpx sampling record such as PoissonSampling, got {described(sampling)}")
-    noise_key = keys.stream(keys.secret(key), "noise")
+    noise_key = keys.stream(keys.warn_if_guessable(key), "noise")
 
     def weigh(found, state):
         return (jax.tree.map(lambda n, c: c / jnp.maximum(n, c), found, _norms_at(clip_norm, state.step)),)
 
     def release(sums, state, params):
         (total,), step = sums, state.step
-        multiplier = at(noise_multiplier, step)
+        multiplier = value_at(noise_multiplier, step)
         silent = not callable(noise_multiplier) and noise_multiplier == 0  # then no noise is drawn
         deviation = 0.0 if silent else multiplier * optax.tree.norm(_norms_at(clip_norm, step)) * (1 + ETA)
         released = keys.release(noise_key, step, total, deviation)
@@ -93,9 +93,9 @@ def dp_sgd(
 
     def event(steps):
         for value in jax.tree.leaves(clip_norm):
-            values = over(value, steps if callable(value) else 1)
+            values = values_over(value, steps if callable(value) else 1)
             _require_all("clip_norm", values, SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM)
-        multipliers = over(noise_multiplier, steps)
+        multipliers = values_over(noise_multiplier, steps)
         require_noise(multipliers if callable(noise_multiplier) else multipliers[:1])
         return sampling.event(multipliers)
 
@@ -122,13 +122,13 @@ def tree_norm(tree: Tree) -> jax.Array:
 
 def _norms_at(clip_norm: Tree, step: jax.Array) -> Tree:
     """The clip norm of every group at one step, float32 () each."""
-    return jax.tree.map(lambda c: at(c, step), clip_norm)
+    return jax.tree.map(lambda c: value_at(c, step), clip_norm)
 
 
 def _require_all(name: str, values: np.ndarray, minimum: float, maximum: float):
     wrong = np.flatnonzero(~(np.isfinite(values) & (values >= minimum) & (values <= maximum)))
     if len(wrong):
-        bound = between(minimum, maximum)
+        bound = interval_in_words(minimum, maximum)
         raise ValueError(f"{name} must be finite and {bound} at every step, got {values[wrong[0]]} at step {wrong[0]}")
 
 

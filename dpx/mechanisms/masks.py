@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from dpx.schedules.scalars import ScalarOrSchedule, at
+from dpx.schedules.scalars import ScalarOrSchedule, value_at
 from dpx.trees import Tree
 
 # Added to a share before its product with d is rounded down, because 0.29 * 100 is 28.999... in floating point. Each
@@ -24,7 +24,7 @@ FLOAT32_SLACK, FLOAT64_SLACK = 1e-7, 1e-12
 def random_mask(seed: jax.Array, kept: jax.Array, like: Tree) -> Tree:
     """A uniformly random mask with `kept` ones, bool in the shapes of `like`. seed: uint32 (2,). kept: int32 ()."""
     key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-    return largest(optax.tree.random_like(key, like, jax.random.bits, jnp.uint32), kept)
+    return mask_of_largest(optax.tree.random_like(key, like, jax.random.bits, jnp.uint32), kept)
 
 
 def masked(tree: Tree, mask: Tree) -> Tree:
@@ -33,33 +33,35 @@ def masked(tree: Tree, mask: Tree) -> Tree:
     return jax.tree.map(lambda x, m: x * m.astype(x.dtype), tree, mask)
 
 
-def count(share: ScalarOrSchedule, step: jax.Array, like: Tree) -> jax.Array:
+def number_of_share(share: ScalarOrSchedule, step: jax.Array, like: Tree) -> jax.Array:
     """The number of coordinates in a share of all d at one step: floor(share d), but at least 1; int32 ()."""
     size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(like))
     if callable(share):
-        number = jnp.floor((at(share, step) + FLOAT32_SLACK) * size).astype(jnp.int32)
+        number = jnp.floor((value_at(share, step) + FLOAT32_SLACK) * size).astype(jnp.int32)
     else:
         number = jnp.int32(math.floor((share + FLOAT64_SLACK) * size))
     return jnp.clip(number, 1, size)
 
 
-def complement(rate: ScalarOrSchedule) -> ScalarOrSchedule:
-    return (lambda step: 1 - at(rate, step)) if callable(rate) else 1 - rate
+def complement_of_rate(rate: ScalarOrSchedule) -> ScalarOrSchedule:
+    return (lambda step: 1 - value_at(rate, step)) if callable(rate) else 1 - rate
 
 
-def largest(numbers: Tree, kept: jax.Array) -> Tree:
+def mask_of_largest(numbers: Tree, kept: jax.Array) -> Tree:
     """A mask of the `kept` largest numbers of the whole tree: bool, like `numbers`. Of equal numbers the first count.
     numbers: uint32 or float32. kept: int32 (), at least 1, may be traced."""
-    leaves, treedef = jax.tree.flatten(jax.tree.map(_in_order, numbers))
+    leaves, treedef = jax.tree.flatten(jax.tree.map(_ordered_words, numbers))
     starts = np.cumsum([0, *[leaf.size for leaf in leaves]])
     size = int(starts[-1])
     threshold = _threshold(leaves, kept)
-    wanted = kept - _count([leaf > threshold for leaf in leaves])  # how many of those equal to the threshold
+    wanted = kept - _count_true([leaf > threshold for leaf in leaves])  # how many of those equal to the threshold
     places = [
         jnp.where(leaf == threshold, lax.iota(jnp.uint32, leaf.size).reshape(leaf.shape) + int(start), size)
         for leaf, start in zip(leaves, starts[:-1], strict=True)
     ]
-    last = _greatest(lambda bound: _count([place < bound for place in places]) < wanted, bits=size.bit_length())
+    last = _greatest_fit(
+        lambda bound: _count_true([place < bound for place in places]) < wanted, bits=size.bit_length()
+    )
     return treedef.unflatten([(leaf > threshold) | (place <= last) for leaf, place in zip(leaves, places, strict=True)])
 
 
@@ -71,14 +73,14 @@ def least_of_largest(numbers: Tree, kept: jax.Array) -> jax.Array:
 
 def _threshold(words: list[jax.Array], kept: jax.Array) -> jax.Array:
     """The least of the `kept` largest words, uint32 ()."""
-    return _greatest(lambda bound: _count([word >= bound for word in words]) >= kept, bits=32)
+    return _greatest_fit(lambda bound: _count_true([word >= bound for word in words]) >= kept, bits=32)
 
 
 def _bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint32)
 
 
-def _in_order(x: jax.Array) -> jax.Array:
+def _ordered_words(x: jax.Array) -> jax.Array:
     """uint32 words in the order of the numbers in `x`."""
     if x.dtype == jnp.uint32:
         return x
@@ -86,7 +88,7 @@ def _in_order(x: jax.Array) -> jax.Array:
     return jnp.where(negative, ~_bits(x), _bits(x) | jnp.uint32(2**31))
 
 
-def _greatest(fits: Callable[[jax.Array], jax.Array], *, bits: int) -> jax.Array:
+def _greatest_fit(fits: Callable[[jax.Array], jax.Array], *, bits: int) -> jax.Array:
     """The greatest number below 2^bits that fits, uint32 (). 0 must fit, and so must all below one that fits."""
 
     def body(i, number):
@@ -96,7 +98,7 @@ def _greatest(fits: Callable[[jax.Array], jax.Array], *, bits: int) -> jax.Array
     return lax.fori_loop(0, bits, body, jnp.uint32(0))
 
 
-def _count(where: list[jax.Array]) -> jax.Array:
+def _count_true(where: list[jax.Array]) -> jax.Array:
     """The number of True elements, int32 (). Sums up to 2^24 are exact in float32, which is faster on a CPU."""
     dtypes = [jnp.float32 if w.size < 2**24 else jnp.int32 for w in where]
     return sum((jnp.sum(w, dtype=d).astype(jnp.int32) for w, d in zip(where, dtypes, strict=True)), jnp.int32(0))

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from dpx.schedules.scalars import ScalarOrSchedule, over
+from dpx.schedules.scalars import ScalarOrSchedule, values_over
 from dpx.trees import Tree, path_of
 
 SUM = "sum over the batch"
@@ -27,7 +27,7 @@ def around_sum(
 
 def describe(value: ScalarOrSchedule) -> str:
     """A number, or the first number of a schedule, in words."""
-    return f"{over(value, 1)[0]:.6g} (at step 0 of a schedule)" if callable(value) else f"{value:.6g}"
+    return f"{values_over(value, 1)[0]:.6g} (at step 0 of a schedule)" if callable(value) else f"{value:.6g}"
 
 
 def describe_share(share: ScalarOrSchedule) -> str:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from dpx.mechanism import Coordinates, Tree
-from dpx.trees import described, path_of, some
+from dpx.trees import described, first_words, path_of
 
 PRINTED = 6  # paths in the printed pipeline, and in a message
 
@@ -27,7 +27,7 @@ def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
     if not by_path:
         _require_some(mask)
         kept = [path_of(path) for path, keep in jax.tree_util.tree_leaves_with_path(mask) if keep]
-        words = some(kept, PRINTED) or "all layers"
+        words = first_words(kept, PRINTED) or "all layers"
     all_kept = not by_path and all(jax.tree.leaves(mask))
 
     def flags_of(tree: Tree) -> Tree:
@@ -76,5 +76,5 @@ def _require_some(flags: Tree):
                 "them, or a function of the path such as lambda path: 'head' in path"
             )
     if not any(flag for _, flag in found):
-        paths = some([path for path, _ in found], PRINTED)
+        paths = first_words([path for path, _ in found], PRINTED)
         raise ValueError(f"mask must leave at least one layer trainable, got False for all of: {paths}")

@@ -17,10 +17,10 @@ from jax import lax
 from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Coordinates, Mechanism, Tree, in_coordinates
 from dpx.mechanisms.dp_sgd import dp_sgd
-from dpx.mechanisms.masks import count, largest, least_of_largest, masked
+from dpx.mechanisms.masks import least_of_largest, mask_of_largest, masked, number_of_share
 from dpx.mechanisms.stages import describe_share
 from dpx.sampling.schemes import Sampling
-from dpx.schedules.scalars import ScalarOrSchedule, at, over, require_fraction, require_scalar_or_schedule
+from dpx.schedules.scalars import ScalarOrSchedule, require_fraction, require_scalar_or_schedule, value_at, values_over
 from dpx.trees import find_state
 from dpx.validation import require_number, require_whole
 
@@ -70,7 +70,7 @@ def ada_dpigu(
     standardization = standardized(
         mean_decay=mean_decay,
         variance_decay=variance_decay,
-        initial_variance=float(over(noise_deviation, warmup + 1)[warmup]) ** 2,
+        initial_variance=float(values_over(noise_deviation, warmup + 1)[warmup]) ** 2,
         stability=stability,
         relative=relative,
     )
@@ -116,7 +116,7 @@ def deviation_of_release(
     clip_norm: ScalarOrSchedule, noise_multiplier: ScalarOrSchedule, sampling: Sampling
 ) -> Callable[[jax.Array], jax.Array]:
     """The schedule of the standard deviation of the noise on a coordinate that DP-SGD releases."""
-    return lambda step: at(noise_multiplier, step) * at(clip_norm, step) / sampling.divisor
+    return lambda step: value_at(noise_multiplier, step) * value_at(clip_norm, step) / sampling.divisor
 
 
 class ImportanceState(NamedTuple):
@@ -186,14 +186,14 @@ def importance_mask(
             restored, following = inner.decode(updates, state.inner, like)
             updates = after_warmup(state, released, masked(restored, state.mask))
             inner_state = after_warmup(state, state.inner, following)
-        noise = at(noise_floor, state.step)
+        noise = value_at(noise_floor, state.step)
         of, floor = (jnp.square, noise**2) if squares else (jnp.abs, math.sqrt(2 / math.pi) * noise)
         scored = jax.tree.map(lambda s, r: s + (of(r) - floor) / warmup, state.score, released)
         score = after_warmup(state, scored, state.score)
         step = state.step + 1
-        kept = count(keep, step, like)
-        changes = (step == warmup) | ((step > warmup) & (kept != count(keep, state.step, like)))
-        mask = lax.cond(changes, lambda: largest(score, kept), lambda: state.mask)
+        kept = number_of_share(keep, step, like)
+        changes = (step == warmup) | ((step > warmup) & (kept != number_of_share(keep, state.step, like)))
+        mask = lax.cond(changes, lambda: mask_of_largest(score, kept), lambda: state.mask)
         return updates, ImportanceState(step, score, mask, inner_state)
 
     name, undo = _words(keep, warmup, inner)
@@ -211,7 +211,7 @@ def importance_mask(
 def _check(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None, steps: int):
     """Raises ValueError if `keep` leaves (0, 1] or falls after the warm-up in the first `steps`, or as `inner` does."""
     require_fraction("keep", keep, "(0, 1]", steps)
-    kept = over(keep, steps)[warmup:]
+    kept = values_over(keep, steps)[warmup:]
     for fallen in np.flatnonzero(np.diff(kept) < 0)[:1]:
         found = f"{kept[fallen + 1]:g} after {kept[fallen]:g} at step {warmup + fallen + 1}"
         raise ValueError(f"keep must not fall after the warm-up, got {found}")
@@ -338,7 +338,7 @@ def top_fraction(*, fraction: ScalarOrSchedule) -> Coordinates:
 
     def encode(grad, state):
         sizes = jax.tree.map(jnp.abs, grad)
-        least = least_of_largest(sizes, count(fraction, state.step, grad))
+        least = least_of_largest(sizes, number_of_share(fraction, state.step, grad))
         return jax.tree.map(lambda g, size: jnp.where(size < least, 0.0, g), grad, sizes)
 
     return Coordinates(

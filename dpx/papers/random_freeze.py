@@ -15,7 +15,7 @@ from dpx import keys
 from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Coordinates, Mechanism, Tree, in_coordinates
 from dpx.mechanisms.dp_sgd import dp_sgd
-from dpx.mechanisms.masks import complement, count, largest, masked, random_mask
+from dpx.mechanisms.masks import complement_of_rate, mask_of_largest, masked, number_of_share, random_mask
 from dpx.mechanisms.stages import describe_period, describe_share
 from dpx.sampling.schemes import Sampling
 from dpx.schedules.scalars import ScalarOrSchedule, require_fraction
@@ -116,11 +116,11 @@ def random_freeze(*, freeze_rate: ScalarOrSchedule, every: int, posterior: bool 
     Source: Zhu and Blaschko 2021, https://arxiv.org/abs/2112.00845.
     """
     require_fraction("freeze_rate", freeze_rate, "[0, 1)")
-    stream, share = keys.stream(key, "random_freeze"), complement(freeze_rate)
+    stream, share = keys.stream(key, "random_freeze"), complement_of_rate(freeze_rate)
 
     def begin(step, like) -> RandomFreezeState:
-        seed = jax.random.key_data(keys.public(keys.fold_in(stream, step // every)))
-        kept = count(share, step, like)
+        seed = jax.random.key_data(keys.public_key(keys.fold_in(stream, step // every)))
+        kept = number_of_share(share, step, like)
         return RandomFreezeState(step, seed, kept, random_mask(seed, kept, like))
 
     def following(released, state, like):
@@ -160,7 +160,7 @@ def ranked_freeze(*, freeze_rate: ScalarOrSchedule, every: int) -> Coordinates:
     Source: Zhu and Blaschko 2021, Appendix C, https://arxiv.org/abs/2112.00845v1.
     """
     require_fraction("freeze_rate", freeze_rate, "[0, 1)")
-    share = complement(freeze_rate)
+    share = complement_of_rate(freeze_rate)
 
     def init(params):
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
@@ -171,7 +171,7 @@ def ranked_freeze(*, freeze_rate: ScalarOrSchedule, every: int) -> Coordinates:
         step, total = state.step + 1, jax.tree.map(jnp.add, state.total, released)
 
         def begin():
-            mask = largest(jax.tree.map(jnp.abs, total), count(share, step, like))
+            mask = mask_of_largest(jax.tree.map(jnp.abs, total), number_of_share(share, step, like))
             return RankedFreezeState(step, jax.tree.map(jnp.zeros_like, total), mask)
 
         return lax.cond(step % every == 0, begin, lambda: RankedFreezeState(step, total, state.mask))

@@ -26,14 +26,14 @@ import numpy as np
 
 from dpx import keys
 from dpx.accounting.budget import accepts_budget
+from dpx.gradients.clipped_gradients import RowSum, sum_gradients
 from dpx.gradients.private_updates import PrivateUpdates, Unreleased
-from dpx.gradients.sums import RowSum, sum_gradients
 from dpx.mechanism import Coordinates, InCoordinatesState, Mechanism, Tree, in_coordinates
 from dpx.mechanisms.dp_sgd import dp_sgd
-from dpx.sampling.batch import Batch, inclusion, require_batch
+from dpx.sampling.batch import Batch, included_rows, require_batch
 from dpx.sampling.schemes import Sampling
 from dpx.schedules.scalars import ScalarOrSchedule
-from dpx.sums.total import FloatPair
+from dpx.sums.float_pair import FloatPair
 from dpx.trees import batch_size, described, float32_like, path_of
 from dpx.validation import require_function, require_number, require_open_fraction, require_whole
 
@@ -218,7 +218,7 @@ class RowStep:
 
     def __call__(self, params: Tree, batch: Batch, state: Tree) -> PrivateUpdates:
         examples, included, drawn = require_batch(batch)
-        included = inclusion(batch_size(examples), included, self.optimizer.sampling)
+        included = included_rows(batch_size(examples), included, self.optimizer.sampling)
         tables = _require_tables(params)[TABLES]
         read = jax.tree.map(
             lambda table, indices: WorkingRows.of(indices, len(table)), tables, jax.vmap(self.rows)(examples)
@@ -240,7 +240,8 @@ class RowStep:
 
     def _require_ghost_norms(self, *given: Tree):
         """One example more or less moves the places of the rows that others read. Lookups add rows one after another,
-        wherever they are, but a product with a matrix may round by the place, beyond what `dpx.sums.total` proves."""
+        wherever they are, but a product with a matrix may round by the place, beyond what `dpx.sums.float_pair`
+        proves."""
         with self.row_sum.placed():
             plan, _ = self.row_sum.plan(*given)
         if isinstance(plan, str):

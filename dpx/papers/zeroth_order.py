@@ -70,7 +70,7 @@ def random_directions(*, count: int, key: jax.Array) -> Coordinates:
 
     def direction(number, state, like):
         """Number k, float32, like the gradient: u_k / sqrt(K)."""
-        drawn = jax.random.fold_in(keys.public(keys.fold_in(stream, state.step)), number)
+        drawn = jax.random.fold_in(keys.public_key(keys.fold_in(stream, state.step)), number)
         normals = optax.tree.random_like(drawn, like, jax.random.normal, jnp.float32)
         return jax.tree.map(lambda leaf: leaf / math.sqrt(count), normals)
 

@@ -11,9 +11,9 @@ from dpx.accounting import checks
 from dpx.accounting.bill import event_of, normals_for, records_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.compose import Composition
-from dpx.accounting.events import billed
+from dpx.accounting.events import profile_of_run
 from dpx.accounting.profiles import Profile
-from dpx.accounting.words import owner_of, upper, whose
+from dpx.accounting.wording import for_whom, owner_of, rounded_up
 from dpx.reports.pages import draw_guessing, labeled
 from dpx.trees import described
 from dpx.validation import require_floats
@@ -55,13 +55,13 @@ class AttackBounds(NamedTuple):
         return (
             *(
                 f"At a false-positive rate of {100 * wrong:.4g} %, no membership-inference attack on one {unit} has a "
-                f"true-positive rate above {upper(100 * right, 4)} %."
+                f"true-positive rate above {rounded_up(100 * right, 4)} %."
                 for wrong, right in rates
             ),
             f"The advantage of an attack on one {unit}, which is its true-positive rate minus its false-positive rate, "
-            f"is at most {upper(self.advantage, 4)}.",
-            f"mu = {upper(self.mu, 4)}: at every false-positive rate, the true-positive rate of an attack on one "
-            f"{unit} is at most that of mu-Gaussian differential privacy plus {upper(self.delta, 6)}.",
+            f"is at most {rounded_up(self.advantage, 4)}.",
+            f"mu = {rounded_up(self.mu, 4)}: at every false-positive rate, the true-positive rate of an attack on one "
+            f"{unit} is at most that of mu-Gaussian differential privacy plus {rounded_up(self.delta, 6)}.",
         )
 
 
@@ -116,7 +116,7 @@ def profile_of(
     """The profile of a run, for deltas at many epsilons. The arguments are as for `dpx.epsilon`."""
     event, stated = event_of(mechanism, steps_or_state, relation, records=records)
     numbers = normals_for(mechanism, steps_or_state)
-    return billed(event, accountant=accountant, relation=stated, curve=True, numbers=numbers)
+    return profile_of_run(event, accountant=accountant, relation=stated, curve=True, numbers=numbers)
 
 
 def bounds_of(profile: Profile, delta: float, false_positive_rates: Sequence[float]) -> AttackBounds:
@@ -147,7 +147,7 @@ def plot_attack_bounds(bounds: AttackBounds, *, axes: Any = None, label: str | N
     bounds: with many rates, such as `numpy.geomspace(1e-4, 1, 50)`. axes: of matplotlib, new ones by default; returned.
     label: of the curve, in a legend.
     """
-    right = f"true positive rate of any attack (upper bound){whose(bounds.records)}"
+    right = f"true positive rate of any attack (upper bound){for_whom(bounds.records)}"
     axes = labeled(axes, "false positive rate", right)
     axes.loglog(bounds.false_positive_rates, bounds.true_positive_rates, label=label)
     draw_guessing(axes, bounds.false_positive_rates, bounds.false_positive_rates)

@@ -12,9 +12,9 @@ import numpy as np
 from dpx.accounting import checks
 from dpx.accounting.bill import event_of, normals_for, records_of
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.events import billed
+from dpx.accounting.events import profile_of_run
 from dpx.accounting.pld.buckets import BUCKETS
-from dpx.accounting.words import upper, whose
+from dpx.accounting.wording import for_whom, rounded_up
 from dpx.reports.attacks import bounds_of, profile_of
 from dpx.reports.pages import draw_guessing, labeled
 from dpx.trees import outlined
@@ -104,7 +104,7 @@ def epsilon_over_steps(
         event, stated = event_of(mechanism, step, relation, records=records)
         buckets = BUCKETS if step == steps else _BUCKETS
         options: Any = {"buckets": buckets, "numbers": normals_for(mechanism, step)}
-        spent.append(billed(event, accountant=accountant, relation=stated, **options).epsilon(delta))
+        spent.append(profile_of_run(event, accountant=accountant, relation=stated, **options).epsilon(delta))
     spent = np.minimum.accumulate(spent[::-1])[::-1]  # fewer steps cost no more
     return EpsilonOverSteps(steps_shown, spent, checks.require_delta(delta), epoch > 1, records_of(mechanism, records))
 
@@ -160,7 +160,9 @@ def plot_epsilon_over_steps(curve: EpsilonOverSteps, *, axes: Any = None, label:
 
     An epoch that is paid for at once is a stair. label: of the curve, in a legend.
     """
-    axes = labeled(axes, "steps of the run", f"epsilon spent at delta {upper(curve.delta, 6)}{whose(curve.records)}")
+    axes = labeled(
+        axes, "steps of the run", f"epsilon spent at delta {rounded_up(curve.delta, 6)}{for_whom(curve.records)}"
+    )
     axes.plot(curve.steps, curve.epsilon, label=label, drawstyle="steps-pre" if curve.by_epoch else "default")
     axes.update_datalim([(0, 0)])
     axes.autoscale_view()
@@ -172,7 +174,7 @@ def plot_delta_over_epsilon(curve: DeltaOverEpsilon, *, axes: Any = None, label:
 
     label: of the curve, in a legend.
     """
-    axes = labeled(axes, f"epsilon{whose(curve.records)}", "delta (upper bound)")
+    axes = labeled(axes, f"epsilon{for_whom(curve.records)}", "delta (upper bound)")
     axes.semilogy(curve.epsilon, np.maximum(curve.delta, 1e-300), label=label)
     return axes
 
@@ -182,7 +184,7 @@ def plot_trade_off(curve: TradeOff, *, axes: Any = None, label: str | None = Non
 
     label: of the curve, in a legend.
     """
-    of_type_one = f"type I error (false positive rate){whose(curve.records)}"
+    of_type_one = f"type I error (false positive rate){for_whom(curve.records)}"
     axes = labeled(axes, of_type_one, "type II error (false negative rate)")
     axes.plot(curve.type_one, curve.type_two, label=label)
     draw_guessing(axes, [0, 1], [1, 0])

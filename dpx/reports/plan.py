@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dpx.accounting import checks
-from dpx.accounting.bill import of_records
-from dpx.accounting.calibration import calibrate_schedule, least_within
+from dpx.accounting.bill import event_of_records
+from dpx.accounting.calibration import calibrate_schedule, least_noise_within
 from dpx.accounting.checks import Accountant
-from dpx.accounting.events import billed
-from dpx.accounting.words import upper, whose
+from dpx.accounting.events import profile_of_run
+from dpx.accounting.wording import for_whom, rounded_up
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.reports.pages import labeled
 from dpx.sampling.allocation import RandomAllocation
@@ -94,7 +94,7 @@ class SamplingPlan:
     def _budget(self) -> str:
         sampling = self.runs[0].sampling
         sizes = f"batch size {sampling.divisor:g} of {sampling.examples} for {self.epochs:g} epochs"
-        return f"{sizes}, epsilon {self.epsilon:g} at delta {upper(self.delta, 6)}{whose(self.records)}"
+        return f"{sizes}, epsilon {self.epsilon:g} at delta {rounded_up(self.delta, 6)}{for_whom(self.records)}"
 
     def __repr__(self) -> str:
         best = self.recommended.sampling
@@ -147,7 +147,7 @@ def _name(run: PlannedSampling) -> str:
 
 def _line(run: PlannedSampling) -> str:
     words = "" if run.sampling.truncates else WORDS[type(run.sampling)]
-    numbers = f"{_up(run.noise_multiplier):16.4f} {upper(run.epsilon, 4):>17} {run.rows:6}"
+    numbers = f"{_up(run.noise_multiplier):16.4f} {rounded_up(run.epsilon, 4):>17} {run.rows:6}"
     return f"{_name(run):36} {numbers}  {words}".rstrip()
 
 
@@ -201,7 +201,7 @@ def plan_samplings(
         steps = sampling.steps(epochs=epochs)
         cost = _cost(sampling, steps, **budget)
         start = runs[0].noise_multiplier if runs else math.sqrt(records)
-        noise = least_within(cost, budget["epsilon"], _TOLERANCE_OF_TABLE, start)
+        noise = least_noise_within(cost, budget["epsilon"], _TOLERANCE_OF_TABLE, start)
         runs.append(PlannedSampling(sampling, steps, noise, cost(start if runs else noise), sampling.usual_rows))
     return SamplingPlan(
         epochs=epochs, epsilon=budget["epsilon"], delta=budget["delta"], runs=tuple(runs), records=records
@@ -227,8 +227,8 @@ def _cost(
     relation = checks.require_relation(sampling.relation)
 
     def spent(noise: float) -> float:
-        event = of_records(sampling.event(np.full(steps, noise)), sampling, relation, records)
-        return billed(event, relation=relation, accountant=accountant, numbers=numbers).epsilon(delta)
+        event = event_of_records(sampling.event(np.full(steps, noise)), sampling, relation, records)
+        return profile_of_run(event, relation=relation, accountant=accountant, numbers=numbers).epsilon(delta)
 
     return spent
 
@@ -295,7 +295,7 @@ class NoisePlan:
 
     @property
     def _budget(self) -> str:
-        return f"epsilon {self.epsilon:g} at delta {upper(self.delta, 6)}{whose(self.records)}"
+        return f"epsilon {self.epsilon:g} at delta {rounded_up(self.delta, 6)}{for_whom(self.records)}"
 
     def __repr__(self) -> str:
         run = self.suggested
@@ -405,4 +405,4 @@ def _least_noise(examples: int, size: int, steps: int, budget: dict[str, Any]) -
         return calibrate_schedule([1.0], sampling_rate=size / examples, counts=[steps], **of_one).scale
     sizes: Any = {"examples": examples}
     sampling = FullBatch(**sizes) if size == examples else PoissonSampling(**sizes, batch_size=size)
-    return least_within(_cost(sampling, steps, **budget), epsilon, _TOLERANCE, 1.0)
+    return least_noise_within(_cost(sampling, steps, **budget), epsilon, _TOLERANCE, 1.0)

@@ -13,26 +13,26 @@ from typing import Any, Literal
 from dp_accounting import DpEvent
 
 from dpx.accounting import checks
-from dpx.accounting.arithmetic import Answer, normals_of
+from dpx.accounting.arithmetic import EpsilonParts, normal_sampler
 from dpx.accounting.best_of import Selection
 from dpx.accounting.bill import (
-    batches_of,
     billed_steps,
     event_of,
     made_steps,
+    marks_of_batches,
     normals_for,
     records_of,
     require_billable,
 )
 from dpx.accounting.budget import Budget
 from dpx.accounting.checks import Relation
-from dpx.accounting.events import billed
+from dpx.accounting.events import profile_of_run
 from dpx.accounting.ledger import from_event
-from dpx.accounting.words import owner_of, upper, whose
+from dpx.accounting.wording import for_whom, owner_of, rounded_up
 from dpx.reports.attacks import AttackBounds, bounds_and_curve
 from dpx.reports.pages import Section, as_html, as_markdown, as_text, attack_curve
 from dpx.states.record import unit_mark
-from dpx.sums.total import ETA
+from dpx.sums.float_pair import ETA
 from dpx.trees import described
 from dpx.validation import require_words
 
@@ -183,23 +183,25 @@ def privacy_report(
     steps, (made, planned) = billed_steps(steps_or_state), made_steps(steps_or_state)
     records = records_of(mechanism, records)
     event, relation = event_of(mechanism, steps_or_state, None, records=records)
-    drawn = _unit_of(batches_of(steps_or_state)[1], unit)
+    drawn = _unit_of(marks_of_batches(steps_or_state)[1], unit)
     event, words = _with_tuning(event, relation, records, tuning, subject := owner_of(records, drawn))
     normals = tuning.numbers if isinstance(tuning, Selection) else normals_for(mechanism, steps_or_state, numbers)
-    answers: dict[str, Answer] = {}
+    answers: dict[str, EpsilonParts] = {}
     refusals = []
     for accountant in ("pld", "rdp"):
         try:
-            profile = billed(event, accountant=accountant, relation=relation, numbers=normals)
+            profile = profile_of_run(event, accountant=accountant, relation=relation, numbers=normals)
             answers[accountant] = profile.answer(delta)
         except ValueError as error:
             refusals.append(error)
     if not answers:
         raise refusals[0]
     least, possible = min(answers.values()), {}
-    if math.isinf(least.epsilon) and (of_run := billed(event, relation=relation, numbers=normals).least_delta(delta)):
+    if math.isinf(least.epsilon) and (
+        of_run := profile_of_run(event, relation=relation, numbers=normals).least_delta(delta)
+    ):
         possible = {"least delta": of_run}
-    attacks, curve = bounds_and_curve(billed(event, relation=relation, curve=True, numbers=normals), delta)
+    attacks, curve = bounds_and_curve(profile_of_run(event, relation=relation, curve=True, numbers=normals), delta)
     return PrivacyReport(
         mechanism=str(mechanism),
         steps=steps,
@@ -217,7 +219,7 @@ def privacy_report(
         events=from_event(event).words(),
         versions={"python": platform.python_version()} | {p.removesuffix("-jax"): version_of(p) for p in _PACKAGES},
         caveats=(
-            *caveats(drawn, relation, records, on_a_tpu=normals_of(normals).slope > 0),
+            *caveats(drawn, relation, records, on_a_tpu=normal_sampler(normals).slope > 0),
             *((run.explain(delta, relation),) if (run := from_event(event).whole_run) else ()),
         ),
         date=datetime.now(UTC).date().isoformat(),
@@ -395,7 +397,7 @@ def _learnt(report: PrivacyReport, unit: str) -> Section:
         f"true-positive rate is how often it says so where it did. Guessing about one {unit} makes both equal."
     )
     rows = (
-        (f"false-positive rate {100 * wrong:.4g} %", f"true-positive rate of at most {upper(100 * right, 4)} %")
+        (f"false-positive rate {100 * wrong:.4g} %", f"true-positive rate of at most {rounded_up(100 * right, 4)} %")
         for wrong, right in report.attack_curve[:-1:10]
     )
     sentences = (meaning, *report.attacks.sentences(unit))
@@ -403,23 +405,23 @@ def _learnt(report: PrivacyReport, unit: str) -> Section:
 
 
 def _spent(report: PrivacyReport, unit: str) -> tuple[str, ...]:
-    spent, delta, added = report.spent, upper(report.delta, 6), report.arithmetic
+    spent, delta, added = report.spent, rounded_up(report.delta, 6), report.arithmetic
     if math.isinf(spent) and "least delta" in added:
         return (
             f"There is NO guarantee for one {unit} at delta {delta}, because epsilon = inf: the noise has finitely "
             "many values, and that alone costs more than this delta. There is one at a delta of about "
-            f"{upper(added['least delta'], 1)}.",
+            f"{rounded_up(added['least delta'], 1)}.",
         )
     if math.isinf(spent):
         return (f"There is NO guarantee for one {unit}, because epsilon = inf: a release has no noise, or too little.",)
-    factor = upper(math.exp(spent), 3) if spent < 700 else "e^epsilon"
+    factor = rounded_up(math.exp(spent), 3) if spent < 700 else "e^epsilon"
     other = _RELATIONS[report.relation][1].format(unit=unit)
     return (
-        f"The epsilon that counts for one {unit} is {upper(spent, 6)} at delta {delta}, for {report.steps} steps. It "
-        "is an upper bound, the least of those below.",
-        f"For one {unit}, this epsilon includes {upper(added['epsilon'], 2)}, and delta includes "
-        f"{upper(added['delta'], 2)}, because computer noise takes finitely many values.",
-        f"Rounding can lengthen what one {unit} adds to a sum, by at most {upper(ETA, 3)} of the clip norm (eta)"
+        f"The epsilon that counts for one {unit} is {rounded_up(spent, 6)} at delta {delta}, for {report.steps} steps. "
+        "It is an upper bound, the least of those below.",
+        f"For one {unit}, this epsilon includes {rounded_up(added['epsilon'], 2)}, and delta includes "
+        f"{rounded_up(added['delta'], 2)}, because computer noise takes finitely many values.",
+        f"Rounding can lengthen what one {unit} adds to a sum, by at most {rounded_up(ETA, 3)} of the clip norm (eta)"
         f"{'' if report.records == 1 else ' for each record'}. The noise is larger by this share, so the epsilon for "
         f"one {unit} contains it.",
         *([f"{report.ending}."] if report.ending else []),
@@ -433,7 +435,7 @@ def _target(report: PrivacyReport, unit: str) -> str:
     budget, spent = report.budget, report.spent
     if budget is None:
         return f"No epsilon was set as the target for one {unit}."
-    numbers = f"epsilon {upper(budget.epsilon, 6)} at delta {upper(budget.delta, 6)}"
+    numbers = f"epsilon {rounded_up(budget.epsilon, 6)} at delta {rounded_up(budget.delta, 6)}"
     if budget.records != report.records:
         other = "one record" if budget.records == 1 else f"a {owner_of(budget.records)}"
         return f"The target was {numbers} for {other}, not for one {unit}."
@@ -442,32 +444,35 @@ def _target(report: PrivacyReport, unit: str) -> str:
         return f"{words}, and the run kept it."
     if spent > budget.epsilon and report.delta >= budget.delta:
         return f"{words}, and the run spent MORE."
-    return f"{words}, which cannot be compared with an epsilon at delta {upper(report.delta, 6)}."
+    return f"{words}, which cannot be compared with an epsilon at delta {rounded_up(report.delta, 6)}."
 
 
 def _numbers(report: PrivacyReport, unit: str) -> tuple[tuple[str, str], ...]:
     budget = report.budget
     each = unit if report.records == 1 else "record"
     data = ", ".join(filter(None, [report.dataset, f"{report.rows:,} units, each one {each}" if report.rows else ""]))
-    target = upper(budget.epsilon, 6) if budget is not None and budget.records == report.records else "none"
+    target = rounded_up(budget.epsilon, 6) if budget is not None and budget.records == report.records else "none"
     return (
         *((("run", report.name),) if report.name else ()),
         *((("data", data),) if data else ()),
         ("date", report.date),
         ("who is protected", f"one {unit}"),
-        (f"epsilon of one {unit}, spent", upper(report.spent, 6)),
+        (f"epsilon of one {unit}, spent", rounded_up(report.spent, 6)),
         (f"epsilon of one {unit}, target", target),
-        (f"delta of one {unit}", upper(report.delta, 6)),
+        (f"delta of one {unit}", rounded_up(report.delta, 6)),
         ("steps", str(report.steps) if report.made == report.steps else f"{report.made} made, {report.steps} covered"),
     )
 
 
 def _code_words(report: PrivacyReport) -> tuple[tuple[str, str], ...]:
-    costs, whom = report.epsilon.items(), whose(report.records)
+    costs, whom = report.epsilon.items(), for_whom(report.records)
     return (
         ("relation", report.relation),
         ("sampling", report.sampling),
-        *((f"epsilon by {name}{whom}", "does not apply" if cost is None else upper(cost, 6)) for name, cost in costs),
+        *(
+            (f"epsilon by {name}{whom}", "does not apply" if cost is None else rounded_up(cost, 6))
+            for name, cost in costs
+        ),
         *((f"release{whom}", event) for event in report.events),
         ("versions", ", ".join(f"{name} {version}" for name, version in report.versions.items())),
     )

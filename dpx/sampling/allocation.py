@@ -14,7 +14,7 @@ from dpx import keys
 from dpx.keys import cipher
 from dpx.sampling.base import VaryingSize
 from dpx.sampling.draws import Draw, once_an_epoch, require_step, step_key
-from dpx.sampling.events import RandomAllocationDpEvent, composition, constant, grouped
+from dpx.sampling.events import RandomAllocationDpEvent, compose_events, group_multipliers, is_constant
 from dpx.validation import require_whole
 
 _TOGETHER = 2**20  # examples whose steps are drawn at once: 16 MiB. The steps depend on this number.
@@ -67,7 +67,9 @@ class RandomAllocation(VaryingSize):
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         epoch, place = divmod(require_step(key, step), self.steps_per_epoch)
         own = step_key(key, epoch)
-        lists, starts = allocated(np.asarray(keys.words(own)).tobytes(), self.examples, self.steps_per_epoch)
+        lists, starts = allocate_examples(
+            np.asarray(keys.key_words(own)).tobytes(), self.examples, self.steps_per_epoch
+        )
         drawn = lists[starts[place] : starts[place + 1]]
         return self.scattered(drawn, size, keys.fold_in(own, place))
 
@@ -77,19 +79,19 @@ class RandomAllocation(VaryingSize):
     def event(self, multipliers: np.ndarray) -> DpEvent:
         steps = self.steps_per_epoch
         whole = len(multipliers) // steps * steps
-        if constant(multipliers):
+        if is_constant(multipliers):
             distinct, counts = [multipliers[:steps]][:whole], np.array([whole // steps])[:whole]
         else:
             epochs = np.sort(multipliers[:whole].reshape(-1, steps), axis=1)
             distinct, counts = np.unique(epochs, axis=0, return_counts=True) if whole else (epochs, np.zeros(0, int))
-        parts = [(*pair,) for pair in zip(map(grouped, distinct), counts.tolist(), strict=True)]
+        parts = [(*pair,) for pair in zip(map(group_multipliers, distinct), counts.tolist(), strict=True)]
         if len(multipliers) > whole:
-            parts.append((grouped(multipliers[whole:]), 1))
-        return composition((RandomAllocationDpEvent(noise, steps), count) for noise, count in parts)
+            parts.append((group_multipliers(multipliers[whole:]), 1))
+        return compose_events((RandomAllocationDpEvent(noise, steps), count) for noise, count in parts)
 
 
 @functools.lru_cache(maxsize=1)
-def allocated(words: bytes, examples: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
+def allocate_examples(words: bytes, examples: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
     """The examples in the order of their steps, int32 (examples,), and where each step begins, int64 (steps + 1,).
 
     It is kept in memory, because every step of an epoch needs the same one.
@@ -116,10 +118,10 @@ def _steps(words: bytes, examples: int, steps: int) -> Iterator[tuple[int, np.nd
     key = jax.random.wrap_key_data(jnp.asarray(np.frombuffer(words, np.uint32)), impl="threefry4x32")
     parts, together = keys.fold_in(key, _PARTS), min(examples, _TOGETHER)
     for number in range(-(-examples // together)):
-        high, low, _, _ = map(np.asarray, _drawn(keys.words(keys.fold_in(parts, number)), together))
+        high, low, _, _ = map(np.asarray, _drawn(keys.key_words(keys.fold_in(parts, number)), together))
         bits = high.astype(np.uint64) << np.uint64(32) | low
         first = number * together
         yield first, (bits % np.uint64(steps)).astype(np.int64)[: examples - first]
 
 
-_drawn = jax.jit(cipher.drawn, static_argnums=1)
+_drawn = jax.jit(cipher.draw_bits, static_argnums=1)

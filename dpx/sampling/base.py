@@ -18,14 +18,14 @@ from dpx.sampling.draws import (
     Draw,
     Draws,
     fitting_rows,
-    record,
+    pad_draw,
+    record_draw,
     require_known,
     require_rows,
     scatter,
     usual_rows,
-    widen,
 )
-from dpx.sampling.rows import rows_of, unit_of
+from dpx.sampling.read_rows import rows_of, unit_of
 from dpx.states.identity import by_fields
 from dpx.states.reading import next_steps
 from dpx.trees import Tree
@@ -169,11 +169,11 @@ class Sampling(abc.ABC):
         if the mechanism of the state accounts for another sampling, at the first step beyond the budget, and
         inside jit, where `draw_ahead` works instead.
         """
-        require_known(keys.secret(key), state)
+        require_known(keys.warn_if_guessable(key), state)
         (step,) = next_steps(state, self, 1, beyond_budget=beyond_budget)
         rows = rows_of(data, self.examples, key)
         indices, included = self.draw(key, step, size=size)
-        return Batch(rows(indices, included, step), included, record(self, key, step, included, unit_of(data)))
+        return Batch(rows(indices, included, step), included, record_draw(self, key, step, included, unit_of(data)))
 
     def batches(
         self,
@@ -208,7 +208,7 @@ class Sampling(abc.ABC):
         budget; for `size` with `chunk_size`; for a sharding of more axes than one; and if several processes have not
         the same key and steps.
         """
-        require_known(keys.secret(key), state)
+        require_known(keys.warn_if_guessable(key), state)
         steps = None if steps is None else require_whole("steps", steps)
         run = next_steps(state, self, steps, beyond_budget=beyond_budget)
         how = loading.Loading(chunk_size=chunk_size, sharding=sharding, prefetch=prefetch, size=size)
@@ -231,12 +231,14 @@ class Sampling(abc.ABC):
         unit: what a row of the data is, in one word; "user" if each row holds all examples of a user.
         The arrays hold 5 bytes for each row of each step. Raises ValueError as `batches` does.
         """
-        require_known(keys.secret(key), state)
+        require_known(keys.warn_if_guessable(key), state)
         run = next_steps(state, self, require_whole("steps", steps), beyond_budget=beyond_budget)
         draws = [self.draw(key, step, size=size) for step in run]
         largest = max(len(indices) for indices, _ in draws)
-        indices, included = (np.stack(arrays) for arrays in zip(*(widen(draw, largest) for draw in draws), strict=True))
-        drawn = [record(self, key, step, rows, unit) for step, rows in zip(run, included, strict=True)]
+        indices, included = (
+            np.stack(arrays) for arrays in zip(*(pad_draw(draw, largest) for draw in draws), strict=True)
+        )
+        drawn = [record_draw(self, key, step, rows, unit) for step, rows in zip(run, included, strict=True)]
         return Draws(indices, included, jax.tree.map(lambda *numbers: np.stack(numbers), *drawn), self.examples)
 
 

@@ -46,7 +46,7 @@ def require_batch(batch: Any) -> Batch:
 MISSING = object()  # the default of `included`; None already says that all rows count
 
 
-def inclusion(size: int, included: Any, sampling: Any) -> jax.Array:
+def included_rows(size: int, included: Any, sampling: Any) -> jax.Array:
     """Which of `size` rows count, bool (size,). None and MISSING mean all of them.
 
     Raises ValueError for another shape or dtype, for MISSING if the sampling's batches may hold padding, and for all

@@ -9,10 +9,10 @@ import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 
 from dpx import keys
-from dpx.sampling.allocation import allocated
+from dpx.sampling.allocation import allocate_examples
 from dpx.sampling.base import VaryingSize
-from dpx.sampling.draws import Draw, coins, keep_sizes, require_step, step_key, tossed
-from dpx.sampling.events import composed
+from dpx.sampling.draws import Draw, require_step, step_key, store_sizes, toss_coins, toss_every_step
+from dpx.sampling.events import compose_releases
 from dpx.validation import require_whole
 
 _ROWS = 1  # the number of the key of the rows of a step
@@ -46,7 +46,7 @@ class CyclicPoissonSampling(VaryingSize):
     one_key: ClassVar[bool] = True
 
     def __post_init__(self):
-        keep_sizes(self)
+        store_sizes(self)
         bands = require_whole("bands", self.bands)
         if self.examples >= 2**31:
             raise ValueError(f"examples must be below 2^31, because an index is an int32; got {self.examples}")
@@ -70,20 +70,20 @@ class CyclicPoissonSampling(VaryingSize):
 
     def group(self, key: jax.Array, number: int) -> np.ndarray:
         """The examples of one group, int32 (of the group,), rising. key: of the run, (). number: int, below `bands`."""
-        words = np.asarray(keys.words(step_key(key, 0))).tobytes()
-        members, starts = allocated(words, self.examples, self.bands)
+        words = np.asarray(keys.key_words(step_key(key, 0))).tobytes()
+        members, starts = allocate_examples(words, self.examples, self.bands)
         return members[starts[number] : starts[number + 1]]
 
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         step = require_step(key, step)
         own, members = step_key(key, step), self.group(key, step % self.bands)
-        drawn = members[np.asarray(coins(own, self.examples, self.probability))[members]]
+        drawn = members[np.asarray(toss_coins(own, self.examples, self.probability))[members]]
         return self.scattered(drawn, size, keys.fold_in(own, _ROWS))
 
     def takes_part(self, key: jax.Array, steps: int) -> jax.Array:
-        group = jax.random.randint(keys.public(key), (), 0, self.bands)
-        return tossed(key, steps, self.probability) & (jnp.arange(steps) % self.bands == group)
+        group = jax.random.randint(keys.public_key(key), (), 0, self.bands)
+        return toss_every_step(key, steps, self.probability) & (jnp.arange(steps) % self.bands == group)
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         least = np.minimum.reduceat(multipliers, np.arange(0, len(multipliers), self.bands))
-        return composed(least, lambda sigma: PoissonSampledDpEvent(self.probability, GaussianDpEvent(sigma)))
+        return compose_releases(least, lambda sigma: PoissonSampledDpEvent(self.probability, GaussianDpEvent(sigma)))

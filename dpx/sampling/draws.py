@@ -14,7 +14,7 @@ import scipy.special
 from dpx import keys
 from dpx.keys import cipher
 from dpx.sampling.batch import Batch
-from dpx.sampling.rows import zeros_excluded
+from dpx.sampling.read_rows import zeros_excluded
 from dpx.states.identity import fingerprint
 from dpx.states.record import Drawn, unit_mark
 from dpx.trees import Tree, batch_size, described, outlined
@@ -65,13 +65,13 @@ class Draws:
         return Batch(examples, self.included, self.drawn)
 
 
-def record(sampling: Any, key: jax.Array, step: int, included: np.ndarray, unit: str) -> Drawn:
+def record_draw(sampling: Any, key: jax.Array, step: int, included: np.ndarray, unit: str) -> Drawn:
     """How the batch of one step was drawn. included: bool (size,). unit: the name of what a row holds."""
-    marks = keys.mark(key), 0, fingerprint(sampling), unit_mark(unit)
+    marks = keys.mark_of_key(key), 0, fingerprint(sampling), unit_mark(unit)
     return Drawn(*map(np.uint32, (step, included.sum(), *marks)))
 
 
-def keep_sizes(sampling: Any, *, whole: bool = False):
+def store_sizes(sampling: Any, *, whole: bool = False):
     """Stores both sizes as Python numbers, so that equal records print alike. Raises ValueError for wrong sizes."""
     examples, size = require_whole("examples", sampling.examples), sampling.batch_size
     number = int | np.integer if whole else int | float | np.integer | np.floating
@@ -109,27 +109,27 @@ def step_key(key: jax.Array, step: int) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def coins(key: jax.Array, examples: int, probability: float) -> jax.Array:
+def toss_coins(key: jax.Array, examples: int, probability: float) -> jax.Array:
     """Which examples take part, bool (examples,): each with `probability`, rounded down to a multiple of 2^-64.
 
     So the billed rate, `probability`, is at least that of the coin. The divisor stays the public one.
     """
     if probability == 1:
         return jnp.ones(examples, bool)
-    high, low, _, _ = cipher.drawn(keys.words(key), examples)
+    high, low, _, _ = cipher.draw_bits(keys.key_words(key), examples)
     # Exact, because the product with a power of 2 is.
     heads_high, heads_low = map(np.uint32, divmod(math.floor(probability * 2**64), 2**32))
     return (high < heads_high) | (high == heads_high) & (low < heads_low)
 
 
-def tossed(key: jax.Array, steps: int, rate: float) -> jax.Array:
+def toss_every_step(key: jax.Array, steps: int, rate: float) -> jax.Array:
     """One coin at each step, bool (steps,)."""
-    return jax.vmap(lambda step: coins(keys.fold_in(key, step), 1, rate)[0])(jnp.arange(steps))
+    return jax.vmap(lambda step: toss_coins(keys.fold_in(key, step), 1, rate)[0])(jnp.arange(steps))
 
 
 def once_an_epoch(key: jax.Array, steps: int, epoch: int, places: int, size: int = 1) -> jax.Array:
     """The step of one of `places` places in each epoch, drawn anew, of which a step has `size`; bool (steps,)."""
-    drawn = jax.random.randint(keys.public(key), (-(-steps // epoch), 1), 0, places) // size
+    drawn = jax.random.randint(keys.public_key(key), (-(-steps // epoch), 1), 0, places) // size
     return (jnp.arange(epoch)[None] == drawn).reshape(-1)[:steps]
 
 
@@ -158,16 +158,16 @@ def scatter(drawn: np.ndarray, size: int, key: jax.Array) -> Draw:
     """The drawn examples in uniformly random rows of arrays of `size` rows, which are at least as many.
 
     That keeps the rounding of sums private. If a coin leaves an example out, the others are in the same rows with the
-    same probability, and its row is padding. So nothing but this row differs (`dpx.sums.total`). In the first rows, all
-    later examples would move by one row, and with them the last bits of their gradients and of every sum.
+    same probability, and its row is padding. So nothing but this row differs (`dpx.sums.float_pair`). In the first
+    rows, all later examples would move by one row, and with them the last bits of their gradients and of every sum.
     """
-    rows = order(key, size, len(drawn)) if len(drawn) else np.zeros(0, np.int32)
+    rows = random_order(key, size, len(drawn)) if len(drawn) else np.zeros(0, np.int32)
     indices, included = np.zeros(size, np.int32), np.zeros(size, bool)
     indices[rows], included[rows] = drawn, True
     return Draw(indices, included)
 
 
-def widen(draw: Draw, size: int) -> Draw:
+def pad_draw(draw: Draw, size: int) -> Draw:
     """`draw` with padding behind it, in arrays of `size` rows."""
     more = size - len(draw.indices)
     return Draw(np.pad(draw.indices, (0, more)), np.pad(draw.included, (0, more)))
@@ -190,16 +190,16 @@ def round_up(number: float, multiple: int) -> int:
     return math.ceil(number / multiple) * multiple
 
 
-_drawn = jax.jit(cipher.drawn, static_argnums=1)
+_drawn = jax.jit(cipher.draw_bits, static_argnums=1)
 
 
-def order(key: jax.Array, examples: int, count: int) -> np.ndarray:
+def random_order(key: jax.Array, examples: int, count: int) -> np.ndarray:
     """The first `count` of a uniformly random order of the examples, int32 (count,).
 
     The order is that of 128 random bits for each example. It is uniform unless two examples have the same bits, with a
     probability below N^2 / 2^129: 2^-67 for the 2^31 examples that an index counts.
     """
-    words = list(map(np.asarray, _drawn(keys.words(key), examples)))
+    words = list(map(np.asarray, _drawn(keys.key_words(key), examples)))
     high = words[0].astype(np.uint64) << np.uint64(32) | words[1]
     candidates = np.flatnonzero(high <= np.partition(high, count - 1)[count - 1])  # sorting all takes longer
     sorted_by = words[3][candidates], words[2][candidates], high[candidates]  # the last one first
@@ -211,10 +211,10 @@ def permutation(key: jax.Array, examples: int) -> np.ndarray:
 
     The last two orders are kept in memory, because every step of an epoch needs the same one.
     """
-    return _permutation(np.asarray(keys.words(key)).tobytes(), examples)
+    return _permutation(np.asarray(keys.key_words(key)).tobytes(), examples)
 
 
 @functools.lru_cache(maxsize=2)
 def _permutation(words: bytes, examples: int) -> np.ndarray:
     key = jax.random.wrap_key_data(jnp.asarray(np.frombuffer(words, np.uint32)), impl="threefry4x32")
-    return order(key, examples, examples)
+    return random_order(key, examples, examples)

@@ -25,20 +25,20 @@ class RandomAllocationDpEvent(DpEvent):
     steps_per_epoch: int
 
 
-def constant(noise_multipliers: np.ndarray) -> bool:
+def is_constant(noise_multipliers: np.ndarray) -> bool:
     """Whether it is one number that numpy repeats, as `scalars.over` makes it: 10^9 steps need no time or memory."""
     return len(noise_multipliers) > 0 and noise_multipliers.strides == (0,)
 
 
-def grouped(noise_multipliers: np.ndarray) -> tuple[tuple[float, int], ...]:
+def group_multipliers(noise_multipliers: np.ndarray) -> tuple[tuple[float, int], ...]:
     """Noise multipliers, float64 (steps,), as rising pairs (noise multiplier, number of steps)."""
-    if constant(noise_multipliers):
+    if is_constant(noise_multipliers):
         return ((float(noise_multipliers[0]), len(noise_multipliers)),)
     values, counts = np.unique(noise_multipliers, return_counts=True)
     return tuple(zip(values.tolist(), counts.tolist(), strict=True))
 
 
-def composition(parts: Iterable[tuple[DpEvent, int]]) -> DpEvent:
+def compose_events(parts: Iterable[tuple[DpEvent, int]]) -> DpEvent:
     """The composition of events, each repeated so often."""
     events = [dp_accounting.SelfComposedDpEvent(event, count) if count > 1 else event for event, count in parts]
     if not events:
@@ -46,9 +46,9 @@ def composition(parts: Iterable[tuple[DpEvent, int]]) -> DpEvent:
     return events[0] if len(events) == 1 else dp_accounting.ComposedDpEvent(events)
 
 
-def composed(multipliers: np.ndarray, event_of: Callable[[float], DpEvent]) -> DpEvent:
+def compose_releases(multipliers: np.ndarray, event_of: Callable[[float], DpEvent]) -> DpEvent:
     """The composition of releases, grouped by their noise multipliers, because their order does not change the cost.
 
     multipliers: float64 (steps,). event_of: (noise multiplier) -> DpEvent.
     """
-    return composition((event_of(value), count) for value, count in grouped(multipliers))
+    return compose_events((event_of(value), count) for value, count in group_multipliers(multipliers))

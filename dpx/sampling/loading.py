@@ -17,8 +17,8 @@ from jax.experimental import multihost_utils
 
 from dpx import keys
 from dpx.sampling.batch import Batch
-from dpx.sampling.draws import Draw, record, round_up, widen
-from dpx.sampling.rows import Rows, rows_of, unit_of
+from dpx.sampling.draws import Draw, pad_draw, record_draw, round_up
+from dpx.sampling.read_rows import Rows, rows_of, unit_of
 from dpx.states.record import Drawn
 from dpx.trees import described
 from dpx.validation import require_whole
@@ -77,18 +77,18 @@ def batches(sampling: Any, data: Any, key: jax.Array, steps: range, loading: Loa
     def load():
         for step in steps:
             draw = sampling.draw(key, step, size=loading.size)
-            for some, drawn, last in pieces(draw, record(sampling, key, step, draw.included, unit), loading):
-                yield place(rows, some, drawn, loading.sharding), last
+            for some, drawn, last in draw_pieces(draw, record_draw(sampling, key, step, draw.included, unit), loading):
+                yield on_devices(rows, some, drawn, loading.sharding), last
 
-    loaded = ahead(load(), loading.prefetch) if loading.prefetch else load()
-    return undivided(loaded) if loading.chunk_size is None else chunked(loaded, len(steps))
+    loaded = made_ahead(load(), loading.prefetch) if loading.prefetch else load()
+    return whole_batches(loaded) if loading.chunk_size is None else batches_in_chunks(loaded, len(steps))
 
 
 def require_one_run(key: jax.Array, steps: range, sharding: jax.sharding.Sharding | None):
     """Raises ValueError unless all processes have the same key and steps, if their devices share a batch."""
     if sharding is None or len({device.process_index for device in sharding.device_set}) < max(2, jax.process_count()):
         return
-    own = np.array([keys.mark(key), steps.start, steps.stop], np.uint32)
+    own = np.array([keys.mark_of_key(key), steps.start, steps.stop], np.uint32)
     everyone = np.asarray(multihost_utils.process_allgather(own))
     if (everyone != own).any():
         raise ValueError(
@@ -97,19 +97,19 @@ def require_one_run(key: jax.Array, steps: range, sharding: jax.sharding.Shardin
         )
 
 
-def pieces(draw: Draw, drawn: Drawn, loading: Loading) -> Iterator[Piece]:
+def draw_pieces(draw: Draw, drawn: Drawn, loading: Loading) -> Iterator[Piece]:
     """What is loaded at once: the whole draw of a step, or its chunks, of equal sizes and at least one."""
     if loading.chunk_size is None:
-        yield widen(draw, round_up(len(draw.indices), loading.shards)), drawn, True
+        yield pad_draw(draw, round_up(len(draw.indices), loading.shards)), drawn, True
         return
     size = round_up(loading.chunk_size, loading.shards)
-    whole = widen(draw, round_up(len(draw.indices), size))
+    whole = pad_draw(draw, round_up(len(draw.indices), size))
     for start in range(0, len(whole.indices), size):
         own, rows = drawn._replace(first_row=np.uint32(start)), slice(start, start + size)
         yield Draw(whole.indices[rows], whole.included[rows]), own, start + size >= len(whole.indices)
 
 
-def place(rows: Rows, draw: Draw, drawn: Drawn, sharding: jax.sharding.Sharding | None) -> Batch:
+def on_devices(rows: Rows, draw: Draw, drawn: Drawn, sharding: jax.sharding.Sharding | None) -> Batch:
     """The batch on its devices. Of a sharded one, the rows of the devices of this process are read."""
     if sharding is None:
         return jax.device_put(Batch(rows(*draw, int(drawn.step)), draw.included, drawn))
@@ -134,13 +134,13 @@ def place(rows: Rows, draw: Draw, drawn: Drawn, sharding: jax.sharding.Sharding 
     return Batch(jax.tree.map(spread, examples), spread(draw.included[own]), Drawn(*whole))
 
 
-def undivided(loaded: Generator[tuple[Batch, bool]]) -> Generator[Batch]:
+def whole_batches(loaded: Generator[tuple[Batch, bool]]) -> Generator[Batch]:
     """The batches, which end together with what loads them."""
     with contextlib.closing(loaded):
         yield from (batch for batch, _ in loaded)
 
 
-def chunked(loaded: Generator[tuple[Batch, bool]], steps: int) -> Generator[Iterator[Batch]]:
+def batches_in_chunks(loaded: Generator[tuple[Batch, bool]], steps: int) -> Generator[Iterator[Batch]]:
     """The chunks of each step. Raises ValueError where some of a step were left out, because they are paid for too."""
 
     complete = False
@@ -161,7 +161,7 @@ def chunked(loaded: Generator[tuple[Batch, bool]], steps: int) -> Generator[Iter
                 raise ValueError("every chunk of a batch must be used before the next batch: the cost counts all")
 
 
-def ahead(items: Iterator[Any], depth: int) -> Generator[Any]:
+def made_ahead(items: Iterator[Any], depth: int) -> Generator[Any]:
     """`items`, of which a thread makes up to `depth` before they are asked for. It ends with this generator."""
     ready, room, stopped = queue.SimpleQueue(), threading.Semaphore(depth), threading.Event()
     end = object()

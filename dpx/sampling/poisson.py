@@ -17,16 +17,16 @@ from dpx.sampling import weights as by_weight
 from dpx.sampling.base import VaryingSize
 from dpx.sampling.draws import (
     Draw,
-    coins,
     fitting_rows,
-    keep_sizes,
-    order,
+    random_order,
     require_step,
     step_key,
-    tossed,
+    store_sizes,
+    toss_coins,
+    toss_every_step,
     usual_rows,
 )
-from dpx.sampling.events import composed
+from dpx.sampling.events import compose_releases
 from dpx.sampling.weights import PublicWeights
 from dpx.trees import described
 from dpx.validation import require_number, require_whole
@@ -61,7 +61,7 @@ class PoissonSampling(VaryingSize):
 
     Raises ValueError for other sizes. Its event is that of Abadi et al. 2016, https://arxiv.org/abs/1607.00133; with
     `most_rows`, dp-accounting's `TruncatedSubsampledGaussianDpEvent`, and the proof is in
-    `dpx/accounting/samples.py`.
+    `dpx/accounting/sampled_gaussians.py`.
 
         >>> sampling = dpx.PoissonSampling(examples=1_000, batch_size=50)
         >>> batch = sampling.take(data, key, state)  # 50 rows are expected to count, of 96
@@ -75,7 +75,7 @@ class PoissonSampling(VaryingSize):
     relation: ClassVar[str] = "zero_out"
 
     def __post_init__(self):
-        keep_sizes(self)
+        store_sizes(self)
         if self.weights is not None:
             object.__setattr__(self, "weights", PublicWeights(self.weights, self.examples))
             if (count := int((self.rates == 1).sum())) and self.batch_size < self.examples:
@@ -132,8 +132,8 @@ class PoissonSampling(VaryingSize):
         return not self.truncates
 
     @functools.cached_property
-    def _heads(self) -> by_weight.Heads:
-        return by_weight.heads_of(self.rates)
+    def _heads(self) -> by_weight.CoinThresholds:
+        return by_weight.coin_thresholds(self.rates)
 
     @property
     def truncates(self) -> bool:
@@ -163,23 +163,25 @@ class PoissonSampling(VaryingSize):
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         own = step_key(key, require_step(key, step))
         if self.weights is None:
-            drawn = np.flatnonzero(coins(own, self.examples, self.probability))
+            drawn = np.flatnonzero(toss_coins(own, self.examples, self.probability))
         else:
-            drawn = np.flatnonzero(by_weight.coins(own, self._heads))
+            drawn = np.flatnonzero(by_weight.toss_weighted_coins(own, self._heads))
         if len(drawn) > self.most_rows:
             fitting = fitting_rows(len(drawn), usual_rows(self.examples, self.probability))
             drawn = _subset(drawn, int(self.most_rows), keys.fold_in(own, _KEPT), fitting)
         return self.scattered(drawn, size, keys.fold_in(own, _ROWS))
 
     def takes_part(self, key: jax.Array, steps: int) -> jax.Array:
-        return tossed(key, steps, self.participation)
+        return toss_every_step(key, steps, self.participation)
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         if self.truncates:
             event = TruncatedSubsampledGaussianDpEvent
             sizes = self.examples, self.probability, int(self.most_rows)
-            return composed(multipliers, lambda sigma: event(*sizes, sigma))
-        return composed(multipliers, lambda sigma: PoissonSampledDpEvent(self.probability, GaussianDpEvent(sigma)))
+            return compose_releases(multipliers, lambda sigma: event(*sizes, sigma))
+        return compose_releases(
+            multipliers, lambda sigma: PoissonSampledDpEvent(self.probability, GaussianDpEvent(sigma))
+        )
 
 
 def _subset(drawn: np.ndarray, count: int, key: jax.Array, fitting: int) -> np.ndarray:
@@ -188,5 +190,5 @@ def _subset(drawn: np.ndarray, count: int, key: jax.Array, fitting: int) -> np.n
     The first of the drawn would be those of the lowest numbers, for which no cost is known.
     fitting: at least as many as are drawn; of few values, because a program is compiled for each.
     """
-    places = order(key, fitting, fitting)  # a random order of more places is one of the first of them
+    places = random_order(key, fitting, fitting)  # a random order of more places is one of the first of them
     return np.sort(drawn[places[places < len(drawn)][:count]])

@@ -22,8 +22,8 @@ from dp_accounting import DpEvent, GaussianDpEvent
 
 from dpx import keys
 from dpx.sampling.base import Sampling as Sampling
-from dpx.sampling.draws import Draw, keep_sizes, once_an_epoch, order, pad, permutation, require_step, step_key
-from dpx.sampling.events import composed
+from dpx.sampling.draws import Draw, once_an_epoch, pad, permutation, random_order, require_step, step_key, store_sizes
+from dpx.sampling.events import compose_releases
 from dpx.validation import require_whole
 
 
@@ -35,8 +35,8 @@ class FixedSizeSampling(Sampling):
 
     Replacing an example moves the sum by twice the clip norm, so the event has half the noise multiplier: a printed
     mechanism shows 1.8 as the standard deviation divided by the clip norm, and 0.9 in its event. A run costs
-    at least as much as one on Poisson samples with half the noise multiplier (`accounting/samples.py`). Raises
-    ValueError unless both sizes are whole numbers with 1 <= batch_size <= examples.
+    at least as much as one on Poisson samples with half the noise multiplier (`accounting/sampled_gaussians.py`).
+    Raises ValueError unless both sizes are whole numbers with 1 <= batch_size <= examples.
 
         >>> rows, included = dpx.FixedSizeSampling(examples=1_000, batch_size=50).draw(key, 0)
         >>> rows.shape, bool(included.all())
@@ -47,7 +47,7 @@ class FixedSizeSampling(Sampling):
     relation: ClassVar[str] = "replace_one"
 
     def __post_init__(self):
-        keep_sizes(self, whole=True)
+        store_sizes(self, whole=True)
 
     @property
     def divisor(self) -> float:
@@ -55,13 +55,13 @@ class FixedSizeSampling(Sampling):
 
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         own = step_key(key, require_step(key, step))
-        return pad(order(own, self.examples, self.batch_size), size or self.batch_size)
+        return pad(random_order(own, self.examples, self.batch_size), size or self.batch_size)
 
     def takes_part(self, key: jax.Array, steps: int) -> jax.Array:
-        return jax.random.randint(keys.public(key), (steps,), 0, self.examples) < self.batch_size
+        return jax.random.randint(keys.public_key(key), (steps,), 0, self.examples) < self.batch_size
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
-        return composed(
+        return compose_releases(
             multipliers,
             lambda sigma: dp_accounting.SampledWithoutReplacementDpEvent(
                 self.examples, self.batch_size, GaussianDpEvent(sigma / 2)
@@ -81,7 +81,7 @@ class _Epochs(Sampling):
     relation: ClassVar[str] = "zero_out"
 
     def __post_init__(self):
-        keep_sizes(self, whole=True)
+        store_sizes(self, whole=True)
 
     @property
     def divisor(self) -> float:
@@ -115,7 +115,7 @@ class _Epochs(Sampling):
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         starts = np.arange(0, len(multipliers), self.steps_per_epoch)
-        return composed(np.minimum.reduceat(multipliers, starts), GaussianDpEvent)
+        return compose_releases(np.minimum.reduceat(multipliers, starts), GaussianDpEvent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,4 +201,4 @@ class FullBatch(Sampling):
         return jnp.ones(steps, bool)
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
-        return composed(multipliers, GaussianDpEvent)
+        return compose_releases(multipliers, GaussianDpEvent)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from dpx.sampling.rows import read_rows
+from dpx.sampling.read_rows import read_rows
 from dpx.states.record import unit_mark
 from dpx.trees import Tree, batch_size
 from dpx.validation import require_whole

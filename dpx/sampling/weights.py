@@ -52,7 +52,7 @@ class PublicWeights:
         return np.minimum(1.0, batch_size * weight / self.values.sum())
 
 
-class Heads(NamedTuple):
+class CoinThresholds(NamedTuple):
     """Below which number, of 64 bits, a coin is heads: two words, uint32 (examples,), and where it always is, bool."""
 
     high: np.ndarray
@@ -60,19 +60,19 @@ class Heads(NamedTuple):
     always: np.ndarray
 
 
-def heads_of(rates: np.ndarray) -> Heads:
+def coin_thresholds(rates: np.ndarray) -> CoinThresholds:
     """The largest multiples of 2^-64 that are at most the rates, float64 (examples,)."""
     always = rates >= 1
     limits = np.where(always, 0.0, rates * 2.0**64).astype(np.uint64)  # the product is exact, and rounded down
-    return Heads((limits >> np.uint64(32)).astype(np.uint32), limits.astype(np.uint32), always)
+    return CoinThresholds((limits >> np.uint64(32)).astype(np.uint32), limits.astype(np.uint32), always)
 
 
-def coins(key: jax.Array, heads: Heads) -> np.ndarray:
-    """Which examples take part, bool (examples,). At equal rates, these are the coins of `draws.coins`."""
-    return np.asarray(_coins(keys.words(key), heads))
+def toss_weighted_coins(key: jax.Array, heads: CoinThresholds) -> np.ndarray:
+    """Which examples take part, bool (examples,). At equal rates, these are the coins of `draws.toss_coins`."""
+    return np.asarray(_coins(keys.key_words(key), heads))
 
 
 @jax.jit
-def _coins(words: jax.Array, heads: Heads) -> jax.Array:
-    high, low, _, _ = cipher.drawn(words, len(heads.high))
+def _coins(words: jax.Array, heads: CoinThresholds) -> jax.Array:
+    high, low, _, _ = cipher.draw_bits(words, len(heads.high))
     return (high < heads.high) | (high == heads.high) & (low < heads.low) | heads.always

@@ -17,16 +17,17 @@ Schedule = Callable[[jax.Array], jax.Array]
 ScalarOrSchedule = float | Schedule
 
 
-def at(value: ScalarOrSchedule, step: jax.Array) -> jax.Array:
-    """The value at one step, float32 (). It is always compiled, also outside of jit, to be rounded as in `over`."""
+def value_at(value: ScalarOrSchedule, step: jax.Array) -> jax.Array:
+    """The value at one step, float32 (). Always compiled, also outside of jit, to be rounded as in `values_over`."""
     with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix floats and ints
         if callable(value):
             value = jax.jit(value if isinstance(value, Hashable) else lambda step, value=value: value(step))(step)
         return jnp.asarray(value).astype(jnp.float32)
 
 
-def over(value: ScalarOrSchedule, steps: int) -> np.ndarray:
-    """The values at steps 0 .. steps-1, float64 (steps,): exactly the float32 numbers of `at`, which the steps use.
+def values_over(value: ScalarOrSchedule, steps: int) -> np.ndarray:
+    """The values at steps 0 .. steps-1, float64 (steps,): exactly the float32 numbers of `value_at`, which the steps
+    use.
 
     A constant takes no memory: numpy repeats one value with stride 0. Raises ValueError for a schedule whose values
     depend on more than the step.
@@ -44,8 +45,8 @@ def over(value: ScalarOrSchedule, steps: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def _at_each(schedule: Schedule) -> Callable[[np.ndarray], jax.Array]:
-    """The values of `at` at an array of steps, int32 (n,), compiled once for each n."""
-    return jax.jit(jax.vmap(lambda step: at(schedule, step)))
+    """The values of `value_at` at an array of steps, int32 (n,), compiled once for each n."""
+    return jax.jit(jax.vmap(lambda step: value_at(schedule, step)))
 
 
 def require_scalar_or_schedule(
@@ -114,7 +115,7 @@ def _copy_constants(value: Any) -> Any:
 def require_fraction(name: str, value: ScalarOrSchedule, interval: Literal["(0, 1]", "[0, 1)"], steps: int = 0):
     """Raises ValueError if the number, or the schedule at one of the first `steps`, is outside the interval."""
     if callable(value):
-        numbers = over(value, steps)
+        numbers = values_over(value, steps)
     else:
         numbers = np.asarray([require_number(name, value, minimum=0)])
     inside = (numbers > 0) & (numbers <= 1) if interval == "(0, 1]" else (numbers >= 0) & (numbers < 1)

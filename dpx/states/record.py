@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from dp_accounting import DpEvent
 
-from dpx.keys.noise import counting, numbers_of
+from dpx.keys.noise import counting_releases, numbers_of
 from dpx.states.identity import fingerprint
 from dpx.trees import Tree, described, map_states
-from dpx.xla.place import here
+from dpx.xla.place import current_place
 
 RECORD_VERSION = 1  # raise it with the form or the meaning of a record, so that stored states are refused by name
 LARGEST_PRECISION = 1e30  # of one release, noise_multiplier^-2; a multiplier below 1e-15 counts as 1e-15
@@ -41,7 +41,7 @@ class Drawn(NamedTuple):
 
     step:      the number of steps before, for which the batch was drawn.
     rows:      how many of its rows count.
-    key:       the mark of the key that drew it (`keys.mark`).
+    key:       the mark of the key that drew it (`keys.mark_of_key`).
     first_row: 0; for a chunk of a batch, how many rows the chunks before it have.
     sampling:  a fingerprint of the sampling.
     unit:      a fingerprint of the name of what it holds: "example", or the `privacy_unit` of the data.
@@ -68,7 +68,7 @@ class ReleaseState(NamedTuple):
                    planned any, or if public information alone decides where the run ends.
     numbers:       uint32 (), the most numbers that a release has, as the cost assumes; 0 is 2^32.
     in_integers:   int32 (), 1 after a release whose noise was drawn in integers, as on a TPU; otherwise 0.
-    noise_key:     uint32 (), the mark of the key of the noise (`keys.mark`); 0 before the first release.
+    noise_key:     uint32 (), the mark of the key of the noise (`keys.mark_of_key`); 0 before the first release.
     batch_key:     uint32 (), the mark of the key that draws the batches; 0 while not known, 1 after several keys.
     unit:          uint32 (), the mark of what a batch holds (`unit_mark`); 0 while it is not known.
     problem:       uint32 (), 0; after a release without a true cost, the place of the reason in REASONS, from 1.
@@ -114,7 +114,7 @@ class ReleaseState(NamedTuple):
             step=self.step + 1,
             precision=jnp.stack([longer, (longer - total) - term]),
             order=self.order + noise_order(jax.lax.bitcast_convert_type(multiplier, jnp.uint32), self.step),
-            in_integers=jnp.ones_like(self.in_integers) if here().platform == "tpu" else self.in_integers,
+            in_integers=jnp.ones_like(self.in_integers) if current_place().platform == "tpu" else self.in_integers,
         )
 
 
@@ -137,7 +137,7 @@ def noise_order(bits: Any, step: Any) -> Any:
     return (term ^ negative) - negative
 
 
-def stamped(state: Tree, fingerprints: np.ndarray, budget: Any) -> Tree:
+def stamp_state(state: Tree, fingerprints: np.ndarray, budget: Any) -> Tree:
     """A new `state` with the fingerprints of what its releases will cost, uint32 (2,): `fingerprints_of`.
 
     budget: the `dpx.Budget`, which plans the run, or None. Raises ValueError if releases will have more numbers than it
@@ -154,10 +154,10 @@ def stamped(state: Tree, fingerprints: np.ndarray, budget: Any) -> Tree:
         return node._replace(**stamp, numbers=_as_numbers(numbers))
 
     state = map_states(stamp_one, state, ReleaseState)
-    return planned(state, 0 if budget is None or budget.public_stop else steps)
+    return with_plan(state, 0 if budget is None or budget.public_stop else steps)
 
 
-def planned(state: Tree, steps: int) -> Tree:
+def with_plan(state: Tree, steps: int) -> Tree:
     """`state` with `steps` as the plan of its run; 0 is for a run without a plan."""
     return map_states(lambda node: node._replace(plan=jnp.zeros_like(node.plan) + steps), state, ReleaseState)
 
@@ -171,13 +171,13 @@ def _require_fewer(own: int, numbers: int) -> None:
         )
 
 
-def counted(release: Callable, *given: Any, budget: Any) -> tuple[Tree, Tree]:
+def release_and_count(release: Callable, *given: Any, budget: Any) -> tuple[Tree, Tree]:
     """The updates and the state from `release(*given)`; the state counts the numbers that were drawn, if they are more.
 
     Numbers that jax traced before are not seen: if fewer are than the state knows, or none, 2^32 are counted. budget
-    and errors: as for `stamped`.
+    and errors: as for `stamp_state`.
     """
-    with counting() as drawn:
+    with counting_releases() as drawn:
         updates, state = release(*given)
     numbers = min(sum(drawn), 2**32)
     stated = budget is not None and budget.numbers is not None
@@ -198,7 +198,7 @@ def _as_numbers(numbers: int) -> jax.Array:
         return jnp.full((), min(numbers, 2**32) % 2**32, jnp.uint32)
 
 
-def checked(state: Tree, mechanism: Any, rows: jax.Array, drawn: Drawn | None, *, ordered: Any = True) -> Tree:
+def check_batch(state: Tree, mechanism: Any, rows: jax.Array, drawn: Drawn | None, *, ordered: Any = True) -> Tree:
     """Checks a batch against what the mechanism's cost assumes. If it does not fit, marks the state as without a cost.
 
     rows: int (), how many rows of the batch count. ordered: bool (), whether the sums are of the chunks of one batch,
@@ -212,21 +212,21 @@ def checked(state: Tree, mechanism: Any, rows: jax.Array, drawn: Drawn | None, *
         wrong = {
             "mechanism": jnp.logical_or(*(node.fingerprints != own)),
             "most rows": rows > most,
-            "noise key": _differs(node.noise_key, noise_key),
+            "noise key": _marks_differ(node.noise_key, noise_key),
         }
         if ordered is not True:
             wrong["chunks"] = jnp.logical_not(ordered)
         node = node._replace(noise_key=noise_key)
         if drawn is not None:
             of_batch = Drawn(*(jnp.asarray(number).astype(jnp.uint32) for number in drawn))
-            several = _differs(node.batch_key, of_batch.key)
+            several = _marks_differ(node.batch_key, of_batch.key)
             if sampling.one_key:
                 wrong["batch key"] = several
             wrong |= {
                 "rows": (rows.astype(jnp.uint32) != of_batch.rows) | (of_batch.first_row != 0),
                 "step": of_batch.step != node.step.astype(jnp.uint32),
                 "sampling": of_batch.sampling != own[0],
-                "unit": _differs(node.unit, of_batch.unit),
+                "unit": _marks_differ(node.unit, of_batch.unit),
             }
             batch_key = jax.lax.select(several, jnp.uint32(SEVERAL_KEYS), of_batch.key)
             node = node._replace(batch_key=batch_key, unit=of_batch.unit)
@@ -239,7 +239,7 @@ def checked(state: Tree, mechanism: Any, rows: jax.Array, drawn: Drawn | None, *
     return map_states(check, state, ReleaseState)
 
 
-def _differs(known: jax.Array, mark: Any) -> jax.Array:
+def _marks_differ(known: jax.Array, mark: Any) -> jax.Array:
     """Whether a mark, uint32 (), differs from the known one; 0 is not known."""
     return (known != 0) & (known != mark)
 

@@ -12,7 +12,7 @@ from dp_accounting import SelfComposedDpEvent
 
 from dpx import keys
 from dpx.accounting.budget import Budget
-from dpx.accounting.events import billed
+from dpx.accounting.events import profile_of_run
 from dpx.sampling.users import UserData
 from dpx.statistics.released import RELATION, Statistic
 from dpx.statistics.sums import release_mean
@@ -80,7 +80,7 @@ class PrivateMetric:
         part: str | None = None,
     ):
         self._metric = require_function("metric", metric)
-        self._key = keys.secret(keys.require(key))
+        self._key = keys.warn_if_guessable(keys.require_key(key))
         self.most = noise_multiplier.steps if isinstance(noise_multiplier, Budget) else None
         self._given = {"low": low, "high": high, "complete": complete, "words": words, "ledger": ledger, "part": part}
         self._noise = {"noise_multiplier": noise_multiplier, "noise": noise}
@@ -131,7 +131,7 @@ class PrivateMetric:
             )
         one, *_ = self.released
         event = SelfComposedDpEvent(one.event, self._made)
-        return billed(event, relation=RELATION, numbers=one.numbers).epsilon(delta)
+        return profile_of_run(event, relation=RELATION, numbers=one.numbers).epsilon(delta)
 
 
 def _digest_of(params: Tree) -> bytes:

@@ -36,7 +36,7 @@ from scipy import special
 from dpx import keys
 from dpx.keys import cipher
 from dpx.keys.noise import GRID
-from dpx.sums.total import FloatPair
+from dpx.sums.float_pair import FloatPair
 
 Kind = Literal["gaussian", "laplace"]
 
@@ -106,7 +106,7 @@ class Noise:
         return _with_laplace(key, sums, self.scale, low, high)
 
 
-def key_of(key: jax.Array, query: str, sums: np.ndarray) -> jax.Array:
+def key_of_query(key: jax.Array, query: str, sums: np.ndarray) -> jax.Array:
     """The key of the noise of these sums, (), for a question that is described in words.
 
     The same question about the same data has the same noise, so that to repeat it reveals nothing. Other sums under the
@@ -134,9 +134,9 @@ def _with_gaussian(key: jax.Array, sums: np.ndarray, deviation: float) -> np.nda
 def _with_laplace(key: jax.Array, sums: np.ndarray, scale: float, low: int, high: int) -> np.ndarray:
     center, digits = coins_of(scale)
     *coins, of_center, signs, free = random_words(key, (len(digits) + 3) * len(sums)).reshape(-1, len(sums), 2)
-    shown = [_shows(coin, digit).astype(np.int64) for coin, digit in zip(coins, digits, strict=True)]
+    shown = [_coins_show_one(coin, digit).astype(np.int64) for coin, digit in zip(coins, digits, strict=True)]
     size = 1 + sum(digit << j for j, digit in enumerate(shown))
-    noise = np.where(_shows(of_center, center), np.where(signs[:, 0] % 2 == 1, size, -size), 0)
+    noise = np.where(_coins_show_one(of_center, center), np.where(signs[:, 0] % 2 == 1, size, -size), 0)
     return laplace_from(sums, noise, free, scale, low, high)
 
 
@@ -173,17 +173,17 @@ def random_words(key: jax.Array, count: int) -> np.ndarray:
     """128 random bits for each of `count` places: uint64 (count, 2), the high half first."""
     parts = []
     for number in range(-(-count // _BLOCKS)):
-        a, b, c, d = (np.asarray(word).astype(np.uint64) for word in _drawn(keys.words(keys.fold_in(key, number))))
+        a, b, c, d = (np.asarray(word).astype(np.uint64) for word in _drawn(keys.key_words(keys.fold_in(key, number))))
         parts.append(np.stack([a << 32 | b, c << 32 | d], axis=-1))
     return np.concatenate(parts)[:count]
 
 
 @jax.jit
 def _drawn(words: jax.Array) -> list[jax.Array]:
-    return cipher.drawn(words, _BLOCKS)
+    return cipher.draw_bits(words, _BLOCKS)
 
 
-def _shows(bits: np.ndarray, coin: int) -> np.ndarray:
+def _coins_show_one(bits: np.ndarray, coin: int) -> np.ndarray:
     """Whether coins show 1, bool (n,). bits: uint64 (n, 2)."""
     high, low = np.uint64(coin >> 64), np.uint64(coin % 2**64)
     return (bits[:, 0] < high) | ((bits[:, 0] == high) & (bits[:, 1] < low))

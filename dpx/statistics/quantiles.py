@@ -32,7 +32,7 @@ from dpx import keys
 from dpx.accounting.budget import Budget
 from dpx.accounting.pure import PureDpEvent
 from dpx.statistics.noise import random_words
-from dpx.statistics.released import Asked, Release, bounds_of, records_of
+from dpx.statistics.released import Release, StatisticRequest, bounds_of, records_of
 from dpx.trees import described
 from dpx.validation import require_floats, require_open_fraction, require_whole
 
@@ -85,7 +85,7 @@ def release_quantiles(
     `rank_error` says how many values off each answer is at most. A bound in the unit of the values would be another
     release: ask for the quantiles at the shares that this number allows.
     """
-    asked = Asked(words=words, key=key, noise_multiplier=noise_multiplier, noise="laplace", ledger=ledger, part=part)
+    asked = StatisticRequest(words, key, noise_multiplier, "laplace", ledger, part)
     records = records_of(data)
     if records.vector:
         raise ValueError(f"data of quantiles must have shape (N,), got {described(records.values)}")
@@ -102,7 +102,10 @@ def release_quantiles(
     counts = counts_at(records.values[:, 0], low, high, points)
     query = f"quantiles {whole} {low} {high} {points} {multiplier} {records.most}"
     event, own = asked.begin(records, lambda each: _event(each, len(shares)), multiplier, 1, query, counts)
-    drawn = [_chosen(keys.fold_in(own, a), weights_of(distances(counts, a), a, epsilon, records.most)) for a in whole]
+    drawn = [
+        _weighted_draw(keys.fold_in(own, a), weights_of(rank_distances(counts, a), a, epsilon, records.most))
+        for a in whole
+    ]
     value = np.sort(low + (high - low) * (np.asarray(drawn) / (points - 1)))
     scale = np.array([2 * max(a, SHARES - a) / SHARES * records.most / epsilon for a in whole])
     facts = {"noise": "exponential", "noise_multiplier": multiplier, "event": event, "numbers": 1}
@@ -121,7 +124,7 @@ def counts_at(values: np.ndarray, low: float, high: float, points: int) -> np.nd
     return np.bincount(np.clip(places, 0, points - 1), minlength=points)
 
 
-def distances(counts: np.ndarray, share: int) -> np.ndarray:
+def rank_distances(counts: np.ndarray, share: int) -> np.ndarray:
     """u of every point for the quantile share / SHARES, int64 (points,), at least 0."""
     above = SHARES * np.cumsum(counts)
     wanted = share * counts.sum()
@@ -129,7 +132,7 @@ def distances(counts: np.ndarray, share: int) -> np.ndarray:
 
 
 def weights_of(far: np.ndarray, share: int, epsilon: float, most: int) -> list[int]:
-    """The weights of the points, whole numbers. far: of `distances`. most: how many values one unit has at most."""
+    """The weights of the points, whole numbers. far: of `rank_distances`. most: values of one unit."""
     with localcontext(prec=60) as context:
         rate = Decimal(epsilon) / (2 * max(share, SHARES - share) * most)
         last = int(_FALL * context.ln(Decimal(2)) / rate)
@@ -140,7 +143,7 @@ def weights_of(far: np.ndarray, share: int, epsilon: float, most: int) -> list[i
     return [known[u] for u in np.minimum(far, last).tolist()]
 
 
-def _chosen(key: jax.Array, weights: list[int]) -> int:
+def _weighted_draw(key: jax.Array, weights: list[int]) -> int:
     """The place of a weight, with a probability proportional to it."""
     ends = list(itertools.accumulate(weights))
     (a, b), (c, d) = random_words(key, 2).tolist()

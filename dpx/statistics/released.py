@@ -13,11 +13,11 @@ from dpx import keys
 from dpx.accounting.budget import Budget
 from dpx.accounting.calibration import calibrate
 from dpx.accounting.checks import require_delta
-from dpx.accounting.events import billed, event_epsilon
+from dpx.accounting.events import event_epsilon, profile_of_run
 from dpx.accounting.pure import PureDpEvent
 from dpx.sampling.schemes import FullBatch
 from dpx.sampling.users import UserData
-from dpx.statistics.noise import LARGEST_SUM, Effect, Noise, key_of, padded
+from dpx.statistics.noise import LARGEST_SUM, Effect, Noise, key_of_query, padded
 from dpx.trees import described, require_arrays
 from dpx.validation import require_floats, require_number, require_open_fraction, require_words
 
@@ -25,7 +25,7 @@ RELATION = "zero_out"
 _ANSWERED: dict[int, int] = {}  # the mark of the noise of what each key has released, by the mark of the key
 
 
-class Records(NamedTuple):
+class StatisticRecords(NamedTuple):
     """The records of a statistic. values: (rows, columns). vector: whether they were given in columns.
 
     units: int, how many examples or users there are, which is public. most: int, the records of one of them. unit: what
@@ -44,7 +44,7 @@ class Records(NamedTuple):
         return self.units * self.most
 
     @property
-    def public(self) -> "Records":
+    def public(self) -> "StatisticRecords":
         """What remains with a release, which anyone may see: no values."""
         return self._replace(values=np.empty((0, self.values.shape[1]), self.values.dtype))
 
@@ -54,7 +54,7 @@ class Records(NamedTuple):
         return float(found) if found.ndim == 0 else found
 
 
-def records_of(data: Any, *, numbers: bool = True) -> Records:
+def records_of(data: Any, *, numbers: bool = True) -> StatisticRecords:
     """The records of one example or user each. data: an array, (N,) or (N, columns), or a `dpx.UserData` of one.
 
     numbers: whether they must be numbers, which become float64. Raises ValueError for other data.
@@ -74,10 +74,10 @@ def records_of(data: Any, *, numbers: bool = True) -> Records:
     if units * most > LARGEST_SUM >> 24:
         raise ValueError(f"data must hold at most {LARGEST_SUM >> 24} records, got {units} times {most}")
     values = values.astype(np.float64) if numbers else values
-    return Records(values.reshape(len(values), -1), values.ndim == 2, units, most, unit)
+    return StatisticRecords(values.reshape(len(values), -1), values.ndim == 2, units, most, unit)
 
 
-def bounds_of(low: ArrayLike, high: ArrayLike, records: Records) -> tuple[np.ndarray, np.ndarray]:
+def bounds_of(low: ArrayLike, high: ArrayLike, records: StatisticRecords) -> tuple[np.ndarray, np.ndarray]:
     """The bounds of each column, float64 (columns,). Raises ValueError unless low < high, both finite."""
     columns = records.values.shape[1]
     low, high = (require_floats(name, value) for name, value in (("low", low), ("high", high)))
@@ -112,7 +112,7 @@ class Release:
         """An upper bound of epsilon at `delta`, in [0, 1), for this release alone; inf at 0 for Gaussian noise."""
         if delta == 0:
             return event_epsilon(self.event, delta=0, relation=RELATION)
-        return billed(self.event, relation=RELATION, numbers=self.numbers).epsilon(require_delta(delta))
+        return profile_of_run(self.event, relation=RELATION, numbers=self.numbers).epsilon(require_delta(delta))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -139,8 +139,8 @@ class _Priced(NamedTuple):
     sampling: FullBatch
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
+@dataclass(frozen=True)
+class StatisticRequest:
     """How a statistic is released: the arguments that all of them take (`dpx.statistics`)."""
 
     words: str
@@ -151,7 +151,7 @@ class Asked:
     part: str | None
 
     def __post_init__(self):
-        keys.secret(keys.require(self.key))
+        keys.warn_if_guessable(keys.require_key(self.key))
         require_words("words", self.words)
         require_words("part", "all" if self.part is None else self.part)
         if self.noise not in (None, "gaussian", "laplace"):
@@ -164,7 +164,7 @@ class Asked:
                 f"the dpx.Budget of a statistic must have {words}dpx.UserData; got {self.noise_multiplier}"
             )
 
-    def noise_for(self, records: Records, effect: Effect, size: int) -> tuple[Noise, float]:
+    def noise_for(self, records: StatisticRecords, effect: Effect, size: int) -> tuple[Noise, float]:
         """The noise on `size` numbers, and its multiplier; of both kinds, the one that deviates less."""
         kinds: list[Any] = [self.noise or "gaussian"]
         if self.noise is None and isinstance(self.noise_multiplier, Budget) and self.ledger is None:
@@ -172,12 +172,12 @@ class Asked:
         found = []
         for kind in kinds:
             multiplier = self.multiplier(
-                records, lambda multiplier, kind=kind: event_of(kind, multiplier), padded(size)
+                records, lambda multiplier, kind=kind: event_of_noise(kind, multiplier), padded(size)
             )
             found.append((Noise.of(kind, multiplier, effect), multiplier))
         return min(found, key=lambda each: each[0].deviation)
 
-    def multiplier(self, records: Records, event: Callable[[float], DpEvent], numbers: int) -> float:
+    def multiplier(self, records: StatisticRecords, event: Callable[[float], DpEvent], numbers: int) -> float:
         """The noise multiplier, of a budget the least one. event: noise multiplier -> the event of one release."""
         budget = self.noise_multiplier
         if not isinstance(budget, Budget):
@@ -194,7 +194,7 @@ class Asked:
         return calibrate(make, steps=budget.steps, **price, numbers=numbers)
 
     def noisy(
-        self, records: Records, sums: np.ndarray, effect: Effect, low: int, high: int, *, query: str
+        self, records: StatisticRecords, sums: np.ndarray, effect: Effect, low: int, high: int, *, query: str
     ) -> tuple[np.ndarray, Noise, dict[str, Any]]:
         """The sums, int64 (...), with noise, float64 (...); the noise; and the fields of its `Statistic`.
 
@@ -205,14 +205,16 @@ class Asked:
         )
         noise, multiplier = self.noise_for(records, effect, sums.size)
         numbers, query = padded(sums.size), f"{query} {noise} {effect}"
-        event, own = self.begin(records, lambda each: event_of(noise.kind, each), multiplier, numbers, query, sums)
+        event, own = self.begin(
+            records, lambda each: event_of_noise(noise.kind, each), multiplier, numbers, query, sums
+        )
         noisy = noise.release(own, sums.reshape(-1), low, high).reshape(sums.shape)
         facts = {"noise": noise.kind, "noise_multiplier": multiplier, "event": event, "numbers": numbers}
         return noisy, noise, facts | {"words": self.words, "unit": records.unit}
 
     def begin(
         self,
-        records: Records,
+        records: StatisticRecords,
         event: Callable[[float], DpEvent],
         multiplier: float,
         numbers: int,
@@ -221,8 +223,8 @@ class Asked:
     ) -> tuple[DpEvent, jax.Array]:
         """The event of a release, which is now paid for, and the key of its noise. Raises ValueError for a key that was
         used, and as the ledger does, which pays for all records of a person: k of them move k times as much."""
-        own = key_of(self.key, query, sums)
-        mark, answer = int(keys.mark(self.key)), int(keys.mark(own))
+        own = key_of_query(self.key, query, sums)
+        mark, answer = int(keys.mark_of_key(self.key)), int(keys.mark_of_key(own))
         if _ANSWERED.get(mark, answer) != answer:
             raise ValueError(
                 f"key must be of one release alone, but this one has made another one before {self.words}: take a new "
@@ -246,12 +248,12 @@ class Asked:
         return event(multiplier), own
 
 
-def event_of(kind: str, noise_multiplier: float) -> DpEvent:
+def event_of_noise(kind: str, noise_multiplier: float) -> DpEvent:
     """The event of one release: of Gaussian noise, or of a pure mechanism of epsilon 1 / noise_multiplier."""
     return GaussianDpEvent(noise_multiplier) if kind == "gaussian" else PureDpEvent(1 / noise_multiplier)
 
 
-def ratio_within(cells: np.ndarray, weights: tuple[float, ...], noise: Noise, error: float, off: float) -> tuple:
+def ratio_bounds(cells: np.ndarray, weights: tuple[float, ...], noise: Noise, error: float, off: float) -> tuple:
     """Bounds of sum_i w_i S_i / sum_i S_i, in [0, 1], float64 (...) each, from noisy cells of the sums S.
 
     The true ratio f has sum_i (w_i - f) S_i = 0, so sum_i (w_i - f) cells_i is noise alone, whose half width is known

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from dpx.accounting.budget import Budget
 from dpx.statistics.noise import Effect
-from dpx.statistics.released import Asked, Statistic, bounds_of, ratio_within, records_of, safe_ratio
+from dpx.statistics.released import Statistic, StatisticRequest, bounds_of, ratio_bounds, records_of, safe_ratio
 from dpx.statistics.sums import QUANTA, cells_of
 
 _LARGEST_VARIANCE = 0.25  # of values in [0, 1]
@@ -63,7 +63,7 @@ def standardize(
         >>> scaling(data[0]).shape
         (1000, 3)
     """
-    asked = Asked(words=words, key=key, noise_multiplier=noise_multiplier, noise=noise, ledger=ledger, part=part)
+    asked = StatisticRequest(words, key, noise_multiplier, noise, ledger, part)
     records = records_of(data)
     low, high = bounds_of(low, high, records)
     cells, columns, most = cells_of(records, low, high, 2), records.values.shape[1], QUANTA * records.most_rows
@@ -80,9 +80,9 @@ def standardize(
 
     def within(error: float) -> tuple[Any, Any]:
         off = records.most_rows / 2 + 2 * added.rounding(0, most)
-        mean_low, mean_high = ratio_within(noisy, (0.0, 0.5, 1.0), added, error, off)
+        mean_low, mean_high = ratio_bounds(noisy, (0.0, 0.5, 1.0), added, error, off)
         (low_1, high_1), (low_2, high_2) = (
-            ratio_within(noisy, weights, added, error / 2, off) for weights in ((0.0, 0.5, 1.0), (0.0, 0.0, 1.0))
+            ratio_bounds(noisy, weights, added, error / 2, off) for weights in ((0.0, 0.5, 1.0), (0.0, 0.0, 1.0))
         )
         variances = low_2 - high_1**2, high_2 - low_1**2
         scales = (size * np.sqrt(np.clip(one, 0, _LARGEST_VARIANCE)) for one in variances)

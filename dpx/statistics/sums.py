@@ -24,11 +24,11 @@ from numpy.typing import ArrayLike
 from dpx.accounting.budget import Budget
 from dpx.statistics.noise import Effect
 from dpx.statistics.released import (
-    Asked,
-    Records,
     Statistic,
+    StatisticRecords,
+    StatisticRequest,
     bounds_of,
-    ratio_within,
+    ratio_bounds,
     records_of,
     safe_ratio,
 )
@@ -58,7 +58,7 @@ def release_count(
         >>> tall.epsilon(delta=1e-5)
         0.340...
     """
-    asked = Asked(words=words, key=key, noise_multiplier=noise_multiplier, noise=noise, ledger=ledger, part=part)
+    asked = StatisticRequest(words, key, noise_multiplier, noise, ledger, part)
     records = records_of(data, numbers=False)
     if records.values.dtype.kind in "US":
         raise ValueError(f"data of a count must be numbers or bools, got {described(records.values)}")
@@ -91,7 +91,7 @@ def release_histogram(
     The other arguments and errors are those of `dpx.statistics`. Counts may be negative, because they are not
     biased.
     """
-    asked = Asked(words=words, key=key, noise_multiplier=noise_multiplier, noise=noise, ledger=ledger, part=part)
+    asked = StatisticRequest(words, key, noise_multiplier, noise, ledger, part)
     if (edges is None) == (categories is None):
         raise ValueError(f"exactly one of edges and categories must be given, got {described(edges)} and the other")
     records = records_of(data, numbers=categories is None)
@@ -125,7 +125,9 @@ def release_histogram(
     return _counts(asked, records, sums, Effect(WHOLE, WHOLE, 1), query, lambda found: found)
 
 
-def _counts(asked: Asked, records: Records, sums: np.ndarray, effect: Effect, query: str, shaped: Any) -> Statistic:
+def _counts(
+    asked: StatisticRequest, records: StatisticRecords, sums: np.ndarray, effect: Effect, query: str, shaped: Any
+) -> Statistic:
     """Counts, which are sums of WHOLE for each."""
     most = WHOLE * records.most_rows
     noisy, added, facts = asked.noisy(records, sums, effect, 0, most, query=query)
@@ -156,16 +158,21 @@ def release_sum(
     low, high: public, finite, numbers or one for each column. The noise grows with the larger of both in size.
     The other arguments and errors are those of `dpx.statistics`.
     """
-    asked = Asked(words=words, key=key, noise_multiplier=noise_multiplier, noise=noise, ledger=ledger, part=part)
+    asked = StatisticRequest(words, key, noise_multiplier, noise, ledger, part)
     records = records_of(data)
     low, high = bounds_of(low, high, records)
     unit = np.maximum(np.abs(low), np.abs(high))
-    quanta = _rounded(np.clip(records.values, low, high) / unit)
+    quanta = _in_quanta(np.clip(records.values, low, high) / unit)
     return _spread_sum(asked, records, quanta, unit / QUANTA, 0.0, f"sum {low.tolist()} {high.tolist()}")
 
 
 def _spread_sum(
-    asked: Asked, records: Records, quanta: np.ndarray, size: np.ndarray, offset: ArrayLike, query: str
+    asked: StatisticRequest,
+    records: StatisticRecords,
+    quanta: np.ndarray,
+    size: np.ndarray,
+    offset: ArrayLike,
+    query: str,
 ) -> Statistic:
     """offset + size times the sums of quanta, int64 (rows, columns), each at most QUANTA in size."""
     columns, most = quanta.shape[1], QUANTA * records.most_rows
@@ -181,7 +188,7 @@ def _spread_sum(
     return Statistic(value=records.shaped(value), within=within, **facts)
 
 
-def _rounded(shares: np.ndarray) -> np.ndarray:
+def _in_quanta(shares: np.ndarray) -> np.ndarray:
     """Shares in [-1, 1] in quanta, int64; 0 for NaN."""
     return np.clip(np.rint(np.nan_to_num(shares) * QUANTA), -QUANTA, QUANTA).astype(np.int64)
 
@@ -216,7 +223,7 @@ def release_mean(
         >>> low < mean.value < high
         True
     """
-    asked = Asked(words=words, key=key, noise_multiplier=noise_multiplier, noise=noise, ledger=ledger, part=part)
+    asked = StatisticRequest(words, key, noise_multiplier, noise, ledger, part)
     records = records_of(data)
     low, high = bounds_of(low, high, records)
     query = f"mean {require_bool('complete', complete)} {low.tolist()} {high.tolist()}"
@@ -225,9 +232,9 @@ def release_mean(
             raise ValueError("complete must be False for dpx.UserData, because the number of records is private")
         half, rows = (high - low) / 2, len(records.values)
         middle = low + half
-        quanta = _rounded((np.clip(records.values, low, high) - middle) / half)
+        quanta = _in_quanta((np.clip(records.values, low, high) - middle) / half)
         found = _spread_sum(asked, records, quanta, half / (QUANTA * rows), middle, query)
-        return _cut(found, records.public, low, high)
+        return _cut_to_bounds(found, records.public, low, high)
     cells, columns, most = cells_of(records, low, high, 1), records.values.shape[1], QUANTA * records.most_rows
     effect = Effect(QUANTA * columns, QUANTA * math.sqrt(columns), 2 * columns)
     records = records.public
@@ -236,13 +243,13 @@ def release_mean(
 
     def within(error: float) -> tuple[Any, Any]:
         off = records.most_rows / 2 + added.rounding(0, most)
-        found = ratio_within(noisy, (0.0, 1.0), added, error, off)
+        found = ratio_bounds(noisy, (0.0, 1.0), added, error, off)
         return tuple(records.shaped(low + (high - low) * share) for share in found)
 
     return Statistic(value=records.shaped(value), within=within, **facts)
 
 
-def _cut(found: Statistic, records: Records, low: np.ndarray, high: np.ndarray) -> Statistic:
+def _cut_to_bounds(found: Statistic, records: StatisticRecords, low: np.ndarray, high: np.ndarray) -> Statistic:
     """A mean and its intervals, cut to the bounds of the values."""
 
     def cut(value: Any) -> Any:
@@ -255,12 +262,12 @@ def _cut(found: Statistic, records: Records, low: np.ndarray, high: np.ndarray) 
     return Statistic(**vars(found) | {"value": cut(found.value), "within": within})
 
 
-def cells_of(records: Records, low: np.ndarray, high: np.ndarray, degree: int) -> np.ndarray:
+def cells_of(records: StatisticRecords, low: np.ndarray, high: np.ndarray, degree: int) -> np.ndarray:
     """The sums of the quanta that a record spreads, int64 (degree + 1, columns): the basis of Bernstein's polynomials,
     whose terms are at least 0 and add up to 1, so that the quanta of a record that is there add up to QUANTA."""
     there = ~np.isnan(records.values)
     share = (np.clip(np.where(there, records.values, low), low, high) - low) / (high - low)
-    last = _rounded(share**degree)
-    first = np.minimum(_rounded((1 - share) ** degree), QUANTA - last) if degree > 1 else QUANTA - last
+    last = _in_quanta(share**degree)
+    first = np.minimum(_in_quanta((1 - share) ** degree), QUANTA - last) if degree > 1 else QUANTA - last
     spread = np.stack([first, QUANTA - first - last, last] if degree > 1 else [first, last])
     return np.where(there, spread, 0).sum(axis=1)

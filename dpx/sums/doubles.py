@@ -1,12 +1,12 @@
 """`FloatPair`s in float64: their values, their norm, and the way back to two float32 numbers; with v = 2^-53:
 
-`values` is exact for what `halved` made, because high and low are parts of one float64 number.
-`halved` is off by 2^-48 = 32 v of every number: high by 2^-24 of it, and low by 2^-24 of that (and by less than
+`as_float64` is exact for what `as_float_pair` made, because high and low are parts of one float64 number.
+`as_float_pair` is off by 2^-48 = 32 v of every number: high by 2^-24 of it, and low by 2^-24 of that (and by less than
     2^-125, where float32 ends). A cast to float32 and back would not do, because XLA may drop both.
-`norm` is off by 32 v of it, for up to 2^32 numbers: a square is rounded once, then in sums of 16 and of 8, which leave
-    fewer than 2^26 numbers, with up to 22 from the end of every array, and then in up to 13 sums of 4. That is 1 + 15 +
-    7 + 39 roundings, which count half in the root, plus the root's own. One long sum would round a square 2^32 times.
-    Sums of 16 and 8 stay within one array, so few numbers move where it is sharded.
+`norm_of_total` is off by 32 v of it, for up to 2^32 numbers: a square is rounded once, then in sums of 16 and of 8,
+    which leave fewer than 2^26 numbers, with up to 22 from the end of every array, and then in up to 13 sums of 4. That
+    is 1 + 15 + 7 + 39 roundings, which count half in the root, plus the root's own. One long sum would round a square
+    2^32 times. Sums of 16 and 8 stay within one array, so few numbers move where it is sharded.
 
 Call all of it inside `jax.enable_x64(True)`, also in a program that is otherwise 32-bit.
 """
@@ -16,38 +16,38 @@ from collections.abc import Iterable
 import jax
 import jax.numpy as jnp
 
-from dpx.sums.total import FloatPair
+from dpx.sums.float_pair import FloatPair
 from dpx.trees import Tree
 
 FIRST, SECOND, NEXT = 16, 8, 4  # numbers in a sum
 
 
-def constants(numbers: Iterable[float]) -> jax.Array:
+def float64_constants(numbers: Iterable[float]) -> jax.Array:
     """Numbers as float64 (n,), written into the program: an array that it closes over becomes float32 where the program
     is called outside of `jax.enable_x64`, as in `dpx.fit`."""
     return jax.lax.concatenate([jax.lax.full((1,), float(number), jnp.float64) for number in numbers], 0)
 
 
-def values(total: FloatPair) -> Tree:
+def as_float64(total: FloatPair) -> Tree:
     """high + low, float64, in the shapes of the total."""
     if total.low is None:
         return jax.tree.map(lambda high: high.astype(jnp.float64), total.high)
     return jax.tree.map(lambda high, low: high.astype(jnp.float64) + low.astype(jnp.float64), total.high, total.low)
 
 
-def halved(exact: Tree) -> FloatPair:
+def as_float_pair(exact: Tree) -> FloatPair:
     """The `FloatPair` nearest to a tree of float64 arrays in the range of float32."""
     rounded = jax.tree.map(lambda x: jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23), exact)
     low = jax.tree.map(lambda x, high: (x - high).astype(jnp.float32), exact, rounded)
     return FloatPair(jax.tree.map(lambda high: high.astype(jnp.float32), rounded), low)
 
 
-def less(released: Tree, total: FloatPair) -> FloatPair:
-    """A tree of float32 arrays minus a total, rounded once and then as by `halved`."""
-    return halved(jax.tree.map(lambda r, before: r.astype(jnp.float64) - before, released, values(total)))
+def difference_to_total(released: Tree, total: FloatPair) -> FloatPair:
+    """A tree of float32 arrays minus a total, rounded once and then as by `as_float_pair`."""
+    return as_float_pair(jax.tree.map(lambda r, before: r.astype(jnp.float64) - before, released, as_float64(total)))
 
 
-def norm(total: FloatPair) -> jax.Array:
+def norm_of_total(total: FloatPair) -> jax.Array:
     """The root of the sum of the squares of a total of two numbers, float64 ()."""
     parts = [jnp.zeros(1, jnp.float64)]
     for high, low in zip(*map(jax.tree.leaves, total), strict=True):

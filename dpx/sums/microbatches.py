@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from dpx.sums.total import FloatPair, in_float32, is_total, most_float32_turns, plus, with_low
+from dpx.sums.float_pair import FloatPair, add_pairs, is_total, may_add_in_float32, most_float32_turns, with_low
 from dpx.trees import Tree
 from dpx.xla.ordering import compute_after
-from dpx.xla.place import here
+from dpx.xla.place import current_place
 
 UNROLLED_MICROBATCHES = 64  # at most; compiling more takes longer than unrolling saves (benchmarks/step.py)
 SEGMENT_NUMBERS = 2**24  # float32 numbers of gradients in one segment, 64 MiB (benchmarks/coordinates.py)
@@ -30,7 +30,7 @@ def sum_over_microbatches(
     """Calls `function(ordered, rows) -> (sums, outputs)` for every microbatch; adds the sums, concatenates the outputs.
 
     `FloatPair`s are added in float32 within groups of microbatches, and the groups as pairs, or in float32 too where
-    that is exact enough: see `dpx.sums.total`.
+    that is exact enough: see `dpx.sums.float_pair`.
 
     rows: a pytree of arrays with the examples on axis 0; `function` gets at most `microbatch_size` of them.
     ordered: returns its argument unchanged, but makes this microbatch start after the previous one.
@@ -46,7 +46,7 @@ def sum_over_microbatches(
     full = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((microbatch_size, *leaf.shape[1:]), leaf.dtype), rows)
     traced, shapes = jax.make_jaxpr(lambda rows: function(lambda tree: tree, rows), return_shape=True)(full)
     outputs = [jax.tree.map(lambda leaf: jnp.zeros((0, *leaf.shape[1:]), leaf.dtype), shapes[1])]
-    unit = here().unit
+    unit = current_place().unit
     group = most_float32_turns(microbatch_size, unit)
 
     def add_microbatch(groups, start):
@@ -57,7 +57,7 @@ def sum_over_microbatches(
         if groups and groups[-1][0] < group:
             count, before = groups[-1]
             return [*groups[:-1], (count + 1, _add(before, sums))]
-        return [*_folded(groups), (1, sums)]
+        return [*_sum_of_groups(groups), (1, sums)]
 
     def add_in_loop(sums, rows):
         results = in_loop(traced)(*jax.tree.leaves(rows))  # traced once, for the shapes and for the loop
@@ -79,16 +79,16 @@ def sum_over_microbatches(
         head = jax.tree.map(lambda leaf: leaf[:stop].reshape(*shape, *leaf.shape[1:]), rows)
         if each == whole:
             sums, stacked = _loop(add_in_loop, shapes[0], head, like)
-        elif in_float32(microbatch_size, loops=(each, whole // each), unit=unit):
+        elif may_add_in_float32(microbatch_size, loops=(each, whole // each), unit=unit):
             sums, stacked = _loop(functools.partial(add_group, _add), shapes[0], head, like)
         else:
-            sums, stacked = _loop(functools.partial(add_group, _plus), _doubled(shapes[0]), head, like)
+            sums, stacked = _loop(functools.partial(add_group, _plus_pairs), _with_low(shapes[0]), head, like)
         groups = [(whole if each == whole else math.inf, sums)]
         outputs.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(shape) :]), stacked))
     for start in range(stop, size, microbatch_size):
         groups = add_microbatch(groups, start)
     none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[0])
-    sums = _folded(groups)[0][1] if groups else none
+    sums = _sum_of_groups(groups)[0][1] if groups else none
     return sums, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *outputs)
 
 
@@ -114,9 +114,9 @@ def _loop(add: Callable[[Tree, Tree], tuple[Tree, Tree]], shapes: Tree, rows: Tr
     return sums, outputs
 
 
-def _folded(groups: list) -> list:
+def _sum_of_groups(groups: list) -> list:
     """The sum of all groups, as one group to which no microbatch is added."""
-    return groups if len(groups) < 2 else [(math.inf, _plus(groups[0][1], groups[1][1]))]
+    return groups if len(groups) < 2 else [(math.inf, _plus_pairs(groups[0][1], groups[1][1]))]
 
 
 def _add(sums: Tree, more: Tree) -> Tree:
@@ -124,16 +124,16 @@ def _add(sums: Tree, more: Tree) -> Tree:
     return jax.tree.map(jnp.add, sums, jax.lax.optimization_barrier(more))
 
 
-def _plus(sums: Tree, more: Tree) -> Tree:
+def _plus_pairs(sums: Tree, more: Tree) -> Tree:
     """The sum of two: `FloatPair`s as two float32 numbers, other arrays as they are."""
 
     def add(one, other):
-        return plus(with_low(one), other) if is_total(one) else one + other
+        return add_pairs(with_low(one), other) if is_total(one) else one + other
 
     return jax.tree.map(add, sums, more, is_leaf=is_total)
 
 
-def _doubled(sums: Tree) -> Tree:
+def _with_low(sums: Tree) -> Tree:
     """The sums, with two numbers for each coordinate of every `FloatPair`."""
     return jax.tree.map(lambda one: FloatPair(one.high, one.high) if is_total(one) else one, sums, is_leaf=is_total)
 
@@ -143,7 +143,7 @@ def sum_in_segments(function: Callable[[Tree], tuple[Tree, Tree]], rows: Tree) -
     saves memory, because what `function` computes for each example exists for one segment at a time. On several devices
     there are no segments, because the examples may be sharded over them."""
     segments = min(LARGEST_SEGMENTS, sum(leaf.size for leaf in jax.tree.leaves(rows)) // SEGMENT_NUMBERS)
-    if segments < 2 or here().devices > 1:
+    if segments < 2 or current_place().devices > 1:
         return function(rows)
     size = math.ceil(jax.tree.leaves(rows)[0].shape[0] / segments)
 

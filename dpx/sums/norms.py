@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax  # `jnp` takes longer to trace
 
-from dpx.sums.total import UNIT
-from dpx.xla.place import here
+from dpx.sums.float_pair import UNIT
+from dpx.xla.place import current_place
 
 WIDTH = 128  # numbers in a sum
 SINGLE = 1024  # up to here one sum, because more sums take longer to compile
@@ -28,7 +28,7 @@ MARGIN = 16  # units
 def norm(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.Array:
     """The root of the sum of the squares of real arrays as float32, float32 (). scales: factors of the arrays; or
     None."""
-    parts, roundings, devices = [], 0, here().devices
+    parts, roundings, devices = [], 0, current_place().devices
     for number, x in enumerate(arrays):
         if x.size and devices == 1 and (count := _parts(x.shape)) > 1:
             parts.append(_of_parts(x if scales is None else x * scales[number], count))
@@ -56,10 +56,10 @@ def norm(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.
     roundings += sums.size
     # The barrier also keeps XLA from joining the norms of all arrays, and what they are computed from, into one large
     # kernel, which takes long to compile (benchmarks/results/compile.md).
-    return raised(lax.sqrt(lax.reduce_sum(lax.optimization_barrier(sums), (0,))), roundings)
+    return raised_by_roundings(lax.sqrt(lax.reduce_sum(lax.optimization_barrier(sums), (0,))), roundings)
 
 
-def raised(norm: jax.Array, roundings: int) -> jax.Array:
+def raised_by_roundings(norm: jax.Array, roundings: int) -> jax.Array:
     """A number of at least `norm`, float32, the root of a sum whose squares were rounded up to `roundings` times."""
     return lax.mul(norm, lax.full_like(norm, 1 + (roundings / 2 + MARGIN) * UNIT))
 
@@ -86,7 +86,7 @@ def _along_axes(x: jax.Array, scale: jax.Array | None, devices: int) -> tuple[ja
 def _parts(shape: tuple[int, ...]) -> int:
     """In how many parts a TPU squares the rows along the last axis. Their sizes are multiples of its registers' 8."""
     rows = math.prod(shape[:-1])
-    count = 1 if rows % 8 or here().platform != "tpu" else math.gcd(rows // 8, MOST_PARTS)
+    count = 1 if rows % 8 or current_place().platform != "tpu" else math.gcd(rows // 8, MOST_PARTS)
     return count if rows <= WIDEST * count else 1
 
 

@@ -16,13 +16,13 @@ from dpx import keys
 from dpx.accounting.best_of import Distribution, Selection, best_of
 from dpx.accounting.bill import event_of
 from dpx.accounting.budget import Budget
-from dpx.accounting.calibration import least_within
+from dpx.accounting.calibration import least_noise_within
 from dpx.accounting.checks import require_delta
 from dpx.accounting.compose import same_key
-from dpx.accounting.loss import hashable
+from dpx.accounting.loss import as_hashable
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.states.reading import release_state, steps_billed
-from dpx.sums.total import ETA, FloatPair
+from dpx.sums.float_pair import ETA, FloatPair
 from dpx.trees import Tree, described, outlined
 from dpx.validation import require_floats, require_function, require_number, require_whole
 
@@ -82,7 +82,7 @@ class SearchSettings:
     def __post_init__(self):
         require_function("score", self.score)
         require_function("optimizer", self.optimizer)
-        keys.require(self.key)
+        keys.require_key(self.key)
         if not self.configurations:
             raise ValueError("configurations must hold at least one, got none")
         if self.budget is None:
@@ -138,7 +138,7 @@ class SearchSettings:
 
         def least(make: Callable[[float], list[Mechanism]]) -> float:
             try:
-                return least_within(lambda noise: cost(make(noise)), budget.epsilon, _TOLERANCE, 1.0)
+                return least_noise_within(lambda noise: cost(make(noise)), budget.epsilon, _TOLERANCE, 1.0)
             except ValueError as error:
                 raise ValueError(
                     f"the search cannot stay within epsilon={budget.epsilon:g} at delta={budget.delta:g}. Expect fewer "
@@ -150,7 +150,7 @@ class SearchSettings:
         found: dict[Any, float] = {}  # for configurations that cost the same, such as several learning rates
         noises = []
         for each, mechanism in zip(self.configurations, at_one, strict=True):
-            alike = hashable(mechanism.event(_steps_of(mechanism)))
+            alike = as_hashable(mechanism.event(_steps_of(mechanism)))
             if alike not in found:
                 found[alike] = least(lambda noise, each=each: built([each], [noise]))
             noises.append(found[alike])
@@ -193,7 +193,7 @@ class SearchPlan:
     def trial(self, number: int, folder: Path | None) -> tuple[Trial, int]:
         """The trial of a number, and the most steps that it may make."""
         key, configurations = self.settings.key, self.settings.configurations
-        chosen = _below(len(configurations), keys.stream(key, "configuration", number))
+        chosen = _uniform_below(len(configurations), keys.stream(key, "configuration", number))
         mechanism = self.settings.build(configurations[chosen], _trial_key(key, number), self.noises[chosen])
         most = self.steps[chosen]
         if mechanism.event(most) != self.mechanisms[chosen].event(most):
@@ -210,7 +210,7 @@ class SearchPlan:
         event_of(trial.optimizer, result[1], None)
         if (steps := steps_billed(result[1])) > most:
             raise ValueError(f"a trial must make and plan at most the {most} steps that are paid for, got {steps}")
-        if int(stream := release_state(result[1]).batch_key) not in (0, int(keys.mark(trial.optimizer.key))):
+        if int(stream := release_state(result[1]).batch_key) not in (0, int(keys.mark_of_key(trial.optimizer.key))):
             raise ValueError(
                 "a trial must train its own optimizer, and draw its batches with the key of that optimizer, as dpx.fit "
                 f"does, because trials must be independent; its batches are of the key of mark {stream}"
@@ -253,7 +253,7 @@ def _steps_of(mechanism: Mechanism) -> int:
     return mechanism.budget.steps if mechanism.budget else 1
 
 
-def _below(end: int, key: jax.Array) -> int:
+def _uniform_below(end: int, key: jax.Array) -> int:
     """A uniform int in [0, end)."""
     high, low = np.asarray(jax.random.bits(key, (2,), np.uint32)).tolist()
     return (high << 32 | low) * end >> 64

@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from dpx import keys
-from dpx.accounting.arithmetic import normals_of
+from dpx.accounting.arithmetic import normal_sampler
 from dpx.accounting.best_of import Distribution, Selection
 from dpx.accounting.budget import Budget
-from dpx.accounting.selection import SHAPES, draw_count
+from dpx.accounting.selection import SHAPES, draw_trials
 from dpx.fitting import processes
 from dpx.fitting.facts import bytes_of
 from dpx.fitting.folder import SENSITIVE
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.ledgers import PrivacyLedger
-from dpx.ledgers.files import lock_of, make_folder, read, write
+from dpx.ledgers.files import lock_of, make_folder, read_json, replace_file
 from dpx.mechanism import Mechanism
 from dpx.reports.report import PrivacyReport, privacy_report, version_of
 from dpx.states.identity import fingerprint
@@ -102,7 +102,7 @@ def search(
         configurations=list(configurations),
         score=score,
         optimizer=optimizer,
-        key=keys.secret(keys.require(key)),
+        key=keys.warn_if_guessable(keys.require_key(key)),
         trials=trials,
         score_on=score_on,
         distribution=distribution,
@@ -114,8 +114,8 @@ def search(
     cost, winner, best = plan.cost, None, -math.inf
     with _opened(checkpoints, plan) as folder:
         if ledger is not None:
-            processes.of_first(lambda: _pay(ledger, plan, unit or "example", words, folder))
-        for number in range(draw_count(keys.stream(key, "number of trials"), cost.trials, SHAPES[distribution])):
+            processes.from_first_process(lambda: _pay(ledger, plan, unit or "example", words, folder))
+        for number in range(draw_trials(keys.stream(key, "number of trials"), cost.trials, SHAPES[distribution])):
             trial, params, state = plan.run(train, number, folder)
             value = plan.scored(params, number) if folder is None else _stored_score(plan, params, number, folder)
             if winner is None or value > best:
@@ -134,8 +134,8 @@ def _pay(ledger: PrivacyLedger, plan: SearchPlan, unit: str, words: str, folder:
     if (cost.relation, cost.records) != (terms.relation, terms.records):
         wanted = f"relation {terms.relation!r} and {terms.records} records"
         raise ValueError(f"the search must be for the ledger's {wanted}, got {cost.relation!r} and {cost.records}")
-    pairs = normals_of(cost.numbers).pairs
-    holder = "" if folder is None else read(folder / "search.json")["mark"]
+    pairs = normal_sampler(cost.numbers).pairs
+    holder = "" if folder is None else read_json(folder / "search.json")["mark"]
     key, numbers = plan.settings.key, min(2 * pairs, LARGEST_RELEASE)
     ledger.spend(cost.event, key=key, words=words, numbers=numbers, unit=unit, holder=holder)
 
@@ -148,7 +148,7 @@ def _opened(folder: str | Path | None, plan: SearchPlan) -> Iterator[Path | None
         return
     path = Path(folder).expanduser().absolute()
     own = {
-        "key of the search (its mark)": int(keys.mark(plan.settings.key)),
+        "key of the search (its mark)": int(keys.mark_of_key(plan.settings.key)),
         "configurations": len(plan.settings.configurations),
         "cost (its fingerprint)": fingerprint(plan.cost.event),
         "version of dpx": version_of("dpx-jax"),
@@ -160,12 +160,12 @@ def _opened(folder: str | Path | None, plan: SearchPlan) -> Iterator[Path | None
             stack.callback(lock_of(path).release)
             file = path / "search.json"
             if not file.is_file():
-                write(file, json.dumps(own | {"mark": secrets.token_hex(8)}, indent=2) + "\n")
-            if (stored := read(file)) != own | {"mark": stored.get("mark")}:
+                replace_file(file, json.dumps(own | {"mark": secrets.token_hex(8)}, indent=2) + "\n")
+            if (stored := read_json(file)) != own | {"mark": stored.get("mark")}:
                 raise ValueError(f"checkpoints must be a new folder or one of the same search, got {path}: {stored}")
-            write(path / "SENSITIVE", SENSITIVE)
+            replace_file(path / "SENSITIVE", SENSITIVE)
 
-        processes.of_first(begin)
+        processes.from_first_process(begin)
         yield path
 
 
@@ -178,11 +178,11 @@ def _stored_score(plan: SearchPlan, params: Tree, number: int, folder: Path) -> 
     file, digest = folder / f"score-{number}.json", hashlib.blake2b(digest_size=16)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         digest.update(f"{path_of(path)} {jnp.result_type(leaf)}{jnp.shape(leaf)}".encode() + bytes_of(leaf))
-    stored = processes.of_first(lambda: read(file) if file.is_file() else None)
+    stored = processes.from_first_process(lambda: read_json(file) if file.is_file() else None)
     if stored is None:
         found = {"params (their digest)": digest.hexdigest(), "score": plan.scored(params, number)}
-        stored = processes.everyone(found)[0]
-        processes.of_first(lambda: write(file, json.dumps(stored) + "\n"))
+        stored = processes.from_every_process(found)[0]
+        processes.from_first_process(lambda: replace_file(file, json.dumps(stored) + "\n"))
     if stored["params (their digest)"] != digest.hexdigest():
         raise ValueError(
             "train must return the same parameters whenever a trial is made again, because its steps have the same "

@@ -1,7 +1,7 @@
 """What XLA must be told: the order of computation, convolutions that are fast in loops, and rows that stay apart.
 
-`place.py` says for which devices a program is traced, `units.py` how these multiply matrices, and `jaxprs.py` walks
-through its equations. A remark on what XLA does stands where the code avoids it: here, and in sums/rows.py,
-keys/normals.py, gradients/microbatch_size.py, and rules.py, norms.py and engine.py of gradients/ghost. Unless it says
-otherwise, it is about the CPU of jaxlib 0.10.2.
+`place.py` says for which devices a program is traced, `matrix_units.py` how these multiply matrices, and `jaxprs.py`
+walks through its equations. A remark on what XLA does stands where the code avoids it: here, and in
+sums/clipped_sum.py, keys/normals.py, gradients/microbatch_size.py, and rules.py, norms.py and engine.py of
+gradients/ghost. Unless it says otherwise, it is about the CPU of jaxlib 0.10.2.
 """

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from dpx.xla.jaxprs import bound, convolves, evaluate
+from dpx.xla.jaxprs import bind_equation, convolves, evaluate
 
 CALLS = ("jit", "pjit")  # equations whose bodies `reordered` changes too
 
@@ -28,7 +28,7 @@ def reordered(closed: core.ClosedJaxpr) -> Callable:
             return [_convolve(*operands, **params)]
         if primitive.name in CALLS and convolves(params["jaxpr"].jaxpr):
             return jax.jit(reordered(params["jaxpr"]))(*operands)
-        return bound(equation, operands, params)
+        return bind_equation(equation, operands, params)
 
     return lambda *arguments: evaluate(closed.jaxpr, closed.consts, arguments, results)
 

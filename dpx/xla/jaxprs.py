@@ -9,23 +9,23 @@ import numpy as np
 from jax.extend import core
 
 
-def inner(equation: core.JaxprEqn) -> Iterator[Any]:
+def inner_jaxprs(equation: core.JaxprEqn) -> Iterator[Any]:
     """The jaxprs that an equation calls, closed or not: bodies of loops, branches and functions."""
     for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
         if _is_jaxpr(value):
             yield value
 
 
-def bodies(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
+def inner_bodies(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
     """The same, without the constants that they close over."""
-    return (getattr(each, "jaxpr", each) for each in inner(equation))
+    return (getattr(each, "jaxpr", each) for each in inner_jaxprs(equation))
 
 
 def equations(jaxpr: Any) -> Iterator[core.JaxprEqn]:
     """All equations, each before those it calls."""
     for equation in jaxpr.eqns:
         yield equation
-        for body in inner(equation):
+        for body in inner_jaxprs(equation):
             yield from equations(body)
 
 
@@ -34,7 +34,7 @@ def constants(jaxpr: Any) -> Iterator[Any]:
     yield from getattr(jaxpr, "consts", ())
     for equation in jaxpr.eqns:
         yield from (v.val for v in equation.invars if isinstance(v, core.Literal) and np.ndim(v.val))
-        for body in inner(equation):
+        for body in inner_jaxprs(equation):
             yield from constants(body)
 
 
@@ -118,7 +118,7 @@ def evaluate(jaxpr: core.Jaxpr, constants, arguments, results: Callable) -> list
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def bound(equation: core.JaxprEqn, operands: list, params: dict) -> list[jax.Array]:
+def bind_equation(equation: core.JaxprEqn, operands: list, params: dict) -> list[jax.Array]:
     results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(params))
     return results if equation.primitive.multiple_results else [results]
 

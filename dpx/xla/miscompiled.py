@@ -19,21 +19,21 @@ WRONG, RIGHT = (0, 10, 2), (0, 12)  # the first version of jaxlib with the fault
 ROWS, NUMBERS = 4096, 13
 
 
-def suspected(version: str = jaxlib.__version__) -> bool:
+def is_suspected_version(version: str = jaxlib.__version__) -> bool:
     return WRONG <= tuple(int(part) for part in version.split(".")[:3] if part.isdigit()) < RIGHT
 
 
 def keep_rows_apart() -> None:
     """Turns the fault off for this process and those that it starts, where XLA has not read its flags yet."""
     flags = os.environ.get("XLA_FLAGS", "")
-    if suspected() and FLAG not in flags and flags.strip()[:1] in ("", "-"):  # else it names a file of flags
+    if is_suspected_version() and FLAG not in flags and flags.strip()[:1] in ("", "-"):  # else it names a file of flags
         os.environ["XLA_FLAGS"] = f"{flags} --{FLAG}={OFF}".strip()
 
 
 @functools.cache
 def require_rows_apart() -> None:
     """Raises ValueError if XLA mixes rows on the CPU of this process."""
-    if suspected() and jax.default_backend() == "cpu" and mixes_rows():
+    if is_suspected_version() and jax.default_backend() == "cpu" and mixes_rows():
         raise ValueError(
             f"jaxlib {jaxlib.__version__} mixes the rows of a batch on this CPU, so one example would move others "
             "without a bound: import dpx before the first computation of JAX, without another "

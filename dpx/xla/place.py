@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import jax
 
-from dpx.xla.units import Unit, unit_of
+from dpx.xla.matrix_units import Unit, unit_of
 
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 _TRACED_FOR = jax.make_user_context(default_value=None)
@@ -55,22 +55,22 @@ class Place:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if self.platform == "cpu" else None
 
 
-def here() -> Place:
+def current_place() -> Place:
     """The place that programs are traced for now: `traced_for`'s, or by default all devices of all processes."""
     return _TRACED_FOR.value or Place(jax.default_backend(), jax.device_count())
 
 
 def traced_for(**changes: Any) -> contextlib.AbstractContextManager[None]:
-    """A context in which programs are traced for `here()` with these fields of `Place` changed. They must then run in
-    such a place, unless they are only compiled or compared."""
-    place = dataclasses.replace(here(), **changes)
-    return contextlib.nullcontext() if place == here() else _TRACED_FOR(place)
+    """A context in which programs are traced for `current_place()` with these fields of `Place` changed. They must then
+    run in such a place, unless they are only compiled or compared."""
+    place = dataclasses.replace(current_place(), **changes)
+    return contextlib.nullcontext() if place == current_place() else _TRACED_FOR(place)
 
 
 def full_precision() -> contextlib.AbstractContextManager[None]:
     """A context in which matrix units compute float32 products, for programs that are compared with one another: the
     kernels of a GPU that round differ from program to program, by up to 1e-3 of a gradient."""
-    return jax.default_matmul_precision("highest") if here().unit.rounds else contextlib.nullcontext()
+    return jax.default_matmul_precision("highest") if current_place().unit.rounds else contextlib.nullcontext()
 
 
 def float64(what: str) -> contextlib.AbstractContextManager[None]:
@@ -85,7 +85,7 @@ def require_float64(what: str) -> None:
 
     what: the name of what needs it. The state of a mechanism asks, so that a run ends before it begins.
     """
-    if here().platform == "tpu":
+    if current_place().platform == "tpu":
         raise ValueError(f"{what} must be computed in IEEE's float64, which a TPU lacks: train on a CPU or a GPU")
 
 

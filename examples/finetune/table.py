@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not given.page:
         train(given)
     found = list(rows_in(given.rows).values())
-    records.write(given.rows.with_suffix(".md"), page(found))
+    records.replace_file(given.rows.with_suffix(".md"), page(found))
     figure(found, given.rows.with_suffix(".svg"))
     return 0
 

@@ -261,16 +261,16 @@ def conclude(folder, job: Job, settings: Settings, fitted, result: dict, write: 
         folder.add_metrics({("unreleased_training_loss" if k == "unreleased_loss" else k): v for k, v in row.items()})
     if settings.canaries:
         leaks = {name: value for name, value in result.items() if name.startswith(leakage.UNRELEASED)}
-        records.write(folder.path / "unreleased.json", json.dumps(leaks, indent=2) + "\n")
-    records.write(folder.path / "privacy_report.json", fitted.report.to_json() + "\n")
-    records.write(folder.path / "privacy_report.md", fitted.report.to_markdown() + "\n")
+        records.replace_file(folder.path / "unreleased.json", json.dumps(leaks, indent=2) + "\n")
+    records.replace_file(folder.path / "privacy_report.json", fitted.report.to_json() + "\n")
+    records.replace_file(folder.path / "privacy_report.md", fitted.report.to_markdown() + "\n")
     checkpoints.save(folder.path / "model", job.graphdef, fitted.params)
     samples = [f"--- {number}\n{text}" for number, text in enumerate(write(SAMPLES, "samples"), 1)]
-    records.write(folder.path / "samples.txt", "\n".join(samples) + "\n")
+    records.replace_file(folder.path / "samples.txt", "\n".join(samples) + "\n")
     if synthesize:
         lines = [json.dumps({"text": text}) for text in write(synthesize, "synthesize")]
-        records.write(folder.path / "synthetic.jsonl", "\n".join(lines) + "\n")
+        records.replace_file(folder.path / "synthetic.jsonl", "\n".join(lines) + "\n")
     shared = {name: value for name, value in settings.as_dict().items() if name != "seed"}
     public = {name: value for name, value in result.items() if not name.startswith(leakage.UNRELEASED)}
     stored = {"result": public, "config": shared, "versions": records.versions()}
-    records.write(folder.path / "result.json", json.dumps(stored, indent=2) + "\n")
+    records.replace_file(folder.path / "result.json", json.dumps(stored, indent=2) + "\n")

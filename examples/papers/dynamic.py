@@ -25,7 +25,7 @@ METHODS: dict[str, dict[str, float]] = {  # options of dynamic_dp_sgd; none: DP-
 def noise_by_clt(config: Config, rate: float, steps: int) -> float:
     """The noise multiplier 1 / mu_0 by the paper's central limit theorem."""
     assert config.epsilon is not None
-    return 1 / claims.mu_0(
+    return 1 / claims.first_mu(
         epsilon=config.epsilon, delta=config.delta, sampling_rate=rate, steps=steps, growth=_rho(config)
     )
 

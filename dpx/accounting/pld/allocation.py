@@ -15,9 +15,9 @@ post-processing of w, in both directions. It is not true for replacing an exampl
 compared, or where the steps of the others depend on I, as in a permutation.
 
 S = dP/dQ = (t - j) / t + (1/t) sum_{i <= j} u_i with independent u_i = exp((2 x_i - 1) / (2 s_i^2)) under Q. Its law
-does not depend on the order of the steps. `sums` computes a law that is larger in the convex order, and so dominates in
-both directions. Epochs with new steps compose, direction by direction. Less noise dominates, because noise can be added
-to each w_i.
+does not depend on the order of the steps. `ratio_laws` computes a law that is larger in the convex order, and so
+dominates in both directions. Epochs with new steps compose, direction by direction. Less noise dominates, because noise
+can be added to each w_i.
 
 At a noise multiplier below 0.05, the example's step counts as known: that is the bill of one Gaussian release, because
 divergences are jointly convex. It is more by less than ln t in an epsilon of 200.
@@ -36,11 +36,11 @@ import numpy as np
 
 from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
-from dpx.accounting.loss import Loss, Released, deviations
-from dpx.accounting.pld import moments, sums
+from dpx.accounting.loss import Loss, ReleaseCount, in_deviations
+from dpx.accounting.pld import moments, ratio_laws
 from dpx.accounting.pld.losses import Losses, Pmf, SampledGaussian, StepLoss, dominating_pmf
 from dpx.accounting.pld.moments import Noise
-from dpx.sampling.events import RandomAllocationDpEvent, grouped
+from dpx.sampling.events import RandomAllocationDpEvent, group_multipliers
 
 _KNOWN_BELOW = 0.05  # noise multiplier
 _MOST_DISTINCT, _LEAST_RATIO = 4, 1.004  # noise multipliers of one epoch, and the ratio of those that count as one
@@ -48,7 +48,7 @@ _MOST_EPOCHS, _BUCKETS_EACH = 24, 4  # distinct epochs of a run, and of how many
 _TAIL_DECADES = 20  # a law is computed for a tail of 1e-20, 1e-40, ..., and kept
 
 
-class Ratios(NamedTuple):
+class RatioLaw(NamedTuple):
     """The law of S: `values`, rising, with Q-probabilities `masses`, float64 (n,) each.
 
     zero: the Q-probability of 0. infinity: the P-probability of infinity.
@@ -79,11 +79,11 @@ class AllocatedGaussians(StepLoss):
         return sum(count for _, count in self.noise)
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:
-        return moments.divergences(self.noise, self.steps_per_epoch, orders)
+        return moments.allocation_renyi(self.noise, self.steps_per_epoch, orders)
 
     def pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
         decades = min(280, _TAIL_DECADES * math.ceil(-math.log10(max(tail, 1e-300)) / _TAIL_DECADES))
-        law = _ratios(self.noise, self.steps_per_epoch, decades)
+        law = _ratio_law(self.noise, self.steps_per_epoch, decades)
         losses = np.log(law.values)
         first, last = np.clip(losses[[0, -1]], -largest, largest) / grid
         first, last = math.floor(first), math.ceil(last)
@@ -98,22 +98,22 @@ class AllocatedGaussians(StepLoss):
 
 
 @functools.lru_cache(128)
-def _ratios(noise: Noise, steps_per_epoch: int, decades: int) -> Ratios:
+def _ratio_law(noise: Noise, steps_per_epoch: int, decades: int) -> RatioLaw:
     """A law of S that is at least the true one in the convex order, with tails of 10^-decades."""
     tail = 10.0**-decades
     law = None
     for noise_multiplier, count in noise:
-        group = sums.repeated(sums.ratio(noise_multiplier, tail), count, tail)
-        law = group if law is None else sums.added(law, group, tail)
+        group = ratio_laws.law_of_copies(ratio_laws.likelihood_ratio_law(noise_multiplier, tail), count, tail)
+        law = group if law is None else ratio_laws.law_of_sum(law, group, tail)
     assert law is not None
     others = steps_per_epoch - law.mean
     values, masses, zero = (others + law.values) / steps_per_epoch, law.masses, law.zero
     if others:
         values, masses, zero = np.append(others / steps_per_epoch, values), np.append(zero, masses), 0.0
-    return Ratios(values, masses, zero, law.lost / steps_per_epoch)
+    return RatioLaw(values, masses, zero, law.lost / steps_per_epoch)
 
 
-def rounded(noise: Noise) -> Noise:
+def few_multipliers(noise: Noise) -> Noise:
     """At most 4 noise multipliers, each rounded down by as little as that allows."""
     values, counts = (np.array(column) for column in zip(*noise, strict=True))
     ratio = max(_LEAST_RATIO, (values[-1] / values[0]) ** (1 / _MOST_DISTINCT) * (1 + 1e-9))
@@ -151,7 +151,7 @@ def _least_noise(noises: Iterable[Noise]) -> Noise:
     for noise in noises:
         values, counts = zip(*noise, strict=True)
         least = np.minimum(least, np.repeat(values, counts))
-    return rounded(grouped(np.asarray(least)))
+    return few_multipliers(group_multipliers(np.asarray(least)))
 
 
 @dataclass(frozen=True)
@@ -166,9 +166,9 @@ class Allocation(Loss):
         return True
 
     @property
-    def released(self) -> Released:
+    def released(self) -> ReleaseCount:
         count = sum(count for _, count in self.event.noise_multiplier)
-        return Released(count, float(count))
+        return ReleaseCount(count, float(count))
 
     def step(self, relation: Relation) -> StepLoss:
         event = self.event
@@ -189,10 +189,10 @@ class Allocation(Loss):
             return SampledGaussian(noise[0][0], 1.0, relation)
         if released == 1:  # the same pair
             return SampledGaussian(noise[0][0], 1 / steps, relation)
-        return AllocatedGaussians(rounded(noise), steps)
+        return AllocatedGaussians(few_multipliers(noise), steps)
 
     def largest_shift(self, relation: Relation) -> float:
-        return deviations(2 if relation == "replace_one" else 1, min(s for s, _ in self.event.noise_multiplier))
+        return in_deviations(2 if relation == "replace_one" else 1, min(s for s, _ in self.event.noise_multiplier))
 
     def in_words(self) -> str:
         sigmas, steps = [sigma for sigma, _ in self.event.noise_multiplier], self.event.steps_per_epoch

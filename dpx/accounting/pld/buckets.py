@@ -38,7 +38,7 @@ class Buckets(NamedTuple):
         return self._replace(smallest_noise=self.smallest_noise * factor, largest_noise=self.largest_noise * factor)
 
 
-def round_to_few(losses: Losses, gaussian: type, buckets: int) -> Losses:
+def round_losses_to_buckets(losses: Losses, gaussian: type, buckets: int) -> Losses:
     """`losses`, but those of one Gaussian type are rounded up in cost to at most `buckets` distinct ones."""
     chosen = [loss for loss in losses if isinstance(loss, gaussian)]
     if not chosen:
@@ -80,15 +80,15 @@ def bucketed(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, buckets:
     rate_groups = np.searchsorted(distinct_rates, rates)
     most_rates = math.isqrt(buckets)
     if len(distinct_rates) > most_rates:
-        rate_groups = _cut(np.log(distinct_rates), np.ones(len(distinct_rates)), most_rates)[rate_groups]
+        rate_groups = _labels_of_groups(np.log(distinct_rates), np.ones(len(distinct_rates)), most_rates)[rate_groups]
     numbers = np.unique(rate_groups)
     buckets_each = max(1, buckets // len(numbers))
     labels = np.empty(len(repeats), np.int64)
     for number in numbers:
         rows = np.flatnonzero(rate_groups == number)
         rows = rows[np.argsort(sigmas[rows], kind="stable")]
-        cost = repeats[rows] * _cost(sigmas[rows], rates[rows])
-        labels[rows] = number * buckets + _cut(np.log(sigmas[rows]), cost, buckets_each)
+        cost = repeats[rows] * _rounding_cost(sigmas[rows], rates[rows])
+        labels[rows] = number * buckets + _labels_of_groups(np.log(sigmas[rows]), cost, buckets_each)
     distinct, labels = np.unique(labels, return_inverse=True)
     low_noise, high_noise = np.full(len(distinct), np.inf), np.zeros(len(distinct))
     low_rate, high_rate = low_noise.copy(), high_noise.copy()
@@ -99,13 +99,13 @@ def bucketed(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, buckets:
     return Buckets(low_noise, high_noise, low_rate, high_rate, np.bincount(labels, repeats).astype(np.int64))
 
 
-def _cost(sigmas: np.ndarray, rates: np.ndarray) -> np.ndarray:
+def _rounding_cost(sigmas: np.ndarray, rates: np.ndarray) -> np.ndarray:
     """The change of each step's bill with a relative change of its noise, up to a constant factor; float64 (T,)."""
     precision = np.minimum(sigmas**-2.0, _LARGEST_PRECISION)
     return precision * np.exp(np.minimum(precision, -2 * np.log(rates)))
 
 
-def _cut(logs: np.ndarray, cost: np.ndarray, groups: int) -> np.ndarray:
+def _labels_of_groups(logs: np.ndarray, cost: np.ndarray, groups: int) -> np.ndarray:
     """A label in [0, groups) for each of the increasing `logs`, int64 (n,).
 
     The total rounding cost, the sum over t of cost_t (width of t's group), is least if the widths are proportional to

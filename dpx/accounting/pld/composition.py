@@ -35,7 +35,7 @@ _POINTS_PER_EPSILON = 250  # grid points per epsilon, times sqrt(T)
 
 
 @dataclass(frozen=True)
-class Grid:
+class CompositionGrid:
     """The grid and the tilt of a composition.
 
     grid: spacing of privacy losses. size: grid points of the window, a quarter of them below 0.
@@ -67,7 +67,7 @@ class Grid:
         return np.exp(np.minimum(above, 700)) + math.exp(-self.tilt * span)
 
 
-def plan(
+def plan_composition(
     rdp: np.ndarray,
     steps: int,
     *,
@@ -76,7 +76,7 @@ def plan(
     orders: np.ndarray = renyi.ORDERS,
     expected_epsilon: float | None = None,
     deviations: float = 0.5,
-) -> Grid | None:
+) -> CompositionGrid | None:
     """A plan from the RDP bill of `steps` steps; None if epsilon is too large (thousands) for any grid.
 
     rdp, orders: float64 (orders,). epsilon, delta: a pair that holds. expected_epsilon: one closer to the truth at that
@@ -93,7 +93,7 @@ def plan(
     usable = np.isfinite(rdp)
     if not usable.any():
         return None
-    tilts, renyis = _between(orders[usable] - 1, rdp[usable])
+    tilts, renyis = _more_tilts(orders[usable] - 1, rdp[usable])
     if expected_epsilon is None:  # a guess, because RDP is tighter at small deltas
         expected_epsilon = epsilon * max(0.5, 1 - 6 / -math.log(delta)) if delta < 0.5 else 0.0
     log_moments = tilts * (renyis - expected_epsilon)
@@ -115,10 +115,10 @@ def plan(
         return None
     size = int(fft.next_fast_len(math.ceil(span / grid) + 8, real=True) or 0)
     wrap_tilt, wrap_renyi = float(tilts[larger]), float(renyis[larger])
-    return Grid(grid, size, float(tilts[best]), tail, wrap_tilt, wrap_log_moment=wrap_tilt * wrap_renyi)
+    return CompositionGrid(grid, size, float(tilts[best]), tail, wrap_tilt, wrap_log_moment=wrap_tilt * wrap_renyi)
 
 
-def _between(tilts: np.ndarray, renyis: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _more_tilts(tilts: np.ndarray, renyis: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The tilts, float64 (n,), and `_TILTS` more between them, with upper bounds of the divergences at all of them."""
     more = np.unique(np.concatenate([tilts, np.geomspace(tilts[0], tilts[-1], _TILTS)]))
     return more, np.interp(more, tilts, tilts * renyis) / more
@@ -132,7 +132,7 @@ class SummedLoss:
     was dropped or may have been rounded to 0; for a lower bound, minus the most that rounding and wrapping added.
     """
 
-    def __init__(self, total: "_Spectrum", plan: Grid, *, side: Side):
+    def __init__(self, total: "_Spectrum", plan: CompositionGrid, *, side: Side):
         spectrum = total.values()
         tilted = np.asarray(fft.irfft(spectrum, plan.size))
         self._losses = plan.grid * np.arange(plan.first + plan.size)
@@ -183,7 +183,7 @@ class SummedLoss:
         return float(self._losses[k] + min(max(beyond_point, 0.0), self._losses[1]))
 
 
-def compose(losses: Losses, plan: Grid, *, side: Side = "above") -> list[SummedLoss]:
+def compose_losses(losses: Losses, plan: CompositionGrid, *, side: Side = "above") -> list[SummedLoss]:
     """The composition in each direction of the relation; one is enough if every step is symmetric.
 
     The side "below" needs `SampledGaussian`s only.
@@ -215,7 +215,7 @@ class _Spectrum:
     log_finite: float = 0.0
     steps: int = 0
 
-    def add(self, pmf: Pmf, count: int, plan: Grid) -> None:
+    def add(self, pmf: Pmf, count: int, plan: CompositionGrid) -> None:
         spectrum, log_moment = _tilted_spectrum(pmf, plan)
         with np.errstate(divide="ignore"):
             self.log_modulus += count * np.log(np.abs(spectrum))
@@ -229,7 +229,7 @@ class _Spectrum:
         return modulus * np.cos(self.angle) + 1j * (modulus * np.sin(self.angle))
 
 
-def _tilted_spectrum(pmf: Pmf, plan: Grid) -> tuple[np.ndarray, float]:
+def _tilted_spectrum(pmf: Pmf, plan: CompositionGrid) -> tuple[np.ndarray, float]:
     """The transform of the normalized pmf e^(tilt loss) p(loss), wrapped into the window, and the ln of its sum."""
     losses = plan.grid * np.arange(pmf.first, pmf.first + len(pmf.probabilities))
     exponent = plan.tilt * losses
@@ -238,11 +238,11 @@ def _tilted_spectrum(pmf: Pmf, plan: Grid) -> tuple[np.ndarray, float]:
     tilted = np.exp(np.minimum(exponent - shift, 700)) * pmf.probabilities
     mass = tilted.sum()
     buffer = np.zeros(plan.size)
-    _wrap(tilted / mass, pmf.first, buffer)
+    _add_wrapped(tilted / mass, pmf.first, buffer)
     return np.asarray(fft.rfft(buffer)), shift + math.log(mass)
 
 
-def _wrap(values: np.ndarray, first: int, buffer: np.ndarray) -> None:
+def _add_wrapped(values: np.ndarray, first: int, buffer: np.ndarray) -> None:
     """Adds values[i] to buffer[(first + i) mod size]."""
     size, position, done = len(buffer), first % len(buffer), 0
     while done < len(values):

@@ -21,7 +21,7 @@ class Pmf(NamedTuple):
     infinity: float
 
 
-def mixture(pmfs: Sequence[Pmf], shares: Sequence[float], infinity: float = 0.0) -> Pmf:
+def mix_pmfs(pmfs: Sequence[Pmf], shares: Sequence[float], infinity: float = 0.0) -> Pmf:
     """The mixture of pmfs of one grid, with `infinity` added to the probability of an infinite loss."""
     first = min(pmf.first for pmf in pmfs)
     total = np.zeros(max(pmf.first + len(pmf.probabilities) for pmf in pmfs) - first)

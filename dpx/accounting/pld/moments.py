@@ -35,18 +35,19 @@ _ROUNDING = 1e-13  # of ln of a moment, relative to its parts
 _OF_A_LOG = 2.0**-50  # of the logarithm of a number near 1, which counts as often as its step
 
 
-def divergences(noise: Noise, steps_per_epoch: int, orders: np.ndarray) -> np.ndarray:
+def allocation_renyi(noise: Noise, steps_per_epoch: int, orders: np.ndarray) -> np.ndarray:
     """Upper bounds of the Renyi divergences in either direction, float64 (orders,)."""
     whole = np.unique(np.concatenate([np.floor(orders), np.ceil(orders)]))
     whole = whole[whole > 1]
     most = whole / (2 * noise[0][0] ** 2)
-    found = np.array([max(removal(noise, steps_per_epoch, int(n)), addition(noise, steps_per_epoch, n)) for n in whole])
+    arguments = noise, steps_per_epoch
+    found = np.array([max(renyi_of_removal(*arguments, int(n)), renyi_of_addition(*arguments, n)) for n in whole])
     tilts = np.append(0.0, whole - 1)
     moments = np.append(0.0, np.minimum(found, most) * (whole - 1))
     return np.interp(orders - 1, tilts, moments) / (orders - 1)
 
 
-def removal(noise: Noise, steps_per_epoch: int, order: int) -> float:
+def renyi_of_removal(noise: Noise, steps_per_epoch: int, order: int) -> float:
     """An upper bound of D_n(P|Q) at a whole order n of at least 2."""
     k = np.arange(order + 1)
     sigmas, counts = (np.array(column, np.float64)[:, None] for column in zip(*noise, strict=True))
@@ -83,7 +84,7 @@ def removal(noise: Noise, steps_per_epoch: int, order: int) -> float:
     return (max(0.0, log_moment) + rounding + _ROUNDING * sum(map(abs, parts))) / (order - 1)
 
 
-def addition(noise: Noise, steps_per_epoch: int, order: float) -> float:
+def renyi_of_addition(noise: Noise, steps_per_epoch: int, order: float) -> float:
     """An upper bound of D_n(Q|P), the Renyi divergence at an order n of at least 2; inf if the integral cannot say."""
     if order > _LARGEST_ORDER:
         return math.inf

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from dpx.accounting import checks
-from dpx.accounting.words import upper
+from dpx.accounting.wording import rounded_up
 from dpx.audit.attacks.scores import Bound, Roc, clopper_pearson, error_rates, require_scores
 from dpx.reports.attacks import FALSE_POSITIVE_RATES, AttackBounds
 from dpx.trees import described, outlined
@@ -163,7 +163,7 @@ class Membership:
             )
             said += f"members are found ({100 * self.lower[number]:.4g} to {100 * self.upper[number]:.4g} %)"
             if self.limits is not None:
-                said += f"; the stated cost allows {upper(100 * self.limits[number], 4)} %"
+                said += f"; the stated cost allows {rounded_up(100 * self.limits[number], 4)} %"
             lines.append(said)
         lines.append(
             f"advantage {self.advantage:.4g}, area {self.area:.4g}; {self.members} members, {self.others} others"

@@ -103,7 +103,7 @@ def observe_canary(updates: Tree, before: Tree, after: Tree, canary: Tree) -> ja
     return jnp.stack([sum(jax.tree.leaves(products))])
 
 
-class Observed(NamedTuple):
+class ObservedRuns(NamedTuple):
     """What the adversary has of many runs, computed from released values and from the adversary's own keys.
 
     observed: float32 (runs, steps, features), of each release. moves: float32 (runs, noises, steps, features), how far
@@ -117,7 +117,7 @@ class Observed(NamedTuple):
 def observed_run(
     attack: Attack, key: jax.Array, present: jax.Array, always: jax.Array, noises: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The two arrays of `Observed` for one run, float32 (steps, features) and float32 (noises, steps, features).
+    """The two arrays of `ObservedRuns` for one run, float32 (steps, features) and float32 (noises, steps, features).
 
     key: (), of the run. present: bool (), the world. always: bool (), the canary takes part at every step.
 
@@ -127,7 +127,7 @@ def observed_run(
     which makes a bound on it a proof.
     """
     mechanism = attack.make(keys.stream(key, "audited mechanism"))
-    others = jax.random.split(keys.public(keys.stream(key, "noises of the adversary")), noises)
+    others = jax.random.split(keys.public_key(keys.stream(key, "noises of the adversary")), noises)
     taken = attack.takes_part(keys.stream(key, "audited batches"), attack.steps).astype(bool) | always
 
     replaced = attack.instead is not None
@@ -139,7 +139,7 @@ def observed_run(
         other = canary if attack.instead is None else attack.instead(number, before, attack.params)
 
         def observe(mechanism, state, gradient, included):
-            rows, counts = _batch(gradient, included, attack.others)
+            rows, counts = _batch_with_canary(gradient, included, attack.others)
             updates, after = mechanism.update(rows, state, attack.params, included=counts)
             return attack.observe(updates, before, publishable_state(after), canary), after
 
@@ -159,7 +159,7 @@ def observed_run(
     return observed, jnp.moveaxis(moves, 1, 0)
 
 
-def _batch(gradient: Tree, included: jax.typing.ArrayLike, others: Tree | None) -> tuple[Tree, jax.Array]:
+def _batch_with_canary(gradient: Tree, included: jax.typing.ArrayLike, others: Tree | None) -> tuple[Tree, jax.Array]:
     """The canary and the other examples as one batch, and which of its rows count."""
     rows = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], gradient)
     if others is None:
@@ -169,8 +169,9 @@ def _batch(gradient: Tree, included: jax.typing.ArrayLike, others: Tree | None) 
     return rows, (jnp.arange(size) > 0) | included
 
 
-def simulator(attack: Attack, chunk: int) -> Callable[..., Iterator[Observed]]:
-    """A function (key, runs, present, always, noises) that yields `Observed` of chunks, together at least `runs` runs.
+def simulator(attack: Attack, chunk: int) -> Callable[..., Iterator[ObservedRuns]]:
+    """A function (key, runs, present, always, noises) that yields `ObservedRuns` of chunks, together at least `runs`
+    runs.
 
     Each run has its own key. Both worlds are one compiled program.
     """
@@ -179,15 +180,15 @@ def simulator(attack: Attack, chunk: int) -> Callable[..., Iterator[Observed]]:
     def many(run_keys, present, always, noises):
         return jax.vmap(lambda key: observed_run(attack, key, present, always, noises))(run_keys)
 
-    def simulate(key: jax.Array, runs: int, *, present: bool, always: bool, noises: int) -> Iterator[Observed]:
+    def simulate(key: jax.Array, runs: int, *, present: bool, always: bool, noises: int) -> Iterator[ObservedRuns]:
         for number in range(-(-runs // chunk)):
-            run_keys = jax.random.split(keys.public(keys.fold_in(key, number)), chunk)
-            yield Observed(*map(np.asarray, many(run_keys, jnp.bool_(present), jnp.bool_(always), noises)))
+            run_keys = jax.random.split(keys.public_key(keys.fold_in(key, number)), chunk)
+            yield ObservedRuns(*map(np.asarray, many(run_keys, jnp.bool_(present), jnp.bool_(always), noises)))
 
     return simulate
 
 
-class Counts(NamedTuple):
+class CanaryCounts(NamedTuple):
     """Of many runs, float32 (runs, steps, features) each: the canaries that each release seems to hold, and the size of
     the move of one canary; 0 both where it does not move what is observed."""
 
@@ -195,7 +196,7 @@ class Counts(NamedTuple):
     moves: np.ndarray
 
 
-class Moves(NamedTuple):
+class CanaryMoves(NamedTuple):
     """How far one canary moves what is observed of a release, according to pilot runs.
 
     mean: float64 (steps, features). known: bool (steps, features), False where every run takes the mean, because the
@@ -206,29 +207,29 @@ class Moves(NamedTuple):
     known: np.ndarray
     noisy: np.ndarray
 
-    def counts(self, found: Observed) -> Counts:
-        """`Counts` of the runs. found.moves must hold the moves under one noise, if any are `known`."""
+    def counts(self, found: ObservedRuns) -> CanaryCounts:
+        """`CanaryCounts` of the runs. found.moves must hold the moves under one noise, if any are `known`."""
         moves = np.where(self.known, found.moves[:, 0], self.mean) if self.known.any() else self.mean
         moves = np.broadcast_to(moves, found.observed.shape)
         counts = np.divide(found.observed, moves, out=np.zeros(moves.shape), where=moves != 0)
-        return Counts(counts, np.abs(moves))
+        return CanaryCounts(counts, np.abs(moves))
 
 
-def moves_of(pilot: Observed) -> Moves:
+def moves_of(pilot: ObservedRuns) -> CanaryMoves:
     """The moves in pilot runs, which hold those under two noises of the adversary."""
     one, other = pilot.moves[:, 0].astype(np.float64), pilot.moves[:, 1]
     size = _SAME_MOVES * _root_mean_square(one)
     noisy = _root_mean_square(one - other) > size
     mean = pilot.moves.mean(axis=(0, 1), dtype=np.float64)
-    return Moves(mean, ~noisy & (_root_mean_square(one - mean) > size), noisy)
+    return CanaryMoves(mean, ~noisy & (_root_mean_square(one - mean) > size), noisy)
 
 
 def _root_mean_square(values: np.ndarray) -> np.ndarray:
     return np.sqrt(np.mean(values**2, axis=0))
 
 
-class Statistic(NamedTuple):
-    """What the pilot runs say about `Counts`.
+class PilotStatistic(NamedTuple):
+    """What the pilot runs say about `CanaryCounts`.
 
     center: float64 (steps * features,), the mean count without the canary.
     whitening: float64 (steps * features,) squared, lower triangular.
@@ -248,10 +249,10 @@ class Statistic(NamedTuple):
     groups: int = 1
     columns: np.ndarray | None = None
 
-    def scores(self, found: Counts) -> np.ndarray:
+    def scores(self, found: CanaryCounts) -> np.ndarray:
         """The score of each run, float64 (runs,)."""
         weights = _weights(found.moves, self.moves, self.gain)
-        residuals = ((_flat(found.counts) - self.center) * _flat(weights)) @ self.whitening.T
+        residuals = ((_flat_counts(found.counts) - self.center) * _flat_counts(weights)) @ self.whitening.T
         if self.columns is not None:
             return self._of_groups(residuals.reshape(found.counts.shape), self.columns)
         signal = self.signal * weights
@@ -273,16 +274,18 @@ class Statistic(NamedTuple):
         return special.logsumexp(ratios @ of_group.T, axis=1) - np.log(self.groups)
 
 
-def fit(without: Counts, with_: Counts, rates: np.ndarray, period: int, groups: int = 1) -> Statistic:
+def fit_statistic(
+    without: CanaryCounts, with_: CanaryCounts, rates: np.ndarray, period: int, groups: int = 1
+) -> PilotStatistic:
     """The statistic for pilot runs without the canary, and with the canary in every batch.
 
-    rates: float64 (steps,). period, groups: int, as in `Statistic`.
+    rates: float64 (steps,). period, groups: int, as in `PilotStatistic`.
     """
     moves = without.moves.astype(np.float64).mean(axis=0)
-    center = _flat(without.counts).mean(axis=0)
-    residuals = _flat(without.counts) - center
-    gain = _gain(residuals, _flat(_weights(without.moves, moves, 1.0)))
-    residuals *= _flat(_weights(without.moves, moves, gain))
+    center = _flat_counts(without.counts).mean(axis=0)
+    residuals = _flat_counts(without.counts) - center
+    gain = _gain(residuals, _flat_counts(_weights(without.moves, moves, 1.0)))
+    residuals *= _flat_counts(_weights(without.moves, moves, gain))
     covariance = residuals.T @ residuals / len(residuals)
     scale = np.maximum(np.diag(covariance), 1e-30)
     whitening = np.linalg.inv(np.linalg.cholesky(covariance + _REGULAR * np.diag(scale)))
@@ -297,12 +300,12 @@ def fit(without: Counts, with_: Counts, rates: np.ndarray, period: int, groups: 
     elif (rates < 1).any():  # each batch is its own guess, and the canary adds 1 to the counts of its batch alone
         signal = np.einsum("tftg,tg->tf", own, one)
     else:
-        shifts = (_flat(with_.counts) - center) * _flat(_weights(with_.moves, moves, gain))
+        shifts = (_flat_counts(with_.counts) - center) * _flat_counts(_weights(with_.moves, moves, gain))
         signal = (whitening @ shifts.mean(axis=0)).reshape(moves.shape)
-    return Statistic(center, whitening, signal, moves, gain, rates, period, groups, columns)
+    return PilotStatistic(center, whitening, signal, moves, gain, rates, period, groups, columns)
 
 
-def _flat(counts: np.ndarray) -> np.ndarray:
+def _flat_counts(counts: np.ndarray) -> np.ndarray:
     return counts.reshape(len(counts), -1).astype(np.float64)
 
 
@@ -398,7 +401,7 @@ def canary_scores(
     """The scores of `runs` runs with the canary, and of as many without it, float64 (runs,) each.
 
     A white-box attack: the adversary sees every release of the mechanism's own `update`, and chooses the canary's
-    gradient at every step. The score is the likelihood ratio that pilot runs suggest (`Statistic`). It
+    gradient at every step. The score is the likelihood ratio that pilot runs suggest (`PilotStatistic`). It
     depends on released values of its run, on pilot runs, and on the adversary's own keys, but never on the noise of its
     run.
 
@@ -424,7 +427,7 @@ def canary_scores(
     Raises ValueError for numbers outside of these domains, an unknown sampling, and moves or observations not finite.
     """
     steps, runs = require_whole("steps", steps), require_whole("runs", runs, minimum=_LEAST_RUNS)
-    keys.require(key)
+    keys.require_key(key)
     params = {"w": jnp.zeros(2)} if params is None else params
     billed = getattr(make(keys.stream(key, "billed mechanism")), "sampling", None)
     truth = billed if sampling_truth is None else sampling_truth
@@ -442,9 +445,9 @@ def _scores(attack: Attack, key: jax.Array, runs: int, period: int, groups: int)
     pilots = min(max(_LEAST_PILOT_RUNS, runs // _PILOT_SHARE), _MOST_PILOT_RUNS)
     simulate = simulator(attack, min(pilots, max(1, _MOST_NUMBERS_AT_ONCE // attack.steps)))
 
-    def pilot(world: str, present: bool, noises: int) -> Observed:
+    def pilot(world: str, present: bool, noises: int) -> ObservedRuns:
         chunks = simulate(keys.stream(key, world), pilots, present=present, always=present, noises=noises)
-        return _finite(Observed(*map(np.concatenate, zip(*chunks, strict=True))))
+        return _require_finite(ObservedRuns(*map(np.concatenate, zip(*chunks, strict=True))))
 
     without = pilot("pilot without", False, 2)
     moves = moves_of(without)
@@ -457,14 +460,14 @@ def _scores(attack: Attack, key: jax.Array, runs: int, period: int, groups: int)
         )
     noises = int(moves.known.any())
     with_ = pilot("pilot with", True, noises)
-    batch_keys = jax.random.split(keys.public(keys.stream(key, "pilot batches")), pilots)
+    batch_keys = jax.random.split(keys.public_key(keys.stream(key, "pilot batches")), pilots)
     taken = jax.jit(jax.vmap(lambda key: attack.takes_part(key, attack.steps)))(batch_keys)
     rates = np.asarray(taken, np.float64).mean(axis=0)  # how often the canary takes part at each step
-    statistic = fit(moves.counts(without), moves.counts(with_), rates, period, groups)
+    statistic = fit_statistic(moves.counts(without), moves.counts(with_), rates, period, groups)
 
     def scores(world: str, present: bool) -> np.ndarray:
         found = simulate(keys.stream(key, world), runs, present=present, always=False, noises=noises)
-        return np.concatenate([statistic.scores(moves.counts(_finite(chunk))) for chunk in found])[:runs]
+        return np.concatenate([statistic.scores(moves.counts(_require_finite(chunk))) for chunk in found])[:runs]
 
     return scores("runs with", True), scores("runs without", False)
 
@@ -476,10 +479,10 @@ def _gradients(canary: Any, instead: Any, params: Tree, sampling: Any) -> tuple[
         canary = jax.tree.map(lambda p: jnp.full(p.shape, _LARGE_NORM / math.sqrt(size), jnp.float32), params)
     if instead is None and getattr(sampling, "relation", None) == "replace_one" and not callable(canary):
         instead = jax.tree.map(jnp.negative, canary)
-    return _function("canary", canary, params), None if instead is None else _function("instead", instead, params)
+    return _as_function("canary", canary, params), None if instead is None else _as_function("instead", instead, params)
 
 
-def _function(name: str, gradient: Tree | Gradient, params: Tree) -> Gradient:
+def _as_function(name: str, gradient: Tree | Gradient, params: Tree) -> Gradient:
     """`gradient` as a function. Raises ValueError for a gradient that is not like the parameters."""
     if callable(gradient):
         return gradient
@@ -489,7 +492,7 @@ def _function(name: str, gradient: Tree | Gradient, params: Tree) -> Gradient:
     return lambda step, state, params: gradient
 
 
-def _finite(found: Observed) -> Observed:
+def _require_finite(found: ObservedRuns) -> ObservedRuns:
     """`found`. Raises ValueError for a release that is not finite."""
     if not all(np.isfinite(part).all() for part in found):
         raise ValueError("observations of the releases must be finite, got some that are not; is the canary too large?")

@@ -119,7 +119,7 @@ def one_run(
     return OneRun(
         epsilon=proofs[best],
         trade_off_epsilon=gdp.epsilon(_largest_mu(right, counts, size, miss), delta=delta),
-        gaussian_epsilon=_as_independent(scores, members, delta, confidence),
+        gaussian_epsilon=_gaussian_bound(scores, members, delta, confidence),
         delta=delta,
         confidence=confidence,
         canaries=size,
@@ -187,7 +187,7 @@ def _largest_mu(right: np.ndarray, guesses: np.ndarray, canaries: int, miss: flo
     return low
 
 
-def _as_independent(scores: np.ndarray, members: np.ndarray, delta: float, confidence: float) -> float:
+def _gaussian_bound(scores: np.ndarray, members: np.ndarray, delta: float, confidence: float) -> float:
     """The Gaussian bound of many runs, with canaries as runs; 0 if too few are in one of the worlds."""
     order = np.random.default_rng(0).permutation(len(scores))  # the place of a canary may say how well it is guessed
     present, absent = scores[order][members[order]], scores[order][~members[order]]

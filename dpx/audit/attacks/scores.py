@@ -114,13 +114,13 @@ def lower_bound_from_scores(
     delta = checks.require_delta(delta)
     confidence = require_open_fraction("confidence", confidence)
     cost = None if cost is None else checks.require_epsilon(cost)
-    present = _halves(require_scores("with_canary", with_canary, _LEAST_RUNS, "runs"))
-    absent = _halves(require_scores("without_canary", without_canary, _LEAST_RUNS, "runs"))
+    present = _sorted_halves(require_scores("with_canary", with_canary, _LEAST_RUNS, "runs"))
+    absent = _sorted_halves(require_scores("without_canary", without_canary, _LEAST_RUNS, "runs"))
     miss, bounds = (1 - confidence) / 2, []
     for bound_of in (functools.partial(raw_epsilon, delta=delta), gaussian_mu):
         chosen_by = functools.partial(bound_of, miss=_CHOICE_MISS * miss)
         threshold, finds_with = _best_test(present[0], absent[0], chosen_by)
-        counted = _count(present[1], absent[1], np.array([threshold]), finds_with)
+        counted = _count_findings(present[1], absent[1], np.array([threshold]), finds_with)
         bounds.append(float(bound_of(counted, miss=miss)[0]))
     shown = np.quantile(np.concatenate([present[1], absent[1]]), np.linspace(0, 1, _ROC_POINTS), method="higher")
     return LowerBound(
@@ -184,13 +184,13 @@ def require_scores(name: str, scores: Any, least: int, of: str) -> np.ndarray:
     return scores.astype(np.float64)
 
 
-def _halves(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _sorted_halves(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The sorted scores of the first half, which choose, and of the second half, which count."""
     middle = len(scores) // 2
     return np.sort(scores[:middle]), np.sort(scores[middle:])
 
 
-def _count(present: np.ndarray, absent: np.ndarray, thresholds: np.ndarray, finds_with: bool) -> Rates:
+def _count_findings(present: np.ndarray, absent: np.ndarray, thresholds: np.ndarray, finds_with: bool) -> Rates:
     """The counts of the test for one world. present, absent: sorted scores of the runs with and without the example."""
     below_with, below_without = (np.searchsorted(world, thresholds, "left") for world in (present, absent))
     if finds_with:
@@ -200,15 +200,15 @@ def _count(present: np.ndarray, absent: np.ndarray, thresholds: np.ndarray, find
 
 def _best_test(present: np.ndarray, absent: np.ndarray, bound_of: Callable[[Rates], np.ndarray]) -> tuple[float, bool]:
     """The threshold, and the world that is found, with the largest bound on these runs."""
-    thresholds, found = _candidates(present, absent), []
+    thresholds, found = _candidate_thresholds(present, absent), []
     for finds_with in (True, False):
-        bounds = bound_of(_count(present, absent, thresholds, finds_with))
+        bounds = bound_of(_count_findings(present, absent, thresholds, finds_with))
         best = int(np.argmax(bounds))
         found.append((bounds[best], float(thresholds[best]), finds_with))
     return max(found)[1:]
 
 
-def _candidates(present: np.ndarray, absent: np.ndarray) -> np.ndarray:
+def _candidate_thresholds(present: np.ndarray, absent: np.ndarray) -> np.ndarray:
     """Scores of both worlds at ranks that are spaced evenly in the logarithm, from both ends."""
     thresholds = []
     for world in (present, absent):

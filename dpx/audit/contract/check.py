@@ -7,7 +7,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from dpx.audit.contract import cost, lines, noise, secrecy
+from dpx.audit.contract import cost, line_checks, noise, secrecy
 from dpx.audit.contract.inputs import default_params
 from dpx.audit.contract.report import Broken, ContractReport, Line, NotChecked
 from dpx.audit.contract.trial import Trial
@@ -17,15 +17,15 @@ from dpx.validation import require_whole
 from dpx.xla.place import full_precision
 
 LINES: dict[str, Callable[[Trial], str]] = {
-    "bounded": lines.bounded,
-    "float32": lines.float32,
-    "adjacent": lines.adjacent,
-    "padding": lines.padding,
-    "additive": lines.additive,
-    "divisor": lines.divisor,
+    "bounded": line_checks.bounded,
+    "float32": line_checks.float32,
+    "adjacent": line_checks.adjacent,
+    "padding": line_checks.padding,
+    "additive": line_checks.additive,
+    "divisor": line_checks.divisor,
     "noise": noise.noise,
     "bits": secrecy.bits,
-    "resume": lines.resume,
+    "resume": line_checks.resume,
     "cost": cost.cost,
     "sampling": cost.sampling,
     "secrecy": secrecy.secrecy,
@@ -84,15 +84,15 @@ def check_contract(
 
     Raises ValueError for another type of mechanism, larger params, a loss without params and examples, and other names.
     """
-    names = _require(mechanism, loss, params, examples, lines)
+    names = _require_args(mechanism, loss, params, examples, lines)
     params = default_params() if params is None else params
     draws, seed = require_whole("draws", draws, minimum=500), require_whole("seed", seed, minimum=0)
     with full_precision():
         trial = Trial(mechanism, params, loss, examples, draws=draws, seed=seed, rebuild=rebuild)
-        return ContractReport(tuple(_line(trial, name) for name in names), FALSE_ALARMS)
+        return ContractReport(tuple(_check_line(trial, name) for name in names), FALSE_ALARMS)
 
 
-def _line(trial: Trial, name: str) -> Line:
+def _check_line(trial: Trial, name: str) -> Line:
     try:
         return Line(name, "pass", LINES[name](trial))
     except Broken as broken:
@@ -101,7 +101,9 @@ def _line(trial: Trial, name: str) -> Line:
         return Line(name, "not checked", str(reason))
 
 
-def _require(mechanism: Any, loss: Any, params: Tree, examples: Tree, lines: Sequence[str] | None) -> Sequence[str]:
+def _require_args(
+    mechanism: Any, loss: Any, params: Tree, examples: Tree, lines: Sequence[str] | None
+) -> Sequence[str]:
     """The names of the lines. Raises ValueError as `check_contract` does."""
     require_mechanism(mechanism)
     if (loss is None) != (examples is None) or (loss is not None and params is None):

@@ -58,10 +58,10 @@ def cost(trial: Trial) -> str:
     precision = float(release.precision[0]) - float(release.precision[1])
     if (used > 0).all() and not math.isclose(precision, float(np.sum(used**-2.0)), rel_tol=1e-5):
         raise Broken(f"the state records other noise multipliers than {used.tolist()}, which the cost counts")
-    return billed(trial)
+    return billed_releases(trial)
 
 
-def billed(trial: Trial) -> str:
+def billed_releases(trial: Trial) -> str:
     """What the events of runs of many lengths count, in words. Raises Broken if that is less than what is drawn."""
     mechanism = trial.mechanism
     own, more, last = "", False, 0
@@ -92,7 +92,7 @@ def billed(trial: Trial) -> str:
 def _require_billed(expected: DpEvent, event: DpEvent, steps: int) -> bool:
     """Whether the event has more releases than expected. Raises Broken if it lacks one."""
     wanted, offered = from_event(expected).events, from_event(event).events
-    if missing := _missing(wanted, offered):
+    if missing := _missing_release(wanted, offered):
         raise Broken(f"{steps} steps do not count {missing}, of noise multiplier and sampling of the mechanism")
     return sum(offered.values()) > sum(wanted.values())
 
@@ -103,10 +103,10 @@ def _require_plausible(event: DpEvent, multipliers: np.ndarray, sampling: Sampli
     An event of its own kind, such as error feedback's, must have a proof, which cannot be checked here. But it must be
     of the record that draws and at least of its rate, have all releases, and noise of at most the multiplier.
     """
-    steps, parts = len(multipliers), list(_parts(event))
+    steps, parts = len(multipliers), list(_releases_of(event))
     if foreign := sorted({type(part).__name__ for part in parts if isinstance(part, OF_SAMPLINGS)} - _kinds(sampling)):
         raise Broken(f"{steps} steps count {', '.join(foreign)}, which is not of the sampling that draws, {sampling}")
-    drawn = (getattr(part, _PROBABILITY, None) for part in _parts(sampling.event(np.ones(1))))
+    drawn = (getattr(part, _PROBABILITY, None) for part in _releases_of(sampling.event(np.ones(1))))
     rate = max((rate for rate in drawn if rate is not None), default=1.0)
     for part in parts:
         if getattr(part, _PROBABILITY, 1.0) < rate * (1 - 1e-6):
@@ -121,10 +121,10 @@ def _require_plausible(event: DpEvent, multipliers: np.ndarray, sampling: Sampli
 
 
 def _kinds(sampling: Sampling) -> set[str]:
-    return {type(part).__name__ for part in _parts(sampling.event(np.ones(1)))}
+    return {type(part).__name__ for part in _releases_of(sampling.event(np.ones(1)))}
 
 
-def _parts(event: DpEvent) -> Iterator[DpEvent]:
+def _releases_of(event: DpEvent) -> Iterator[DpEvent]:
     """The releases of an event, and what is inside of their sampling."""
     for release in from_event(event).events:
         while release is not None:
@@ -132,13 +132,13 @@ def _parts(event: DpEvent) -> Iterator[DpEvent]:
             release = getattr(release, "event", None)
 
 
-def _missing(expected: dict[DpEvent, int], billed: dict[DpEvent, int]) -> DpEvent | None:
+def _missing_release(expected: dict[DpEvent, int], billed: dict[DpEvent, int]) -> DpEvent | None:
     """A release that is expected more often than the event has it, or None; numbers may differ by 1e-6.
 
     Equal events are counted together. The rest are compared in the order of their numbers.
     """
-    wanted = _in_order({event: count - billed.get(event, 0) for event, count in expected.items()})
-    offered = _in_order({event: count - expected.get(event, 0) for event, count in billed.items()})
+    wanted = _sorted_counts({event: count - billed.get(event, 0) for event, count in expected.items()})
+    offered = _sorted_counts({event: count - expected.get(event, 0) for event, count in billed.items()})
     place, left = 0, offered[0][1] if offered else 0
     for event, count in wanted:
         while count > 0:
@@ -152,7 +152,7 @@ def _missing(expected: dict[DpEvent, int], billed: dict[DpEvent, int]) -> DpEven
     return None
 
 
-def _in_order(counts: dict[DpEvent, int]) -> list[tuple[DpEvent, int]]:
+def _sorted_counts(counts: dict[DpEvent, int]) -> list[tuple[DpEvent, int]]:
     """The events of positive counts, by their types and then by their numbers."""
 
     def order(event):
@@ -186,7 +186,7 @@ def require_sensitivity(trial: Trial) -> str:
     for steps in range(1, SHORT + 1):
         largest = 0.0
         matrix = np.asarray(linalg.toeplitz(mechanism.correlated.column(steps), np.zeros(steps)))
-        for pattern in itertools.islice(patterns(mechanism.sampling, steps), MOST_PATTERNS):
+        for pattern in itertools.islice(participation_patterns(mechanism.sampling, steps), MOST_PATTERNS):
             signs = np.array([(1, *rest) for rest in itertools.product((1, -1), repeat=len(pattern) - 1)])
             largest = max(largest, float(np.linalg.norm(signs @ matrix.T[list(pattern)], axis=1).max()))
             tried += len(signs)
@@ -202,7 +202,7 @@ def require_sensitivity(trial: Trial) -> str:
     return f"{tried} patterns and signs of up to {SHORT} steps move C G by at most {shown:.4g} of what the cost counts"
 
 
-def patterns(sampling: Sampling, steps: int) -> Iterator[tuple[int, ...]]:
+def participation_patterns(sampling: Sampling, steps: int) -> Iterator[tuple[int, ...]]:
     """The sets of steps in which one example may take part; for cyclic sampling, one coin's."""
     if isinstance(sampling, CyclicPoissonSampling):
         yield from ((step,) for step in range(steps))
@@ -231,7 +231,7 @@ def sampling(trial: Trial) -> str:
     if (count := sum(releases.values())) != 1 or record.examples > EXAMPLES:
         raise NotChecked(f"no batches are drawn of {record.examples} examples with {count} events a step")
     key = jax.random.key(trial.seed + 1)
-    batches = [_examples(record.draw(key, step)) for step in range(DRAWN)]
+    batches = [_drawn_examples(record.draw(key, step)) for step in range(DRAWN)]
     if any(len(np.unique(batch)) < len(batch) for batch in batches):
         raise Broken("a batch holds an example twice")
     (event,) = releases
@@ -250,7 +250,7 @@ def sampling(trial: Trial) -> str:
         _require_subsets(batches, record.examples, event)
         return f"{DRAWN} batches are subsets of {event.sample_size} examples, as the event says"
     if isinstance(event, TruncatedSubsampledGaussianDpEvent):
-        batches += [_examples(record.draw(key, step)) for step in range(DRAWN, DRAWN_CUT)]
+        batches += [_drawn_examples(record.draw(key, step)) for step in range(DRAWN, DRAWN_CUT)]
         _require_truncated(batches, record.examples, event)
         return f"{DRAWN_CUT} batches are cut at random to {event.truncated_batch_size} rows, as the event says"
     if isinstance(event, RandomAllocationDpEvent):
@@ -260,7 +260,7 @@ def sampling(trial: Trial) -> str:
     return f"in {DRAWN} batches, no example takes part more often than the event counts"
 
 
-def _examples(draw: Draw) -> np.ndarray:
+def _drawn_examples(draw: Draw) -> np.ndarray:
     """The examples that take part, int (count,)."""
     indices, included = draw
     return np.asarray(indices)[np.asarray(included)]
@@ -294,7 +294,7 @@ def _require_poisson(batches: list[np.ndarray], examples: int, rate: float):
 def _require_cyclic(draw: Callable[[int], Draw], examples: int, bands: int, rate: float) -> int:
     """Every example is in the steps of one group only, by coins of this rate; returns how many batches were drawn."""
     turns = max(2, DRAWN // bands // 2 * 2)
-    batches = [_examples(draw(step)) for step in range(turns * bands)]
+    batches = [_drawn_examples(draw(step)) for step in range(turns * bands)]
     taken = np.array([np.bincount(np.concatenate(batches[g::bands]), minlength=examples) for g in range(bands)])
     if ((taken > 0).sum(axis=0) > 1).any():
         raise Broken("an example takes part in the steps of two groups, and the cost counts those of one")
@@ -389,7 +389,7 @@ def _require_subsets(batches: list[np.ndarray], examples: int, event: SampledWit
 def _require_allocated(draw: Callable[[int], Draw], examples: int, steps: int):
     """Once an epoch, in batches whose sizes vary as with independent examples, and different ones in the next epoch."""
     number = min(steps, DRAWN)
-    epochs = [[_examples(draw(epoch * steps + place)) for place in range(number)] for epoch in (0, 1)]
+    epochs = [[_drawn_examples(draw(epoch * steps + place)) for place in range(number)] for epoch in (0, 1)]
     for taken in (np.bincount(np.concatenate(batches), minlength=examples) for batches in epochs):
         if taken.max() > 1 or (number == steps and taken.min() < 1):
             raise Broken(f"an example is in {taken.max()} of {number} steps of an epoch, another one in {taken.min()}")

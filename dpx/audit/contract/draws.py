@@ -20,7 +20,7 @@ from scipy import special
 
 from dpx.audit.contract import inputs as inputs
 from dpx.audit.contract.report import Broken
-from dpx.audit.contract.subject import SMALL, Release, Traced
+from dpx.audit.contract.subject import SMALL, Release, TracedRelease
 from dpx.audit.stand_ins import without_grid
 from dpx.keys import is_key
 from dpx.mechanism import Mechanism
@@ -36,20 +36,20 @@ AT_LEAST = 500  # and at most TOGETHER
 SOON = 1000  # steps whose noise is looked at before anything that takes long
 
 
-class Draws:
+class NoiseDraws:
     """Draws of what a step of an empty batch makes public, which is its noise.
 
     traced: the release. count: int, of the draws of the steps FULLY; of others there are AT_LEAST. seed: of their keys.
         rebuild: (key) -> the mechanism with this key, or None. has_keys: whether the step reads a key at all.
     """
 
-    def __init__(self, traced: Traced, count: int, seed: int, rebuild: Callable | None):
+    def __init__(self, traced: TracedRelease, count: int, seed: int, rebuild: Callable | None):
         subject = traced.subject
         self.traced, self.subject, self.count, self.rebuild = traced, subject, count, rebuild
         self.keys = jax.random.split(jax.random.key(seed), count)
         self.words = np.asarray(jax.random.key_data(self.keys))
         self._found: dict[tuple[int, bool], np.ndarray] = {}
-        grads = inputs.gradients(subject.params, 0, rows=1)
+        grads = inputs.normal_gradients(subject.params, 0, rows=1)
         assert len(subject.counters)  # known before anything is traced
 
         def empty_step(mechanism, state, step, params):
@@ -118,12 +118,12 @@ def _maps_of(run: Callable, vector: jax.Array) -> Callable:
     return jax.jit(lambda keys, state: jax.lax.map(lambda key: of_key(key, state), keys, batch_size=TOGETHER))
 
 
-def seen_soon(traced: Traced) -> str:
+def obvious_fault(traced: TracedRelease) -> str:
     """What is wrong with noise that is not dpx's, in words, from a program of the release alone; "" if nothing is seen.
 
     It sees nothing if steps differ by more than their noise, or if only a state changes the noise.
     """
-    subject, sums = traced.subject, [np.zeros(traced.numbers, np.float32), inputs.waves(traced.numbers, 1.0)]
+    subject, sums = traced.subject, [np.zeros(traced.numbers, np.float32), inputs.wave_numbers(traced.numbers, 1.0)]
 
     def at_step(step):
         state = map_states(lambda node: node._replace(step=step), subject.state(0), ReleaseState)
@@ -157,7 +157,7 @@ def seen_soon(traced: Traced) -> str:
     return ""
 
 
-def whitened(draws: Draws, step: int, release: Release) -> np.ndarray:
+def whitened(draws: NoiseDraws, step: int, release: Release) -> np.ndarray:
     """The draws of a step, float64 (count, r): standard normals if the mechanism's noise is what its trace says."""
     rows = release.affine.copy()
     if rows[: release.updates].all():
@@ -173,10 +173,10 @@ def whitened(draws: Draws, step: int, release: Release) -> np.ndarray:
         return (found - release.offset[rows]) @ (left[:, large] / sizes[large])
     keys = draws.keys[: len(found)]
     noise, offset = (np.asarray(a, np.float64) for a in maps(keys, draws.subject.state(step)))
-    return in_its_directions(found - offset[:, rows], noise[:, rows])
+    return in_units_of_maps(found - offset[:, rows], noise[:, rows])
 
 
-def in_its_directions(change: np.ndarray, maps: np.ndarray) -> np.ndarray:
+def in_units_of_maps(change: np.ndarray, maps: np.ndarray) -> np.ndarray:
     """Each change, (count, o), in the units of its own map, (count, o, m), in orthogonal directions: (count, r).
 
     Raises Broken if a change is correlated with an entry of its map: the noise then comes from the key of the map.
@@ -195,18 +195,18 @@ def in_its_directions(change: np.ndarray, maps: np.ndarray) -> np.ndarray:
     return standard
 
 
-def whitened_by_itself(draws: Draws, step: int, release: Release) -> np.ndarray:
+def whitened_by_itself(draws: NoiseDraws, step: int, release: Release) -> np.ndarray:
     """The draws of noise that is not dpx's, in directions in which they have deviation 1; float64 (count, r)."""
     found = draws(step)[:, : release.updates]
     maps = draws.noise_maps
     if maps is None:
-        return _by_its_covariance(found)
+        return _decorrelated(found)
     own = np.asarray(maps(draws.keys[: len(found)], draws.subject.state(step))[0], np.float64)
-    standard = in_its_directions(found - found.mean(0), own[:, : release.updates])
+    standard = in_units_of_maps(found - found.mean(0), own[:, : release.updates])
     return standard / standard.std(0)
 
 
-def _by_its_covariance(draws: np.ndarray) -> np.ndarray:
+def _decorrelated(draws: np.ndarray) -> np.ndarray:
     """Draws, float64 (count, o), in uncorrelated directions of deviation 1, each near a coordinate if possible."""
     draws = draws[:, draws.std(0) > 0] - draws.mean(0)[draws.std(0) > 0]
     if not draws.shape[1]:
@@ -217,7 +217,7 @@ def _by_its_covariance(draws: np.ndarray) -> np.ndarray:
     return uncorrelated @ vectors.T if large.all() else uncorrelated
 
 
-def measured(release: Release, draws: Draws, step: int, *, others: bool = False) -> Release:
+def measured_release(release: Release, draws: NoiseDraws, step: int, *, others: bool = False) -> Release:
     """A release whose noise is known only from draws of the updates, because it is not dpx's.
 
     The noise map is a root of the sample covariance. With coordinates that depend on the key, it is how the sums move
@@ -229,7 +229,9 @@ def measured(release: Release, draws: Draws, step: int, *, others: bool = False)
         raise Broken(f"the noise is not finite at step {step}")
     state, params = draws.subject.state(step), draws.subject.others if others else draws.subject.params
     traced = draws.traced
-    _, _, (by_sums, _) = traced.program([(inputs.waves(traced.numbers, 1.0), np.zeros(0, np.float32))], state, params)
+    _, _, (by_sums, _) = traced.program(
+        [(inputs.wave_numbers(traced.numbers, 1.0), np.zeros(0, np.float32))], state, params
+    )
     data = by_sums[0].astype(np.float64)[: release.updates]
     maps = draws.noise_maps
     if maps is None:
@@ -238,7 +240,7 @@ def measured(release: Release, draws: Draws, step: int, *, others: bool = False)
         noise = vectors[:, large] * np.sqrt(values[large])
     else:
         own = np.asarray(maps(draws.keys[: len(found)], state)[0], np.float64)[:, : release.updates]
-        noise = data * in_its_directions(found - found.mean(0), own).std(0).min()
+        noise = data * in_units_of_maps(found - found.mean(0), own).std(0).min()
     exchange, *_ = np.linalg.lstsq(noise, data, rcond=SMALL)
     uncovered = np.abs(noise @ exchange - data).max(initial=0) / max(np.abs(data).max(initial=0), 1e-30)
     padded = np.zeros((len(release.offset), noise.shape[1]))
@@ -283,14 +285,14 @@ def _replacing(function: Callable, mechanism: Mechanism, arguments: tuple) -> Wi
     marks = [np.uint32(zlib.crc32(of_key)) for of_key in words]
 
     def run(key, arguments):
-        constants = [_other(key, leaf, mark) for leaf, mark in zip(closed.consts, marks, strict=True)]
-        given = [_other(key, leaf) for leaf in jax.tree.leaves(arguments)]
+        constants = [_other_key(key, leaf, mark) for leaf, mark in zip(closed.consts, marks, strict=True)]
+        given = [_other_key(key, leaf) for leaf in jax.tree.leaves(arguments)]
         return core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, constants))(*given)[0]
 
     return run
 
 
-def _other(key: jax.Array, leaf: Any, mark: Any = None) -> Any:
+def _other_key(key: jax.Array, leaf: Any, mark: Any = None) -> Any:
     """`leaf`, or if it is a key, another one, made from `key`. mark: of the key, None for a key in the state."""
     if not is_key(leaf):
         return leaf
@@ -376,23 +378,23 @@ def require_no_repeats(noise: np.ndarray, words: str):
     rows, columns = noise.shape
     with np.errstate(divide="ignore"):
         bins = np.round(np.log(np.abs(noise)) / WIDTH)
-    same = [_neighbors(column) for column in bins.T]
+    same = [_adjacent_equal(column) for column in bins.T]
     pairs = np.concatenate([one * rows + other for one, other in same])
-    if _most(pairs) >= COLUMNS:
+    if _largest_count(pairs) >= COLUMNS:
         raise Broken(words)
-    first, second = _neighbors(bins.ravel())
+    first, second = _adjacent_equal(bins.ravel())
     distances, places = second // columns - first // columns, (first % columns) * columns + second % columns
-    if _most(distances * columns**2 + places) >= PLACES:
+    if _largest_count(distances * columns**2 + places) >= PLACES:
         raise Broken(words)
 
 
-def _neighbors(bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _adjacent_equal(bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The places in `bins`, float64 (n,), of equal finite numbers that are neighbors when sorted."""
     order = np.argsort(bins, kind="stable")
     equal = (bins[order][1:] == bins[order][:-1]) & np.isfinite(bins[order][1:])
     return order[:-1][equal], order[1:][equal]
 
 
-def _most(numbers: np.ndarray) -> int:
+def _largest_count(numbers: np.ndarray) -> int:
     """How often the most frequent number occurs."""
     return int(np.unique(numbers, return_counts=True)[1].max(initial=0))

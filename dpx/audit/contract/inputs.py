@@ -32,30 +32,30 @@ def other_values(params: Tree, first: int = 0) -> Tree:
     return structure.unflatten(values)
 
 
-def gradients(params: Tree, seed: int, scale: float = 1.0, rows: int = ROWS) -> Tree:
+def normal_gradients(params: Tree, seed: int, scale: float = 1.0, rows: int = ROWS) -> Tree:
     """Per-example gradients of normal numbers, float32, like `params` with `rows` examples on axis 0."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda p: np.asarray(scale * rng.normal(size=(rows, *p.shape)), np.float32), params)
 
 
-def loud(params: Tree) -> Tree:
+def loud_gradients(params: Tree) -> Tree:
     """Gradients, float32 (rows, ...): RANDOM far above any clip norm, larger ones, all sizes, single coordinates."""
-    ordinary = [gradients(params, 21, 1e6, rows=RANDOM), gradients(params, 22, 1e12, rows=RANDOM)]
-    ordinary = joined([*ordinary, *[gradients(params, 23, size, rows=1) for size in SWEEP]])
+    ordinary = [normal_gradients(params, 21, 1e6, rows=RANDOM), normal_gradients(params, 22, 1e12, rows=RANDOM)]
+    ordinary = joined_rows([*ordinary, *[normal_gradients(params, 23, size, rows=1) for size in SWEEP]])
     size = sum(p.size for p in jax.tree.leaves(params))
     chosen = np.linspace(0, size - 1, min(size, BASIS)).astype(int)
     basis = np.zeros((len(chosen), size), np.float32)
     basis[np.arange(len(chosen)), chosen] = 1e6 * (-1.0) ** np.arange(len(chosen))
-    return joined([ordinary, split(basis, params)])
+    return joined_rows([ordinary, split(basis, params)])
 
 
-def hostile(params: Tree) -> tuple[Tree, Tree, Tree]:
+def hostile_gradients(params: Tree) -> tuple[Tree, Tree, Tree]:
     """Gradients of all sizes, float32 (rows, ...); and two copies with 0 and with 1 in leaves that are not finite.
 
     Each size of SIZES fills the whole gradient, or one leaf among ordinary values. All of it comes three times: in
     float32, and rounded to float16 and to bfloat16.
     """
-    leaves, structure = jax.tree.flatten(jax.tree.map(lambda g: g[0], gradients(params, 1, rows=1)))
+    leaves, structure = jax.tree.flatten(jax.tree.map(lambda g: g[0], normal_gradients(params, 1, rows=1)))
     rows = []
     for size in SIZES:
         extreme = [np.sign(leaf) * np.float32(size) for leaf in leaves]
@@ -80,7 +80,9 @@ def hostile_examples(examples: Tree) -> Tree:
         with np.errstate(all="ignore"):
             return (np.asarray(leaf, np.float32) * np.float32(size)).astype(leaf.dtype)
 
-    return joined([jax.tree.map(lambda leaf, size=size: scaled(leaf, size), examples) for size in (1, *SIZES, 1e6)])
+    return joined_rows(
+        [jax.tree.map(lambda leaf, size=size: scaled(leaf, size), examples) for size in (1, *SIZES, 1e6)]
+    )
 
 
 def with_garbage(rows: Tree, position: int) -> Tree:
@@ -119,7 +121,7 @@ def as_matrix(leaf: jax.Array) -> jax.Array:
     return leaf if leaf.ndim == 2 else leaf.reshape(1, -1)
 
 
-def waves(size: int, height: float, start: float = 0.0) -> np.ndarray:
+def wave_numbers(size: int, height: float, start: float = 0.0) -> np.ndarray:
     """Numbers of about this height, other ones on every coordinate; float32 (size,)."""
     return (height * np.cos(start + np.arange(size))).astype(np.float32)
 
@@ -129,11 +131,11 @@ def zeros_like(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), tree)
 
 
-def joined(trees: list[Tree]) -> Tree:
+def joined_rows(trees: list[Tree]) -> Tree:
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)
 
 
-def take(tree: Tree, rows: np.ndarray | slice) -> Tree:
+def take_rows(tree: Tree, rows: np.ndarray | slice) -> Tree:
     return jax.tree.map(lambda leaf: np.asarray(leaf)[rows], tree)
 
 
@@ -148,7 +150,7 @@ def is_float(leaf: jax.Array) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize >= 4
 
 
-def readable(tree: Tree) -> Tree:
+def keys_as_bits(tree: Tree) -> Tree:
     """A tree with PRNG keys replaced by their bits."""
     return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if is_key(leaf) else leaf, tree)
 
@@ -166,7 +168,7 @@ def require_close(found: Tree, expected: Tree, tolerance: float = 1e-6) -> float
     another structure.
     """
     assert jax.tree.structure(found) == jax.tree.structure(expected), "another structure"
-    lefts, rights = jax.tree.map(np.asarray, readable((jax.tree.leaves(found), jax.tree.leaves(expected))))
+    lefts, rights = jax.tree.map(np.asarray, keys_as_bits((jax.tree.leaves(found), jax.tree.leaves(expected))))
     largest = max([np.abs(leaf).max(initial=0) for leaf in rights if leaf.dtype.kind == "f"], default=0)
     most = 0.0
     for one, other in zip(lefts, rights, strict=True):

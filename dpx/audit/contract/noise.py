@@ -28,13 +28,13 @@ from dpx.audit.contract.draws import (
     whitened_by_itself,
     with_other_keys,
 )
-from dpx.audit.contract.report import Broken, NotChecked, listed
+from dpx.audit.contract.report import Broken, NotChecked, numbers_in_words
 from dpx.audit.contract.subject import AT_STEPS, SMALL, STEPS, Release
 from dpx.audit.contract.trial import Trial
-from dpx.audit.stand_ins import drawing, without_grid
+from dpx.audit.stand_ins import drawing_normals_by, without_grid
 from dpx.mechanism import Mechanism
-from dpx.schedules.scalars import at
-from dpx.sums.rows import sum_contributions
+from dpx.schedules.scalars import value_at
+from dpx.sums.clipped_sum import sum_contributions
 from dpx.trees import Tree, split
 
 FAR = (99, 1_000, 10_006, 50_020)  # steps beyond STEPS, the last ones of some runs that `cost` compares
@@ -47,13 +47,13 @@ def noise(trial: Trial) -> str:
     if trial.seen_soon:
         raise Broken(trial.seen_soon)
     more_words = [require_other_noise(trial)]
-    used = [_used(trial, step) for step in STEPS]
+    used = [_used_multiplier(trial, step) for step in STEPS]
     for step in WITH_OTHERS:
-        _used(trial, step, others=True)
+        _used_multiplier(trial, step, others=True)
     for step in FAR:
         if _is_billed(trial, step):
-            _used(trial, step)
-    found, drawn, missing = [value for value in used if value is not None], _draws(trial), []
+            _used_multiplier(trial, step)
+    found, drawn, missing = [value for value in used if value is not None], _test_draws(trial), []
     more_words.append(require_enough_noise(trial))
     if trial.mechanism.correlated is not None:
         more_words.append(require_covariance(trial))
@@ -68,7 +68,7 @@ def noise(trial: Trial) -> str:
         raise NotChecked("; ".join([*missing, *more_words]))
     billed = [trial.multiplier(step) for step in STEPS]
     more = any(value > 1.01 * least for value, least in zip(found, billed, strict=True))
-    words = f"multiplier {listed(found)} {AT_STEPS}; the cost counts {listed(billed)}"
+    words = f"multiplier {numbers_in_words(found)} {AT_STEPS}; the cost counts {numbers_in_words(billed)}"
     return "; ".join([words, *["more noise than the cost counts"] * more, *more_words])
 
 
@@ -81,7 +81,7 @@ def _is_billed(trial: Trial, step: int) -> bool:
     return trial.multiplier(step) > 0
 
 
-def _used(trial: Trial, step: int, *, others: bool = False) -> float | None:
+def _used_multiplier(trial: Trial, step: int, *, others: bool = False) -> float | None:
     """The noise multiplier of the release; None if no derivative tells it. Raises Broken if it is below the stated."""
     release, billed = trial.release(step, others=others), trial.multiplier(step)
     if release.flat:
@@ -96,7 +96,7 @@ def _used(trial: Trial, step: int, *, others: bool = False) -> float | None:
     return used
 
 
-def _draws(trial: Trial) -> str:
+def _test_draws(trial: Trial) -> str:
     """Tests of the draws; "" if there is nothing to test. Each fails for a sound mechanism with probability RATE."""
     if not trial.noise.has_keys:
         raise Broken("the step holds no PRNG key, so its noise is not secret, or it adds none")
@@ -145,7 +145,7 @@ REPEATED = 0.04  # of the numbers of a draw; of 2,400 float32 normals, about 1 h
 NORMAL_RATE = 1e-6  # of false alarms, of the test of the distribution
 
 
-class Large:
+class LargeBatch:
     """The mechanism on a batch of MANY_ROWS gradients.
 
     Every second gradient is far above any clip norm, and some of them are 0 except in one leaf. silent: the update, or
@@ -164,7 +164,7 @@ class Large:
     def _take(self, like: Tree) -> None:
         mechanism, params = self.trial.mechanism, inputs.other_values(like)
         self.params, self.state = params, jax.jit(mechanism.init)(params)
-        leaves, structure = jax.tree.flatten(inputs.gradients(params, 31, 5e3, rows=MANY_ROWS))
+        leaves, structure = jax.tree.flatten(inputs.normal_gradients(params, 31, 5e3, rows=MANY_ROWS))
         for place, leaf in enumerate(leaves):
             leaf[1::2] *= 1e-7
             for number, position in enumerate(POSITIONS[4:]):
@@ -196,7 +196,7 @@ class Large:
         return inputs.flattened(self.program(grads, self.state, included), 1)[: len(sets)]
 
 
-large = functools.lru_cache(maxsize=1)(Large)  # of a trial, compiled once
+large = functools.lru_cache(maxsize=1)(LargeBatch)  # of a trial, compiled once
 
 
 def require_rows_alone(trial: Trial) -> str:
@@ -223,7 +223,7 @@ def require_enough_noise(trial: Trial) -> str:
     found = large(trial)
     if ((np.abs(found.changes).max(0) > 0) & (found.silent == 0)).any():
         raise Broken("data moves an update that has no noise, in larger parameters")
-    if not alone(release):
+    if not has_own_noise(release):
         return ""
     _require_size(trial, found)
     exact = np.abs(found.silent[(found.rounding < 1e-6) & (found.silent != 0)])
@@ -232,7 +232,7 @@ def require_enough_noise(trial: Trial) -> str:
     return f"{len(exact)} numbers of one draw have other sizes"
 
 
-def _require_size(trial: Trial, found: Large) -> None:
+def _require_size(trial: Trial, found: LargeBatch) -> None:
     """Raises Broken if the noise is smaller than stated, or not normal, on the leaves of at least MANY numbers."""
     noise, changes = (split(part, found.params) for part in (found.silent, found.changes))
     sizes, standard = np.zeros(len(POSITIONS)), []
@@ -264,13 +264,13 @@ def require_other_noise(trial: Trial) -> str:
     if trial.draws_by_dpx and _require_other_keys(trial):
         seen.append("keys")
     release = trial.release(LAST)
-    if release.linear and alone(release):
+    if release.linear and has_own_noise(release):
         _require_no_repeats(trial, release)
         seen.append("noise")
     return f"other {' and '.join(seen)} at {len(NUMBERS)} steps up to 2^31" if seen else ""
 
 
-def alone(release: Release) -> bool:
+def has_own_noise(release: Release) -> bool:
     """Whether every update has its own noise: the covariance of the noise is diagonal."""
     noise = release.noise[: release.updates]
     covariance = noise @ noise.T
@@ -289,7 +289,7 @@ def _require_no_repeats(trial: Trial, release: Release) -> None:
     schedule = trial.mechanism.noise_multiplier
     multipliers = np.ones(len(found))
     if callable(schedule):
-        multipliers = jax.jit(jax.vmap(lambda step: at(schedule, step)))(NUMBERS)
+        multipliers = jax.jit(jax.vmap(lambda step: value_at(schedule, step)))(NUMBERS)
     with np.errstate(divide="ignore", invalid="ignore"):
         standard = found / np.asarray(multipliers, np.float64)[:, None]
         ratios = found[:, :-1] / found[:, 1:]
@@ -312,7 +312,7 @@ def _require_other_keys(trial: Trial) -> bool:
             (elsewhere if inside else drawn).append(words)
             return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), tree)
 
-        with drawing(record):
+        with drawing_normals_by(record):
             trial.mechanism.release(zeros, trial.at_step(state, step), trial.params)
         return drawn
 
@@ -336,7 +336,8 @@ def require_covariance(trial: Trial) -> str:
         return ""
     left, sizes, _ = np.linalg.svd(release.noise[: release.updates], full_matrices=False)
     large = np.flatnonzero(sizes > SMALL * sizes[0])[:DIRECTIONS]
-    found = (_runs(trial)[..., : release.updates] - release.offset[: release.updates]) @ (left[:, large] / sizes[large])
+    moved = _updates_of_runs(trial)[..., : release.updates] - release.offset[: release.updates]
+    found = moved @ (left[:, large] / sizes[large])
     columns = trial.mechanism.correlated.column(STEPS_OF_RUN)
     fresh = np.einsum("ts,nsr->ntr", linalg.toeplitz(columns, np.zeros(STEPS_OF_RUN)), found)
     try:
@@ -351,9 +352,9 @@ def require_covariance(trial: Trial) -> str:
     return f"{RUNS} runs of {STEPS_OF_RUN} steps have the covariance C^-1 C^-T of the stated C"
 
 
-def _runs(trial: Trial) -> np.ndarray:
+def _updates_of_runs(trial: Trial) -> np.ndarray:
     """The updates of the first steps of runs of empty batches, under other keys, float64 (runs, steps, o)."""
-    grads = inputs.gradients(trial.params, 0, rows=1)
+    grads = inputs.normal_gradients(trial.params, 0, rows=1)
 
     def run(mechanism: Mechanism, state: Tree, params: Tree) -> jax.Array:
         def step(state: Tree, _: None) -> tuple[Tree, jax.Array]:

@@ -71,7 +71,7 @@ class ContractReport(NamedTuple):
         return "\n".join(rows)
 
 
-def listed(values: Sequence[float]) -> str:
+def numbers_in_words(values: Sequence[float]) -> str:
     """The numbers in words; equal ones once, if all are equal."""
     words = [f"{value:.4g}" for value in values]
     return words[0] if len(set(words)) == 1 else ", ".join(words)

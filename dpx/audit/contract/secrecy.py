@@ -24,13 +24,13 @@ from jax.extend import core
 
 from dpx.audit.contract import inputs as inputs
 from dpx.audit.contract.report import Broken, NotChecked
-from dpx.audit.contract.subject import STEPS, all_but, everyone
+from dpx.audit.contract.subject import STEPS, all_but_one, all_included
 from dpx.audit.contract.trial import Trial
-from dpx.audit.stand_ins import replacing
+from dpx.audit.stand_ins import replacing_key_functions
 from dpx.states.public import publishable_state
-from dpx.sums.total import ETA, FloatPair, as_pair, with_low
+from dpx.sums.float_pair import ETA, FloatPair, as_pair, with_low
 from dpx.trees import Tree, split
-from dpx.xla.marks import spread
+from dpx.xla.dataflow import spread_marks
 
 RAW, KEY = 1, 2  # marks
 SHIFT = 16.0  # standard deviations of the noise, by which the data is moved
@@ -43,9 +43,10 @@ def secrecy(trial: Trial) -> str:
     if not trial.draws_by_dpx:
         return _same_without_exchange(trial)
     for step in STEPS:
-        sums = inputs.take(trial.contributions(step)["update"], slice(inputs.RANDOM))  # of some loud gradients
+        sums = inputs.take_rows(trial.contributions(step)["update"], slice(inputs.RANDOM))  # of some loud gradients
         sums = inputs.flattened(jax.tree.map(lambda rows: rows.sum(0), sums)).astype(np.float32)
-        change = np.where(sums == 0, 0, inputs.waves(trial.traced.numbers, 1.0, 0.3))  # no data where a mask has zeros
+        # No data where a mask has zeros.
+        change = np.where(sums == 0, 0, inputs.wave_numbers(trial.traced.numbers, 1.0, 0.3))
         exchange = _exchange(trial, step)
         if exchange is None:
             raise NotChecked("the update has no derivative, and its noise has another shape than the sums")
@@ -77,8 +78,8 @@ def _same_without_exchange(trial: Trial) -> str:
     """For the mechanism's own noise: the public state must not move with the data at all."""
     rows = trial.problems[0].rows
     for step in STEPS:
-        both = [trial.update(rows, trial.state(step), given) for given in (everyone(), all_but(2))]
-        states = [public_of(result)[1] for result in both]
+        both = [trial.update(rows, trial.state(step), given) for given in (all_included(), all_but_one(2))]
+        states = [public_part(result)[1] for result in both]
         try:
             inputs.require_close(*states)
         except AssertionError:
@@ -103,14 +104,14 @@ def _require_own_event_for_unreleased(trial: Trial):
     other = jax.tree_util.tree_map_with_path(moved, state)
     nobody = np.zeros(inputs.ROWS, bool)
     rows = trial.problems[0].rows
-    found, expected = [public_of(trial.update(rows, given, nobody)) for given in (other, state)]
+    found, expected = [public_part(trial.update(rows, given, nobody)) for given in (other, state)]
     try:
         inputs.require_close(found, expected)
     except AssertionError:
         raise Broken("unreleased state enters a release, and the event counts each as if it stood alone") from None
 
 
-def public_of(result: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+def public_part(result: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
     updates, state = result
     return updates, publishable_state(state)
 
@@ -120,7 +121,7 @@ def branches(trial: Trial) -> str:
     names = []
     for problem in trial.problems:
         for name, path in problem.paths.items():
-            arguments = problem.rows, trial.state(0), all_but()
+            arguments = problem.rows, trial.state(0), all_but_one()
             closed = jax.make_jaxpr(path)(*arguments)
             raw = [RAW] * len(jax.tree.leaves(problem.rows))
             marks, found = raw + [0] * (len(closed.jaxpr.invars) - len(raw)), set()
@@ -128,7 +129,7 @@ def branches(trial: Trial) -> str:
             def visit(equation, marks, control, found=found):
                 found |= {equation.primitive.name} if control & RAW else set()
 
-            spread(closed, marks, visit)
+            spread_marks(closed, marks, visit)
             if found:
                 raise Broken(f"{', '.join(sorted(found))} depends on raw data ({name} of {problem.name})")
             names.append(f"{name} of {problem.name}")
@@ -139,9 +140,9 @@ def bits(trial: Trial) -> str:
     """All public numbers are functions of public numbers and of what `keys.release` returned for exact sums."""
     closed, names = _without_releases(trial)
     grads = len(jax.tree.leaves(trial.params))
-    shown = {jax.tree_util.keystr(path) for path, _ in _paths(publishable_state(trial.state(STEPS[0])))}
-    state = [0 if jax.tree_util.keystr(path) in shown else RAW for path, _ in _paths(trial.state(STEPS[0]))]
-    marks = spread(closed, [RAW] * grads + state + [0], lambda *_: None)
+    shown = {jax.tree_util.keystr(path) for path, _ in _paths_of_leaves(publishable_state(trial.state(STEPS[0])))}
+    state = [0 if jax.tree_util.keystr(path) in shown else RAW for path, _ in _paths_of_leaves(trial.state(STEPS[0]))]
+    marks = spread_marks(closed, [RAW] * grads + state + [0], lambda *_: None)
     raw = [name for name, mark in zip(names, marks, strict=True) if mark & RAW]
     if raw:
         raise Broken(
@@ -164,13 +165,13 @@ def _without_releases(trial: Trial) -> tuple[core.ClosedJaxpr, list[str]]:
         updates, after = trial.mechanism.update(grads, state, trial.params, included=included)
         return {"updates": updates, "state": publishable_state(after)}
 
-    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((len(everyone()), *p.shape), p.dtype), trial.params)
-    with replacing(release=constant):
-        closed, shapes = jax.make_jaxpr(public, return_shape=True)(grads, trial.state(STEPS[0]), everyone())
-    return closed, [jax.tree_util.keystr(path) for path, _ in _paths(shapes)]
+    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((len(all_included()), *p.shape), p.dtype), trial.params)
+    with replacing_key_functions(release=constant):
+        closed, shapes = jax.make_jaxpr(public, return_shape=True)(grads, trial.state(STEPS[0]), all_included())
+    return closed, [jax.tree_util.keystr(path) for path, _ in _paths_of_leaves(shapes)]
 
 
-def _paths(tree: Tree) -> list:
+def _paths_of_leaves(tree: Tree) -> list:
     return jax.tree_util.tree_leaves_with_path(tree)
 
 
@@ -184,7 +185,7 @@ LARGE_SHARE, SMALL_SHARE = (
 REMOVED = 1  # one of the large rows
 
 
-class Handed(NamedTuple):
+class ReleaseArguments(NamedTuple):
     """What `keys.release` was given. total: high + low, float64 (n,). deviation: of the noise."""
 
     total: np.ndarray
@@ -193,15 +194,15 @@ class Handed(NamedTuple):
 
 def require_low_numbers(trial: Trial) -> None:
     """Raises Broken if a release reads the high numbers of a sum but not the low ones."""
-    state, release = trial.state(0), handing(trial.mechanism.release)
+    state, release = trial.state(0), recording_releases(trial.mechanism.release)
     like = [as_pair(one).high for one in trial.sums_like]
 
-    def handed(number: int = -1, high: float = 0, low: float = 0) -> list[Handed]:
+    def handed(number: int = -1, high: float = 0, low: float = 0) -> list[ReleaseArguments]:
         """With the high and the low numbers of one sum changed."""
         sums = []
         for place, shapes in enumerate(like):
             size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
-            change = inputs.waves(size, 1.0) * (place == number)
+            change = inputs.wave_numbers(size, 1.0) * (place == number)
             parts = (np.float32(1) + np.float32(high) * change, np.float32(low) * change)
             sums.append(FloatPair(*(split(part.astype(np.float32), shapes) for part in parts)))
         return release(tuple(sums), state, trial.params)
@@ -215,8 +216,8 @@ def require_low_numbers(trial: Trial) -> None:
             if not (np.abs(found - expected) <= 0.5 * np.abs(expected))[moved].all():
                 raise Broken(
                     "a release reads the high numbers of a sum, and not the low ones: hand the "
-                    "`dpx.sums.total.FloatPair` to `dpx.keys.release`, because a float32 sum of many rows moves by "
-                    "more than the clip norm"
+                    "`dpx.sums.float_pair.FloatPair` to `dpx.keys.release`, because a float32 sum of many rows moves "
+                    "by more than the clip norm"
                 )
 
 
@@ -230,7 +231,7 @@ def require_small_rounding(trial: Trial) -> str:
     def update(grads, included):
         return trial.mechanism.update(grads, state, trial.params, included=included)
 
-    handed, every = handing(update), np.arange(LONG)
+    handed, every = recording_releases(update), np.arange(LONG)
     sets = (every >= 0, every != REMOVED, every == REMOVED, every < 0)
     whole, others, alone, none = (handed(_nulled(rows, included), included) for included in sets)
     squares = [
@@ -247,7 +248,7 @@ def require_small_rounding(trial: Trial) -> str:
     return f"of {LONG} rows against its rounding, one moves the sum by {excess:.2g} ETA more than alone"
 
 
-def handing(function: Callable) -> Callable[..., list[Handed]]:
+def recording_releases(function: Callable) -> Callable[..., list[ReleaseArguments]]:
     """`function`, compiled, with what it hands to `keys.release` as its result, also from inside jit or a loop.
 
     The result raises NotChecked if nothing was handed over.
@@ -262,10 +263,10 @@ def handing(function: Callable) -> Callable[..., list[Handed]]:
             jax.debug.callback(functools.partial(_keep, next(numbers)), high, low, jnp.float32(deviation))
             return jax.tree.map(jnp.add, high, low)
 
-        with replacing(release=record):
+        with replacing_key_functions(release=record):
             return function(*arguments)
 
-    def run(*arguments) -> list[Handed]:
+    def run(*arguments) -> list[ReleaseArguments]:
         with _ONE_RUN:
             _seen.clear()
             jax.block_until_ready(traced(*arguments))
@@ -278,12 +279,12 @@ def handing(function: Callable) -> Callable[..., list[Handed]]:
     return run
 
 
-_seen: dict[int, Handed] = {}  # of the last run; not in a closure, because jax keeps traces of jitted functions
+_seen: dict[int, ReleaseArguments] = {}  # of the last run; not in a closure, because jax keeps traces of functions
 _ONE_RUN = threading.Lock()
 
 
 def _keep(number, high, low, deviation):
-    _seen[number] = Handed(inputs.flattened(high) + inputs.flattened(low), float(deviation))
+    _seen[number] = ReleaseArguments(inputs.flattened(high) + inputs.flattened(low), float(deviation))
 
 
 def _hostile(trial: Trial) -> Tree:

@@ -19,13 +19,13 @@ from jax.extend import core
 
 from dpx.audit.contract import inputs as inputs
 from dpx.audit.contract.report import NotChecked
-from dpx.audit.stand_ins import drawing, with_quick_noise
+from dpx.audit.stand_ins import drawing_normals_by, with_quick_noise
 from dpx.gradients import private_updates
-from dpx.gradients.sums import sum_gradients
+from dpx.gradients.clipped_gradients import sum_gradients
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch
 from dpx.states.public import publishable_state
-from dpx.sums.rows import sum_contributions
+from dpx.sums.clipped_sum import sum_contributions
 from dpx.trees import Tree, split
 
 STEPS = (0, 1, 2, 3, 4, 7, 9, 50)  # the lines that depend on the step are checked at these
@@ -59,9 +59,9 @@ class Subject:
         self.mechanism = mechanism
         self.params = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params)
         self.others = inputs.other_values(self.params, first=2)
-        self.problems = [of_gradients(mechanism, self.params, self.compiled)]
+        self.problems = [problem_of_gradients(mechanism, self.params, self.compiled)]
         if loss is not None:
-            self.problems.append(of_loss(mechanism, self.params, loss, examples, self.compiled))
+            self.problems.append(problem_of_loss(mechanism, self.params, loss, examples, self.compiled))
         self.sums = jax.jit(lambda *rows: sum_contributions(mechanism, *rows)[0])
         self._states: dict[int, Tree] = {}
 
@@ -81,8 +81,8 @@ class Subject:
             elif step == 0:
                 self._states[0] = jax.jit(self.mechanism.init)(self.params)
             else:
-                grads = inputs.gradients(self.params, 100 + step)
-                self._states[step] = self.update(grads, self.state(step - 1), everyone())[1]
+                grads = inputs.normal_gradients(self.params, 100 + step)
+                self._states[step] = self.update(grads, self.state(step - 1), all_included())[1]
         return self._states[step]
 
     @functools.cached_property
@@ -109,7 +109,9 @@ class Subject:
     @functools.cached_property
     def sums_like(self) -> tuple[Tree, ...]:
         """The shapes and dtypes of the sums, one for each factor."""
-        return jax.eval_shape(self.sums, inputs.gradients(self.params, 0, rows=1), self.state(0), jnp.ones(1, bool))
+        return jax.eval_shape(
+            self.sums, inputs.normal_gradients(self.params, 0, rows=1), self.state(0), jnp.ones(1, bool)
+        )
 
     @functools.cached_property
     def traced_once(self) -> core.ClosedJaxpr:
@@ -123,18 +125,18 @@ class Subject:
         def update(grads, state, included):
             return self.mechanism.update(grads, state, self.params, included=included)
 
-        return jax.make_jaxpr(update)(grads, self.state(0) if state is None else state, everyone())
+        return jax.make_jaxpr(update)(grads, self.state(0) if state is None else state, all_included())
 
 
-def everyone() -> np.ndarray:
+def all_included() -> np.ndarray:
     return np.ones(inputs.ROWS, bool)
 
 
-def all_but(*missing: int) -> np.ndarray:
+def all_but_one(*missing: int) -> np.ndarray:
     return np.array([row not in missing for row in range(inputs.ROWS)])
 
 
-def of_gradients(mechanism: Mechanism, params: Tree, compiled: Callable) -> Problem:
+def problem_of_gradients(mechanism: Mechanism, params: Tree, compiled: Callable) -> Problem:
     """Gradients as the data: `Mechanism.update`, and `private_updates` of a loss that has them as gradients.
 
     compiled: of `Subject`.
@@ -166,12 +168,12 @@ def of_gradients(mechanism: Mechanism, params: Tree, compiled: Callable) -> Prob
         paths["ghost norms"], sums["ghost norms"] = by_ghost_norms, compiled(ghost_alone)
     else:
         paths["microbatches"] = in_microbatches
-    rows, (extreme, _, _) = inputs.gradients(params, 2, 3.0), inputs.hostile(params)
+    rows, (extreme, _, _) = inputs.normal_gradients(params, 2, 3.0), inputs.hostile_gradients(params)
     programs: dict[str, Callable] = {name: jax.jit(with_quick_noise(path)) for name, path in paths.items()}
     return Problem("gradients", rows, extreme, programs, sums)
 
 
-def of_loss(mechanism: Mechanism, params: Tree, loss: Callable, examples: Tree, compiled: Callable) -> Problem:
+def problem_of_loss(mechanism: Mechanism, params: Tree, loss: Callable, examples: Tree, compiled: Callable) -> Problem:
     """The examples of a loss: its stacked gradients, and what `private_updates` makes of it."""
 
     def stacked(rows, state, included):
@@ -199,7 +201,7 @@ def of_loss(mechanism: Mechanism, params: Tree, loss: Callable, examples: Tree, 
     if mechanism.supports_ghost_norms:
         paths["ghost norms"], sums["ghost norms"] = of_private_updates(norms="ghost"), alone(norms="ghost")
     size = len(jax.tree.leaves(examples)[0])
-    rows = inputs.take(examples, np.arange(inputs.ROWS) % size)
+    rows = inputs.take_rows(examples, np.arange(inputs.ROWS) % size)
     programs: dict[str, Callable] = {name: jax.jit(with_quick_noise(path)) for name, path in paths.items()}
     return Problem("loss", rows, inputs.hostile_examples(rows), programs, sums)
 
@@ -250,7 +252,7 @@ class Release(NamedTuple):
         return np.inf if missing > 1e-3 * np.abs(change).max(initial=0) else float(np.linalg.norm(needed))
 
 
-class Traced:
+class TracedRelease:
     """The release of a mechanism as a function of its sums and its noise."""
 
     def __init__(self, subject: Subject):
@@ -261,7 +263,7 @@ class Traced:
             self.drawn.append(jax.eval_shape(lambda t: jax.tree.map(lambda x: jnp.zeros(x.shape), t), tree))
             return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), tree)
 
-        with drawing(record):
+        with drawing_normals_by(record):
             like = jax.eval_shape(self._run, self.sums_like, subject.state(0), subject.params)
         self.updates = sum(np.prod(leaf.shape, dtype=int) for leaf in jax.tree.leaves(like[0]))
         self.numbers = sum(np.prod(leaf.shape, dtype=int) for leaf in jax.tree.leaves(self.sums_like))
@@ -274,7 +276,7 @@ class Traced:
 
     def _run(self, sums, state, params, mechanism=None):
         updates, after = (mechanism or self.subject.mechanism).release(sums, state, params)
-        return updates, inputs.readable(publishable_state(after))
+        return updates, inputs.keys_as_bits(publishable_state(after))
 
     def public(
         self, sums: jax.Array, normals: jax.Array, state: Tree, params: Tree, mechanism: Mechanism | None = None
@@ -290,7 +292,7 @@ class Traced:
                 raise NotChecked("its coordinates draw with `keys.normal_like` too, now more often than before")
             return jax.tree.map(lambda _, n: n, tree, noise[call])
 
-        with drawing(draw):
+        with drawing_normals_by(draw):
             leaves = jax.tree.leaves(self._run(split(sums, self.sums_like), state, params, mechanism))
         return inputs.public_floats(leaves), [leaf for leaf in leaves if not inputs.is_float(leaf)]
 
@@ -319,7 +321,7 @@ class Traced:
     def at(self, state: Tree, params: Tree) -> Release:
         """The release after this state."""
         points = [(np.zeros(self.numbers, np.float32), np.zeros(self.normals, np.float32)), *self._somewhere()]
-        every = self._slopes([near for one in points for near in (one, *_nearby(*one))], state, params)
+        every = self._slopes([near for one in points for near in (one, *_nearby_points(*one))], state, params)
         first, first_sums, first_noise = origin = next(every)
         affine, data, noise = np.ones(len(first), bool), [], []
         # A transform that cuts has no slope at some points, so the derivatives of several points are joined.
@@ -327,7 +329,7 @@ class Traced:
         for sums, normals in points:
             found, by_sums, by_noise = next(every)
             predicted = first + first_noise @ normals + first_sums @ sums
-            scale = _sizes(by_sums, by_noise)  # NaN behind a root of 0
+            scale = _sizes_of_derivatives(by_sums, by_noise)  # NaN behind a root of 0
             with np.errstate(invalid="ignore"):
                 affine &= np.abs(predicted - found) <= 1e-4 * (scale + np.abs(found))
                 affine &= np.abs(first_noise - by_noise).max(1, initial=0) <= 1e-4 * scale
@@ -335,7 +337,7 @@ class Traced:
                 own = by_sums / scale[:, None], by_noise / scale[:, None]
                 for _, *slopes in itertools.islice(every, NEARBY):
                     for part, of_own in zip(slopes, own, strict=True):
-                        change = np.abs(part / _sizes(*slopes)[:, None] - of_own).max(1, initial=0)
+                        change = np.abs(part / _sizes_of_derivatives(*slopes)[:, None] - of_own).max(1, initial=0)
                         usable &= change <= ROUGH * np.abs(of_own).max(1, initial=0)
             data.append(own[0][usable])
             noise.append(own[1][usable])
@@ -351,17 +353,17 @@ class Traced:
     def _somewhere(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Sums and normals at which the derivatives are taken: waves, and some at random."""
         random = np.random.default_rng(0)
-        waves = inputs.waves(self.numbers, 1.0), inputs.waves(self.normals, 0.7, 2.0)
+        waves = inputs.wave_numbers(self.numbers, 1.0), inputs.wave_numbers(self.normals, 0.7, 2.0)
         draws = [random.normal(size=(2, max(self.numbers, self.normals))).astype(np.float32) for _ in range(POINTS)]
         return [waves, *((sums[: self.numbers], normals[: self.normals]) for sums, normals in draws)]
 
 
-def _sizes(by_sums: np.ndarray, by_noise: np.ndarray) -> np.ndarray:
+def _sizes_of_derivatives(by_sums: np.ndarray, by_noise: np.ndarray) -> np.ndarray:
     """The sizes of the derivatives of each public float, float64 (o,)."""
     return np.abs(by_sums).max(1, initial=0) + np.abs(by_noise).max(1, initial=0)
 
 
-def _nearby(*point: np.ndarray) -> list[list[np.ndarray]]:
+def _nearby_points(*point: np.ndarray) -> list[list[np.ndarray]]:
     """Points so near that only rounding differs. Numbers change independently, because differences show rounding."""
     random = np.random.default_rng(1)
     return [[x * (1 + random.uniform(-NEAR, NEAR, x.shape)).astype(np.float32) for x in point] for _ in range(NEARBY)]

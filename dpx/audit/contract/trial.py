@@ -9,11 +9,11 @@ from dp_accounting import DpEvent
 
 from dpx.accounting.ledger import from_event
 from dpx.audit.contract import inputs as inputs
-from dpx.audit.contract.draws import FULLY, Draws, measured, seen_soon
+from dpx.audit.contract.draws import FULLY, NoiseDraws, measured_release, obvious_fault
 from dpx.audit.contract.report import NotChecked
-from dpx.audit.contract.subject import STEPS, Release, Subject, Traced
+from dpx.audit.contract.subject import STEPS, Release, Subject, TracedRelease
 from dpx.sampling.base import Sampling
-from dpx.schedules.scalars import over
+from dpx.schedules.scalars import values_over
 from dpx.trees import Tree
 
 MULTIPLIERS = 2**20  # steps whose noise multipliers are read
@@ -32,12 +32,12 @@ class Trial(Subject):
         self.clip_norm = functools.lru_cache(self._clip_norm)
 
     @functools.cached_property
-    def traced(self) -> Traced:
-        return Traced(self)
+    def traced(self) -> TracedRelease:
+        return TracedRelease(self)
 
     @functools.cached_property
-    def noise(self) -> Draws:
-        return Draws(self.traced, self.draws, self.seed, self.rebuild)
+    def noise(self) -> NoiseDraws:
+        return NoiseDraws(self.traced, self.draws, self.seed, self.rebuild)
 
     @property
     def draws_by_dpx(self) -> bool:
@@ -54,14 +54,14 @@ class Trial(Subject):
             if not self.draws_by_dpx:
                 if self.seen_soon:
                     raise NotChecked(self.seen_soon)
-                found = measured(found, self.noise, step, others=others)
+                found = measured_release(found, self.noise, step, others=others)
             self._releases[step, others] = found
         return self._releases[step, others]
 
     @functools.cached_property
     def seen_soon(self) -> str:
         """What is soon seen to be wrong with the mechanism's own noise, in words."""
-        return "" if self.draws_by_dpx else seen_soon(self.traced)
+        return "" if self.draws_by_dpx else obvious_fault(self.traced)
 
     def multiplier(self, step: int) -> float:
         """The noise multiplier that the mechanism states for this step, which `cost` compares with its event."""
@@ -70,7 +70,7 @@ class Trial(Subject):
     @functools.cached_property
     def multipliers(self) -> np.ndarray:
         """The stated noise multipliers of the first MULTIPLIERS steps, float64."""
-        return over(self.mechanism.noise_multiplier, MULTIPLIERS)
+        return values_over(self.mechanism.noise_multiplier, MULTIPLIERS)
 
     def contributions(self, step: int) -> dict[str, Tree]:
         """The sums of single gradients, float32, the rows on axis 0, by path: loud ones, then hostile ones.
@@ -85,11 +85,11 @@ class Trial(Subject):
 
     @functools.cached_property
     def hostile(self) -> tuple[Tree, Tree, Tree]:
-        return inputs.hostile(self.params)
+        return inputs.hostile_gradients(self.params)
 
     def with_loud(self, rows: Tree) -> Tree:
         """The loud gradients, then `rows`."""
-        return inputs.joined([inputs.loud(self.params), rows])
+        return inputs.joined_rows([inputs.loud_gradients(self.params), rows])
 
     def released(self, step: int, sums: tuple[Tree, ...]) -> tuple[Tree, ...]:
         """The sums that move anything that leaves; others are kept as unreleased state."""

@@ -11,10 +11,10 @@ import numpy as np
 from jax.extend import core
 
 from dpx.accounting.checks import require_delta
-from dpx.audit.setup import measured, plan, program
+from dpx.audit.setup import batch_findings, loss_findings, plan_findings
 from dpx.audit.setup.report import Finding, Report
-from dpx.gradients.rows import noted
-from dpx.guards import require_numbers, trained
+from dpx.gradients.one_example import adding_note
+from dpx.guards import require_numbers, trained_leaves
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.sampling.batch import Batch, require_batch
 from dpx.trees import Tree, batch_size, described
@@ -54,44 +54,52 @@ def check_setup(
         ok ...
         * computed from raw data or secret noise: NOT private, for your eyes only
     """
-    batch, steps, delta = _require(loss, optimizer, params, batch, steps, delta)
-    value = program.of_one_example(loss, with_key=with_key, has_aux=has_aux)
+    batch, steps, delta = _require_args(loss, optimizer, params, batch, steps, delta)
+    value = loss_findings.loss_of_one_example(loss, with_key=with_key, has_aux=has_aux)
     params, examples = jax.tree.map(jnp.asarray, (params, batch.examples))
     example = jax.eval_shape(lambda tree: jax.tree.map(lambda leaf: leaf[0], tree), examples)
     sampling = optimizer.sampling
-    included, rows = plan.rows_that_count(batch, sampling)
-    public = [plan.drawn(batch, sampling), plan.delta_size(delta, sampling), plan.privacy(optimizer, steps, delta)]
-    public += plan.truncation(optimizer, steps, delta)
-    public += [] if data is None else [plan.data_length(data, sampling)]
-    flags = trained(optimizer, params)
-    public += [plan.secret(optimizer.key), real := program.dtypes(params, flags)]
-    with noted("loss", lambda: example):
-        closed = program.trace(value, params, example)
+    included, rows = plan_findings.rows_that_count(batch, sampling)
+    public = [
+        plan_findings.find_batch_not_drawn(batch, sampling),
+        plan_findings.find_delta_size(delta, sampling),
+        plan_findings.find_epsilon(optimizer, steps, delta),
+    ]
+    public += plan_findings.find_truncation(optimizer, steps, delta)
+    public += [] if data is None else [plan_findings.find_data_length(data, sampling)]
+    flags = trained_leaves(optimizer, params)
+    public += [plan_findings.find_guessable_key(optimizer.key), real := loss_findings.find_dtypes(params, flags)]
+    with adding_note("loss", lambda: example):
+        closed = loss_findings.trace_or_finding(value, params, example)
     if isinstance(closed, Finding):
         return Report((*public, closed), (rows,))
-    public += [program.constants(closed, example, len(included), sampling.examples), program.batching(closed)]
-    public += [program.constant_keys(loss, params, example, with_key=with_key)]
+    public += [
+        loss_findings.find_constants(closed, example, len(included), sampling.examples),
+        loss_findings.find_batching(closed),
+    ]
+    public += [loss_findings.find_constant_keys(loss, params, example, with_key=with_key)]
     if real.severity == "error" or rows.severity == "error":
         return Report(tuple(public), (rows,))  # no gradient, or no step, can be computed
-    public += [program.unused(closed, params, flags), plan.frozen(flags, params)]
-    with noted("loss", lambda: example):
-        found = measured.measure(value, optimizer, params, flags, examples, included)
-    once = measured.run_step(value, optimizer, params, batch._replace(examples=examples))
-    alone, some_rows = measured.one_row(value, flags, examples), np.flatnonzero(included)[: measured.COMPARED]
+    public += [loss_findings.find_unused(closed, params, flags), plan_findings.find_frozen(flags, params)]
+    with adding_note("loss", lambda: example):
+        found = batch_findings.measure_batch(value, optimizer, params, flags, examples, included)
+    once = batch_findings.run_step(value, optimizer, params, batch._replace(examples=examples))
+    alone = batch_findings.one_row(value, flags, examples)
+    some_rows = np.flatnonzero(included)[: batch_findings.COMPARED]
     unreleased = (
         rows,
-        measured.mixing(found, params, alone, some_rows),
-        measured.apart(found, closed),
-        measured.without_gradient(found, params, flags, alone, some_rows),
-        measured.finite(found, included),
-        measured.clipping(found),
-        measured.noise(found, optimizer, steps),
-        measured.precision(once, params, flags, found.losses),
+        batch_findings.find_mixed_rows(found, params, alone, some_rows),
+        batch_findings.find_spreading_nan(found, closed),
+        batch_findings.find_zero_gradients(found, params, flags, alone, some_rows),
+        batch_findings.find_not_finite(found, included),
+        batch_findings.find_clipping(found),
+        batch_findings.find_noise(found, optimizer, steps),
+        batch_findings.find_low_precision(once, params, flags, found.losses),
     )
-    return Report((*public, measured.duration(once, steps), measured.memory(once)), unreleased)
+    return Report((*public, batch_findings.find_duration(once, steps), batch_findings.find_memory(once)), unreleased)
 
 
-def _require(loss, optimizer, params, batch, steps, delta) -> tuple[Batch, int | None, float | None]:
+def _require_args(loss, optimizer, params, batch, steps, delta) -> tuple[Batch, int | None, float | None]:
     """The batch, the steps and delta. Raises ValueError for arguments that no finding could describe."""
     require_function("loss", loss)
     require_mechanism(optimizer)
@@ -119,10 +127,10 @@ def warn_of_loss(optimizer: Mechanism, closed: core.ClosedJaxpr, params: Tree, r
     """
     sampling = optimizer.sampling
     for found in (
-        program.constants(closed, row[0], sampling.usual_rows, sampling.examples),
-        program.batching(closed),
-        program.unused(closed, params, trained(optimizer, params)),
-        program.of_program(closed, len(jax.tree.leaves(params))),
+        loss_findings.find_constants(closed, row[0], sampling.usual_rows, sampling.examples),
+        loss_findings.find_batching(closed),
+        loss_findings.find_unused(closed, params, trained_leaves(optimizer, params)),
+        loss_findings.find_constant_keys_in(closed, len(jax.tree.leaves(params))),
     ):
         if found.severity in ("error", "warning"):
             warnings.warn(f"{found.words}. (From dpx.check_setup, which looks at more.)", stacklevel=2)

@@ -15,21 +15,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.gradients.ghost import norms, weighted
+from dpx.gradients.ghost import norms, weighted_sums
 from dpx.gradients.ghost.norms import (
     TINY,
     Products,
     error_of,
-    highest,
-    in_range,
-    inner,
-    unit,
-    with_sum,
-    with_themselves,
+    inner_products,
+    norm_with_sum_error,
+    product_in_range,
+    products_within,
+    split_by_size,
+    sum_upper_bound,
 )
 from dpx.gradients.ghost.rules import Site
-from dpx.sums.rows import repeated, weighted_sum
-from dpx.xla.place import here
+from dpx.sums.clipped_sum import repeat_to_shape, weighted_sum
+from dpx.xla.place import current_place
 
 
 class Overlap(enum.Enum):
@@ -137,31 +137,33 @@ def gram_operations(sharing: Sharing) -> float:
 
 
 def _norm_of_uses(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]], positions: list[int]) -> jax.Array:
-    """|sum_u A_u^T B_u| for one example, float32 (), with bounds on rounding as in `norms.gram`. matrices: A_u and B_u
-    of every use, as a `Site` gives them. positions: as in `Uses`."""
+    """|sum_u A_u^T B_u| for one example, float32 (), with bounds on rounding as in `norms.gram_norm`. matrices: A_u
+    and B_u of every use, as a `Site` gives them. positions: as in `Uses`."""
     sides, size = _sides(sharing, matrices), jnp.float32(1)
-    if not here().unit.rounds:
+    if not current_place().unit.rounds:
         sides, size = _balanced_sides(sharing, sides)
-    add = functools.partial(highest, more=len(sides) ** 2)
-    measured = [[(x, _with_themselves(x)) for x in side] for side in sides]
+    add = functools.partial(sum_upper_bound, more=len(sides) ** 2)
+    measured = [[(x, _products_within(x)) for x in side] for side in sides]
     squared = functools.reduce(jnp.add, [add(a, b) for (_, a), (_, b) in measured])
     for (i, j), relation in sharing.relations.items():
         if relation is not Overlap.DISJOINT:
             others = measured[j] if relation is Overlap.SAME else measured[j][::-1]
-            squared += 2 * add(*(_between(*left, *right) for left, right in zip(measured[i], others, strict=True)))
+            squared += 2 * add(
+                *(_products_between(*left, *right) for left, right in zip(measured[i], others, strict=True))
+            )
     lengths = jnp.concatenate([norms.lengths_of_products(a, b).reshape(-1) for (_, a), (_, b) in measured])
-    return size * with_sum(squared, lengths, *positions)
+    return size * norm_with_sum_error(squared, lengths, *positions)
 
 
-def _with_themselves(x: jax.Array) -> Products:
+def _products_within(x: jax.Array) -> Products:
     """The inner products of rows with each other, as `_gram` takes rows; those of indices are exact."""
     if x.ndim > 1:
-        return with_themselves(_gram(x, x), x)
+        return products_within(_gram(x, x), x)
     ones = jnp.ones((1, len(x)), jnp.float32)
     return Products(_gram(x, x), (ones, ones), 0.0)
 
 
-def _between(left: jax.Array, of_left: Products, right: jax.Array, of_right: Products) -> Products:
+def _products_between(left: jax.Array, of_left: Products, right: jax.Array, of_right: Products) -> Products:
     """The inner products of rows with others. Those with a row of a one-hot matrix pick a number, which is exact."""
     error = error_of(left, right) if left.ndim == right.ndim > 1 else 0.0
     return Products(_gram(left, right), (of_left.lengths[0], of_right.lengths[0]), error)
@@ -182,11 +184,11 @@ def _balanced_sides(sharing: Sharing, sides: list[tuple[jax.Array, jax.Array]]):
     """A and B of every group, rescaled as in `norms.balanced`, and the size, float32 (), that this divides out."""
     measured = []
     for group, (a, b) in zip(sharing.use_groups, sides, strict=True):
-        b, size = unit(b)
-        a, size_a = (a, jnp.ones_like(size)) if group.lookup else unit(a)
-        measured.append((a, b, in_range(size_a, size)))
+        b, size = split_by_size(b)
+        a, size_a = (a, jnp.ones_like(size)) if group.lookup else split_by_size(a)
+        measured.append((a, b, product_in_range(size_a, size)))
     largest = functools.reduce(jnp.maximum, (jnp.max(size, initial=0) for _, _, size in measured), TINY)
-    return [(a, b * repeated(size / largest, b.shape)) for a, b, size in measured], largest
+    return [(a, b * repeat_to_shape(size / largest, b.shape)) for a, b, size in measured], largest
 
 
 def _gram(left: jax.Array, right: jax.Array) -> jax.Array:
@@ -199,7 +201,7 @@ def _gram(left: jax.Array, right: jax.Array) -> jax.Array:
         return jnp.where(left >= 0, picked, 0).transpose(0, 2, 1)
     if right.ndim == 1:
         return _gram(right, left).transpose(0, 2, 1)
-    return inner(left, right)
+    return inner_products(left, right)
 
 
 # The unit of cost is one floating-point operation of a large matrix product, on one CPU core (benchmarks/step.py).
@@ -272,7 +274,7 @@ class Algorithm(NamedTuple):
         norm of what the sum computes for an example with factor 1
     weighted_sum: (uses, shape, records, factors) -> float32, of the parameter's shape, without `scale`. records: the
         gradients that `norm` kept, or else the records. factors: float32 (B,), B at most `most_float32_rows`. It adds
-        whole contributions of examples, in blocks: see the proof in `dpx.sums.total`
+        whole contributions of examples, in blocks: see the proof in `dpx.sums.float_pair`
     keeps_gradients: bool, whether the gradients of all examples of a microbatch are in memory
     raised: uses -> the share of the norm that a bound on its rounding adds at most, if no positions cancel
     """
@@ -286,7 +288,7 @@ class Algorithm(NamedTuple):
 
 
 def _outer_cost(uses: Uses, scaled: bool) -> float | None:
-    site = _only_dense(uses)
+    site = _only_dense_site(uses)
     if site is None or site.sizes[1] != 1:
         return None
     groups, _, fan_in, fan_out = site.sizes
@@ -296,11 +298,11 @@ def _outer_cost(uses: Uses, scaled: bool) -> float | None:
 def _outer_norm(uses: Uses, scale: jax.Array | None, records: Captured):
     (site,), (record,) = uses.sites, records
     scale = None if scale is None else site.arrange(scale)
-    return None, jax.vmap(lambda inputs, dy: norms.outer(*site.matrices(inputs, dy), scale=scale))(*record)
+    return None, jax.vmap(lambda inputs, dy: norms.outer_norm(*site.matrices(inputs, dy), scale=scale))(*record)
 
 
 def _gram_cost(uses: Uses, scaled: bool) -> float | None:
-    site = _only_dense(uses)
+    site = _only_dense_site(uses)
     if site is None or scaled or not uses.few_positions:
         return None
     groups, positions, fan_in, fan_out = site.sizes
@@ -312,7 +314,7 @@ def _gram_cost(uses: Uses, scaled: bool) -> float | None:
 
 def _gram_norm(uses: Uses, scale: jax.Array | None, records: Captured):
     (site,), (record,) = uses.sites, records  # no scale: see the cost
-    return None, jax.vmap(lambda inputs, dy: norms.gram(*site.matrices(inputs, dy)))(*record)
+    return None, jax.vmap(lambda inputs, dy: norms.gram_norm(*site.matrices(inputs, dy)))(*record)
 
 
 def _gram_raised(uses: Uses) -> float:
@@ -321,7 +323,7 @@ def _gram_raised(uses: Uses) -> float:
 
 
 def _product_cost(uses: Uses, scaled: bool) -> float | None:
-    site = _only_dense(uses)
+    site = _only_dense_site(uses)
     if site is None or not (site.expands or site.sizes[1] > 1):
         return None
     return _sum_cost(site) + _gradient_memory_cost(site, uses.slices)
@@ -329,25 +331,25 @@ def _product_cost(uses: Uses, scaled: bool) -> float | None:
 
 def _product_norm(uses: Uses, scale: jax.Array | None, records: Captured):
     (site,), (record,) = uses.sites, records
-    grads = jax.lax.optimization_barrier(here().unit.stored(site.products(*record)))  # for norm and sum alike
+    grads = jax.lax.optimization_barrier(current_place().unit.stored(site.products(*record)))  # for norm and sum alike
     # The barrier makes XLA move the elements once, instead of once for every example.
     return grads, _sizes(grads, None if scale is None else jax.lax.optimization_barrier(site.arrange(scale)))
 
 
 def _product_sum(uses: Uses, shape: tuple[int, ...], records: jax.Array, factors: jax.Array) -> jax.Array:
     total = weighted_sum(factors, records)
-    return weighted.transpose(uses.sites[0].arrange, shape, total)
+    return weighted_sums.transpose(uses.sites[0].arrange, shape, total)
 
 
 def _rows_cost(uses: Uses, scaled: bool) -> float | None:
     if not uses.are_one_lookup:
         return None
     positions, numbers = (sum(site.sizes[1] * by for site in uses.sites) for by in (1, uses.sites[0].sizes[3]))
-    compared = 0 if _distinct(uses) else positions
+    compared = 0 if _number_of_distinct_rows(uses) else positions
     return 2.0 * compared * numbers + OPERATIONS_PER_BYTE * 4 * 2 * numbers
 
 
-def _distinct(uses: Uses) -> bool:
+def _number_of_distinct_rows(uses: Uses) -> bool:
     return len(uses.sites) == 1 and uses.sites[0].distinct
 
 
@@ -355,7 +357,7 @@ def _rows_norm(uses: Uses, scale: jax.Array | None, records: Captured):
     def of_one_example(record):
         read = [site.matrices(*row) for site, row in zip(uses.sites, record, strict=True)]
         indices, b = (jnp.concatenate(each) if len(each) > 1 else each[0] for each in zip(*read, strict=True))
-        return indices, *norms.rows(indices, b, distinct=_distinct(uses))
+        return indices, *norms.gradient_rows(indices, b, distinct=_number_of_distinct_rows(uses))
 
     indices, rows, inside = jax.vmap(of_one_example)(records)
     rows = jax.lax.optimization_barrier(rows)
@@ -364,7 +366,7 @@ def _rows_norm(uses: Uses, scale: jax.Array | None, records: Captured):
 
 
 def _rows_sum(uses: Uses, shape: tuple[int, ...], records: Any, factors: jax.Array) -> jax.Array:
-    return weighted.of_rows(uses.sites[0], shape, records, factors)
+    return weighted_sums.sum_of_table_rows(uses.sites[0], shape, records, factors)
 
 
 def _shared_cost(uses: Uses, scaled: bool) -> float | None:
@@ -390,11 +392,11 @@ def _again_cost(uses: Uses, scaled: bool) -> float | None:
 
 def _again_norm(uses: Uses, scale: jax.Array | None, records: Captured):
     def of_one_example(record):  # no scale: see the cost
-        gradient = weighted.of_example(uses.sites, uses.groups, uses.shape, record, jnp.float32(1))
+        gradient = weighted_sums.example_gradient(uses.sites, uses.groups, uses.shape, record, jnp.float32(1))
         matrices = [site.matrices(*row) for site, row in zip(uses.sites, record, strict=True)]
-        return norms.of_computed(gradient, [_with_lengths_of_rows(*each) for each in matrices], *uses.positions)
+        return norms.norm_of_computed(gradient, [_with_lengths_of_rows(*each) for each in matrices], *uses.positions)
 
-    return None, weighted.one_after_another(of_one_example, records)
+    return None, weighted_sums.one_after_another(of_one_example, records)
 
 
 def _with_lengths_of_rows(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -407,11 +409,11 @@ def _with_lengths_of_rows(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Ar
 
 def _site_sum(uses: Uses, shape: tuple[int, ...], records: list, factors: jax.Array) -> jax.Array:
     (site,), (record,) = uses.sites, records
-    return weighted.at_site(site, shape, record, factors)
+    return weighted_sums.sum_at_site(site, shape, record, factors)
 
 
 def _sum_of_examples(uses: Uses, shape: tuple[int, ...], records: list, factors: jax.Array) -> jax.Array:
-    return weighted.one_by_one(uses.sites, uses.groups, shape, records, factors)
+    return weighted_sums.sum_one_by_one(uses.sites, uses.groups, shape, records, factors)
 
 
 def gradient_cost(uses: Uses) -> float:
@@ -430,7 +432,7 @@ def gradient_operations(site: Site) -> float:
     return 2.0 * site.sizes[1] * site.sizes[3] if site.lookup else _sum_cost(site)
 
 
-def _only_dense(uses: Uses) -> Site | None:
+def _only_dense_site(uses: Uses) -> Site | None:
     """The site of a parameter that is used once, if it is no lookup."""
     site = uses.sites[0]
     return site if len(uses.sites) == 1 and not site.lookup else None
@@ -455,7 +457,7 @@ def _gradient_memory_cost(site: Site, slices: int) -> float:
     """
     size = 4 * _parameter_size(site)
     groups, positions, fan_in, fan_out = site.sizes
-    if here().devices > 1 and fan_in * fan_out >= KEPT_ON_DEVICES * positions * (fan_in + fan_out):
+    if current_place().devices > 1 and fan_in * fan_out >= KEPT_ON_DEVICES * positions * (fan_in + fan_out):
         return TOO_LARGE * size
     return (3 if slices * size <= CACHED_BYTES else 5) * OPERATIONS_PER_BYTE * size
 

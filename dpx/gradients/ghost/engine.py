@@ -7,7 +7,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from dpx.gradients.ghost import interpreter, made, parts, views
+from dpx.gradients.ghost import interpreter, made_kernels, parts, views
 from dpx.gradients.ghost.hooks import (
     EXAMPLES,
     Captured,
@@ -15,20 +15,20 @@ from dpx.gradients.ghost.hooks import (
     Part,
     capture_hooks,
     for_all_readers,
-    hooked,
+    gradient_slots,
+    hooked_equations,
     norm_hooks,
-    slots,
     sum_hooks,
     with_captured,
     with_records,
 )
 from dpx.gradients.ghost.plan import GhostPlan
 from dpx.mechanism import Mechanism
-from dpx.sums.rows import in_range, zero_excluded
-from dpx.sums.total import FloatPair, pair_of_trees
+from dpx.sums.clipped_sum import in_range, zero_excluded
+from dpx.sums.float_pair import FloatPair, pair_of_trees
 from dpx.trees import Tree
 from dpx.xla.ordering import compute_after, compute_after_each, opaque_false
-from dpx.xla.place import here
+from dpx.xla.place import current_place
 
 
 def sum_by_plan(
@@ -42,7 +42,7 @@ def sum_by_plan(
     backward_passes: int = 1,
     apart: Callable[[Callable], Callable] = lambda function: function,
 ) -> tuple[tuple[FloatPair, ...], tuple[jax.Array, Tree, Tree]]:
-    """sum_i f(|z_i|) z_i for each factor f, as in `dpx.sums.rows.sum_contributions`; losses, norms and aux.
+    """sum_i f(|z_i|) z_i for each factor f, as in `dpx.sums.clipped_sum.sum_contributions`; losses, norms and aux.
 
     params: arrays. examples: arrays with the B examples on axis 0. state: of the mechanism. included: bool (B,).
     backward_passes: int, 2 if the layers in scans and checkpoints keep no inputs and cotangents: see `hooks`.
@@ -54,13 +54,13 @@ def sum_by_plan(
     reads = frozenset(number for site in plan.sites for number in site.reads)
     values = interpreter.public_values(plan.program, leaves, reads)
     scales = _scales(plan, mechanism, params, state, values)
-    once, twice = hooked(plan, backward_passes)
+    once, twice = hooked_equations(plan, backward_passes)
     hooks = norm_hooks(plan, once, included.shape[0], keep=True)
     hooks |= norm_hooks(plan, twice, included.shape[0], keep=False)
     hooks |= capture_hooks(plan, hooks, included.shape[0])
     losses, aux, captured, found = _backward_pass(plan, leaves, examples, hooks, apart)
     captured = for_all_readers(with_records(plan, with_captured(plan, captured, found), values))
-    backwards = [(made.backward(group, plan.program, leaves, scales), keep) for group, keep in plan.made]
+    backwards = [(made_kernels.backward(group, plan.program, leaves, scales), keep) for group, keep in plan.made]
     leaf_norms, captured = _norms(plan, leaves, captured, scales, found, backwards)
     norms, factors = _norms_and_factors(plan, mechanism, leaf_norms, state, included.shape[0])
     included &= in_range(norms)
@@ -90,15 +90,15 @@ def _second_pass(
     made: list[FloatPair],
     apart: Callable,
 ) -> dict[Part, Any]:
-    """The sums that the hooks find in a backward pass after `included`, which needs all norms, and after sums `made`.
-    It is one branch of a conditional whose other branch is never taken, whatever the data. Otherwise XLA would keep
-    what both passes share, such as the zeros that a scan begins with, between them."""
+    """The sums that the hooks find in a backward pass after `included`, which needs all norms, and after sums
+    `made_kernels`. It is one branch of a conditional whose other branch is never taken, whatever the data. Otherwise
+    XLA would keep what both passes share, such as the zeros that a scan begins with, between them."""
     first = compute_after_each(made, included.astype(jnp.float32))
 
     def find():
         return _backward_pass(plan, leaves, examples, make_hooks(), apart, only_hooks=True)[-1]
 
-    return jax.lax.cond(opaque_false(first), lambda: slots(make_hooks()), find)
+    return jax.lax.cond(opaque_false(first), lambda: gradient_slots(make_hooks()), find)
 
 
 def _backward_pass(
@@ -130,7 +130,7 @@ def _backward_pass(
         found = [
             functools.reduce(jnp.add, [cotangents[n].astype(jnp.float32) for n in each]) for _, each in pieces[leaf]
         ]
-        return views.joined([view for view, _ in pieces[leaf]], found, leaves[leaf].shape)
+        return views.join_boxes([view for view, _ in pieces[leaf]], found, leaves[leaf].shape)
 
     def of_one_example(example):
         def loss(differentiated, added):
@@ -155,7 +155,7 @@ def _backward_pass(
     return losses, aux, captured, found
 
 
-Backwards = list[tuple[made.Backward, bool]]  # for each group of kernels, and whether its gradients are kept
+Backwards = list[tuple[made_kernels.Backward, bool]]  # for each group of kernels, and whether its gradients are kept
 
 
 def _norms(
@@ -170,14 +170,14 @@ def _norms(
     were kept. found: both, (..., B, ...) and (..., B), of the parts with hooks."""
     norms, gradients = {}, {}
 
-    def norm_of_part(choice, shape, scale, captured):
-        return parts.norm(choice, scale, captured)
+    def part_norm(choice, shape, scale, captured):
+        return parts.part_norm(choice, scale, captured)
 
-    of_part = _shared_programs(plan, leaves, scales, norm_of_part)
+    of_part = _shared_programs(plan, leaves, scales, part_norm)
     for backward, keep in backwards:
         first, *_ = of_group = backward.made.leaves
         records = captured.of(first, 0, plan.choices[first][0])
-        gradients[first, 0], of_leaves = made.measure(backward, records, keep=keep)
+        gradients[first, 0], of_leaves = made_kernels.measure_gradients(backward, records, keep=keep)
         norms |= dict(zip(of_group, of_leaves, strict=True))
     for leaf in (*plan.followed, *plan.differentiated):
         if leaf in norms:
@@ -242,18 +242,18 @@ def _weighted_sums(
     """sum_i f_i z_i for one factor f, by part of a parameter, from what is captured, except for the parts `without`. On
     several devices, those outside of scans come last: a device may hold a whole sum before it is sharded, and the sum
     of an embedding is large."""
-    sums, of_part = {}, _shared_programs(plan, leaves, scales, parts.weighted_sum)
+    sums, of_part = {}, _shared_programs(plan, leaves, scales, parts.part_sum)
     for backward, keep in backwards:
         of_group = backward.made.leaves
         kept, factors = captured.gradients[of_group[0], 0], [factor[leaf] for leaf in of_group]
-        found = made.weighted_sums(backward, kept, factors, keep=keep)
+        found = made_kernels.sum_made_gradients(backward, kept, factors, keep=keep)
         sums.update(zip(((leaf, 0) for leaf in of_group), found, strict=True))
     wanted = [(one.leaf, number) for one in plan.encoded for number in range(len(plan.choices[one.leaf]))]
     wanted = [part for part in wanted if part not in without and part not in sums]
     stacked = [part for part in wanted if plan.choices[part[0]][part[1]].view.slices]
     for leaf, number in [*stacked, *(part for part in wanted if part not in stacked)]:
         of_leaf = factor[leaf]
-        if here().devices > 1 and (leaf, number) not in stacked:
+        if current_place().devices > 1 and (leaf, number) not in stacked:
             of_leaf = compute_after_each([sums[part] for part in stacked], of_leaf)
         arrays = captured.of(leaf, number, plan.choices[leaf][number])
         sums[leaf, number] = of_part(leaf, number)(arrays, of_leaf)
@@ -265,7 +265,7 @@ def _joined(plan: GhostPlan, leaves: list[jax.Array], sums: dict[Part, FloatPair
     def of_leaf(leaf):
         choices = plan.choices[leaf]
         totals = [sums[leaf, number] for number in range(len(choices))]
-        return parts.joined([choice.view for choice in choices], totals, leaves[leaf].shape)
+        return parts.joined_parts([choice.view for choice in choices], totals, leaves[leaf].shape)
 
     return pair_of_trees(jax.tree.unflatten(plan.structure, [of_leaf(encoded.leaf) for encoded in plan.encoded]))
 

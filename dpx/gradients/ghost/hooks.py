@@ -25,10 +25,10 @@ from dpx.gradients.ghost import parts
 from dpx.gradients.ghost.plan import Choice, GhostPlan
 from dpx.gradients.ghost.trace import REMAT
 from dpx.gradients.ghost.views import View
-from dpx.gradients.ghost.weighted import no_longer
-from dpx.sums.total import FloatPair
+from dpx.gradients.ghost.weighted_sums import shortening_factors
+from dpx.sums.float_pair import FloatPair
 from dpx.trees import Tree
-from dpx.xla.place import here
+from dpx.xla.place import current_place
 
 
 class Captured(NamedTuple):
@@ -65,7 +65,7 @@ def for_all_readers(captured: Captured) -> Captured:
     may round for one alone."""
 
     def narrow(x):
-        x = here().unit.stored(x)
+        x = current_place().unit.stored(x)
         # XLA copies an array with axes of length 1, such as a batch of one image, before a loop or another operation.
         return x.reshape([size for axis, size in enumerate(x.shape) if size != 1 or axis in (0, x.ndim - 1)])
 
@@ -147,7 +147,7 @@ class Hook(NamedTuple):
         def backward(residuals, cotangents):
             (operands, given), (cotangent, of_operands) = residuals, cotangents
             captured = jax.tree.map(lambda x: jax.lax.all_gather(x, EXAMPLES), (operands, cotangent))
-            captured = jax.tree.map(here().unit.stored, captured)
+            captured = jax.tree.map(current_place().unit.stored, captured)
             # Norm and sum must read the same numbers.
             found = self.compute(jax.lax.optimization_barrier(captured), given)
             return cotangent, tuple(of_operands), (found, None)
@@ -156,14 +156,14 @@ class Hook(NamedTuple):
         return hook(output, operands, added)
 
 
-def slots(hooks: dict[int, Hook]) -> dict[Part, Tree]:
+def gradient_slots(hooks: dict[int, Hook]) -> dict[Part, Tree]:
     return {part: slot for hook in hooks.values() for part, slot in hook.slot.items()}
 
 
 Hooked = dict[int, dict[Part, Choice]]  # by number of an equation, the parts of parameters that it uses
 
 
-def hooked(plan: GhostPlan, backward_passes: int) -> tuple[Hooked, Hooked]:
+def hooked_equations(plan: GhostPlan, backward_passes: int) -> tuple[Hooked, Hooked]:
     """The equations in bodies whose parameters are all used once, in slices by all scans around, and not scaled: those
     that need one pass, and those that need two.
 
@@ -191,13 +191,13 @@ def hooked(plan: GhostPlan, backward_passes: int) -> tuple[Hooked, Hooked]:
             (once if all(map(small, choices.values())) else twice)[equation] = choices
     if backward_passes == 2:
         return once, twice
-    return once if here().devices > 1 else {}, {}
+    return once if current_place().devices > 1 else {}, {}
 
 
-def kept_nowhere(plan: GhostPlan) -> tuple[set[int], bool]:
+def leaves_kept_nowhere(plan: GhostPlan) -> tuple[set[int], bool]:
     """The leaves of whose layers two backward passes keep neither records nor gradients, and whether that is so of all
     layers in checkpoints."""
-    once, twice = hooked(plan, 2)
+    once, twice = hooked_equations(plan, 2)
     parts = {part for choices in twice.values() for part in choices}
     leaves = {leaf for leaf, of_leaf in enumerate(plan.choices) if {(leaf, n) for n in range(len(of_leaf))} <= parts}
     return leaves, _in_checkpoints(plan) <= {*once, *twice}
@@ -205,10 +205,10 @@ def kept_nowhere(plan: GhostPlan) -> tuple[set[int], bool]:
 
 def norm_hooks(plan: GhostPlan, equations: Hooked, size: int, *, keep: bool) -> dict[int, Hook]:
     """Hooks that find, for each part, the gradients of `size` examples, or None, and their norms, float32 (B,). keep:
-    whether gradients are kept, as by `parts.norm`."""
+    whether gradients are kept, as by `parts.part_norm`."""
 
     def compute(choices, captured, given):
-        found = {part: parts.norm(_of_slice(choice), None, [captured]) for part, choice in choices.items()}
+        found = {part: parts.part_norm(_slice_choice(choice), None, [captured]) for part, choice in choices.items()}
         return {part: (kept if keep else None, norms) for part, (kept, norms) in found.items()}
 
     return {
@@ -221,7 +221,7 @@ def capture_hooks(plan: GhostPlan, hooks: dict[int, Hook], size: int) -> dict[in
     """Hooks that capture inputs and cotangents of `size` examples, at the equations in checkpoints without `hooks`. The
     first of several equations that read a value captures it."""
     equations = {equation for equation in _in_checkpoints(plan) - set(hooks) if _is_real(plan, equation)}
-    places_of = _places(plan, equations)
+    places_of = _captured_operands(plan, equations)
     first = {value: place for place, value in reversed(places_of.items())}
     again = {value for (equation, _), value in places_of.items() if first[value][0] != equation}
 
@@ -241,7 +241,7 @@ def capture_hooks(plan: GhostPlan, hooks: dict[int, Hook], size: int) -> dict[in
 def with_captured(plan: GhostPlan, captured: Captured, found: dict[Part, Any]) -> Captured:
     """`captured` with what `capture_hooks` found, which is taken out of `found`."""
     by_equation = {part[1]: found.pop(part) for part in list(found) if part[0] == CAPTURED}
-    places = _places(plan, set(by_equation))
+    places = _captured_operands(plan, set(by_equation))
     values: dict[Any, jax.Array] = {}
     for (equation, i), value in places.items():
         values.setdefault(value, by_equation[equation][0][i])
@@ -268,7 +268,7 @@ def _is_real(plan: GhostPlan, equation: int) -> bool:
     return all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in wanted)
 
 
-def _places(plan: GhostPlan, equations: set[int]) -> dict[tuple[int, int], Any]:
+def _captured_operands(plan: GhostPlan, equations: set[int]) -> dict[tuple[int, int], Any]:
     """What is captured at each equation and operand, in order: the number of the value, or the place of a constant."""
     return {
         (equation, i): value if isinstance(value, int) else (equation, i)
@@ -309,13 +309,13 @@ def sum_hooks(
 
 def _sums(choice: Choice, shape: tuple[int, ...], captured: Any, norms: jax.Array, factors: list) -> list[FloatPair]:
     """The sums of a part's contributions, none longer than its factor times its norm, float32 (B,)."""
-    choice = _of_slice(choice)
-    kept, found = parts.norm(choice, None, captured)
-    shorter = no_longer(found, norms)
-    return [parts.weighted_sum(choice, shape, None, captured if kept is None else kept, f * shorter) for f in factors]
+    choice = _slice_choice(choice)
+    kept, found = parts.part_norm(choice, None, captured)
+    shorter = shortening_factors(found, norms)
+    return [parts.part_sum(choice, shape, None, captured if kept is None else kept, f * shorter) for f in factors]
 
 
-def _of_slice(choice: Choice) -> Choice:
+def _slice_choice(choice: Choice) -> Choice:
     """The choice for one slice of its part, as the body of a scan sees it."""
     return choice._replace(view=View())
 

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.gradients.ghost.trace import Block, Constant, Equation, Program, carried
+from dpx.gradients.ghost.trace import Block, Constant, Equation, Program, count_scan_operands
 from dpx.trees import Tree
 from dpx.xla.ordering import opaque_false, with_cotangent_computed_once
-from dpx.xla.place import here
+from dpx.xla.place import current_place
 
 MANY_SLICES = 8  # of parameters; for fewer, sharing kernels takes longer to compile
 
@@ -50,7 +50,7 @@ def starts_of_slices(program: Program, leaves: dict[int, jax.Array]) -> dict[int
         if program.equations[number].name == "slice" and isinstance(operand[0], int) and operand[0] in real:
             params = _params(program.equations[number])
             slices |= {} if params["strides"] else {number: params["start_indices"]}
-    if len(slices) < MANY_SLICES or here().devices > 1:
+    if len(slices) < MANY_SLICES or current_place().devices > 1:
         return {}
     distinct = sorted({start for starts in slices.values() for start in starts} - {0})
     known = [np.int32(start) for start in distinct]
@@ -63,7 +63,7 @@ def computed_once(program: Program, recorded: list[int]) -> frozenset[int]:
     """For `Instruments`: the recorded equations outside of scans, on several devices. During the backward pass of a
     scan, XLA would keep the terms of their cotangents, such as those of logits. A bias shares the cotangent of its
     layer, which then has no second one."""
-    if here().devices == 1 or not any(equation.body for equation in program.equations):
+    if current_place().devices == 1 or not any(equation.body for equation in program.equations):
         return frozenset()
     equations = {number: program.equations[number] for number in recorded}
     read = {value for one in equations.values() for value in one.inputs if isinstance(value, int)}
@@ -140,7 +140,7 @@ def _run(program: Program, instruments: Instruments, block: Block, inputs, added
                 later = zip(equation.inputs, shared, strict=True)
                 values.update({i: x for i, x in later if isinstance(i, int) and x is not None})
             else:
-                seen[number], outputs = wanted, [_plus(outputs[0], added[number])]
+                seen[number], outputs = wanted, [_plus_added(outputs[0], added[number])]
             if number in instruments.once:
                 outputs = [with_cotangent_computed_once(outputs[0])]
         values.update(zip(equation.outputs, outputs, strict=True))
@@ -148,19 +148,19 @@ def _run(program: Program, instruments: Instruments, block: Block, inputs, added
 
 
 @jax.custom_jvp
-def _plus(output: jax.Array, added: jax.Array) -> jax.Array:
+def _plus_added(output: jax.Array, added: jax.Array) -> jax.Array:
     """`output`, with derivative 1 by `added`. Nobody reads `added`, which is 0, so a scan need not slice it."""
     return output
 
 
-@_plus.defjvp
+@_plus_added.defjvp
 def _derivative(values, derivatives):
     return values[0], derivatives[0] + derivatives[1]
 
 
 def _run_scan(run: Callable, equation: Equation, operands: list, added: dict) -> tuple[list, Seen]:
     assert equation.jaxpr is not None
-    params, (first, count), packed = equation.jaxpr.params, carried(equation), _Packed()
+    params, (first, count), packed = equation.jaxpr.params, count_scan_operands(equation), _Packed()
     types: list[Any] = [v.aval for v in equation.jaxpr.invars]
     values = [x if isinstance(x, jax.Array) else jnp.asarray(x, t.dtype) for x, t in zip(operands, types, strict=True)]
     constants, begin, rows = values[:first], values[first : first + count], values[first + count :]

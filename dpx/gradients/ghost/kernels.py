@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from dpx.gradients.ghost.norms import EXACT, product
+from dpx.gradients.ghost.norms import EXACT, gradients_of_product
 from dpx.gradients.ghost.rules import Record, Site
 from dpx.gradients.ghost.trace import CALLS, Constant, Equation, Program, Use
-from dpx.gradients.ghost.views import ELEMENTWISE, Elementwise, View
+from dpx.gradients.ghost.views import ELEMENTWISE, ElementwiseStep, View
 from dpx.xla import jaxprs
-from dpx.xla.place import here
+from dpx.xla.place import current_place
 
 Values = Mapping[int, jax.Array]  # public values, by number
 ALL = slice(None)
@@ -37,18 +37,18 @@ class Slopes(NamedTuple):
     multiply: Callable[[Any, Values], jax.Array]
 
 
-def of_parameter(site: Site, use: Use, shape: tuple[int, ...], program: Program) -> Site | str:
+def site_of_parameter(site: Site, use: Use, shape: tuple[int, ...], program: Program) -> Site | str:
     """The site of a parameter of this shape, which `use` sees in a kernel, or why it is not followed. site: of the
     kernel."""
     if site.lookup:
         return "used in a lookup after an equation that computes or places"
     view, linear = use.view, cast(Callable, site.apply)
-    steps = [step for step in view.steps if isinstance(step, Elementwise)]
+    steps = [step for step in view.steps if isinstance(step, ElementwiseStep)]
     slopes = {id(step): found for step in steps if (found := _slopes(step, program))}
     if len(slopes) < len(steps):
         return "used in a function that is not of each number alone, or of what an iteration computes"
     labels = _labels(site, view, shape, slopes)
-    box = _box(labels != 0)
+    box = _bounding_box(labels != 0)
     if box is None:
         return "used in a kernel that has other elements between"
     labels, reads = labels[box], frozenset(number for each in slopes.values() for number in each.reads)
@@ -74,11 +74,11 @@ def of_parameter(site: Site, use: Use, shape: tuple[int, ...], program: Program)
     of_a = (lambda values: of_kernel(values)[:, None, :, 0]) if by_input and not by_output else None
     of_b = (lambda values: of_kernel(values)[:, :1]) if steps and not by_input else None
     if box != (ALL, ALL, ALL) or is_complex or of_a:
-        return _block(moved, labels.shape, box, of_a, of_b, is_complex=is_complex)
+        return _site_of_block(moved, labels.shape, box, of_a, of_b, is_complex=is_complex)
     return moved if of_b is None else moved._replace(record=Record(None, _scaled_cotangents(site, of_b)))
 
 
-def _block(site: Site, sizes: tuple[int, int, int], box: tuple, of_a, of_b, *, is_complex: bool) -> Site:
+def _site_of_block(site: Site, sizes: tuple[int, int, int], box: tuple, of_a, of_b, *, is_complex: bool) -> Site:
     """The site of the block `box`, (K, I, O), of A^T B. of_a, of_b: Values -> factors of A and B; or None."""
     groups, rows, columns = box
 
@@ -96,12 +96,12 @@ def _block(site: Site, sizes: tuple[int, int, int], box: tuple, of_a, of_b, *, i
     kernels, fan_in, fan_out = sizes
     positions = site.sizes[1] * (2 if is_complex else 1)
     same = () if of_a else tuple((each.start, each.stop, each.step) for each in (groups, rows))
-    float32 = here().unit.rounded
+    float32 = current_place().unit.rounded
     return site._replace(
         sizes=(kernels, positions, fan_in, fan_out),
         apply=lambda inputs, w: jnp.einsum("kti,kio->kto", inputs[0], site.arrange(w), precision=EXACT),
         matrices=lambda inputs, dy: (float32(inputs[0]), float32(dy)),
-        products=lambda inputs, dy: product(float32(inputs[0]), float32(dy)),
+        products=lambda inputs, dy: gradients_of_product(float32(inputs[0]), float32(dy)),
         record=Record(left, right, same),
     )
 
@@ -117,7 +117,7 @@ def _scaled_cotangents(site: Site, of_b: Callable) -> Callable:
     return right
 
 
-def _slopes(step: Elementwise, program: Program) -> Slopes | None:
+def _slopes(step: ElementwiseStep, program: Program) -> Slopes | None:
     """The slopes of a step; None if a number of its result may depend on others, or if they are not public."""
     equations = [program.equations[number] for number in step.equations]
     base, avals = program.source(step.base), {}
@@ -188,7 +188,7 @@ def _in_place(jaxpr: core.Jaxpr, moving: set, shape: tuple[int, ...]) -> bool:
         if not among:
             continue
         if equation.primitive.name in CALLS:
-            (body,) = jaxprs.bodies(equation)
+            (body,) = jaxprs.inner_bodies(equation)
             inside = {body.invars[i] for i in among}
             if not _in_place(body, inside, shape):
                 return False
@@ -216,7 +216,7 @@ def _labels(site: Site, view: View, shape: tuple[int, ...], slopes: dict[int, Sl
         return np.asarray(site.arrange(view.through(jnp.ones(shape, np.int32 if slopes else np.int8), label)))
 
 
-def _box(found: np.ndarray) -> tuple[slice, slice, slice] | None:
+def _bounding_box(found: np.ndarray) -> tuple[slice, slice, slice] | None:
     """The box of (K, I, O) that is True, if there is one."""
     slices = []
     for axis, size in enumerate(found.shape):

@@ -3,14 +3,15 @@
 A, float32 (K, T, I), is the input of a layer, and B, float32 (K, T, O), the cotangent of its output, for K groups and T
 positions. G is (K, I, O). `scale`, float32 (K, I, O), multiplies G element by element.
 
-An underestimated norm would break the clip bound. So each position is rescaled first (`balanced`), which keeps squares
-from under- and overflowing (on matrix units, what is lost is counted), and a sum that is long or can cancel gets a
-bound on its rounding error.
+An underestimated norm would break the clip bound. So each position is rescaled first (`balanced_factors`), which keeps
+squares from under- and overflowing (on matrix units, what is lost is counted), and a sum that is long or can cancel
+gets a bound on its rounding error.
 
 Such a bound raises the norm, and the clip then takes signal away. A bound in proportion to the square of the sum of all
 |a_t| |b_t| would raise it by 1 % at 100 positions and by 70 % at 2,000. So Gram matrices get a bound for each product
-(`highest`), from short sums, and serve up to MOST_POSITIONS. With more positions, the norm is that of a gradient that
-is computed and thrown away (`of_computed`), whose rounding grows with the root of the sum of squares.
+(`sum_upper_bound`), from short sums, and serve up to MOST_POSITIONS. With more positions, the norm is that of a
+gradient that is computed and thrown away (`norm_of_computed`), whose rounding grows with the root of the sum of
+squares.
 
 A norm is infinite, so that the example contributes zero, if one of these is above LARGEST = 2^63: a cotangent, the
 product of an input and its cotangent, or an input whose cotangent is not 0. There are two reasons. First, XLA divides
@@ -28,10 +29,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax  # `jnp` takes longer to trace
 
-from dpx.sums.norms import norm, raised
-from dpx.sums.rows import LARGEST, added, repeated
-from dpx.sums.total import PRODUCTS, UNIT, FloatPair, chain, plus, with_low
-from dpx.xla.place import here
+from dpx.sums.clipped_sum import LARGEST, add_in_turns, repeat_to_shape
+from dpx.sums.float_pair import PRODUCTS, UNIT, FloatPair, add_pairs, chain_error, with_low
+from dpx.sums.norms import norm, raised_by_roundings
+from dpx.xla.place import current_place
 
 EXACT = lax.Precision.HIGHEST  # float32 products, even where the hardware would round them
 TINY = float(jnp.finfo(jnp.float32).tiny)
@@ -40,36 +41,36 @@ TERM = 24  # units; the roundings of a term of the square of a norm
 MOST_ERROR = 3.4e-4  # of a sum of positions, so that a norm of two uses is raised by 0.1 %
 MOST_POSITIONS = 256  # for Gram matrices, whose rounding grows with them
 # On a matrix unit: what the length of a row may lack, by the root of its size, and the square of a norm, by the number
-# of its terms, because numbers below 2^-126 are lost. See `with_themselves` and `highest`.
+# of its terms, because numbers below 2^-126 are lost. See `products_within` and `sum_upper_bound`.
 LOST_OF_LENGTH, LOST_OF_TERM = 2.0**-51, 2.0**-124
 LONGEST_SUM, SHORTEST_SUM = 1024, 128  # terms; a longer sum is cut, because its rounding error grows with its length
 MOST_SUMS = 16  # of an inner product that are added at a time; more would compile for too long
 MOST_SEGMENTS = 8  # of an inner product that several devices compute
 
 
-def outer(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+def outer_norm(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> jax.Array:
     """|G|, float32 (), for T = 1: |a b^T| = |a| |b|, and |scale * a b^T|^2 = (a a)^T (scale scale) (b b)."""
     if scale is None:
         # XLA compiles an array with axes of length 1 beside the same array without them, which the sum reads.
         alone = [axis for axis in (0, 1) if a.shape[axis] == 1]
         a, b = lax.squeeze(a, alone), lax.squeeze(b, alone)
-        if here().unit.rounds:
+        if current_place().unit.rounds:
             return _lengths(_lengths(a) * _lengths(b))[0]
         if a.ndim == 1:  # there is nothing to balance
-            (a, size_a), (b, size_b) = unit(a), unit(b)
-            return in_range(size_a, size_b) * (frobenius(a) * frobenius(b))
-        a, b, size = balanced(a, b)
+            (a, size_a), (b, size_b) = split_by_size(a), split_by_size(b)
+            return product_in_range(size_a, size_b) * (frobenius(a) * frobenius(b))
+        a, b, size = balanced_factors(a, b)
         of_groups = [jax.vmap(frobenius)(x.reshape(-1, x.shape[-1])) for x in (a, b)]
         return size * frobenius(of_groups[0] * of_groups[1])
     # Elements that only frozen coordinates read may be huge. They become 0, because otherwise the rescaling would round
     # the other elements to 0. Squares that would underflow become TINY, which is larger.
-    a, size_a = unit(_trained(a[:, 0], scale, axis=2))
-    b, size_b = unit(_trained(b[:, 0], scale, axis=1))
+    a, size_a = split_by_size(_trained_columns(a[:, 0], scale, axis=2))
+    b, size_b = split_by_size(_trained_columns(b[:, 0], scale, axis=1))
     squares_scale = jnp.where(scale == 0, 0, jnp.maximum(scale * scale, TINY))
     squares = jnp.einsum("kio,ko->ki", squares_scale, b * b + TINY, precision=EXACT)  # of the rows of the scaled B
-    squares = raised(jnp.sqrt(squares), b.shape[-1])
-    rows, size = unit((a * (squares * in_range(size_a, size_b)[:, None])).reshape(-1))
-    return in_range(frobenius(rows), size)
+    squares = raised_by_roundings(jnp.sqrt(squares), b.shape[-1])
+    rows, size = split_by_size((a * (squares * product_in_range(size_a, size_b)[:, None])).reshape(-1))
+    return product_in_range(frobenius(rows), size)
 
 
 def _lengths(x: jax.Array) -> jax.Array:
@@ -80,23 +81,23 @@ def _lengths(x: jax.Array) -> jax.Array:
     return jax.vmap(frobenius)(rows) + math.sqrt(x.shape[-1]) * 2.0**-63
 
 
-def _trained(x: jax.Array, scale: jax.Array, *, axis: int) -> jax.Array:
+def _trained_columns(x: jax.Array, scale: jax.Array, *, axis: int) -> jax.Array:
     """`x`, float32 (K, n), but 0 where it is finite and `scale`, (K, I, O), is 0 along the whole `axis`."""
     return jnp.where(jnp.any(scale != 0, axis=axis) | ~jnp.isfinite(x), x, 0)
 
 
-def gram(a: jax.Array, b: jax.Array) -> jax.Array:
+def gram_norm(a: jax.Array, b: jax.Array) -> jax.Array:
     """|G|, float32 (), by |G|^2 = sum_st (a_s . a_t)(b_s . b_t), with bounds on the rounding of both. Outside of a CPU,
     rows are not rescaled, which takes as long as their products."""
-    a, b, size = (a, b, jnp.float32(1)) if here().unit.rounds else balanced(a, b)
+    a, b, size = (a, b, jnp.float32(1)) if current_place().unit.rounds else balanced_factors(a, b)
     groups, positions, _ = a.shape
     # Sharded rows are mostly the longer ones here. The sum over their segments, for which devices exchange what they
     # have, comes last, where it is a number and not a matrix.
     short, long = (a, b) if a.shape[-1] <= b.shape[-1] else (b, a)
-    first = with_themselves(inner(short, short)[:, None], short)
-    second = with_themselves(inner_of_segments(long, long), long)
-    squared = highest(first, second)
-    return size * with_sum(squared, lengths_of_products(first, second), positions)
+    first = products_within(inner_products(short, short)[:, None], short)
+    second = products_within(inner_products_of_segments(long, long), long)
+    squared = sum_upper_bound(first, second)
+    return size * norm_with_sum_error(squared, lengths_of_products(first, second), positions)
 
 
 class Products(NamedTuple):
@@ -117,8 +118,8 @@ class Products(NamedTuple):
         return jnp.abs(self.values) + self.error * left[..., :, None] * right[..., None, :]
 
 
-def with_themselves(values: jax.Array, rows: jax.Array) -> Products:
-    """The inner products, float32 (K, ..., T, T), that `inner` finds of `rows`, float32 (K, T, n), with themselves.
+def products_within(values: jax.Array, rows: jax.Array) -> Products:
+    """The inner products, float32 (K, ..., T, T), that `inner_products` finds of `rows`, float32 (K, T, n).
 
     Rows for a matrix unit are not rescaled, so a term below 2^-126, or one of such a number, may be lost: in all up to
     n 2^-126 + 2^-126 sqrt(n) (|x| + |y|) of x . y. With l = sqrt(n) 2^-51 more than |x| and |y|, the product of the
@@ -126,7 +127,7 @@ def with_themselves(values: jax.Array, rows: jax.Array) -> Products:
     """
     error = error_of(rows, rows)
     lengths = jnp.sqrt(diagonal(values)) * (1 + error)
-    if here().unit.rounds:
+    if current_place().unit.rounds:
         lengths += math.sqrt(rows.shape[-1]) * LOST_OF_LENGTH
     return Products(values, (lengths, lengths), error)
 
@@ -134,10 +135,10 @@ def with_themselves(values: jax.Array, rows: jax.Array) -> Products:
 def lengths_of_products(first: Products, second: Products) -> jax.Array:
     """At least |a_t| |b_t| of all positions, float32; on a matrix unit, infinite where one is out of range."""
     a, b = first.lengths[0], second.lengths[0]
-    return in_range(*jnp.broadcast_arrays(a, b)) if here().unit.rounds else a * b
+    return product_in_range(*jnp.broadcast_arrays(a, b)) if current_place().unit.rounds else a * b
 
 
-def highest(first: Products, second: Products, more: int = 0) -> jax.Array:
+def sum_upper_bound(first: Products, second: Products, more: int = 0) -> jax.Array:
     """At least the sum over all axes of x y, float32 (), for the true products x of `first` and y of `second`.
 
     x is within `first.error` of the computed p, and y within `second.error` of q. So x y is at most
@@ -146,7 +147,7 @@ def highest(first: Products, second: Products, more: int = 0) -> jax.Array:
     unit, three numbers of a term may be lost that are below 2^-126.
     """
     terms = first.values * second.values
-    lost = terms.size * LOST_OF_TERM if here().unit.rounds else 0
+    lost = terms.size * LOST_OF_TERM if current_place().unit.rounds else 0
     roundings = sum(terms.shape) + TERM + more + (lost > 0)
     terms = 2 * jnp.minimum(terms, 0) + first.largest * second.largest * (1 + roundings * ROUNDING)
     for _ in range(terms.ndim):  # one axis after another: XLA would make one long sum of several
@@ -154,19 +155,19 @@ def highest(first: Products, second: Products, more: int = 0) -> jax.Array:
     return terms + lost if lost else terms
 
 
-def with_sum(squared: jax.Array, lengths: jax.Array, *positions: int) -> jax.Array:
+def norm_with_sum_error(squared: jax.Array, lengths: jax.Array, *positions: int) -> jax.Array:
     """The norm of a gradient as the weighted sum adds it, float32 (), from the square of the true norm, float32 ().
 
     lengths: at least |a_t| |b_t| of all positions, float32. positions: how many each sum has, as in `sum_error`
     """
-    return raised(jnp.sqrt(jnp.maximum(squared, 0)) + sum_error(*positions) * frobenius(lengths), 0)
+    return raised_by_roundings(jnp.sqrt(jnp.maximum(squared, 0)) + sum_error(*positions) * frobenius(lengths), 0)
 
 
-def of_computed(gradient: jax.Array, records: list[tuple[jax.Array, jax.Array]], *positions: int) -> jax.Array:
+def norm_of_computed(gradient: jax.Array, records: list[tuple[jax.Array, jax.Array]], *positions: int) -> jax.Array:
     """The norm of a gradient as the weighted sum adds it, float32 (), from the sum `gradient` of all A^T B of an
     example, which was computed like that: both may be off by `sum_error`. records: A and B, as in this file."""
-    lengths = frobenius(jnp.stack([outer(a, b) for a, b in records]))
-    return raised(frobenius(gradient) + 2 * sum_error(*positions) * lengths, 0)
+    lengths = frobenius(jnp.stack([outer_norm(a, b) for a, b in records]))
+    return raised_by_roundings(frobenius(gradient) + 2 * sum_error(*positions) * lengths, 0)
 
 
 def sum_error(*positions: int) -> float:
@@ -174,24 +175,27 @@ def sum_error(*positions: int) -> float:
     relative to the root of the sum of all (|a_t| |b_t|)^2.
 
     If the term of a position is rounded D times in an element, this is off by at most 2^-24 sum D |a_t b_t|. By
-    Cauchy-Schwarz, as in `dpx.sums.total`, that is at most 2^-24 sqrt(sum D^2) sqrt(sum a_t^2 b_t^2). Over all
+    Cauchy-Schwarz, as in `dpx.sums.float_pair`, that is at most 2^-24 sqrt(sum D^2) sqrt(sum a_t^2 b_t^2). Over all
     elements, the squares of the last root add up to those of |a_t| |b_t|. D is the sum of the roundings in a segment,
     in the sum of segments and in that of uses, and sqrt(sum D^2) is at most the sum of the roots for each. On a matrix
-    unit, sqrt(sum D^2) is up to `within` times as large (`dpx.xla.units`).
+    unit, sqrt(sum D^2) is up to `within` times as large (`dpx.xla.matrix_units`).
     """
-    roots = (_depths(count, _segments_of(count)) + (len(positions) - 1) * math.sqrt(count) for count in positions)
-    return math.hypot(*roots) * ROUNDING * here().unit.within
+    roots = (_sum_depths(count, _segments_of(count)) + (len(positions) - 1) * math.sqrt(count) for count in positions)
+    return math.hypot(*roots) * ROUNDING * current_place().unit.within
 
 
-def _depths(positions: int, segments: int) -> float:
-    """sqrt(sum D^2) of a sum in segments, the longest of which are chains, as in `dpx.sums.total`."""
+def _sum_depths(positions: int, segments: int) -> float:
+    """sqrt(sum D^2) of a sum in segments, the longest of which are chains, as in `dpx.sums.float_pair`."""
     width = math.ceil(positions / segments)
-    return math.sqrt(segments / width) * chain(width, PRODUCTS) + math.sqrt(width / segments) * chain(segments, 0)
+    within, across = chain_error(width, PRODUCTS), chain_error(segments, 0)
+    return math.sqrt(segments / width) * within + math.sqrt(width / segments) * across
 
 
 def _segments_of(positions: int) -> int:
     """In how many segments the positions of an example are added: the fewest whose sum is exact enough."""
-    fine = (count for count in range(1, math.isqrt(positions)) if _depths(positions, count) * ROUNDING <= MOST_ERROR)
+    fine = (
+        count for count in range(1, math.isqrt(positions)) if _sum_depths(positions, count) * ROUNDING <= MOST_ERROR
+    )
     return next(fine, max(1, math.isqrt(positions)))
 
 
@@ -201,28 +205,28 @@ def product_of_positions(by: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
     def product(rows):
         # The barrier keeps a matrix product from starting with the sum so far.
-        return lax.optimization_barrier(jnp.einsum(by, *rows, precision=here().unit.precision))
+        return lax.optimization_barrier(jnp.einsum(by, *rows, precision=current_place().unit.precision))
 
     if width == a.shape[1]:
-        return jnp.einsum(by, a, b, precision=here().unit.precision)
-    return added(product, (a, b), width, width, jnp.add, axis=1)
+        return jnp.einsum(by, a, b, precision=current_place().unit.precision)
+    return add_in_turns(product, (a, b), width, width, jnp.add, axis=1)
 
 
-def inner(left: jax.Array, right: jax.Array) -> jax.Array:
+def inner_products(left: jax.Array, right: jax.Array) -> jax.Array:
     """The inner products, float32 (K, S, T), of the rows of float32 (K, S, n) and (K, T, n)."""
-    found = inner_of_segments(left, right)
+    found = inner_products_of_segments(left, right)
     # The barrier keeps XLA from making one long sum of the sums of the segments.
     return found[:, 0] if found.shape[1] == 1 else jnp.sum(lax.optimization_barrier(found), 1)
 
 
-def inner_of_segments(left: jax.Array, right: jax.Array) -> jax.Array:
-    """The same for each of C segments of the rows, float32 (K, C, S, T): their sum over C is `inner`. C is 1 on one
-    device. On several, the segments are an axis, because a slice of a sharded axis would be sent to all devices.
+def inner_products_of_segments(left: jax.Array, right: jax.Array) -> jax.Array:
+    """The same for each of C segments of the rows, float32 (K, C, S, T): their sum over C is `inner_products`. C is 1
+    on one device. On several, the segments are an axis, because a slice of a sharded axis would be sent to all devices.
 
     Up to MOST_SUMS short sums are added at a time, and the results as two float32 numbers.
     """
     groups, positions, size = left.shape[0], max(left.shape[1], right.shape[1]), left.shape[-1]
-    precision = here().unit.precision
+    precision = current_place().unit.precision
     count, width, rows = _segments(size), longest_sum(positions), [left] if left is right else [left, right]
     if count > 1:
         rows, by = [jnp.pad(x, ((0, 0), (0, 0), (0, -size % count))) for x in rows], "ksci,ktci->kcst"
@@ -238,7 +242,9 @@ def inner_of_segments(left: jax.Array, right: jax.Array) -> jax.Array:
         found = product(rows)
     else:
         begin, last = lambda first: with_low(FloatPair(first)), rows[0].ndim - 1
-        found = added(product, rows, MOST_SUMS * width, MOST_SUMS * width, plus, axis=last, begin=begin).high
+        found = add_in_turns(
+            product, rows, MOST_SUMS * width, MOST_SUMS * width, add_pairs, axis=last, begin=begin
+        ).high
     return found.reshape(groups, count, left.shape[1], right.shape[1])
 
 
@@ -262,27 +268,27 @@ def raised_by(size: int, positions: int) -> float:
 
 
 def error_of(left: jax.Array, right: jax.Array) -> float:
-    """The error of what `inner` finds of these rows, as in `Products`. Four roundings more are those of the lengths."""
+    """The error of what `inner_products` finds of these rows, as in `Products`. Four more are of the lengths."""
     return _error(left.shape[-1], max(left.shape[1], right.shape[1]))
 
 
 def _error(size: int, positions: int) -> float:
     count = _segments(size)
     size, width = math.ceil(size / count), longest_sum(positions)
-    return (min(size, width + MOST_SUMS) + count + 5) * ROUNDING * here().unit.within
+    return (min(size, width + MOST_SUMS) + count + 5) * ROUNDING * current_place().unit.within
 
 
 def _segments(size: int) -> int:
-    return min(MOST_SEGMENTS, math.ceil(size / SHORTEST_SUM)) if here().devices > 1 else 1
+    return min(MOST_SEGMENTS, math.ceil(size / SHORTEST_SUM)) if current_place().devices > 1 else 1
 
 
-def product(a: jax.Array, b: jax.Array) -> jax.Array:
+def gradients_of_product(a: jax.Array, b: jax.Array) -> jax.Array:
     """The matrices G of all examples, float32 (N, K, I, O). a: A, (N, K, T, I). b: B, (N, K, T, O). Their rounding is
     part of the gradient, because the norm and the sum both read the result."""
-    return jnp.einsum("bkti,bkto->bkio", a, b, precision=here().unit.precision)
+    return jnp.einsum("bkti,bkto->bkio", a, b, precision=current_place().unit.precision)
 
 
-def rows(indices: jax.Array, b: jax.Array, *, distinct: bool = False) -> tuple[jax.Array, jax.Array]:
+def gradient_rows(indices: jax.Array, b: jax.Array, *, distinct: bool = False) -> tuple[jax.Array, jax.Array]:
     """The rows of G that are not 0, float32 (T, O), where row `indices[t]` of G is the sum of the b_t with that index,
     as in an embedding; and whether all b_t that are added are in range, bool ().
 
@@ -296,7 +302,7 @@ def rows(indices: jax.Array, b: jax.Array, *, distinct: bool = False) -> tuple[j
     same = (indices[:, None] == indices[None, :]) & (indices >= 0)[:, None]
     place = lax.broadcasted_iota(jnp.int32, same.shape, 1)
     repeated_before = jnp.any(same & (place < lax.broadcasted_iota(jnp.int32, same.shape, 0)), -1)
-    precision = here().unit.precision
+    precision = current_place().unit.precision
     sums = jnp.where(repeated_before[:, None], 0, jnp.matmul(same.astype(jnp.float32), b, precision=precision))
     return sums, jnp.all(jnp.abs(b) <= LARGEST)
 
@@ -306,22 +312,22 @@ def frobenius(x: jax.Array) -> jax.Array:
     return norm([x])
 
 
-def unit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x, float32 (..., n), as a product unit * size, (..., n) and (...). No |element| of `unit` is above 1. Sizes are
-    powers of two where a matrix unit takes short numbers, because other quotients have more digits."""
+def split_by_size(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x, float32 (..., n), as a product unit * size, (..., n) and (...). No |element| of `unit` is above 1.
+    Sizes are powers of two where a matrix unit takes short numbers, because other quotients have more digits."""
     size = _largest(lax.abs(x), [x.ndim - 1])
     at_least = lax.max(size, lax.full_like(size, TINY))
-    if here().unit.rounds:
+    if current_place().unit.rounds:
         at_least = 2 * power_of_two(at_least)  # the nearest may be less
-        units = x * repeated(power_of_two(1 / at_least), x.shape)  # a GPU's quotient is not exact
+        units = x * repeat_to_shape(power_of_two(1 / at_least), x.shape)  # a GPU's quotient is not exact
     else:
-        units = lax.div(x, repeated(at_least, x.shape))
+        units = lax.div(x, repeat_to_shape(at_least, x.shape))
     return units, lax.select(lax.gt(size, lax.full_like(size, 0)), at_least, size)
 
 
 def power_of_two(x: jax.Array) -> jax.Array:
     """The nearest power of two to float32 numbers of at least 0, if a matrix unit takes short numbers; otherwise x."""
-    return lax.reduce_precision(x, 8, 0) if here().unit.rounds else x
+    return lax.reduce_precision(x, 8, 0) if current_place().unit.rounds else x
 
 
 def _largest(x: jax.Array, axes) -> jax.Array:
@@ -329,16 +335,16 @@ def _largest(x: jax.Array, axes) -> jax.Array:
     return lax.reduce(x, np.float32(0), lax.max, tuple(axes))
 
 
-def balanced(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def balanced_factors(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A', B' and `size` () with A^T B = size * A'^T B', where the largest |a'_t| |b'_t| of a position t is about 1.
     Squares that still underflow then are below 1e-18 of the norm, whatever the sizes of A and B."""
-    (a, size_a), (b, size_b) = unit(a), unit(b)
-    sizes = in_range(size_a, size_b)
+    (a, size_a), (b, size_b) = split_by_size(a), split_by_size(b)
+    sizes = product_in_range(size_a, size_b)
     size = jnp.maximum(_largest(sizes, range(sizes.ndim)), TINY)
-    return a, b * repeated(sizes / size, b.shape), size
+    return a, b * repeat_to_shape(sizes / size, b.shape), size
 
 
-def in_range(size_a: jax.Array, size_b: jax.Array) -> jax.Array:
+def product_in_range(size_a: jax.Array, size_b: jax.Array) -> jax.Array:
     """size_a * size_b, the sizes of inputs and of their cotangents, float32 of one shape; infinite if any of the three
     is out of range. A finite input whose cotangent is 0 may have any size, because no sum includes it."""
     sizes, largest = lax.mul(size_a, size_b), lax.full_like(size_a, LARGEST)

@@ -6,8 +6,8 @@ all slices are computed at once if their Gram matrices are small, because many s
 
 Parts and their slices share no element. So the square of a gradient's norm is the sum of the squares of the norms of
 its parts, none of which is below the true one (`dpx.sums.norms` adds the squares). Every coordinate of a sum is a
-coordinate of the sum of one slice, so the proof in `dpx.sums.total` holds: it allows each coordinate another order of
-additions.
+coordinate of the sum of one slice, so the proof in `dpx.sums.float_pair` holds: it allows each coordinate another order
+of additions.
 """
 
 import math
@@ -19,12 +19,12 @@ import jax.numpy as jnp
 
 from dpx.gradients.ghost import norms, views
 from dpx.gradients.ghost.plan import Choice
-from dpx.sums.rows import AT_ONCE, total_of_rows
-from dpx.sums.total import FloatPair, with_low
-from dpx.xla.place import here
+from dpx.sums.clipped_sum import AT_ONCE, total_of_rows
+from dpx.sums.float_pair import FloatPair, with_low
+from dpx.xla.place import current_place
 
 
-def norm(choice: Choice, scale: jax.Array | None, records: Any) -> tuple[Any, jax.Array]:
+def part_norm(choice: Choice, scale: jax.Array | None, records: Any) -> tuple[Any, jax.Array]:
     """The gradients of a part that are kept, or None, and the norms of the part's per-example gradients, float32 (B,).
     records: as in an `Algorithm`, but with an axis for each of the part's slices before the axis of the B examples, as
     in the kept gradients. scale: float32, of the part's shape, or None."""
@@ -42,10 +42,10 @@ def norm_of_all(of_parts: jax.Array) -> jax.Array:
     return of_parts[0] if len(of_parts) == 1 else jax.vmap(norms.frobenius, 1)(of_parts)
 
 
-def weighted_sum(
+def part_sum(
     choice: Choice, shape: tuple[int, ...], scale: jax.Array | None, records: Any, factors: jax.Array
 ) -> FloatPair:
-    """sum_i f_i z_i of a part of this shape. records: as in `norm`. factors: float32 (B,)."""
+    """sum_i f_i z_i of a part of this shape. records: as in `part_norm`. factors: float32 (B,)."""
     inside = shape[len(choice.view.slices) :]
 
     def of_slice(rows):
@@ -59,18 +59,18 @@ def weighted_sum(
     return _of_slices(of_slice, choice)((scale, records))
 
 
-def joined(of_views: list[views.View], totals: list[FloatPair], shape: tuple[int, ...]) -> FloatPair:
+def joined_parts(of_views: list[views.View], totals: list[FloatPair], shape: tuple[int, ...]) -> FloatPair:
     """The sum of a parameter of this shape from the sums of its parts."""
     if any(total.low is not None for total in totals):
         totals = [with_low(total) for total in totals]
     low = [total.low for total in totals if total.low is not None]
-    high = views.joined(of_views, [total.high for total in totals], shape)
-    return FloatPair(high, views.joined(of_views, low, shape) if low else None)
+    high = views.join_boxes(of_views, [total.high for total in totals], shape)
+    return FloatPair(high, views.join_boxes(of_views, low, shape) if low else None)
 
 
 def _are_small(choice: Choice, records: Any) -> bool:
     """Whether the Gram matrices of all slices and examples are small for a matrix unit."""
-    if choice.algorithm.keeps_gradients or not (choice.uses.few_positions and here().unit.rounds):
+    if choice.algorithm.keeps_gradients or not (choice.uses.few_positions and current_place().unit.rounds):
         return False
     rows = jax.tree.leaves(records)[0].shape[: len(choice.view.slices) + 1]
     return math.prod(rows) * choice.uses.together**2 <= AT_ONCE

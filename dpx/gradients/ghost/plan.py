@@ -11,10 +11,10 @@ from jax.extend import core
 
 from dpx.gradients.ghost import algorithms, kernels, rules, trace, views
 from dpx.gradients.ghost.algorithms import Algorithm, Uses
-from dpx.gradients.ghost.made import Made
-from dpx.gradients.ghost.made import find as find_made
+from dpx.gradients.ghost.made_kernels import MadeKernels
+from dpx.gradients.ghost.made_kernels import find_made_kernels as find_made
 from dpx.mechanism import Mechanism
-from dpx.sums.total import ETA
+from dpx.sums.float_pair import ETA
 from dpx.trees import Tree, float32_like
 from dpx.xla.jaxprs import identity_of_equation
 
@@ -53,7 +53,7 @@ class Choice(NamedTuple):
     uses: Uses = Uses()
     view: views.View = views.View()
     pieces: tuple[tuple[views.View, tuple[int, ...]], ...] = ()
-    made: Made | None = None
+    made: MadeKernels | None = None
 
 
 class GhostPlan(NamedTuple):
@@ -96,7 +96,7 @@ class GhostPlan(NamedTuple):
         return followed
 
     @property
-    def made(self) -> list[tuple[Made, bool]]:
+    def made(self) -> list[tuple[MadeKernels, bool]]:
         """The kernels that are made of parameters, in groups, and whether the gradients of each group are kept."""
         found = {choice.made.leaves: choice for choice in self.parts.values() if choice.made}
         return [(choice.made, choice.algorithm.keeps_gradients) for choice in found.values() if choice.made]
@@ -138,7 +138,7 @@ def make_plan(
         return encoding
     encoded, structure = encoding
     leaves = jax.tree.leaves(params)
-    program = trace.follow(traced, len(leaves))
+    program = trace.follow_parameters(traced, len(leaves))
     made = {value: equation for equation in program.equations for value in equation.outputs}
     scaled = {encoded_leaf.leaf: encoded_leaf.scaled for encoded_leaf in encoded}
 
@@ -147,7 +147,7 @@ def make_plan(
             return (Choice(algorithms.NOT_TRAINED),)
         if not uses:
             return (Choice(algorithms.UNUSED, "the loss does not use it"),)
-        parts = views.parts([use.view for use in uses], leaves[leaf].shape)
+        parts = views.parts_of_parameter([use.view for use in uses], leaves[leaf].shape)
         small = Choice(algorithms.SMALL) if _is_small(leaf, program, leaves[leaf].size) else None
         if isinstance(parts, str):
             return (small or Choice(algorithms.GRADIENT, parts),)
@@ -225,7 +225,7 @@ def _follow(
             use = uses[number]._replace(view=rest)
             site = rules.recognize(use.of_kernel(), program, made)
             if isinstance(site, rules.Site) and rest.makes:
-                site = kernels.of_parameter(site, use, inside, program)
+                site = kernels.site_of_parameter(site, use, inside, program)
             if isinstance(site, str):
                 return site
             sites.append(site)

@@ -16,11 +16,11 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from dpx.gradients.ghost.norms import EXACT, product
+from dpx.gradients.ghost.norms import EXACT, gradients_of_product
 from dpx.gradients.ghost.trace import CALLS, Constant, Equation, Program, Use
-from dpx.sums.rows import repeated
+from dpx.sums.clipped_sum import repeat_to_shape
 from dpx.xla.ordering import opaque_false
-from dpx.xla.place import here
+from dpx.xla.place import current_place
 
 # XLA has a fast convolution on a CPU if the data or the result have more than 16 features. Fewer are padded to 32.
 FEW_FEATURES, ENOUGH_FEATURES = 16, 32
@@ -63,18 +63,20 @@ class Patches(NamedTuple):
     def products(self, data: jax.Array, dy: jax.Array) -> jax.Array:
         """A^T B, float32 (B, K, I, O), of A = `matrix(data)` and B = `cotangents(dy)`."""
         # On several devices, the examples may be sharded. With one tap, the patches are the data.
-        if here().devices > 1 or math.prod(self.taps) == 1:
+        if current_place().devices > 1 or math.prod(self.taps) == 1:
             return self._at_once(data, dy)
-        by_unit = here().platform == "tpu" and math.prod(self.taps) * self.features <= MOST_PICKED
+        by_unit = current_place().platform == "tpu" and math.prod(self.taps) * self.features <= MOST_PICKED
         apart = functools.partial(self._apart, by_unit=by_unit)
         return lax.platform_dependent(data, dy, cpu=self._one_by_one, default=apart)
 
     def _at_once(self, data: jax.Array, dy: jax.Array) -> jax.Array:
-        return product(self.matrix(data), self.cotangents(dy))
+        return gradients_of_product(self.matrix(data), self.cotangents(dy))
 
     def _apart(self, data: jax.Array, dy: jax.Array, *, by_unit: bool = False) -> jax.Array:
         # The barrier, because XLA finds no tiles on a GPU for a product that makes its patches itself.
-        return product(*lax.optimization_barrier((self.matrix(data, by_unit=by_unit), self.cotangents(dy))))
+        return gradients_of_product(
+            *lax.optimization_barrier((self.matrix(data, by_unit=by_unit), self.cotangents(dy)))
+        )
 
     def _one_by_one(self, data: jax.Array, dy: jax.Array) -> jax.Array:
         """`products`, one group of one example after another."""
@@ -200,7 +202,7 @@ class Site(NamedTuple):
     distinct: bool = False
     expands: int = 0
     unread: frozenset[int] = frozenset()
-    multiply: Callable = product
+    multiply: Callable = gradients_of_product
     record: Record | None = None
     slopes: Callable | None = None
     reads: frozenset[int] = frozenset()
@@ -233,10 +235,10 @@ def recognize(use: Use, program: Program, made: Mapping[Any, Equation]) -> Site 
     whole = name == "dynamic_slice" and math.prod(repeats) * site.sizes[1] >= site.sizes[2]
     if name == "conv_general_dilated" or whole:  # the rows of a whole table are a gradient of its size
         return f"used in {name} in each iteration of a scan"
-    return _repeated(site, repeats)
+    return _site_of_repeats(site, repeats)
 
 
-def _repeated(site: Site, repeats: tuple[int, ...]) -> Site:
+def _site_of_repeats(site: Site, repeats: tuple[int, ...]) -> Site:
     """A site in scans whose iterations all use the same W, as one use with more positions. repeats: the numbers of
     iterations of the scans; inputs, cotangents and y begin with an axis for each."""
     kernels, positions, fan_in, fan_out = site.sizes
@@ -265,7 +267,7 @@ def _repeated(site: Site, repeats: tuple[int, ...]) -> Site:
 
 def _float32(x: jax.Array) -> jax.Array:
     """`x` as float32 that norms and sums read, which the matrix unit multiplies exactly."""
-    return x if jnp.issubdtype(x.dtype, jnp.complexfloating) else here().unit.rounded(x)  # see `kernels`
+    return x if jnp.issubdtype(x.dtype, jnp.complexfloating) else current_place().unit.rounded(x)  # see `kernels`
 
 
 def _dense(use: Use, equation) -> Site | str:
@@ -471,11 +473,11 @@ def _lookup(
         shape = (*slices, *(sizes[axis] for axis in across))
         rows = jnp.zeros(shape, jnp.int32)
         for place, axis in enumerate(across, len(slices)):
-            along = repeated(first[axis], shape)
+            along = repeat_to_shape(first[axis], shape)
             along = along + lax.broadcasted_iota(jnp.int32, shape, place) if sizes[axis] > 1 else along
             rows = along if place == len(slices) else rows * table[axis] + along
         if inside:
-            rows = jnp.where(repeated(functools.reduce(jnp.logical_and, inside), shape), rows, -1)
+            rows = jnp.where(repeat_to_shape(functools.reduce(jnp.logical_and, inside), shape), rows, -1)
         b = _float32(slices_last(dy)).reshape(*slices, *sizes)
         b = b.transpose(*range(len(slices)), *(len(slices) + axis for axis in order))
         return rows.reshape(positions), b.reshape(positions, width)
@@ -510,16 +512,18 @@ def _sum(use: Use, equation) -> Site | str:
             return by_position(jnp.broadcast_to(inputs[data], out)), by_position(dy)
         return jnp.ones((1, positions, 1), jnp.float32), sign * by_position(dy)
 
-    site = _site(use, (groups, positions, 1, width), apply, matrices, lambda w: w.reshape(groups, 1, width), _added)
+    site = _site(
+        use, (groups, positions, 1, width), apply, matrices, lambda w: w.reshape(groups, 1, width), _product_by_addition
+    )
     return site if name == "mul" else site._replace(unread=frozenset({0, 1}))
 
 
-def _added(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`product` of A, (B, K, T, 1), and B, (B, K, T, O), as a sum: XLA computes products of vectors slowly."""
+def _product_by_addition(a: jax.Array, b: jax.Array) -> jax.Array:
+    """`gradients_of_product` of A, (B, K, T, 1), and B, (B, K, T, O), as a sum: XLA multiplies vectors slowly."""
     return jnp.sum(a * b, 2)[:, :, None]
 
 
-def _site(use, sizes, apply, matrices, arrange, multiply: Callable = product) -> Site:
+def _site(use, sizes, apply, matrices, arrange, multiply: Callable = gradients_of_product) -> Site:
     return Site(
         use,
         sizes,

@@ -22,15 +22,15 @@ from jax.extend import core
 
 from dpx.gradients.ghost.views import (
     PLACES,
-    Elementwise,
-    Loop,
-    Move,
-    Place,
+    ElementwiseStep,
+    LoopStep,
+    MoveStep,
+    PlaceStep,
     View,
     carries_gradient,
     is_in_place,
-    is_still,
-    moves,
+    moves_elements,
+    only_slices,
 )
 from dpx.trees import Tree
 from dpx.xla import jaxprs
@@ -121,7 +121,7 @@ class Use(NamedTuple):
 
     def of_kernel(self) -> "Use":
         """The use of the kernel that `view` makes, which loops alone see, or of the parameter if it makes none."""
-        loops = View(tuple(step for step in self.view.steps if isinstance(step, Loop)))
+        loops = View(tuple(step for step in self.view.steps if isinstance(step, LoopStep)))
         return self._replace(view=loops) if self.view.makes else self
 
 
@@ -157,7 +157,7 @@ class Program(NamedTuple):
 
     def source(self, value: int | Constant) -> int | Constant:
         """The number of a value where it was computed; that of another one where a body has it from outside."""
-        while isinstance(value, int) and isinstance(origin := self.public.get(value), Same):
+        while isinstance(value, int) and isinstance(origin := self.public.get(value), SameValue):
             value = origin.value
         return value
 
@@ -169,14 +169,14 @@ class Program(NamedTuple):
         return jax.ShapeDtypeStruct((*found.counts, *aval.shape), aval.dtype)
 
 
-class Same(NamedTuple):
+class SameValue(NamedTuple):
     value: int | Constant
 
 
-Origin = int | None | Same
+Origin = int | None | SameValue
 
 
-class Known(NamedTuple):
+class KnownIntegers(NamedTuple):
     """Integers that are known when a loss is traced: of one value, or a scalar of each iteration of scan number `loop`
     around it, (count,)."""
 
@@ -197,7 +197,7 @@ def trace_loss(loss: Callable, params: Tree, example: Tree) -> TracedLoss:
     return TracedLoss(*jax.make_jaxpr(lambda *arguments: loss(*arguments), return_shape=True)(params, example))
 
 
-def follow(traced: TracedLoss, leaves: int) -> Program:
+def follow_parameters(traced: TracedLoss, leaves: int) -> Program:
     """The program of a loss with this many leaves of parameters. Raises ValueError unless its value is real, ()."""
     closed, (out, aux) = traced
     if not (hasattr(out, "shape") and out.shape == () and jnp.issubdtype(out.dtype, jnp.floating)):
@@ -208,7 +208,7 @@ def follow(traced: TracedLoss, leaves: int) -> Program:
     if isinstance(result, int):
         tracer.used(result, -1, 0)
     block = Block(inputs, tuple(tracer.block), (result, *beside), len(tracer.equations))
-    live = {-1} | _live(tracer.equations, block, _numbers([result]))[0]
+    live = {-1} | _live_equations(tracer.equations, block, _numbers([result]))[0]
 
     def of_loss(uses):
         return tuple(use for use in uses if use.equation in live)
@@ -229,14 +229,14 @@ def _of_data(equations: list[Equation], example: tuple[int, ...]) -> frozenset[i
             if any(read):
                 found.update(equation.outputs)
             if body := equation.body:
-                first, count = carried(equation)
+                first, count = count_scan_operands(equation)
                 handed_on = [isinstance(value, int) and value in found for value in body.outputs[:count]]
                 found.update(itertools.compress(body.inputs, read))
                 found.update(itertools.compress(body.inputs[first:], handed_on))
     return frozenset(found)
 
 
-def carried(equation: Equation) -> tuple[int, int]:
+def count_scan_operands(equation: Equation) -> tuple[int, int]:
     """How many operands of a scan stay the same, and how many iterations hand on; of a checkpoint, all and none."""
     assert equation.jaxpr is not None
     return jaxprs.parts_of_scan(equation.jaxpr.params) if equation.name == "scan" else (len(equation.inputs), 0)
@@ -246,7 +246,7 @@ def _numbers(values) -> set[int]:
     return {value for value in values if isinstance(value, int)}
 
 
-def _live(equations: list[Equation], block: Block, wanted: set[int]) -> tuple[set[int], set[int]]:
+def _live_equations(equations: list[Equation], block: Block, wanted: set[int]) -> tuple[set[int], set[int]]:
     """The numbers of the equations of a block through which values have a gradient of the values `wanted`, and of all
     these values."""
     needed, live = set(wanted), set()
@@ -256,19 +256,19 @@ def _live(equations: list[Equation], block: Block, wanted: set[int]) -> tuple[se
         if passes and not needed.isdisjoint(equation.outputs):
             live.add(number)
             if equation.body is not None:
-                live |= _live_inside(equations, equation, equation.body, needed)
+                live |= _live_in_body(equations, equation, equation.body, needed)
             needed |= _numbers(equation.inputs)
     return live, needed
 
 
-def _live_inside(equations: list[Equation], equation: Equation, body: Block, needed: set[int]) -> set[int]:
+def _live_in_body(equations: list[Equation], equation: Equation, body: Block, needed: set[int]) -> set[int]:
     """The same for an equation's body, for its results in `needed`, and for what an iteration hands to the next."""
     results = zip(equation.outputs, body.outputs, strict=True)
     wanted = _numbers(inner for outer, inner in results if outer in needed)
-    first, count = carried(equation)
+    first, count = count_scan_operands(equation)
     handed = list(zip(body.inputs[first : first + count], body.outputs[:count], strict=True))
     while True:
-        live, inside = _live(equations, body, wanted)
+        live, inside = _live_equations(equations, body, wanted)
         more = wanted | _numbers(after for before, after in handed if before in inside)
         if more == wanted:
             return live
@@ -286,7 +286,7 @@ class _Tracer:
         self.equations: list[Equation] = []
         self.views: dict[Any, tuple[tuple[int, View], ...]] = {leaf: ((leaf, View()),) for leaf in range(leaves)}
         self.public: dict[int, Origin] = dict.fromkeys(range(leaves))
-        self.known: dict[int, Known] = {}
+        self.known: dict[int, KnownIntegers] = {}
         self.uses: list[list[Use]] = [[] for _ in range(leaves)]
         self.kernels: dict[Any, tuple[int, View]] = {leaf: (leaf, View()) for leaf in range(leaves)}
         self.depends: dict[int, frozenset[int]] = {leaf: frozenset([leaf]) for leaf in range(leaves)}
@@ -343,12 +343,12 @@ class _Tracer:
             leaves = frozenset().union(*(self.depends[value] for _, value, _ in found))
             for output, variable in zip(outputs, equation.outvars, strict=True):
                 if leaves and jnp.issubdtype(variable.aval.dtype, jnp.inexact):
-                    loops = tuple(Loop(count, sliced=False) for count in self.counts)
+                    loops = tuple(LoopStep(count, sliced=False) for count in self.counts)
                     self.kernels[output], self.depends[output] = (output, View(loops)), leaves
         elif equation.primitive.name != "scan" and equation.primitive.name not in REMAT:
             for i, value, view in found:
-                if moves(equation):
-                    self.kernels[outputs[0]] = value, view.then(Move(equation, number))
+                if moves_elements(equation):
+                    self.kernels[outputs[0]] = value, view.then(MoveStep(equation, number))
                 elif (
                     equation.primitive.name == "dynamic_slice"
                     and i == 0
@@ -361,8 +361,8 @@ class _Tracer:
     def seen(self, equation, number, inputs, followed) -> tuple[tuple[int, View], ...]:
         """The views in the result of an equation of `followed` operands; () if it is a use."""
         entries = [(i, *entry) for i in followed for entry in self.views[inputs[i]]]
-        if moves(equation):
-            return tuple((leaf, view.then(Move(equation, number))) for _, leaf, view in entries)
+        if moves_elements(equation):
+            return tuple((leaf, view.then(MoveStep(equation, number))) for _, leaf, view in entries)
         name = equation.primitive.name
         if name == "dynamic_slice" and followed == [0]:
             found = [(leaf, self.in_slices(equation, number, inputs, view)) for _, leaf, view in entries]
@@ -370,18 +370,18 @@ class _Tracer:
         if not all(self.is_public(value) or value in self.views for value in inputs):
             return ()
         if name in PLACES and (name != "pad" or followed == [0]):
-            return tuple((leaf, view.then(Place(equation, number, i))) for i, leaf, view in entries)
+            return tuple((leaf, view.then(PlaceStep(equation, number, i))) for i, leaf, view in entries)
         if not is_in_place(equation, followed):
             return ()
-        merged: dict[tuple, tuple[int, View, Elementwise]] = {}
+        merged: dict[tuple, tuple[int, View, ElementwiseStep]] = {}
         for i, leaf, view in entries:
             *before, last = view.steps or (None,)
-            if not isinstance(last, Elementwise):
-                before, last = view.steps, Elementwise(inputs[i], ())
+            if not isinstance(last, ElementwiseStep):
+                before, last = view.steps, ElementwiseStep(inputs[i], ())
             key = leaf, last.base, *map(id, before)
             same = merged[key][2].equations if key in merged else ()
             together = tuple(sorted({*same, *last.equations, number}))
-            merged[key] = leaf, View(tuple(before)), Elementwise(last.base, together)
+            merged[key] = leaf, View(tuple(before)), ElementwiseStep(last.base, together)
         return tuple((leaf, view.then(step)) for leaf, view, step in merged.values())
 
     def in_slices(self, equation, number, inputs, view: View) -> View | None:
@@ -396,9 +396,11 @@ class _Tracer:
         if not (ascending := np.array_equal(places, first + np.arange(count))):
             if not np.array_equal(places[::-1], first + np.arange(count)):
                 return None
-        at = [place for place, step in enumerate(view.steps) if isinstance(step, Loop)][start.loop]
+        at = [place for place, step in enumerate(view.steps) if isinstance(step, LoopStep)][start.loop]
         inside = view.steps[at + 1 :]
-        if any(step.sliced if isinstance(step, Loop) else not is_still(step) for step in (view.steps[at], *inside)):
+        if any(
+            step.sliced if isinstance(step, LoopStep) else not only_slices(step) for step in (view.steps[at], *inside)
+        ):
             return None
 
         def rows(x):
@@ -409,44 +411,44 @@ class _Tracer:
         row = jax.ShapeDtypeStruct((*aval.shape[:axis], *aval.shape[axis + 1 :]), aval.dtype)
         whole = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
         before, after = (
-            tuple(Move(each, number) for each in jax.make_jaxpr(function)(x).eqns)
+            tuple(MoveStep(each, number) for each in jax.make_jaxpr(function)(x).eqns)
             for function, x in ((rows, whole), (lambda x: lax.expand_dims(x, (axis,)), row))
         )
-        return View((*view.steps[:at], *before, Loop(count, sliced=True), *inside, *after))
+        return View((*view.steps[:at], *before, LoopStep(count, sliced=True), *inside, *after))
 
-    def computed(self, equation, inputs) -> Known | None:
+    def computed(self, equation, inputs) -> KnownIntegers | None:
         """The integers that an equation computes from known ones."""
         if not equation.outvars:  # such as a print
             return None
         name, aval = equation.primitive.name, equation.outvars[0].aval
         if name == "iota" and len(equation.params["shape"]) == 1:
-            return Known(np.arange(equation.params["shape"][0]).astype(aval.dtype))
+            return KnownIntegers(np.arange(equation.params["shape"][0]).astype(aval.dtype))
         if name not in INTEGERS or jnp.issubdtype(aval.dtype, jnp.inexact) or aval.ndim > 1 or len(inputs) > 3:
             return None
         known = [found for value in inputs if (found := self.integers(value))]
         loops = {found.loop for found in known} - {None}
         if len(known) < len(inputs) or len(loops) > 1 or (loops and aval.ndim):
             return None
-        return Known(np.asarray(INTEGERS[name](*(found.numbers for found in known))).astype(aval.dtype), *loops)
+        return KnownIntegers(np.asarray(INTEGERS[name](*(found.numbers for found in known))).astype(aval.dtype), *loops)
 
-    def integers(self, value) -> Known | None:
+    def integers(self, value) -> KnownIntegers | None:
         if not isinstance(value, Constant):
             return self.known.get(value)
         whole = not isinstance(value.value, jax.core.Tracer) and jnp.issubdtype(
             jnp.result_type(value.value), jnp.integer
         )
-        return Known(np.asarray(value.value)) if whole and np.ndim(value.value) <= 1 else None
+        return KnownIntegers(np.asarray(value.value)) if whole and np.ndim(value.value) <= 1 else None
 
-    def iterated(self, equation, body, operand: int) -> Known | None:
+    def iterated(self, equation, body, operand: int) -> KnownIntegers | None:
         """The integers of operand number `operand` of a scan in each of its iterations."""
-        known, (first, count) = self.integers(equation.inputs[operand]), carried(equation)
+        known, (first, count) = self.integers(equation.inputs[operand]), count_scan_operands(equation)
         params, loop = equation.jaxpr.params, len(self.counts) - 1
         if known is None or operand < first or params.get("length") is None:
             return known
         if known.loop is not None:
             return None
         if operand >= first + count:
-            return Known(known.numbers, loop) if known.numbers.ndim == 1 else None
+            return KnownIntegers(known.numbers, loop) if known.numbers.ndim == 1 else None
         jaxpr = getattr(body, "jaxpr", body)
         steps = [each for each in jaxpr.eqns if jaxpr.outvars[operand - first] in each.outvars]
         added = [
@@ -455,7 +457,7 @@ class _Tracer:
         if known.numbers.ndim or not added or jaxpr.invars[operand] not in steps[0].invars:
             return None
         passed = np.arange(params["length"])[:: -1 if params["reverse"] else 1]
-        return Known((known.numbers + added[0] * passed).astype(jaxpr.invars[operand].aval.dtype), loop)
+        return KnownIntegers((known.numbers + added[0] * passed).astype(jaxpr.invars[operand].aval.dtype), loop)
 
     def is_public(self, value) -> bool:
         return isinstance(value, Constant) or value in self.public
@@ -465,13 +467,13 @@ class _Tracer:
         equation = self.equations[number]
         params = equation.jaxpr.params
         outside, self.block = (self.block, self.counts), []
-        body, (first, count), length = params["jaxpr"], carried(equation), params.get("length")
+        body, (first, count), length = params["jaxpr"], count_scan_operands(equation), params.get("length")
         if length is not None:
             self.counts = (*self.counts, length)
         arguments, is_public = self.numbered(len(equation.inputs)), all(map(self.is_public, equation.inputs))
         for i, value in enumerate(equation.inputs):
             if i < first and self.is_public(value):
-                self.public[arguments[i]] = Same(value)
+                self.public[arguments[i]] = SameValue(value)
             if known := self.iterated(equation, body, i):
                 self.known[arguments[i]] = known
             if isinstance(value, Constant) or not (value in self.views or value in self.kernels):
@@ -479,7 +481,7 @@ class _Tracer:
             if first <= i < first + count:
                 self.used(value, number, i)
                 continue
-            loop = () if length is None else (Loop(length, sliced=i >= first),)
+            loop = () if length is None else (LoopStep(length, sliced=i >= first),)
             if value in self.views:
                 self.views[arguments[i]] = tuple((leaf, View(view.steps + loop)) for leaf, view in self.views[value])
             if value in self.kernels and not is_public:
@@ -537,7 +539,7 @@ def differentiates(program: Program) -> bool:
 
 def _is_custom(equation: core.JaxprEqn) -> bool:
     """Whether an equation, or one in a function that it calls, has a custom derivative."""
-    inside = (each for body in jaxprs.bodies(equation) for each in jaxprs.equations(body))
+    inside = (each for body in jaxprs.inner_bodies(equation) for each in jaxprs.equations(body))
     return any("custom_" in each.primitive.name for each in itertools.chain([equation], inside))
 
 

@@ -31,7 +31,7 @@ ELEMENTWISE = set(
 Box = list[range]  # some elements of a parameter, by axis
 
 
-class Move(NamedTuple):
+class MoveStep(NamedTuple):
     """A step of a view: equation number `number` moves the elements."""
 
     equation: core.JaxprEqn
@@ -42,7 +42,7 @@ class Move(NamedTuple):
         return self.equation.primitive.name
 
 
-class Place(NamedTuple):
+class PlaceStep(NamedTuple):
     """A step of a view: equation number `number` has the elements as operand `operand`, and puts them beside others."""
 
     equation: core.JaxprEqn
@@ -56,14 +56,14 @@ class Place(NamedTuple):
         return self.equation.primitive.bind(*operands, **self.equation.params)
 
 
-class Elementwise(NamedTuple):
+class ElementwiseStep(NamedTuple):
     """A step of a view: equations, in order, that compute one number from each of value number `base`, in place."""
 
     base: int
     equations: tuple[int, ...]
 
 
-class Loop(NamedTuple):
+class LoopStep(NamedTuple):
     """A step of a view into `count` iterations of a scan: each sees one slice along axis 0 if `sliced`, or all."""
 
     count: int
@@ -78,24 +78,24 @@ class View(NamedTuple):
     @property
     def makes(self) -> bool:
         """Whether the use sees more than the elements in another order."""
-        return any(isinstance(step, Place | Elementwise) for step in self.steps)
+        return any(isinstance(step, PlaceStep | ElementwiseStep) for step in self.steps)
 
     @property
     def slices(self) -> tuple[int, ...]:
         """How many slices each scan takes, the outermost first, without scans that take none."""
-        return tuple(step.count for step in self.steps if isinstance(step, Loop) and step.sliced)
+        return tuple(step.count for step in self.steps if isinstance(step, LoopStep) and step.sliced)
 
     @property
     def repeats(self) -> tuple[int, ...]:
         """How many iterations each scan has whose iterations all see the same elements."""
-        return tuple(step.count for step in self.steps if isinstance(step, Loop) and not step.sliced)
+        return tuple(step.count for step in self.steps if isinstance(step, LoopStep) and not step.sliced)
 
     @property
     def leading(self) -> int:
         """How many steps at the start are slices, counting those in between that move nothing."""
         end = 0
         for number, step in enumerate(self.steps):
-            if not isinstance(step, Move) or step.name not in (*STILL, "slice"):
+            if not isinstance(step, MoveStep) or step.name not in (*STILL, "slice"):
                 break
             if step.name == "slice":
                 end = number + 1
@@ -104,16 +104,16 @@ class View(NamedTuple):
     def then(self, step: "Step") -> "View":
         return View((*self.steps, step))
 
-    def through(self, leaf: Any, in_place: Callable[[Elementwise, Any], Any] = lambda step, leaf: leaf) -> Any:
+    def through(self, leaf: Any, in_place: Callable[[ElementwiseStep, Any], Any] = lambda step, leaf: leaf) -> Any:
         """`leaf` as the use sees it, in its own dtype, with a leading axis for each number in `slices`. in_place: what
         a step that computes makes of it."""
         for number, step in enumerate(self.steps):
-            if isinstance(step, Loop):
+            if isinstance(step, LoopStep):
                 if step.sliced:
                     return jax.vmap(View(self.steps[number + 1 :]).through)(leaf)
-            elif isinstance(step, Elementwise):
+            elif isinstance(step, ElementwiseStep):
                 leaf = in_place(step, leaf)
-            elif isinstance(step, Place):
+            elif isinstance(step, PlaceStep):
                 leaf = step.bind(leaf)
             elif step.name == "transpose":  # of a NumPy array, the same memory in another order
                 leaf = leaf.transpose(step.equation.params["permutation"])
@@ -129,7 +129,7 @@ class View(NamedTuple):
         """The elements that the leading slices leave of a parameter of this shape."""
         found = [range(size) for size in shape]
         for step in self.steps[: self.leading]:
-            if isinstance(step, Move) and step.name == "slice":
+            if isinstance(step, MoveStep) and step.name == "slice":
                 params = step.equation.params
                 starts, limits = params["start_indices"], params["limit_indices"]
                 strides = params["strides"] or (1,) * len(starts)
@@ -141,17 +141,17 @@ class View(NamedTuple):
         """Equal for views that move elements in the same way."""
 
         def of(step: Step) -> Any:
-            if isinstance(step, Move | Place):
+            if isinstance(step, MoveStep | PlaceStep):
                 return identity_of_equation(step.equation), getattr(step, "operand", 0)
-            return step if isinstance(step, Loop) else None
+            return step if isinstance(step, LoopStep) else None
 
         return tuple(map(of, self.steps))
 
 
-Step = Move | Place | Elementwise | Loop
+Step = MoveStep | PlaceStep | ElementwiseStep | LoopStep
 
 
-def moves(equation: core.JaxprEqn) -> bool:
+def moves_elements(equation: core.JaxprEqn) -> bool:
     if equation.primitive.name not in MOVES or len(equation.invars) != 1:
         return False
     before: Any = equation.invars[0].aval
@@ -189,7 +189,7 @@ class Part(NamedTuple):
     ends: tuple[int, ...] = ()
 
 
-def parts(seen: list[View], shape: tuple[int, ...]) -> list[Part] | str:
+def parts_of_parameter(seen: list[View], shape: tuple[int, ...]) -> list[Part] | str:
     """The parts of a parameter of this shape that its uses see, or why they cannot be told apart.
 
     A part is what all scans around a use slice, such as the stacked weights of equal layers; without a scan, it is what
@@ -198,7 +198,7 @@ def parts(seen: list[View], shape: tuple[int, ...]) -> list[Part] | str:
     """
     found: dict[tuple, Part] = {}
     for number, view in enumerate(seen):
-        loops = [(place, step.sliced) for place, step in enumerate(view.steps) if isinstance(step, Loop)]
+        loops = [(place, step.sliced) for place, step in enumerate(view.steps) if isinstance(step, LoopStep)]
         slices = [place for place, sliced in loops if sliced]
         if slices and any(not sliced and place < slices[-1] for place, sliced in loops):
             return "used in slices by a scan that another scan repeats"
@@ -208,9 +208,9 @@ def parts(seen: list[View], shape: tuple[int, ...]) -> list[Part] | str:
         if View(view.steps[:end]).makes:
             return "used in slices by a scan after an equation that computes or places"
         begin, rest = View(view.steps[:end]), View(view.steps[end:])
-        key = View(tuple(step for step in begin.steps if not is_still(step))).identity()
+        key = View(tuple(step for step in begin.steps if not only_slices(step))).identity()
         before = found.get(key, Part(begin, (), ()))
-        ends = {step.number for step in begin.steps[-1:] if isinstance(step, Move)}
+        ends = {step.number for step in begin.steps[-1:] if isinstance(step, MoveStep)}
         ends = tuple(sorted(ends.union(before.ends)))
         found[key] = Part(before.view, (*before.uses, number), (*before.rests, rest), ends)
     sliced = any(part.view.slices for part in found.values())
@@ -222,8 +222,8 @@ def parts(seen: list[View], shape: tuple[int, ...]) -> list[Part] | str:
     return [Part(View(), tuple(range(len(seen))), tuple(seen))]
 
 
-def is_still(step: Step) -> bool:
-    return isinstance(step, Move) and step.name in STILL
+def only_slices(step: Step) -> bool:
+    return isinstance(step, MoveStep) and step.name in STILL
 
 
 def disjoint(boxes: list[Box]) -> bool:
@@ -237,7 +237,7 @@ def disjoint(boxes: list[Box]) -> bool:
     return all(apart(*pair) for pair in itertools.combinations(boxes, 2))
 
 
-def joined(views: list[View], parts: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
+def join_boxes(views: list[View], parts: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
     """The array, float32, of this shape, made of disjoint parts; 0 elsewhere."""
     boxes = [view.box(shape) for view in views]
     parts = [_in_box(*each) for each in zip(views, parts, boxes, strict=True)]
@@ -257,7 +257,7 @@ def joined(views: list[View], parts: list[jax.Array], shape: tuple[int, ...]) ->
 
 def _in_box(view: View, part: jax.Array, elements: Box) -> jax.Array:
     rest = view.steps[view.leading :]
-    if all(isinstance(step, Loop) or is_still(step) for step in rest):
+    if all(isinstance(step, LoopStep) or only_slices(step) for step in rest):
         return part
     inside = jax.ShapeDtypeStruct(tuple(map(len, elements)), jnp.float32)
     (part,) = jax.linear_transpose(View(rest).through, inside)(part)

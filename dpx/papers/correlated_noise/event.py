@@ -42,7 +42,7 @@ stored, all bits are the same.
 
 where N = 13.3 sqrt(numbers), because the normals end at 13.16 deviations and a cell is at most 1/16 of one; the added
 clip norm is for r_t, a float32 number, and for m of the neighboring data, which is moved by C S. At most 2^24 examples
-of a batch count. `rounding` sums up over the steps, twice, because both data sets round.
+of a batch count. `rounding_move` sums up over the steps, twice, because both data sets round.
 """
 
 import math
@@ -52,7 +52,7 @@ import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent
 
 from dpx.accounting.checks import Relation
-from dpx.accounting.loss import Loss, Released, deviations
+from dpx.accounting.loss import Loss, ReleaseCount, in_deviations
 from dpx.accounting.pld.losses import SampledGaussian, StepLoss
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.papers.correlated_noise.strategy import Strategy
@@ -79,12 +79,12 @@ class CorrelatedGaussianDpEvent(DpEvent, Loss):
     inverse_coefficients: tuple[float, ...]
 
     @property
-    def released(self) -> Released:
-        return Released(self.steps, float(self.steps))
+    def released(self) -> ReleaseCount:
+        return ReleaseCount(self.steps, float(self.steps))
 
     def largest_shift(self, relation: Relation) -> float:
         """The most that one example moves a release, given the earlier ones, in deviations of its fresh noise."""
-        return deviations(self.sensitivity, self.noise_multiplier)
+        return in_deviations(self.sensitivity, self.noise_multiplier)
 
     def step(self, relation: Relation) -> StepLoss:
         _require_zero_out(relation)
@@ -106,12 +106,12 @@ class CyclicBandedDpEvent(DpEvent, Loss):
     coefficients: tuple[float, ...]
 
     @property
-    def released(self) -> Released:
-        return Released(self.releases, float(self.releases))
+    def released(self) -> ReleaseCount:
+        return ReleaseCount(self.releases, float(self.releases))
 
     def largest_shift(self, relation: Relation) -> float:
         """As for `CorrelatedGaussianDpEvent`."""
-        return deviations(1, self.noise_multiplier)
+        return in_deviations(1, self.noise_multiplier)
 
     def step(self, relation: Relation) -> StepLoss:
         _require_zero_out(relation)
@@ -124,7 +124,7 @@ def _require_zero_out(relation: Relation) -> None:
         raise ValueError(f'correlated noise has a known cost under relation "zero_out" only, {words}; got {relation!r}')
 
 
-def rounding(
+def rounding_move(
     column: np.ndarray, inverse: np.ndarray, *, banded: bool, terms: int, steps: int, noise_multiplier: float
 ) -> float:
     """How far rounding moves the releases of two neighboring data sets apart, in deviations of z: see the module.

@@ -24,17 +24,22 @@ from dpx import keys
 from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Mechanism
 from dpx.mechanisms.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, dp_sgd
-from dpx.papers.correlated_noise.event import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, require_bands, rounding
-from dpx.papers.correlated_noise.losses import Workload, optimized
+from dpx.papers.correlated_noise.event import (
+    CorrelatedGaussianDpEvent,
+    CyclicBandedDpEvent,
+    require_bands,
+    rounding_move,
+)
 from dpx.papers.correlated_noise.sensitivities import sensitivity, shuffled_sensitivity
 from dpx.papers.correlated_noise.strategy import Strategy
 from dpx.papers.correlated_noise.strategy import lambda_cgd as strategy_of
+from dpx.papers.correlated_noise.workload import Workload, optimized
 from dpx.sampling.base import Sampling
 from dpx.sampling.cyclic import CyclicPoissonSampling
 from dpx.sampling.schemes import FixedOrder, FullBatch, ShuffledEpochs
 from dpx.states.record import ReleaseState
 from dpx.sums import doubles
-from dpx.sums.total import ETA, FloatPair, as_pair
+from dpx.sums.float_pair import ETA, FloatPair, as_pair
 from dpx.trees import Tree, described
 from dpx.validation import require_number, require_whole
 from dpx.xla.place import float64, require_float64
@@ -84,14 +89,14 @@ def correlated_noise(
     clip_norm = require_number("clip_norm", clip_norm, minimum=SMALLEST_CLIP_NORM, maximum=LARGEST_CLIP_NORM)
     noise_multiplier = require_number("noise_multiplier", noise_multiplier, minimum=0, exclusive=True)
     _require_sampling(sampling, strategy)
-    inner, noise_key = dp_sgd(**common), _stream(keys.secret(key), strategy)
+    inner, noise_key = dp_sgd(**common), _stream(keys.warn_if_guessable(key), strategy)
 
     def event(steps):
         return _event(strategy, noise_multiplier, sampling, steps)
 
     weights = _weights(strategy)
     return inner.wrap(
-        begin=lambda params: _empty(params, len(weights)),
+        begin=lambda params: _first_state(params, len(weights)),
         release=_with_memory(inner, strategy, noise_key, noise_multiplier * clip_norm * (1 + ETA)),
         event=event,
         correlated=strategy,
@@ -99,7 +104,7 @@ def correlated_noise(
     )
 
 
-def moved(strategy: Strategy, sampling: Sampling, steps: int) -> float:
+def sensitivity_under(strategy: Strategy, sampling: Sampling, steps: int) -> float:
     """The most that one example moves C G in the first steps, in clip norms: see `dpx.strategies`.
 
     For cyclic sampling, by one coin. Raises ValueError for a sampling that does not say how often and how many steps
@@ -116,9 +121,9 @@ def moved(strategy: Strategy, sampling: Sampling, steps: int) -> float:
 def _event(strategy: Strategy, noise_multiplier: float, sampling: Sampling, steps: int) -> DpEvent:
     if steps == 0:
         return NoOpDpEvent()
-    shift = moved(strategy, sampling, steps)
+    shift = sensitivity_under(strategy, sampling, steps)
     cyclic = sampling if isinstance(sampling, CyclicPoissonSampling) else None
-    more = rounding(
+    more = rounding_move(
         strategy.column(steps),
         strategy.inverse_column(steps),
         banded=strategy.bands is not None,
@@ -142,18 +147,18 @@ def _with_memory(inner: Mechanism, strategy: Strategy, noise_key: jax.Array, dev
     def with_past(parts) -> FloatPair:
         sums, state = parts
         with float64("correlated noise"):
-            exact, past = doubles.values(as_pair(sums)), _added(state, weights)
-            return doubles.halved(jax.tree.map(jnp.add, exact, past))
+            exact, past = doubles.as_float64(as_pair(sums)), _weighted_past_noise(state, weights)
+            return doubles.as_float_pair(jax.tree.map(jnp.add, exact, past))
 
     def release(sums, state, params):
         given = sums[0], state
         if banded:
             released = keys.release(noise_key, state.inner.step, with_past(given), deviation)
             with float64("correlated noise"):
-                noise = doubles.less(released, as_pair(sums[0]))
+                noise = doubles.difference_to_total(released, as_pair(sums[0]))
         else:
             released, noise = keys.release_and_rest(noise_key, state.inner.step, with_past, given, deviation)
-        state = _after(state, noise, state.inner.after(inner.noise_multiplier))
+        state = _next_state(state, noise, state.inner.after(inner.noise_multiplier))
         updates = jax.tree.map(lambda r: r / inner.sampling.divisor, released)
         return optax.tree.cast_like(updates, params), state
 
@@ -189,13 +194,13 @@ def _stages(stages: tuple[str, ...], strategy: Strategy) -> tuple[str, ...]:
     *before, noise, divide = stages
     if strategy.bands is None:
         weights = strategy.inverse_coefficients
-        words = f"correlated over steps by the weights ({_shown(weights)}) of the last {len(weights)}"
+        words = f"correlated over steps by the weights ({_weights_in_words(weights)}) of the last {len(weights)}"
     else:
-        words = f"correlated over steps by the inverse of the bands ({_shown(strategy.coefficients)})"
+        words = f"correlated over steps by the inverse of the bands ({_weights_in_words(strategy.coefficients)})"
     return (*before, f"{noise}, {words}", divide)
 
 
-def _shown(weights: tuple[float, ...]) -> str:
+def _weights_in_words(weights: tuple[float, ...]) -> str:
     return ", ".join(f"{weight:.6g}" for weight in weights[:6]) + (", ..." if len(weights) > 6 else "")
 
 
@@ -211,7 +216,7 @@ class CorrelatedNoiseState(NamedTuple):
     unreleased_noise: FloatPair
 
 
-def _empty(params: Tree, steps: int) -> CorrelatedNoiseState:
+def _first_state(params: Tree, steps: int) -> CorrelatedNoiseState:
     """The state before the first release, sharded like the parameters. steps: w, int, at least 1."""
     require_float64("correlated noise")
 
@@ -222,11 +227,11 @@ def _empty(params: Tree, steps: int) -> CorrelatedNoiseState:
     return CorrelatedNoiseState(ReleaseState.empty(params), FloatPair(*(jax.tree.map(ring, params) for _ in range(2))))
 
 
-def _added(state: CorrelatedNoiseState, weights: np.ndarray) -> Tree:
+def _weighted_past_noise(state: CorrelatedNoiseState, weights: np.ndarray) -> Tree:
     """sum_j weights_j noise_(t-1-j), float64 like the gradients. weights: float64 (w,). Inside `jax.enable_x64`."""
     count = len(weights)
     ages = (state.inner.step - 1 - jnp.arange(count, dtype=jnp.int32)) % count
-    of_rows = doubles.constants(weights)[ages]
+    of_rows = doubles.float64_constants(weights)[ages]
 
     def add(high: jax.Array, low: jax.Array) -> jax.Array:
         # Row after row in one loop over the numbers: a sum over axis 0 takes seven times as long on a CPU.
@@ -236,7 +241,7 @@ def _added(state: CorrelatedNoiseState, weights: np.ndarray) -> Tree:
     return jax.tree.map(add, *state.unreleased_noise)
 
 
-def _after(state: CorrelatedNoiseState, noise: FloatPair, release: ReleaseState) -> CorrelatedNoiseState:
+def _next_state(state: CorrelatedNoiseState, noise: FloatPair, release: ReleaseState) -> CorrelatedNoiseState:
     """The next state. noise: of this step, like the gradients. release: the next record."""
     rows = state.unreleased_noise
 

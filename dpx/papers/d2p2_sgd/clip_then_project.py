@@ -6,8 +6,8 @@ multiplied by it, so one example still moves the projected sum by at most the cl
 and the noise on the lifted gradient grows by the stretch.
 
 A "gaussian" projection has no largest stretch. Drawn afresh at every step, it is independent of the sum that it
-projects, so the cost uses the distribution of its stretch (`projected.py`), and the noise does not grow. Drawn once and
-reused, it is refused, because sqrt(d/p) + 1 would bound it only with a probability that no cost contains.
+projects, so the cost uses the distribution of its stretch (`projected_event.py`), and the noise does not grow. Drawn
+once and reused, it is refused, because sqrt(d/p) + 1 would bound it only with a probability that no cost contains.
 """
 
 import functools
@@ -22,10 +22,10 @@ from dpx import keys
 from dpx.accounting.ledger import from_event
 from dpx.mechanism import Mechanism, Tree
 from dpx.mechanisms.stages import around_sum
-from dpx.papers.d2p2_sgd.projected import projected
+from dpx.papers.d2p2_sgd.projected_event import projected_event_of
 from dpx.papers.d2p2_sgd.projections import ProjectionKind, ProjectionState, projection
 from dpx.sums import doubles
-from dpx.sums.total import FloatPair, as_pair
+from dpx.sums.float_pair import FloatPair, as_pair
 from dpx.trees import described
 from dpx.xla.place import float64, require_float64
 
@@ -73,7 +73,7 @@ def clip_then_project(
         _require_fresh_and_ranked(rank, reduction_rate, every)
 
     def event(steps):
-        return projected(mechanism.event(steps), rank=min(ranks), blocks=len(ranks))
+        return projected_event_of(mechanism.event(steps), rank=min(ranks), blocks=len(ranks))
 
     def begin(params):
         require_float64("the projection of a sum")
@@ -110,7 +110,7 @@ def _projected(encode: Callable[[Tree, Tree], Tree], total: FloatPair, state: Pr
     norm more. In float64 it stays below 2^-52 n B clip norms, if a coordinate is a sum of n numbers.
     """
     with float64("the projection of a sum"), jax.numpy_dtype_promotion("standard"):
-        return doubles.halved(encode(doubles.values(total), state))
+        return doubles.as_float_pair(encode(doubles.as_float64(total), state))
 
 
 @_projected.defjvp

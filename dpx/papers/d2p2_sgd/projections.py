@@ -15,7 +15,7 @@ from scipy.linalg import hadamard
 
 from dpx import keys
 from dpx.mechanism import Coordinates, Tree
-from dpx.mechanisms.masks import largest
+from dpx.mechanisms.masks import mask_of_largest
 from dpx.mechanisms.stages import describe_groups
 from dpx.trees import described
 from dpx.validation import require_whole
@@ -60,7 +60,7 @@ def transposed(project: Callable[[jax.Array, Segments, int], Segments]):
     return lift
 
 
-def split(vector: jax.Array, sizes: Sequence[int]) -> Segments:
+def split_vector(vector: jax.Array, sizes: Sequence[int]) -> Segments:
     return [vector[end - size : end] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
 
@@ -70,18 +70,18 @@ def random_signs(key: jax.Array, size: int) -> jax.Array:
         return jax.random.rademacher(key, (size,), jnp.float32)
 
 
-def chosen(key: jax.Array, sizes: Sequence[int], count: int) -> Segments:
+def random_subset(key: jax.Array, sizes: Sequence[int], count: int) -> Segments:
     """A uniformly random subset of exactly `count` coordinates: bool (size,) for each segment."""
     with DRAWS:
-        bits = split(jax.random.bits(key, (sum(sizes),), jnp.uint32), sizes)
-        return largest(bits, jnp.int32(count))
+        bits = split_vector(jax.random.bits(key, (sum(sizes),), jnp.uint32), sizes)
+        return mask_of_largest(bits, jnp.int32(count))
 
 
 def _subset_project(key: jax.Array, segments: Segments, rank: int) -> Segments:
     """p of the d coordinates, drawn uniformly at random, times sqrt(d/p)."""
     sizes = [segment.size for segment in segments]
     scale = _subset_stretch(sizes, rank)
-    kept = chosen(key, sizes, rank)
+    kept = random_subset(key, sizes, rank)
     return [segment * jnp.where(mask, scale, 0) for segment, mask in zip(segments, kept, strict=True)]
 
 
@@ -117,13 +117,13 @@ def _countsketch_project(key: jax.Array, segments: Segments, rank: int) -> Segme
     with DRAWS:
         offsets = jax.random.randint(offset_key, (runs,), 0, rank)
     if runs > UNROLLED:
-        return [_looped(jnp.concatenate(segments) * signs, offsets, rank)]
+        return [_buckets_by_runs(jnp.concatenate(segments) * signs, offsets, rank)]
     # Pieces are added in place, because a batch is large. What goes past bucket p - 1 wraps around to the first ones.
     longest = min(rank, max(UNCUT, math.ceil(rank / PIECES)))
     # This 0 depends on the example. With a constant 0, XLA would allocate the buckets of all examples too early.
     zero = 0 * next(segment for segment in segments if segment.size)[0]
     total = jnp.full(rank + longest, zero)
-    for start, piece in _pieces(segments, rank, longest):
+    for start, piece in _pieces_of_segments(segments, rank, longest):
         bucket = ((offsets[start // rank] + start) % rank,)
         signed = piece * signs[start : start + piece.size]
         before = jax.lax.dynamic_slice(total, bucket, piece.shape)
@@ -136,7 +136,7 @@ def _countsketch_stretch(sizes: Sequence[int], rank: int) -> float:
     return math.sqrt(math.ceil(sum(sizes) / rank))
 
 
-def _pieces(segments: Segments, rank: int, longest: int) -> Iterator[tuple[int, jax.Array]]:
+def _pieces_of_segments(segments: Segments, rank: int, longest: int) -> Iterator[tuple[int, jax.Array]]:
     """(start, piece) for each piece: the segments are cut at the ends of runs, and into at most `longest` numbers."""
     start = 0
     for segment in segments:
@@ -147,7 +147,7 @@ def _pieces(segments: Segments, rank: int, longest: int) -> Iterator[tuple[int, 
             start, done = start + length, done + length
 
 
-def _looped(signed: jax.Array, offsets: jax.Array, rank: int) -> jax.Array:
+def _buckets_by_runs(signed: jax.Array, offsets: jax.Array, rank: int) -> jax.Array:
     """The buckets, float32 (rank,), of a vector times its signs: one run at a time."""
     runs = jnp.pad(signed, (0, len(offsets) * rank - signed.size)).reshape(-1, rank)
 
@@ -166,7 +166,7 @@ def _gaussian_project(key: jax.Array, segments: Segments, rank: int) -> Segments
     vector = jnp.concatenate(segments)
 
     def block(_, number):
-        return None, jnp.dot(_rows(key, number, vector.size, rank), vector, precision=EXACT)
+        return None, jnp.dot(_block_of_rows(key, number, vector.size, rank), vector, precision=EXACT)
 
     _, coordinates = jax.lax.scan(block, None, jnp.arange(_blocks(vector.size, rank)))
     return [coordinates.reshape(-1)[:rank] / math.sqrt(rank)]
@@ -177,27 +177,27 @@ def _gaussian_lift(key: jax.Array, coordinates: Segments, sizes: Sequence[int], 
 
     def block(total, numbered):
         number, chunk = numbered
-        return total + jnp.dot(chunk, _rows(key, number, size, rank), precision=EXACT), None
+        return total + jnp.dot(chunk, _block_of_rows(key, number, size, rank), precision=EXACT), None
 
-    blocks, height = _blocks(size, rank), _height(size, rank)
+    blocks, height = _blocks(size, rank), _rows_at_once(size, rank)
     chunks = jnp.pad(coordinates[0], (0, blocks * height - rank)).reshape(blocks, height)
     total, _ = jax.lax.scan(block, jnp.zeros(size), (jnp.arange(blocks), chunks))
-    return split(total / math.sqrt(rank), sizes)
+    return split_vector(total / math.sqrt(rank), sizes)
 
 
-def _height(size: int, rank: int) -> int:
+def _rows_at_once(size: int, rank: int) -> int:
     """How many rows of A^T, of d = `size` numbers each, are drawn at once."""
     return max(1, min(rank, DRAWN_AT_ONCE // size))
 
 
 def _blocks(size: int, rank: int) -> int:
-    return -(-rank // _height(size, rank))
+    return -(-rank // _rows_at_once(size, rank))
 
 
-def _rows(key: jax.Array, block: jax.Array, size: int, rank: int) -> jax.Array:
+def _block_of_rows(key: jax.Array, block: jax.Array, size: int, rank: int) -> jax.Array:
     """One block of rows of A^T, float32 (height, size)."""
     with DRAWS:
-        return jax.random.normal(jax.random.fold_in(key, block), (_height(size, rank), size))
+        return jax.random.normal(jax.random.fold_in(key, block), (_rows_at_once(size, rank), size))
 
 
 GAUSSIAN = Sketch(_gaussian_project, _gaussian_lift, stretch=None, encode_whole_batch=True)
@@ -222,16 +222,18 @@ def _hadamard_project(key: jax.Array, segments: Segments, rank: int) -> Segments
     sizes = [segment.size for segment in segments]
     padded = [_padded(size) for size in sizes]
     sign_key, row_key = jax.random.split(key)
-    signs = split(random_signs(sign_key, sum(sizes)), sizes)
-    kept = chosen(row_key, padded, rank)
-    return [_mixed(*each, scale=math.sqrt(sum(padded) / rank)) for each in zip(segments, signs, kept, strict=True)]
+    signs = split_vector(random_signs(sign_key, sum(sizes)), sizes)
+    kept = random_subset(row_key, padded, rank)
+    return [
+        _transformed(*each, scale=math.sqrt(sum(padded) / rank)) for each in zip(segments, signs, kept, strict=True)
+    ]
 
 
 def _hadamard_stretch(sizes: Sequence[int], rank: int) -> float:
     return math.sqrt(sum(map(_padded, sizes)) / rank)
 
 
-def _mixed(segment: jax.Array, signs: jax.Array, kept: jax.Array, *, scale: float) -> jax.Array:
+def _transformed(segment: jax.Array, signs: jax.Array, kept: jax.Array, *, scale: float) -> jax.Array:
     """The transform of one segment, float32 (padded size,), times `scale`, with zeros at results that are not kept.
 
     segment, signs: float32 (size,). kept: bool (padded size,).
@@ -289,7 +291,7 @@ def _orthonormal_project(key: jax.Array, segments: Segments, rank: int) -> Segme
 def _orthonormal_lift(key: jax.Array, coordinates: Segments, sizes: Sequence[int], rank: int) -> Segments:
     blocks = blocks_of(sum(sizes), rank)
     chunks = coordinates[0].reshape(blocks.chunks, blocks.together, blocks.columns)
-    return split(_each_chunk("bsc,bc->bs", key, blocks, chunks), sizes)
+    return split_vector(_each_chunk("bsc,bc->bs", key, blocks, chunks), sizes)
 
 
 def _orthonormal_stretch(sizes: Sequence[int], rank: int) -> float:
@@ -387,7 +389,7 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
     stretch = sketch.stretch if bounded else None
 
     def each_group(function: Callable, state: ProjectionState, *trees: Tree) -> Tree:
-        draw = keys.public(keys.fold_in(stream, 0 if every is None else state.step // every))
+        draw = keys.public_key(keys.fold_in(stream, 0 if every is None else state.step // every))
         numbers = jax.tree.unflatten(jax.tree.structure(ranks), range(len(jax.tree.leaves(ranks))))
 
         def of_group(number, rank, *groups):

@@ -15,9 +15,9 @@ from dp_accounting import DpEvent
 
 from dpx.accounting import renyi
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.loss import Loss, Released
-from dpx.accounting.profiles import UNBOUNDED, DeltaProfile, GaussianProfile, OneOf, Profile, RenyiProfile
-from dpx.accounting.words import upper
+from dpx.accounting.loss import Loss, ReleaseCount
+from dpx.accounting.profiles import UNBOUNDED, DeltaProfile, GaussianProfile, PickedProfile, Profile, RenyiProfile
+from dpx.accounting.wording import rounded_up
 from dpx.papers.dice_sgd import energy as feedback_energy
 from dpx.papers.dice_sgd import rounding
 from dpx.papers.dice_sgd.renyi import AmplifiedProfile
@@ -48,22 +48,22 @@ class ErrorFeedbackDpEvent(DpEvent, Loss):
     whole_run = True
 
     @property
-    def released(self) -> Released:
-        return Released(self.steps, self.steps)
+    def released(self) -> ReleaseCount:
+        return ReleaseCount(self.steps, self.steps)
 
     def profile(self, accountant: Accountant, relation: Relation) -> Profile:
         """The least of the bounds. The accountant "rdp" uses only the amplified bound, or Gaussian privacy."""
         if self.noise_multiplier < renyi.SMALLEST_NOISE:
             return UNBOUNDED
-        return OneOf(min, tuple(bounds(self, accountant, relation).values()))
+        return PickedProfile(min, tuple(bounds_by_name(self, accountant, relation).values()))
 
     def explain(self, delta: float, relation: Relation) -> str:
         """The bounds of the run in words, and which of them is its cost."""
         if self.noise_multiplier < renyi.SMALLEST_NOISE:
             return "Error feedback without noise has no finite epsilon."
-        epsilons = {name: bound.epsilon(delta) for name, bound in bounds(self, "tightest", relation).items()}
+        epsilons = {name: bound.epsilon(delta) for name, bound in bounds_by_name(self, "tightest", relation).items()}
         least = min(epsilons, key=lambda name: epsilons[name])
-        listed = ", ".join(f"{name}: {upper(value, 6)}" for name, value in epsilons.items())
+        listed = ", ".join(f"{name}: {rounded_up(value, 6)}" for name, value in epsilons.items())
         return (
             "Error feedback is one event of all its steps, by dpx's own bounds. No privacy loss distribution "
             f'is known, so "pld" gives the least of them. Used: {least}. All: {listed}. {_rounding(self)}'
@@ -71,7 +71,7 @@ class ErrorFeedbackDpEvent(DpEvent, Loss):
 
 
 def _rounding(event: ErrorFeedbackDpEvent) -> str:
-    covered = rounding.covers(
+    covered = rounding.proof_covers(
         steps=event.steps,
         reset_every=event.reset_every,
         error_shift=event.error_shift,
@@ -87,7 +87,7 @@ def _rounding(event: ErrorFeedbackDpEvent) -> str:
     )
 
 
-def bounds(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relation) -> dict[str, Profile]:
+def bounds_by_name(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relation) -> dict[str, Profile]:
     """The bounds that hold for the sampling and the relation, by name. Raises ValueError if there is none."""
     sampling, stated = event.sampling, event.sampling.relation
     if not sampling.plain:

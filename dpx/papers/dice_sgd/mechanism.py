@@ -23,7 +23,7 @@ from dpx.papers.dice_sgd.rounding import ERROR
 from dpx.sampling.schemes import Sampling
 from dpx.states.record import ReleaseState
 from dpx.sums import doubles
-from dpx.sums.total import ETA, FloatPair, as_pair
+from dpx.sums.float_pair import ETA, FloatPair, as_pair
 from dpx.trees import described
 from dpx.validation import require_number, require_whole
 from dpx.xla.ordering import compute_after
@@ -99,7 +99,7 @@ def dice_sgd(
     if not sampling.plain:
         words = "because error feedback has no known cost for them"
         raise ValueError(f"sampling must have no most_rows and no weights, {words}; got {sampling}")
-    noise_key = keys.stream(keys.secret(key), "noise")
+    noise_key = keys.stream(keys.warn_if_guessable(key), "noise")
     clip_norm = _rounded("clip_norm", clip_norm, SMALLEST_CLIP_NORM)
     if not (isinstance(outer_clip_norm, float) and outer_clip_norm == math.inf):
         outer_clip_norm = _rounded("outer_clip_norm", outer_clip_norm, clip_norm)
@@ -182,16 +182,18 @@ class _Run(NamedTuple):
         total, withheld = map(as_pair, sums)
         remembered, fed_back = self.scales(step, state.unreleased_error)
         with float64("error feedback"):
-            exact = doubles.values(state.unreleased_error)
+            exact = doubles.as_float64(state.unreleased_error)
             # The error is added before the noise, because the release rounds the sum that it adds noise to.
-            added = jax.tree.map(lambda t, e: t + (fed_back * e) * divisor, doubles.values(total), exact)
-            total = doubles.halved(added)
+            added = jax.tree.map(lambda t, e: t + (fed_back * e) * divisor, doubles.as_float64(total), exact)
+            total = doubles.as_float_pair(added)
         deviation = self.noise_multiplier * self.clip_norm * (1 + ETA + ERROR)
         updates = jax.tree.map(lambda r: r / divisor, keys.release(self.noise_key, step, total, deviation))
         error = compute_after(updates, state.unreleased_error)  # in its memory
         with float64("error feedback"):
-            kept = jax.tree.map(lambda e: (remembered - fed_back) * e, doubles.values(error))
-            error = doubles.halved(jax.tree.map(lambda e, w: e + w / divisor, kept, doubles.values(withheld)))
+            kept = jax.tree.map(lambda e: (remembered - fed_back) * e, doubles.as_float64(error))
+            error = doubles.as_float_pair(
+                jax.tree.map(lambda e, w: e + w / divisor, kept, doubles.as_float64(withheld))
+            )
         state = ErrorFeedbackState(state.release.after(self.noise_multiplier), error)
         return optax.tree.cast_like(updates, params), state
 
@@ -200,7 +202,7 @@ class _Run(NamedTuple):
         reset, and of its part that is fed back."""
         forgotten = jnp.zeros((), bool) if self.reset_every is None else step % self.reset_every == 0
         with float64("error feedback"):
-            norm = jnp.maximum(doubles.norm(error), SMALLEST_DIVISOR)
+            norm = jnp.maximum(doubles.norm_of_total(error), SMALLEST_DIVISOR)
             remembered = jnp.minimum(norm, LARGEST_CLIP_NORM)
             both = remembered / norm, self.fed_back(remembered) / norm
             # The barrier makes XLA compute the numbers once, not for every number of the error.

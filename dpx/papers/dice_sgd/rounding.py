@@ -1,9 +1,9 @@
 """Why the costs of error feedback hold for the computed releases, and for which runs.
 
 The unit is C1 / B, so what is fed back counts B / C1 times. The computed sums and withheld parts move by at most 1 +
-ETA times 1 and rho (`dpx.sums.total`), and the noise is 1 + ETA + ERROR times what the cost assumes. The bounds scale:
-nu, shifts and error moves, all times 1 + ETA + ERROR, cost the same. So the rounding of the error may move a run by
-ERROR times the shift, and rho, of its first participation.
+ETA times 1 and rho (`dpx.sums.float_pair`), and the noise is 1 + ETA + ERROR times what the cost assumes. The bounds
+scale: nu, shifts and error moves, all times 1 + ETA + ERROR, cost the same. So the rounding of the error may move a run
+by ERROR times the shift, and rho, of its first participation.
 
 A STEP, with v = 2^-53, from an error e with |e| <= M, which is two float32 numbers and exact in float64. The computed
 norm is off by 32 v (`dpx.sums.doubles`), the scale of the part that is fed back by 36 v, that part by 37 v M, what is
@@ -42,7 +42,7 @@ ERROR = 2.0**-15
 LARGEST = 2.0**29
 
 
-def covers(
+def proof_covers(
     *, steps: int, reset_every: int | None, error_shift: float, feedback_shift: float, batch_size: float, examples: int
 ) -> bool:
     """Whether the conditions above hold. The arguments are as in `ErrorFeedbackDpEvent`.

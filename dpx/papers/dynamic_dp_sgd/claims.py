@@ -1,6 +1,6 @@
 """Numbers of the paper of Dynamic DP-SGD, to compare a cost with. Report none of them as spent: use `dpx.epsilon`.
 
-`mu_total` and `mu_0` rest on a central limit theorem (CLT) for many steps at small sampling rates (Bu et al. 2020,
+`mu_total` and `first_mu` rest on a central limit theorem (CLT) for many steps at small sampling rates (Bu et al. 2020,
 https://arxiv.org/abs/1911.11607, extended to changing noise by Dynamic DP-SGD, Du et al. 2021,
 https://arxiv.org/abs/2111.00173). They promise too little. The true epsilon, by privacy loss distributions, is 1.0 to
 1.05 times theirs at sampling rate 0.01 and 5,000 steps with all noise multipliers above 1, 1.5 to 3 times at 500 steps
@@ -99,7 +99,7 @@ def mu_total(noise_multipliers: Any, *, sampling_rate: Any, counts: Any = None) 
         return math.sqrt(float(np.sum(repeats * rates**2 * np.expm1(sigmas**-2.0))))
 
 
-def mu_0(*, epsilon: float, delta: float, sampling_rate: float, steps: int, growth: float = 1.0) -> float:
+def first_mu(*, epsilon: float, delta: float, sampling_rate: float, steps: int, growth: float = 1.0) -> float:
     """Dynamic DP-SGD's first mu: an approximation, whose noise may be too small for (epsilon, delta). Never a cost.
 
     sigma_t = growth^(-t/steps) / mu_0, t = 1 .. steps, spends epsilon at delta according to the CLT, and more in truth.

@@ -28,7 +28,7 @@ def dynamic_dp_sgd(
 
     The paper claims the epsilon of a central limit theorem. That does not hold, because the true composition of all
     steps costs more. dpx computes, and calibrates to, the true composition. (The paper's `noise_multiplier` is `1 /
-    dpx.papers.dynamic_dp_sgd.claims.mu_0(...)`. It is too small, and `dpx.epsilon` computes what it costs.)
+    dpx.papers.dynamic_dp_sgd.claims.first_mu(...)`. It is too small, and `dpx.epsilon` computes what it costs.)
 
     clip_norm: C_0, in [2^-40, 1e15], in the units of the gradient. steps: T, at least 1.
     rho_mu: growing-mu. rho_c: sensitivity decay. Both at least 1; with 1, the noise or the clip norm is constant.

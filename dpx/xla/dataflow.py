@@ -7,13 +7,13 @@ from typing import Any
 
 from jax.extend import core
 
-from dpx.xla.jaxprs import bodies, parts_of_scan
+from dpx.xla.jaxprs import inner_bodies, parts_of_scan
 
 Marks = Sequence[int]  # sets of bits, one for each value
 Visit = Callable[[core.JaxprEqn, Marks, int], None]
 
 
-def spread(jaxpr: Any, marks: Marks, visit: Visit, constants: Marks = ()) -> list[int]:
+def spread_marks(jaxpr: Any, marks: Marks, visit: Visit, constants: Marks = ()) -> list[int]:
     """The marks of the results of a jaxpr, given the `marks` of its inputs and of its `constants`.
 
     visit: called as visit(equation, marks of its inputs, control) for every equation, including inner ones, and in a
@@ -33,7 +33,7 @@ def spread(jaxpr: Any, marks: Marks, visit: Visit, constants: Marks = ()) -> lis
     return [of(v) for v in jaxpr.outvars]
 
 
-def joined(marks: Marks) -> int:
+def join_marks(marks: Marks) -> int:
     return functools.reduce(operator.or_, marks, 0)
 
 
@@ -41,20 +41,20 @@ def _through(equation: core.JaxprEqn, inputs: list[int], visit: Visit) -> tuple[
     """The marks of the results of one equation, and of what decides its course."""
     name, params = equation.primitive.name, equation.params
     if name == "cond":
-        results = [spread(branch, inputs[1:], visit) for branch in params["branches"]]
-        return [joined([*each, inputs[0]]) for each in zip(*results, strict=True)], inputs[0]
+        results = [spread_marks(branch, inputs[1:], visit) for branch in params["branches"]]
+        return [join_marks([*each, inputs[0]]) for each in zip(*results, strict=True)], inputs[0]
     if name == "while":
         ahead, constants = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         outputs = _loop(params["body_jaxpr"], inputs[ahead:constants], inputs[constants:], (), visit)
-        return outputs, joined(spread(params["cond_jaxpr"], [*inputs[:ahead], *outputs], visit))
+        return outputs, join_marks(spread_marks(params["cond_jaxpr"], [*inputs[:ahead], *outputs], visit))
     if name == "scan":
         constants, count = parts_of_scan(params)
         carried = constants + count
         return _loop(params["jaxpr"], inputs[:constants], inputs[constants:carried], inputs[carried:], visit), 0
-    called, outputs = params.get("jaxpr", params.get("call_jaxpr")), [joined(inputs)] * len(equation.outvars)
-    for body in bodies(equation):
+    called, outputs = params.get("jaxpr", params.get("call_jaxpr")), [join_marks(inputs)] * len(equation.outvars)
+    for body in inner_bodies(equation):
         if len(body.invars) == len(inputs):
-            found = spread(body, inputs, visit)
+            found = spread_marks(body, inputs, visit)
             outputs = found if body is getattr(called, "jaxpr", called) else outputs
     return outputs, 0
 
@@ -62,7 +62,7 @@ def _through(equation: core.JaxprEqn, inputs: list[int], visit: Visit) -> tuple[
 def _loop(body: Any, constants: Marks, carried: Marks, rest: Marks, visit: Visit) -> list[int]:
     """The marks of the results of a loop after any number of rounds."""
     while True:
-        outputs = spread(body, [*constants, *carried, *rest], visit)
+        outputs = spread_marks(body, [*constants, *carried, *rest], visit)
         longer = [a | b for a, b in zip(carried, outputs, strict=False)]
         if longer == carried:
             return [*longer, *outputs[len(longer) :]]

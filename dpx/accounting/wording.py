@@ -3,7 +3,7 @@
 from decimal import ROUND_CEILING, Context
 
 
-def upper(value: float, digits: int) -> str:
+def rounded_up(value: float, digits: int) -> str:
     """A bound in words, rounded up to `digits` digits, so that what is printed holds too."""
     nearest = f"{value:.{digits}g}"
     if float(nearest) >= value:
@@ -18,6 +18,6 @@ def owner_of(records: int, drawn: str = "example") -> str:
     return f"person with up to {records} records" + (f" (each one {drawn})" if drawn != "example" else "")
 
 
-def whose(records: int) -> str:
+def for_whom(records: int) -> str:
     """Whom an epsilon is for, in words to print behind it; nothing where it is for what the sampling draws."""
     return "" if records == 1 else f" for a {owner_of(records)}"

@@ -2,13 +2,13 @@
 
 A partial sum over the positions of an example may be much longer than its gradient, because positions cancel, and so
 may its rounding. So where a site has several positions, whole gradients are added, one example after another: the norm
-then contains the rounding of that example's gradient (`norms.sum_error`), and `dpx.sums.total` bounds the rounding of
-the sum over examples. At most one gradient of a microbatch is in memory.
+then contains the rounding of that example's gradient (`norms.sum_error`), and `dpx.sums.float_pair` bounds the rounding
+of the sum over examples. At most one gradient of a microbatch is in memory.
 
-A matrix unit multiplies short numbers exactly (`dpx.xla.units`), but a short number times its factor is long. With one
-position, the product with the factor is truncated: |a| |truncated(f b)| <= f |a| |b|, so the norm still bounds it. With
-several, the factor multiplies the finished product of its example. Products below 2^-126 may become 0 there, before
-the factor: a factor of up to 2^20 makes less than 2^-70 of that in a sum of 2^36 of them.
+A matrix unit multiplies short numbers exactly (`dpx.xla.matrix_units`), but a short number times its factor is long.
+With one position, the product with the factor is truncated: |a| |truncated(f b)| <= f |a| |b|, so the norm still bounds
+it. With several, the factor multiplies the finished product of its example. Products below 2^-126 may become 0 there,
+before the factor: a factor of up to 2^20 makes less than 2^-70 of that in a sum of 2^36 of them.
 
 A sum of kernels of a convolution is a product of patches, but for a CPU's. XLA gives a convolution of a GPU to cuDNN,
 which may take Winograd's algorithm or Fourier transforms, whose rounding no proof here bounds.
@@ -24,9 +24,18 @@ import jax.numpy as jnp
 
 from dpx.gradients.ghost.norms import product_of_positions
 from dpx.gradients.ghost.rules import Site
-from dpx.sums.rows import added, devices_for, in_range, plus_finished, repeated, sum_in_blocks, times, weighted_rows
-from dpx.sums.total import blocks_for
-from dpx.xla.place import here
+from dpx.sums.clipped_sum import (
+    add_in_turns,
+    devices_for,
+    in_range,
+    plus_finished,
+    repeat_to_shape,
+    scaled_rows,
+    sum_in_blocks,
+    weighted_rows,
+)
+from dpx.sums.float_pair import blocks_for
+from dpx.xla.place import current_place
 
 SOME_NUMBERS = 2**21  # of the gradients that a matrix unit finishes at once, 8 MiB; a kernel alone takes 1,800 cycles
 # Of the gradients of a block that a TPU finishes in turn, without a loop, which would keep their sum in slower memory
@@ -35,29 +44,29 @@ MOST_IN_TURN = 2**24
 FEW_ROWS = 4  # a block that reads less than this part of a table does not make a sum of its size
 
 
-def at_site(site: Site, shape: tuple[int, ...], record, factors: jax.Array) -> jax.Array:
+def sum_at_site(site: Site, shape: tuple[int, ...], record, factors: jax.Array) -> jax.Array:
     """The sum, float32, of the parameter's shape, where an example adds at most one product to an element. record: the
     inputs and cotangents of B examples. factors: float32 (B,)."""
 
-    unit = here().unit
+    unit = current_place().unit
 
     def sum_block(rows):
         record, factors = rows
         inputs, cotangents = weighted_rows(factors, record)
-        if here().platform == "cpu":
-            cotangents = times(factors, cotangents)
+        if current_place().platform == "cpu":
+            cotangents = scaled_rows(factors, cotangents)
             apply: Any = site.apply
             return transpose(
                 lambda w: jax.vmap(apply, (0, None), axis_size=len(cotangents))(inputs, w), shape, cotangents
             )
         a, b = jax.vmap(site.matrices)(inputs, cotangents)
-        rows = (x[:, :, 0].swapaxes(0, 1) for x in (a, unit.truncated(times(factors, b))))
+        rows = (x[:, :, 0].swapaxes(0, 1) for x in (a, unit.truncated(scaled_rows(factors, b))))
         return _product(site, shape, *rows)
 
     return sum_in_blocks(sum_block, (record, factors), math.prod(shape), unit)
 
 
-def of_rows(site: Site, shape: tuple[int, ...], record, factors: jax.Array) -> jax.Array:
+def sum_of_table_rows(site: Site, shape: tuple[int, ...], record, factors: jax.Array) -> jax.Array:
     """The sum, float32, of the parameter's shape, of rows of a table. record: of B examples, the indices, int32 (B, T),
     and the rows, float32 (B, T, O), of `norms.rows`. factors: float32 (B,).
 
@@ -69,9 +78,9 @@ def of_rows(site: Site, shape: tuple[int, ...], record, factors: jax.Array) -> j
 
     def weighted(some):
         (indices, rows), factors = weighted_rows(some[1], some[0]), some[1]
-        return indices.reshape(-1), times(factors, rows).reshape(-1, rows.shape[-1])
+        return indices.reshape(-1), scaled_rows(factors, rows).reshape(-1, rows.shape[-1])
 
-    if here().devices > 1 or blocks == 1 or FEW_ROWS * positions * len(factors) > blocks * count:
+    if current_place().devices > 1 or blocks == 1 or FEW_ROWS * positions * len(factors) > blocks * count:
         return sum_in_blocks(lambda some: _scattered(site, shape, *weighted(some)), (record, factors), math.prod(shape))
 
     def add(table, block):
@@ -81,11 +90,13 @@ def of_rows(site: Site, shape: tuple[int, ...], record, factors: jax.Array) -> j
     width = len(factors) // blocks
     first = len(factors) - width * (blocks - 1)
     begin = functools.partial(add, jnp.zeros(site.sizes[2:], jnp.float32))
-    total = added(lambda some: _merged(*weighted(some)), (record, factors), first, width, add, begin=begin)
+    total = add_in_turns(
+        lambda some: _merge_equal_rows(*weighted(some)), (record, factors), first, width, add, begin=begin
+    )
     return transpose(site.arrange, shape, total[None])
 
 
-def _merged(indices: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _merge_equal_rows(indices: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The sums of the rows, float32 (n, O), of equal index, int32 (n,), and these indices, with -1 for no row."""
     order = jnp.argsort(indices)
     ordered = indices[order]
@@ -106,13 +117,13 @@ def _plus_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Arr
     return jax.lax.scatter_add(table, indices[:, None], rows, numbers, mode="drop")
 
 
-def row(arrays: Any, number: jax.Array, axis: int = 0) -> Any:
+def take_row(arrays: Any, number: jax.Array, axis: int = 0) -> Any:
     """Row `number`, at least 0, of arrays along an axis."""
     how = {"keepdims": False, "allow_negative_indices": False}  # else three more operations for each array
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, axis, **how), arrays)
 
 
-def one_by_one(
+def sum_one_by_one(
     sites: tuple[Site, ...], groups: list[tuple[int, ...]], shape: tuple[int, ...], records: list, factors: jax.Array
 ) -> jax.Array:
     """The sum over all sites, float32, of the parameter's shape. groups: the numbers of sites that see its elements
@@ -121,14 +132,14 @@ def one_by_one(
 
     def sum_block(rows):
         def add(number, total):
-            of_one, factor = row(rows, number)
-            return plus_finished(total, of_example(sites, groups, shape, weighted_rows(factor, of_one), factor))
+            of_one, factor = take_row(rows, number)
+            return plus_finished(total, example_gradient(sites, groups, shape, weighted_rows(factor, of_one), factor))
 
         return jax.lax.fori_loop(0, len(rows[1]), add, jnp.zeros(shape, jnp.float32))
 
     def finished(records, factors):
-        of_each = jax.vmap(lambda records: of_example(sites, groups, shape, records, jnp.float32(1)))
-        return repeated(factors, (len(factors), *shape)) * of_each(weighted_rows(factors, records))
+        of_each = jax.vmap(lambda records: example_gradient(sites, groups, shape, records, jnp.float32(1)))
+        return repeat_to_shape(factors, (len(factors), *shape)) * of_each(weighted_rows(factors, records))
 
     def sum_some(rows):
         """Of finished products, times their factors: no matrix product can begin with the sum of others."""
@@ -138,18 +149,20 @@ def one_by_one(
         each = [jax.tree.map(lambda x, i=i: x[i : i + 1], rows) for i in range(len(rows[1]))]
         return functools.reduce(jnp.add, [finished(*row)[0] for row in each])
 
-    if here().unit.rounds:
+    if current_place().unit.rounds:
         numbers = math.prod(shape)
         some = min(len(factors), max(1, SOME_NUMBERS // numbers))
-        in_turn = here().platform == "tpu" and some < len(factors) <= MOST_IN_TURN // numbers
-        sum_block = sum_in_turn if in_turn else functools.partial(added, sum_some, first=some, width=some, add=jnp.add)
+        in_turn = current_place().platform == "tpu" and some < len(factors) <= MOST_IN_TURN // numbers
+        sum_block = (
+            sum_in_turn if in_turn else functools.partial(add_in_turns, sum_some, first=some, width=some, add=jnp.add)
+        )
     return sum_in_blocks(sum_block, (records, factors), math.prod(shape))
 
 
 SLACK = 1 - 2.0**-21  # for the roundings of a quotient of two norms and of its product with a factor
 
 
-def no_longer(found: jax.Array, norms: jax.Array) -> jax.Array:
+def shortening_factors(found: jax.Array, norms: jax.Array) -> jax.Array:
     """The factors, float32, that make gradients of norms `found` no longer than `norms`; 0 if not in range."""
     shorter = jnp.where(found > norms, norms / found * SLACK, 1)
     return jnp.where(in_range(found), shorter, 0)
@@ -164,16 +177,16 @@ def one_after_another(function: Callable, rows: Any) -> Any:
     by_device = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), rows)
 
     def of_each_device(number):
-        return jax.vmap(function)(row(by_device, number, axis=1))
+        return jax.vmap(function)(take_row(by_device, number, axis=1))
 
     found = jax.lax.map(of_each_device, jnp.arange(size // devices))
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(size, *x.shape[2:]), found)
 
 
-def of_example(
+def example_gradient(
     sites: tuple[Site, ...], groups: list[tuple[int, ...]], shape: tuple[int, ...], records: list, factor: jax.Array
 ) -> jax.Array:
-    """factor times the gradient of one example, as in `one_by_one`; without the factor on a matrix unit."""
+    """factor times the gradient of one example, as in `sum_one_by_one`; without the factor on a matrix unit."""
 
     def of_group(numbers: tuple[int, ...]) -> list[jax.Array]:
         some = [(sites[number], *records[number]) for number in numbers]
@@ -181,7 +194,7 @@ def of_example(
             return [_at_one_site(site, shape, *record, factor=factor) for site, *record in some]
         read = [site.matrices(*record) for site, *record in some]
         indices, b = (jnp.concatenate(each) for each in zip(*read, strict=True))
-        return [_scattered(some[0][0], shape, indices, times(factor, b))]
+        return [_scattered(some[0][0], shape, indices, scaled_rows(factor, b))]
 
     return functools.reduce(jnp.add, [grad for numbers in groups for grad in of_group(numbers)])
 
@@ -190,8 +203,8 @@ def _at_one_site(site: Site, shape: tuple[int, ...], inputs, dy: jax.Array, *, f
     """The gradient of one example at one site, times its factor unless this multiplies the finished sum. The factor
     multiplies the smaller of A and B."""
     a, b = site.matrices(inputs, dy)
-    if not here().unit.rounds:
-        a, b = (times(factor, a), b) if a.size < b.size else (a, times(factor, b))
+    if not current_place().unit.rounds:
+        a, b = (scaled_rows(factor, a), b) if a.size < b.size else (a, scaled_rows(factor, b))
     return _product(site, shape, a, b)
 
 

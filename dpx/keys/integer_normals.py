@@ -79,10 +79,11 @@ def normal(polar: tuple[Limbs, jax.Array], words: Sequence[jax.Array], second: j
     return _signed(_shifted_right(size, exponent + 2), negative)
 
 
-def rounded(high: jax.Array, low: jax.Array | None, noise: Limbs | None, exponent: jax.Array) -> jax.Array:
+def round_to_grid(high: jax.Array, low: jax.Array | None, noise: Limbs | None, exponent: jax.Array) -> jax.Array:
     """gamma k of `noise.py`, float32 in the shape of `high`. noise: R g of `normal`, or None. gamma: 2^exponent.
 
-    exponent: int32 (), from -130 to 126. high, low: as in `noise.rounded`, below 2^127 gamma, about 2^122 deviations.
+    exponent: int32 (), from -130 to 126. high, low: as in `noise.round_to_grid`, below 2^127 gamma, about 2^122
+    deviations.
     """
     scaled, more = _scaled(high, -exponent), jnp.zeros_like(high)
     whole = jnp.trunc(scaled)

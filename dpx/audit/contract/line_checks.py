@@ -10,13 +10,13 @@ from jax.extend import core
 from dpx.audit.contract import inputs as inputs
 from dpx.audit.contract.draws import FULLY
 from dpx.audit.contract.noise import require_rows_alone
-from dpx.audit.contract.report import Broken, listed
+from dpx.audit.contract.report import Broken, numbers_in_words
 from dpx.audit.contract.secrecy import KEY, RAW
-from dpx.audit.contract.subject import AT_STEPS, STEPS, Problem, all_but, everyone
+from dpx.audit.contract.subject import AT_STEPS, STEPS, Problem, all_but_one, all_included
 from dpx.audit.contract.trial import Trial
 from dpx.keys import is_key
+from dpx.xla.dataflow import join_marks, spread_marks
 from dpx.xla.jaxprs import constants, identity_of_program
-from dpx.xla.marks import joined, spread
 
 TOLERANCE = 1e-5  # relative, of the norm of a contribution
 GARBAGE = (0, 3, inputs.ROWS - 2)  # positions of the first of two rows of padding
@@ -41,7 +41,7 @@ def bounded(trial: Trial) -> str:
                 norms = trial.norms(step, of_each(problem.hostile, state))
                 rows += len(norms)
                 _require_at_most(norms, clip_norm, f"{name} of the loss, step {step}")
-    norms = listed([trial.clip_norm(step) for step in STEPS])
+    norms = numbers_in_words([trial.clip_norm(step) for step in STEPS])
     return f"{rows} examples {AT_STEPS}: none contributes more than norm {norms}; those that are not finite, zero"
 
 
@@ -71,12 +71,12 @@ def float32(trial: Trial) -> str:
         found = set()
 
         def visit(equation, marks, control, found=found):
-            if joined(marks) in (RAW, KEY):
+            if join_marks(marks) in (RAW, KEY):
                 found |= _low_precision(equation)
 
         raw = [RAW] * len(jax.tree.leaves(trial.params))
         marks = raw + [0] * (len(closed.jaxpr.invars) - len(raw))
-        spread(closed, marks, visit, [KEY if is_key(leaf) else 0 for leaf in closed.consts])
+        spread_marks(closed, marks, visit, [KEY if is_key(leaf) else 0 for leaf in closed.consts])
         if found:
             raise Broken(f"computes in less than 32 bits: {', '.join(sorted(found))}")
     return "sums and noise have no arithmetic in less than 32 bits, on gradients in float32, float16 and bfloat16"
@@ -110,9 +110,9 @@ def adjacent(trial: Trial) -> str:
         for problem in trial.problems:
             rows = _with_a_loud_row(trial, problem)
             for name, path in list(problem.paths.items())[: None if step in FULLY else 1]:
-                everyones, _ = path(rows, trial.state(step), everyone())
+                everyones, _ = path(rows, trial.state(step), all_included())
                 for missing in range(inputs.ROWS):
-                    others, _ = path(rows, trial.state(step), all_but(missing))
+                    others, _ = path(rows, trial.state(step), all_but_one(missing))
                     change = inputs.flattened(everyones) - inputs.flattened(others)
                     size = release.size_of_update(change)
                     if not size <= most:
@@ -128,9 +128,9 @@ def adjacent(trial: Trial) -> str:
 def _require_adjacent_sums(trial: Trial, step: int) -> None:
     """Raises Broken if one example left out moves the released sums by more than the clip norm."""
     state, rows = trial.state(step), _with_a_loud_row(trial, trial.problems[0])
-    everyones = trial.sums(rows, state, everyone())
+    everyones = trial.sums(rows, state, all_included())
     for missing in range(inputs.ROWS):
-        others = trial.sums(rows, state, all_but(missing))
+        others = trial.sums(rows, state, all_but_one(missing))
         change = jax.tree.map(lambda a, b: np.asarray(a)[None] - np.asarray(b)[None], everyones, others)
         (norm,) = trial.norms(step, change)
         if not norm <= trial.clip_norm(step) * (1 + 1e-5):
@@ -155,13 +155,13 @@ def padding(trial: Trial) -> str:
             for position in (0, 1, 2):
                 found = path(inputs.with_garbage(problem.rows, position), state, nobody)
                 _require_same(found, noise, f"rows move a step in which none of them counts ({name})")
-        real = inputs.take(problem.rows, np.arange(inputs.ROWS - 2))
+        real = inputs.take_rows(problem.rows, np.arange(inputs.ROWS - 2))
         state = trial.state(4)
         expected = stacked(real, state, np.ones(inputs.ROWS - 2, bool))
         for name, path in problem.paths.items():
             for first in GARBAGE:
                 order = np.insert(np.arange(inputs.ROWS - 2), first, [inputs.ROWS - 2, inputs.ROWS - 1])
-                padded = inputs.take(problem.rows, order)
+                padded = inputs.take_rows(problem.rows, order)
                 for position in (first, first + 1):
                     padded = inputs.with_garbage(padded, position)
                 found = path(padded, state, order < inputs.ROWS - 2)
@@ -175,7 +175,7 @@ def additive(trial: Trial) -> str:
     for problem in trial.problems:
         names += [f"{name} of {problem.name}" for name in problem.paths]
         for step in STEPS:
-            first, *others = [path(problem.rows, trial.state(step), all_but(2)) for path in problem.paths.values()]
+            first, *others = [path(problem.rows, trial.state(step), all_but_one(2)) for path in problem.paths.values()]
             for name, found in zip(list(problem.paths)[1:], others, strict=True):
                 _require_same(found, first, f"{name} and update differ at step {step}", problem)
     return f"the same step by {', '.join(names)}"
@@ -200,7 +200,7 @@ def divisor(trial: Trial) -> str:
         for rows, copies in ((inputs.ROWS, 3), (inputs.ROWS, inputs.ROWS), (inputs.ROWS - 2, inputs.ROWS - 2)):
             if rows < inputs.ROWS and name != "update":
                 continue
-            updates, _ = path(inputs.take(one, np.arange(rows)), state, np.arange(rows) < copies)
+            updates, _ = path(inputs.take_rows(one, np.arange(rows)), state, np.arange(rows) < copies)
             tried.append((inputs.flattened(updates) - silent) / copies)
             if not np.abs(tried[-1] - tried[0]).max() <= 1e-3 * np.abs(tried[0]).max():
                 raise Broken(f"{copies} copies of an example in {rows} rows do not move the update so often ({name})")
@@ -212,7 +212,7 @@ def resume(trial: Trial) -> str:
     state = trial.state(4)
     restored = jax.tree.map(lambda leaf: leaf if is_key(leaf) else np.asarray(leaf), state)
     rows = trial.problems[0].rows
-    found, expected = (trial.update(rows, given, all_but()) for given in (restored, state))
+    found, expected = (trial.update(rows, given, all_but_one()) for given in (restored, state))
     _require_same(found, expected, "a state that was stored and restored makes another step")
     require_same_program(trial.traced_once, trial.trace())
     return "the same step from a restored state; the same program when it is traced again"
@@ -226,5 +226,5 @@ def require_same_program(first: core.ClosedJaxpr, second: core.ClosedJaxpr) -> N
 
 def _same_constants(first, second) -> bool:
     """Whether the constants are equal bit for bit, including those in functions that a program calls."""
-    words = ([np.asarray(c).tobytes() for c in inputs.readable([*constants(closed)])] for closed in (first, second))
+    words = ([np.asarray(c).tobytes() for c in inputs.keys_as_bits([*constants(closed)])] for closed in (first, second))
     return [*next(words)] == [*next(words)]

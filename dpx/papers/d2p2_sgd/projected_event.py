@@ -23,10 +23,10 @@ from scipy import special
 from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
 from dpx.accounting.ledger import from_event
-from dpx.accounting.loss import Loss, deviations
+from dpx.accounting.loss import Loss, in_deviations
 from dpx.accounting.pld.buckets import bucketed
-from dpx.accounting.pld.losses import Pmf, SampledGaussian, StepLoss, mixture
-from dpx.sampling.events import composition
+from dpx.accounting.pld.losses import Pmf, SampledGaussian, StepLoss, mix_pmfs
+from dpx.sampling.events import compose_events
 
 # Costs are upper bounds for any of these numbers: noise is rounded down, stretches are rounded up, tails are counted.
 _DISTINCT_NOISE_MULTIPLIERS = 64  # each is a mixture of up to _MOST_STRETCHES privacy loss distributions
@@ -60,7 +60,7 @@ class ProjectedGaussianDpEvent(dp_accounting.DpEvent, Loss):
     def largest_shift(self, relation: Relation) -> float:
         """The most that one example moves a release, in deviations of its noise, except with probability 1e-50."""
         effect = 2 if relation == "replace_one" else 1
-        return deviations(effect * _largest_stretch(_SHIFT_TAIL, self.rank), self.noise_multiplier)
+        return in_deviations(effect * _largest_stretch(_SHIFT_TAIL, self.rank), self.noise_multiplier)
 
     def step(self, relation: Relation) -> "ProjectedGaussian":
         if relation == "replace_one":
@@ -77,7 +77,7 @@ def _largest_stretch(tail: float, rank: int) -> float:
     return math.sqrt(1 + math.sqrt(2 * exponent) + exponent)
 
 
-def projected(event: dp_accounting.DpEvent, *, rank: int, blocks: int = 1) -> dp_accounting.DpEvent:
+def projected_event_of(event: dp_accounting.DpEvent, *, rank: int, blocks: int = 1) -> dp_accounting.DpEvent:
     """`event` with a fresh Gaussian projection before each of its releases.
 
     rank: int, the smallest rank of the blocks. blocks: int, the number of blocks that are projected separately. More
@@ -95,7 +95,9 @@ def projected(event: dp_accounting.DpEvent, *, rank: int, blocks: int = 1) -> dp
     sigmas, rates = np.array([(loss.noise_multiplier, loss.rate) for loss in losses]).T
     steps = bucketed(sigmas, rates, np.array(list(losses.values())), _DISTINCT_NOISE_MULTIPLIERS)
     columns = zip(steps.smallest_noise.tolist(), steps.largest_rate.tolist(), steps.counts.tolist(), strict=True)
-    return composition((ProjectedGaussianDpEvent(sigma, rate, rank, blocks), count) for sigma, rate, count in columns)
+    return compose_events(
+        (ProjectedGaussianDpEvent(sigma, rate, rank, blocks), count) for sigma, rate, count in columns
+    )
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class ProjectedGaussian(StepLoss):
             return np.full(len(orders), np.inf)
         stretches, shares, _ = self._stretches(_RENYI_TAIL)
         rates = np.full(len(stretches), self.rate)
-        divergences = renyi.sampled_gaussian(self.noise_multiplier / stretches, rates, orders)  # (stretches, orders)
+        divergences = renyi.gaussian_rdp(self.noise_multiplier / stretches, rates, orders)  # (stretches, orders)
         growth = orders * (orders - 1) / (2 * self.noise_multiplier**2)  # (a - 1) D_a = growth S^2 at most
         square = stretches[-1] ** 2
         exists = growth < self.rank / 2 * (1 - 1 / square)
@@ -138,7 +140,7 @@ class ProjectedGaussian(StepLoss):
             SampledGaussian(self.noise_multiplier / stretch, self.rate).pmfs(grid, tail=tail / 2, largest=largest)
             for stretch in stretches.tolist()
         ]
-        return tuple(mixture(pmfs, shares.tolist(), beyond) for pmfs in zip(*by_stretch, strict=True))
+        return tuple(mix_pmfs(pmfs, shares.tolist(), beyond) for pmfs in zip(*by_stretch, strict=True))
 
     def _stretches(self, tail: float) -> tuple[np.ndarray, np.ndarray, float]:
         """Increasing stretches S, the upper ends of bins, their probabilities, and the probability of all larger ones.

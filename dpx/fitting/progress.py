@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.accounting.words import upper, whose
+from dpx.accounting.wording import for_whom, rounded_up
 from dpx.fitting import processes
 from dpx.fitting.settings import RunPlan
-from dpx.fitting.step import Carry, OfBatch, copied
+from dpx.fitting.step import BatchLosses, Carry, fresh_copy
 from dpx.gradients import Unreleased
 from dpx.reports.report import PrivacyReport
 from dpx.statistics.metrics import PrivateMetric
@@ -99,7 +99,7 @@ class FitResult(NamedTuple):
             axes.set_ylabel(name)
         spent, budget = panels[len(metrics)], self.report.budget
         spent.lines[0].set(drawstyle="steps-pre")
-        spent.set_ylabel(f"epsilon at delta {upper(self.delta, 6)}{whose(self.report.records)}")
+        spent.set_ylabel(f"epsilon at delta {rounded_up(self.delta, 6)}{for_whom(self.report.records)}")
         if budget is not None and (budget.delta, budget.records) == (self.delta, self.report.records):
             spent.axhline(budget.epsilon, color="k", linestyle="--", linewidth=1, label="target")
             spent.legend()
@@ -137,7 +137,7 @@ class Watcher:
         if every is None:
             sampling = run.optimizer.sampling
             every = max(round(sampling.examples / sampling.divisor), math.ceil(run.steps / MOST_EVALUATIONS))
-        every, bar = require_whole("evaluate_every", every), _bar(run.steps, progress)
+        every, bar = require_whole("evaluate_every", every), _progress_bar(run.steps, progress)
         if evaluate_private is not None:
             if not isinstance(evaluate_private, PrivateMetric):
                 words = f"must be a dpx.statistics.PrivateMetric, got {described(evaluate_private)}"
@@ -155,30 +155,30 @@ class Watcher:
                 found["skipped", row["step"]] += row["step"] // self.every - first // self.every
             self.evaluate_private.continues(found)
 
-    def look(self, step: int, carry: Carry, batch: OfBatch) -> bool:
+    def look(self, step: int, carry: Carry, batch: BatchLosses) -> bool:
         """Adds a row to the history. Returns whether a callback asks to stop."""
         shown = self.evaluate is not None or self.evaluate_private is not None or self.callbacks
-        params, loss = copied(carry.params) if shown else carry.params, float(batch.mean)
+        params, loss = fresh_copy(carry.params) if shown else carry.params, float(batch.mean)
         epsilon = self.run.epsilon(carry.state)
         metrics = {}
         if self.evaluate is not None or self.evaluate_private is not None:
-            with processes.together():
+            with processes.raising_together():
                 seen = self.loss_at(params, carry.state)
                 metrics = {} if self.evaluate is None else metrics_of(self.evaluate(seen))
                 if self.evaluate_private is not None:
                     metrics[PRIVATE] = self.evaluate_private(seen)
-            metrics = processes.everyone(metrics)[0]  # of process 0, if each measured on its own data
+            metrics = processes.from_every_process(metrics)[0]  # of process 0, if each measured on its own data
         self.history.append({"step": step, "epsilon": epsilon, **metrics, "unreleased_loss": loss})
-        spent = f"epsilon {upper(epsilon, 4)}{whose(self.run.records)}"
+        spent = f"epsilon {rounded_up(epsilon, 4)}{for_whom(self.run.records)}"
         words = [spent, *(f"{name} {value:.4g}" for name, value in metrics.items())]
         self.bar.set_postfix_str(", ".join([*words, f"loss {loss:.4g} (not private)"]))
         if not self.callbacks:
             return False
-        unreleased, included = jax.tree.map(processes.readable, (batch.unreleased, batch.included))
-        progress = Progress(step, epsilon, params, copied(carry.state), metrics, loss, unreleased, included)
-        with processes.together():
+        unreleased, included = jax.tree.map(processes.as_readable, (batch.unreleased, batch.included))
+        progress = Progress(step, epsilon, params, fresh_copy(carry.state), metrics, loss, unreleased, included)
+        with processes.raising_together():
             asked = [_asks_to_stop(callback(progress)) for callback in self.callbacks]  # a list, because all are called
-        return any(processes.everyone(any(asked)))
+        return any(processes.from_every_process(any(asked)))
 
     def rhythm(self) -> dict[str, Any]:
         """What all processes must do at the same steps."""
@@ -207,7 +207,7 @@ def _asks_to_stop(answer: Any) -> bool:
     raise ValueError(f"a callback must return None, or a bool (True ends the run); got {described(answer)}")
 
 
-class _NoBar:
+class _NoProgressBar:
     """Replaces a progress bar."""
 
     def update(self, steps: int = 1):
@@ -220,10 +220,10 @@ class _NoBar:
         pass
 
 
-def _bar(steps: int, progress: bool) -> Any:
+def _progress_bar(steps: int, progress: bool) -> Any:
     with contextlib.suppress(ImportError):
         if progress and jax.process_index() == 0:
             from tqdm import tqdm
 
             return tqdm(total=steps)
-    return _NoBar()
+    return _NoProgressBar()

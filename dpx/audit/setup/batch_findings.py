@@ -16,19 +16,19 @@ import numpy as np
 import optax
 from jax.extend import core
 
-from dpx.audit.setup.program import is_low_precision
+from dpx.audit.setup.loss_findings import is_low_precision
 from dpx.audit.setup.report import Finding
 from dpx.gradients import private_updates
-from dpx.gradients.rows import value_and_gradient
+from dpx.gradients.one_example import value_and_gradient
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch
-from dpx.schedules.scalars import over
+from dpx.schedules.scalars import values_over
+from dpx.sums.clipped_sum import LARGEST, in_range, sum_contributions
+from dpx.sums.float_pair import as_pair
 from dpx.sums.microbatches import sum_over_microbatches
-from dpx.sums.rows import LARGEST, in_range, sum_contributions
-from dpx.sums.total import as_pair
-from dpx.trees import Tree, batch_size, path_of, some
-from dpx.xla.apart import iterates_together
+from dpx.trees import Tree, batch_size, first_words, path_of
 from dpx.xla.jaxprs import equations
+from dpx.xla.rows_apart import iterates_together
 
 MICROBATCH_NUMBERS = 2**26  # numbers of gradients in memory at once: 256 MiB in float32
 AT_THE_BOUND = 0.999  # of the bound: a contribution as large as that was clipped
@@ -38,7 +38,7 @@ TINY = 1e-6  # absolute, of a loss or a gradient that is 0 except for rounding
 LOUD = 100.0  # noise this many times the signal drowns it
 
 
-class Measured(NamedTuple):
+class MeasuredBatch(NamedTuple):
     """What the examples of one batch do; B examples, L leaves of the parameters.
 
     losses: float (B,). norms: float32 (B,), of the encoded gradients. counts: bool (B,), included and in range.
@@ -60,9 +60,9 @@ class Measured(NamedTuple):
     reached: int | None
 
 
-def measure(
+def measure_batch(
     loss: Callable, mechanism: Mechanism, params: Tree, flags: Tree, examples: Tree, included: np.ndarray
-) -> Measured:
+) -> MeasuredBatch:
     """What the rows do in one batch. loss: (params, example) -> number. flags: bools like the parameters, True where
     trained. examples: arrays with the B examples on axis 0. included: bool (B,)."""
     trained = sum(p.size for p, flag in zip(jax.tree.leaves(params), jax.tree.leaves(flags), strict=True) if flag)
@@ -95,7 +95,7 @@ def measure(
         same = [[one.tobytes() == other.tobytes() for one, other in zip(*pair, strict=True)] for pair in others]
         reached = len(included) - 1 - int(np.all(same, axis=0).sum())
     size = sum(leaf.size for leaf in jax.tree.leaves(total))
-    return Measured(*of_each, signal=optax.tree.norm(total), bound=bound, size=size, reached=reached)
+    return MeasuredBatch(*of_each, signal=optax.tree.norm(total), bound=bound, size=size, reached=reached)
 
 
 def _first_is_nan(leaf: jax.Array) -> jax.Array:
@@ -122,7 +122,7 @@ def _sizes(grad: Tree, flags: Tree) -> jax.Array:
 
 
 def one_row(loss: Callable, flags: Tree, examples: Tree) -> Callable[[Tree, int], tuple[np.ndarray, np.ndarray]]:
-    """`fn(params, row) -> (loss, leaves)` of one row by itself, float64 () and (L,); leaves as in `Measured`."""
+    """`fn(params, row) -> (loss, leaves)` of one row by itself, float64 () and (L,); leaves as in `MeasuredBatch`."""
 
     @jax.jit
     def alone(params, example):
@@ -136,7 +136,7 @@ def one_row(loss: Callable, flags: Tree, examples: Tree) -> Callable[[Tree, int]
     return of_row
 
 
-def mixing(measured: Measured, params: Tree, alone: Callable, rows: np.ndarray) -> Finding:
+def find_mixed_rows(measured: MeasuredBatch, params: Tree, alone: Callable, rows: np.ndarray) -> Finding:
     """Whether losses and gradients are the same in a batch and alone. alone: of `one_row`. rows: int (R,)."""
     low = any(map(is_low_precision, jax.tree.leaves(params))) or is_low_precision(measured.losses)
     tolerance, differ = LOW_TOLERANCE if low else TOLERANCE, 0
@@ -154,7 +154,7 @@ def mixing(measured: Measured, params: Tree, alone: Callable, rows: np.ndarray) 
     return Finding("mixing", "ok", f"{len(rows)} rows have the same loss and gradient in the batch and alone", numbers)
 
 
-def apart(measured: Measured, closed: core.ClosedJaxpr) -> Finding:
+def find_spreading_nan(measured: MeasuredBatch, closed: core.ClosedJaxpr) -> Finding:
     """Whether a row of NaN stays in its row where `jax.vmap` computes the gradients of a batch, and whether the loss
     has functions whose rounding in one row depends on other rows. closed: the jaxpr of the loss."""
     together = sorted({each.primitive.name for each in equations(closed) if iterates_together(each)})
@@ -172,7 +172,9 @@ def apart(measured: Measured, closed: core.ClosedJaxpr) -> Finding:
     return Finding("hostile rows", "warning", words, numbers)
 
 
-def without_gradient(measured: Measured, params: Tree, flags: Tree, alone: Callable, rows: np.ndarray) -> Finding:
+def find_zero_gradients(
+    measured: MeasuredBatch, params: Tree, flags: Tree, alone: Callable, rows: np.ndarray
+) -> Finding:
     """Trained parameters whose gradient is zero for every example, here or also near these parameters.
 
     flags: bools like the parameters. alone: of `one_row`. rows: int (R,), which are recomputed near the parameters.
@@ -191,13 +193,13 @@ def without_gradient(measured: Measured, params: Tree, flags: Tree, alone: Calla
     words = "have no gradient in any row, but get noise"
     numbers = {"parameters": int(dead.sum()), "also_near": int(dead_near.sum())}
     shown = dead_near if dead_near.any() else dead
-    named = some([path for path, is_dead in zip(paths, shown, strict=True) if is_dead])
+    named = first_words([path for path, is_dead in zip(paths, shown, strict=True) if is_dead])
     if dead_near.any():
         return Finding("zero gradients", "warning", f"{named} {words}: freeze them with coordinates.trainable", numbers)
     return Finding("zero gradients", "note", f"{named} {words}; at other parameters they have one", numbers)
 
 
-def finite(measured: Measured, included: np.ndarray) -> Finding:
+def find_not_finite(measured: MeasuredBatch, included: np.ndarray) -> Finding:
     """Rows that contribute zero because a loss or a gradient is not finite, or too large."""
     losses, norms = np.asarray(measured.losses, np.float64)[included], np.asarray(measured.norms)[included]
     bad_losses, bad_norms = int((~np.isfinite(losses)).sum()), int((~np.isfinite(norms)).sum())
@@ -212,7 +214,7 @@ def finite(measured: Measured, included: np.ndarray) -> Finding:
     return Finding("finite", "ok", f"all {rows} rows have finite losses and gradients", numbers)
 
 
-def clipping(measured: Measured) -> Finding:
+def find_clipping(measured: MeasuredBatch) -> Finding:
     """How many examples are clipped, and the quantiles of the norms."""
     counts, bound = np.asarray(measured.counts), float(measured.bound)
     norms, shares = np.asarray(measured.norms)[counts], np.asarray(measured.shares)[counts]
@@ -228,9 +230,9 @@ def clipping(measured: Measured) -> Finding:
     return Finding("clipping", "ok", words, numbers)
 
 
-def noise(measured: Measured, mechanism: Mechanism, steps: int | None) -> Finding:
+def find_noise(measured: MeasuredBatch, mechanism: Mechanism, steps: int | None) -> Finding:
     """The noise of step 0 against the mean of the contributions, both as norms. steps: of the run, if known."""
-    multiplier, divisor = float(over(mechanism.noise_multiplier, 1)[0]), float(mechanism.sampling.divisor)
+    multiplier, divisor = float(values_over(mechanism.noise_multiplier, 1)[0]), float(mechanism.sampling.divisor)
     loudness = multiplier * float(measured.bound) * math.sqrt(measured.size) / divisor
     signal = float(measured.signal) / divisor
     numbers = {"noise": loudness, "signal": signal, "coordinates": measured.size}
@@ -250,7 +252,7 @@ def noise(measured: Measured, mechanism: Mechanism, steps: int | None) -> Findin
 REPETITIONS = 3
 
 
-class Step(NamedTuple):
+class StepMeasurement(NamedTuple):
     """One step of pure noise.
 
     unreleased_updates: like the parameters; the noise of a run, so never to be shown.
@@ -265,7 +267,7 @@ class Step(NamedTuple):
 
 
 @jax.disable_jit(False)  # which has no programs to measure
-def run_step(loss: Callable, optimizer: Mechanism, params: Tree, batch: Batch) -> Step:
+def run_step(loss: Callable, optimizer: Mechanism, params: Tree, batch: Batch) -> StepMeasurement:
     """Compiles and runs the private step on a batch in which no row counts."""
     gradient, state = private_updates(loss, optimizer), jax.jit(optimizer.init)(params)
     empty = Batch(batch.examples, np.zeros(batch_size(batch.examples), bool))
@@ -278,10 +280,10 @@ def run_step(loss: Callable, optimizer: Mechanism, params: Tree, batch: Batch) -
         seconds.append(time.perf_counter() - start)
     memory = compiled.memory_analysis()
     sizes = (memory.temp_size_in_bytes, memory.argument_size_in_bytes) if memory is not None else (None, None)
-    return Step(updates, compile_seconds, float(np.median(seconds)), *sizes)
+    return StepMeasurement(updates, compile_seconds, float(np.median(seconds)), *sizes)
 
 
-def duration(step: Step, steps: int | None) -> Finding:
+def find_duration(step: StepMeasurement, steps: int | None) -> Finding:
     numbers = {"compile_seconds": step.compile_seconds, "seconds": step.seconds}
     words = f"compiling takes {step.compile_seconds:.2g} s, and a step {1e3 * step.seconds:.3g} ms"
     if steps is None:
@@ -291,7 +293,7 @@ def duration(step: Step, steps: int | None) -> Finding:
     return Finding("time", "ok", f"{words}: {minutes} for {steps} steps", numbers | {"run_seconds": whole})
 
 
-def memory(step: Step) -> Finding:
+def find_memory(step: StepMeasurement) -> Finding:
     if step.temporary is None or step.arguments is None:
         return Finding("memory", "note", "the backend does not say how much memory a step takes")
     numbers = {"temporary_bytes": step.temporary, "argument_bytes": step.arguments}
@@ -299,7 +301,7 @@ def memory(step: Step) -> Finding:
     return Finding("memory", "ok", words, numbers)
 
 
-def precision(step: Step, params: Tree, flags: Tree, losses: jax.Array) -> Finding:
+def find_low_precision(step: StepMeasurement, params: Tree, flags: Tree, losses: jax.Array) -> Finding:
     """Low-precision trained parameters, and the share of them that a step of pure noise does not change.
 
     flags: bools like the parameters, True where trained.
@@ -315,7 +317,7 @@ def precision(step: Step, params: Tree, flags: Tree, losses: jax.Array) -> Findi
     moved = [optax.apply_updates(jnp.asarray(leaves[n]), updates[n]) != leaves[n] for n in low]
     meant = sum(int(jnp.sum(updates[n] != 0)) for n in low)
     lost = 1 - sum(int(jnp.sum(m)) for m in moved) / meant if meant else 0.0
-    words = some([f"{paths[n]} ({leaves[n].dtype})" for n in low])
+    words = first_words([f"{paths[n]} ({leaves[n].dtype})" for n in low])
     words += f": {lost:.0%} of the updates of a first step of pure noise are below the parameter's spacing, and lost"
     if lost > 0.1:
         return Finding("precision", "warning", f"{words}: keep float32 parameters, cast in the loss", {"lost": lost})

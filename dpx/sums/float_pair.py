@@ -21,9 +21,10 @@ and with the input of a layer are `PRODUCTS` = 2 more roundings:
 
     chain(r, more) = sqrt(r ((r - 1 + more)^2 + sum_{j = 1 .. r - 1} (j + more)^2)),   error <= u C chain(r, PRODUCTS).
 
-On a matrix unit, operands are rounded once as a part of the gradient, and their products are exact (`dpx.xla.units`).
-An instruction adds up to k of them, and moves by up to 2 c u M in place of 2 u M, with M as there. So D_ik counts
-instructions, and ceil(r / k), ..., 1, each k times, is the largest: between two runs, such a block moves by at most
+On a matrix unit, operands are rounded once as a part of the gradient, and their products are exact
+(`dpx.xla.matrix_units`). An instruction adds up to k of them, and moves by up to 2 c u M in place of 2 u M, with M as
+there. So D_ik counts instructions, and ceil(r / k), ..., 1, each k times, is the largest: between two runs, such a
+block moves by at most
 
     2 c u C sqrt(r sum_{j = 1 .. r} ceil(j / k)^2).
 
@@ -68,7 +69,7 @@ import jax
 import jax.numpy as jnp
 
 from dpx.trees import Tree
-from dpx.xla.units import FLOAT32, Unit
+from dpx.xla.matrix_units import FLOAT32, Unit
 
 ETA = 131 * 2.0**-17  # 9.995e-4
 RESERVE = 2.0**-18
@@ -106,7 +107,7 @@ def pair_of_trees(totals: Tree) -> FloatPair:
     return FloatPair(high, low)
 
 
-def plus(total: FloatPair, more: FloatPair | Tree) -> FloatPair:
+def add_pairs(total: FloatPair, more: FloatPair | Tree) -> FloatPair:
     """The sum of two, as two float32 numbers that do not overlap."""
     total, more = as_pair(total), as_pair(more)
     # The barrier: with a product in `more`, each addition could become a fused multiply-add, of different numbers.
@@ -133,19 +134,19 @@ def _plus(high: jax.Array, more: jax.Array, *lows: jax.Array) -> tuple[jax.Array
 
 
 @functools.cache
-def chain(terms: int, more: int) -> float:
+def chain_error(terms: int, more: int) -> float:
     """sqrt(n sum of D^2) for a chain of n = `terms`, each rounded `more` times before, as in the proof."""
     squares = (terms - 1 + more) ** 2 + sum((depth + more) ** 2 for depth in range(1, terms))
     return math.sqrt(terms * squares)
 
 
 @functools.cache
-def moved_in_block(rows: int, unit: Unit = FLOAT32) -> float:
+def block_error(rows: int, unit: Unit = FLOAT32) -> float:
     """What the additions in a block of `rows` rows move, in units of 2 u C, by the worst adder that `unit` may have."""
 
     def by(adder):
         if adder.products == 1:
-            return chain(rows, PRODUCTS)
+            return chain_error(rows, PRODUCTS)
         return math.sqrt(rows * sum(math.ceil(row / adder.products) ** 2 for row in range(1, rows + 1)))
 
     return max(adder.moved * by(adder) for adder in unit.adders)
@@ -154,9 +155,9 @@ def moved_in_block(rows: int, unit: Unit = FLOAT32) -> float:
 def rounding_share(rows: int, blocks: int = 1, loops: tuple[int, ...] = (), unit: Unit = FLOAT32) -> float:
     """What rounding adds to the move of a sum of blocks of `rows` rows, relative to C. loops: the numbers of turns of
     the loops over these sums, innermost first. unit: what makes the blocks."""
-    roundings = moved_in_block(rows, unit) + rows * blocks
+    roundings = block_error(rows, unit) + rows * blocks
     if blocks > 1:
-        roundings += rows * chain(blocks, 0)
+        roundings += rows * chain_error(blocks, 0)
     rows *= blocks
     for turns in loops:
         roundings += rows * (turns * (turns + 1) / 2 - 1)
@@ -171,7 +172,7 @@ def most_float32_rows(devices: int, unit: Unit = FLOAT32) -> int:
         rows * blocks
         for blocks in range(devices, 6 * devices + 1, devices)
         for rows in range(1, MOST_ROWS + 1)
-        if in_float32(rows, blocks, unit=unit)
+        if may_add_in_float32(rows, blocks, unit=unit)
     ]
     return max(fitting, default=0)
 
@@ -180,17 +181,17 @@ def blocks_for(rows: int, devices: int, unit: Unit = FLOAT32, more: float = 1.5)
     """The number of blocks for up to `most_float32_rows` rows, a multiple of `devices`: the fewest, or up to `more`
     times as many if that makes all blocks equal."""
     counts = range(devices, max(1, rows) + devices, devices)
-    fitting = [blocks for blocks in counts if in_float32(max(1, math.ceil(rows / blocks)), blocks, unit=unit)]
+    fitting = [blocks for blocks in counts if may_add_in_float32(max(1, math.ceil(rows / blocks)), blocks, unit=unit)]
     return next((blocks for blocks in fitting if blocks <= more * fitting[0] and rows % blocks == 0), fitting[0])
 
 
 @functools.cache
 def most_float32_turns(rows: int, unit: Unit = FLOAT32) -> int:
     """How many float32 sums of this many rows a loop adds in float32: at least 1."""
-    fitting = [turns for turns in range(1, 513) if in_float32(rows, loops=(turns,), unit=unit)]
+    fitting = [turns for turns in range(1, 513) if may_add_in_float32(rows, loops=(turns,), unit=unit)]
     return max(fitting, default=1)
 
 
-def in_float32(rows: int, blocks: int = 1, loops: tuple[int, ...] = (), unit: Unit = FLOAT32) -> bool:
+def may_add_in_float32(rows: int, blocks: int = 1, loops: tuple[int, ...] = (), unit: Unit = FLOAT32) -> bool:
     """Whether a sum of such blocks is as exact as `ETA` says: see `rounding_share`."""
     return rows <= MOST_ROWS and rounding_share(rows, blocks, loops, unit) <= ETA - RESERVE

@@ -90,14 +90,14 @@ from scipy import special
 
 from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
-from dpx.accounting.loss import Loss, deviations
-from dpx.accounting.pld.buckets import round_to_few
-from dpx.accounting.pld.losses import GaussianStep, Losses, Pmf, SampledGaussian, StepLoss, dominating_pmf, mixture
+from dpx.accounting.loss import Loss, in_deviations
+from dpx.accounting.pld.buckets import round_losses_to_buckets
+from dpx.accounting.pld.losses import GaussianStep, Losses, Pmf, SampledGaussian, StepLoss, dominating_pmf, mix_pmfs
 
 _ROUNDING = 1e-9  # relative, of the probabilities of binomials: they are rounded up by it
 
 
-def gaussian(event: Any, relation: Relation, rate: float = 1.0) -> SampledGaussian:
+def gaussian_loss(event: Any, relation: Relation, rate: float = 1.0) -> SampledGaussian:
     """The loss of a Gaussian event on a Poisson sample of this rate. Raises ValueError for a wrong noise or rate."""
     sigma = float(event.noise_multiplier)
     if not (0 <= sigma < math.inf and 0 < rate <= 1):
@@ -122,13 +122,13 @@ class FixedSize(Loss):
                 f'sampling without replacement has a known cost under relation "replace_one" only, got {relation!r}: '
                 "its batches have a fixed size, so an example cannot be added or removed"
             )
-        step = gaussian(self.event.event, relation, self.event.sample_size / self.event.source_dataset_size)
+        step = gaussian_loss(self.event.event, relation, self.event.sample_size / self.event.source_dataset_size)
         if step.rate == 1:  # a Gaussian, whose noise multiplier is relative to the effect of adding an example
             return SampledGaussian(2 * step.noise_multiplier, 1.0, relation)
         return FixedSizeGaussian(step.noise_multiplier, step.rate)
 
     def largest_shift(self, relation: Relation) -> float:
-        return deviations(1, self.noise_multiplier)  # the noise is relative to an exchange already
+        return in_deviations(1, self.noise_multiplier)  # the noise is relative to an exchange already
 
     @property
     def name(self) -> str:
@@ -183,14 +183,14 @@ class TruncatedGaussian(GaussianStep):
     def schedule_renyi(
         self, sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, orders: np.ndarray
     ) -> np.ndarray:
-        full = renyi.Full(self.full, self.rate_if_full)
+        full = renyi.FullSample(self.full, self.rate_if_full)
         return renyi.truncated_rdp(sigmas, rates, counts, full, self.relation, orders)
 
     def pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
         sampled, full = self.cases
         (exchanged,) = full.pmfs(grid, tail=min(0.01, tail / self.full), largest=largest)
         each, shares = sampled.pmfs(grid, tail=tail, largest=largest), (1 - self.full, self.full)
-        return tuple(mixture((pmf, exchanged), shares) for pmf in each)
+        return tuple(mix_pmfs((pmf, exchanged), shares) for pmf in each)
 
 
 def round_to_few_truncated(losses: Losses, buckets: int) -> Losses:
@@ -204,7 +204,7 @@ def round_to_few_truncated(losses: Losses, buckets: int) -> Losses:
         kinds[kind][loss] = count
     rounded: dict[StepLoss, int] = {}
     for kind, steps in kinds.items():
-        rounded |= steps if kind is None else round_to_few(steps, TruncatedGaussian, buckets)
+        rounded |= steps if kind is None else round_losses_to_buckets(steps, TruncatedGaussian, buckets)
     return rounded
 
 
@@ -238,7 +238,7 @@ class Truncated(Loss):
         return TruncatedGaussian(sigma, rate, min(1.0, full), if_full, relation)
 
     def largest_shift(self, relation: Relation) -> float:
-        return deviations(2, self.noise_multiplier)  # an example may displace another one
+        return in_deviations(2, self.noise_multiplier)  # an example may displace another one
 
     @property
     def name(self) -> str:

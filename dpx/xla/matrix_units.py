@@ -29,8 +29,9 @@ D_i instructions are made from that of row i on, all this is at most
 
     2 u c sum_i D_i |z_i|,   c = 1 + (k + 1) 2^-e,
 
-where a float32 addition, off by u M in each run, has k = 1 and c = 1. `dpx.sums.total` bounds this over all coordinates
-and orders. For blocks of up to 96 rows it is less than for float32 additions, so a tensor core needs no other blocks.
+where a float32 addition, off by u M in each run, has k = 1 and c = 1. `dpx.sums.float_pair` bounds this over all
+coordinates and orders. For blocks of up to 96 rows it is less than for float32 additions, so a tensor core needs no
+other blocks.
 
 ASSUMED. Of a TPU, nobody has published the adder. dpx assumes that its unit multiplies bfloat16 numbers exactly, and
 that the sum of their products is as exact as one by additions that are off by 4 u M each; and that its vector unit adds

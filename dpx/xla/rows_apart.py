@@ -20,8 +20,8 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from dpx.xla.jaxprs import bound, equations, evaluate
-from dpx.xla.place import here
+from dpx.xla.jaxprs import bind_equation, equations, evaluate
+from dpx.xla.place import current_place
 
 # Primitives that are one loop over all their numbers. On a TPU, XLA rotates all matrices until the last is diagonal.
 ITERATES = frozenset({"regularized_incomplete_beta"})
@@ -56,7 +56,7 @@ def may_mix_rows(jaxpr: Any, *, tangents: bool = True) -> bool:
 
 def iterates_together(equation: core.JaxprEqn) -> bool:
     """Whether an equation is one loop over all numbers of its operands, until the last of them has converged."""
-    return equation.primitive.name in (ITERATES_ON_TPU if here().platform == "tpu" else ITERATES)
+    return equation.primitive.name in (ITERATES_ON_TPU if current_place().platform == "tpu" else ITERATES)
 
 
 def _may_mix_tangents(equation: core.JaxprEqn) -> bool:
@@ -67,7 +67,7 @@ def _may_mix_tangents(equation: core.JaxprEqn) -> bool:
     def tangents(inputs):
         def function(*floats):
             given = dict(enumerate(inputs)) | dict(zip(real, floats, strict=True))
-            return bound(equation, list(given.values()), equation.params)
+            return bind_equation(equation, list(given.values()), equation.params)
 
         floats = [inputs[number] for number in real]
         return jax.jvp(function, floats, floats)[1]
@@ -82,10 +82,12 @@ def _apart(equation: core.JaxprEqn, operands: list) -> list[jax.Array]:
     if equation.primitive.name == "conv_general_dilated":
         return [_in_feature_groups(*operands, **equation.params)]
     if iterates_together(equation):
-        in_turn = jax.custom_batching.sequential_vmap(lambda *given: bound(equation, list(given), equation.params))
+        in_turn = jax.custom_batching.sequential_vmap(
+            lambda *given: bind_equation(equation, list(given), equation.params)
+        )
         return in_turn(*operands)
     inner = jax.tree.map(_body_apart, equation.params, is_leaf=lambda value: not isinstance(value, dict | tuple | list))
-    return bound(equation, operands, inner)
+    return bind_equation(equation, operands, inner)
 
 
 def _body_apart(value: Any) -> Any:

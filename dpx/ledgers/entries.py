@@ -46,8 +46,8 @@ class Entry:
         """The line that reserves it."""
         names = ("number", "words", "date", "part", "numbers", "in_integers", "marks", "planned")
         return {name: getattr(self, name) for name in names} | {
-            "event": encoded(self.event),
-            "charge": encoded(self.charge),
+            "event": encode_value(self.event),
+            "charge": encode_value(self.charge),
         }
 
 
@@ -56,45 +56,45 @@ def entries_of(lines: list[dict[str, Any]]) -> list[Entry]:
     entries: list[Entry] = []
     for line in lines:
         if "event" in line:
-            given = line | {"event": decoded(line["event"]), "charge": Spent(*decoded(line["charge"]))}
+            given = line | {"event": decode_value(line["event"]), "charge": Spent(*decode_value(line["charge"]))}
             entries.append(Entry(**given | {"marks": tuple(line["marks"])}))
         elif "made" in line:
             changes = {"made": True, "holder": line["holder"]}
             entries[line["made"]] = dataclasses.replace(entries[line["made"]], **changes)
         elif "ended" in line:
-            changes = {"steps": line["steps"], "credit": Spent(*decoded(line["credit"]))}
+            changes = {"steps": line["steps"], "credit": Spent(*decode_value(line["credit"]))}
             entries[line["ended"]] = dataclasses.replace(entries[line["ended"]], **changes)
         else:
             raise ValueError(f"every line of a ledger must be of this version of dpx, got one with {sorted(line)}")
     return entries
 
 
-def encoded(value: Any) -> Any:
+def encode_value(value: Any) -> Any:
     """An event, or a value in it, as JSON can hold it: floats in hexadecimal. Raises ValueError for other values."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return {"float": value.hex()}
     if hasattr(value, "tolist"):
-        return encoded(value.tolist())
+        return encode_value(value.tolist())
     if isinstance(value, list | tuple):
-        return [encoded(part) for part in value]
-    if _known().get(type(value).__name__) is type(value):
-        return {"type": type(value).__name__} | {name: encoded(part) for name, part in _fields(value)}
+        return [encode_value(part) for part in value]
+    if _known_classes().get(type(value).__name__) is type(value):
+        return {"type": type(value).__name__} | {name: encode_value(part) for name, part in _fields(value)}
     raise ValueError(f"event must hold numbers, words and events, got {described(value)}")
 
 
-def decoded(value: Any) -> Any:
-    """What `encoded` was given, with tuples for lists and arrays. Raises ValueError for an event of an unknown name."""
+def decode_value(value: Any) -> Any:
+    """What `encode_value` was given, with tuples for lists and arrays. Raises ValueError for an unknown name."""
     if isinstance(value, list):
-        return tuple(decoded(part) for part in value)
+        return tuple(decode_value(part) for part in value)
     if not isinstance(value, dict):
         return value
     if "float" in value:
         return float.fromhex(value["float"])
-    if (kind := _known().get(value["type"])) is None:
+    if (kind := _known_classes().get(value["type"])) is None:
         raise ValueError(f"every event of a ledger must be known to this version of dpx, got {value['type']!r}")
-    return kind(**{name: decoded(part) for name, part in value.items() if name != "type"})
+    return kind(**{name: decode_value(part) for name, part in value.items() if name != "type"})
 
 
 def _fields(value: Any) -> Iterator[tuple[str, Any]]:
@@ -103,7 +103,7 @@ def _fields(value: Any) -> Iterator[tuple[str, Any]]:
     return ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value) if field.init)
 
 
-def _known() -> dict[str, type]:
+def _known_classes() -> dict[str, type]:
     """The events and samplings, by name: all classes that a line may name."""
     found: dict[str, type] = {}
     left: list[type] = [DpEvent, Sampling]

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dpx.sums.float_pair import FloatPair, add_pairs, blocks_for, most_float32_rows, pair_of_trees, with_low
 from dpx.sums.microbatches import sum_in_segments
-from dpx.sums.total import FloatPair, blocks_for, most_float32_rows, pair_of_trees, plus, with_low
 from dpx.trees import Tree
+from dpx.xla.matrix_units import FLOAT32, Unit
 from dpx.xla.ordering import opaque_false
-from dpx.xla.place import here
-from dpx.xla.units import FLOAT32, Unit
+from dpx.xla.place import current_place
 
 # The largest norm of a gradient that contributes. The squares of larger ones, or their sums, would overflow float32.
 LARGEST = 2.0**63
@@ -60,7 +60,7 @@ def sum_contributions(
 
 def zero_excluded(rows: jax.Array, included: jax.Array) -> jax.Array:
     """`rows`, (B, ...), but 0 where `included`, bool (B,), is False."""
-    return jax.lax.select(repeated(included, rows.shape), rows, jnp.zeros_like(rows))
+    return jax.lax.select(repeat_to_shape(included, rows.shape), rows, jnp.zeros_like(rows))
 
 
 def weighted_rows(factors: jax.Array, rows: Tree) -> Tree:
@@ -73,7 +73,7 @@ def weighted_rows(factors: jax.Array, rows: Tree) -> Tree:
     return jax.tree.map(select, rows)
 
 
-def repeated(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def repeat_to_shape(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """`x`, repeated along the axes of `shape` after its own: one operation where `x[:, None] * y` has four."""
     return jax.lax.broadcast_in_dim(x, shape, tuple(range(x.ndim)))
 
@@ -81,7 +81,7 @@ def repeated(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
     """sum_i f_i z_i, float32 (...), of factors float32 (B,), 0 if excluded, and rows float32 (B, ...).
 
-    B is at most `most_float32_rows`; rows are added in blocks, as in `dpx.sums.total`.
+    B is at most `most_float32_rows`; rows are added in blocks, as in `dpx.sums.float_pair`.
 
     XLA compiles a separate kernel for each product of a vector and a matrix, but equal sums of vectors only once. Such
     a sum, a fused reduction, is slower on a CPU than the product for long vectors, and much slower for larger arrays.
@@ -91,11 +91,13 @@ def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
     On other platforms all sums are reductions, which memory binds, because a matrix unit would round the products. The
     sums of all blocks are made at once there, because they are few beside the rows.
     """
-    on_cpu = here().platform == "cpu"
+    on_cpu = current_place().platform == "cpu"
     if not on_cpu or (rows.ndim == 2 and rows.shape[1] <= LONG_VECTOR):
 
         def sum_block(some):
-            return jnp.sum(functools.reduce(jnp.add, [times(f, weighted_rows(f, x)) for f, x in _parts(*some)]), 0)
+            return jnp.sum(
+                functools.reduce(jnp.add, [scaled_rows(f, weighted_rows(f, x)) for f, x in _parts(*some)]), 0
+            )
 
         return sum_in_blocks(sum_block, (factors, rows), math.prod(rows.shape[1:]) if on_cpu else 0)
     rows = weighted_rows(factors, rows)
@@ -115,16 +117,16 @@ def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
 def _parts(factors: jax.Array, rows: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
     """The factors and rows of a block in parts of equal size, which a TPU adds element by element, because it reads
     several arrays at a time: a sum along the rows alone takes 2.6 times the cycles."""
-    large = here().platform == "tpu" and math.prod(rows.shape[1:]) >= SMALL_PARTS
+    large = current_place().platform == "tpu" and math.prod(rows.shape[1:]) >= SMALL_PARTS
     if not large or (count := math.gcd(len(rows), MOST_PARTS)) == 1:
         return [(factors, rows)]
     return list(zip(*(jax.lax.split(x, [len(x) // count] * count) for x in (factors, rows)), strict=True))
 
 
-def times(factors: jax.Array, rows: jax.Array) -> jax.Array:
+def scaled_rows(factors: jax.Array, rows: jax.Array) -> jax.Array:
     """factors[i] * rows[i], float32 (B, ...), always finite; of factors float32 (B,) and finite rows (B, ...). In
     `dpx.gradients.ghost`, rows are inputs or cotangents, and an input whose cotangent is 0 may have any size."""
-    product = rows.astype(jnp.float32) * repeated(factors, rows.shape)
+    product = rows.astype(jnp.float32) * repeat_to_shape(factors, rows.shape)
     return jax.lax.clamp(np.finfo(np.float32).min, product, np.finfo(np.float32).max)
 
 
@@ -135,8 +137,9 @@ def in_range(norms: Tree) -> jax.Array:
 
 def devices_for(rows: int) -> int:
     """Over how many devices the rows may be evenly sharded; 1 if they are not, or if there are too many devices."""
-    devices = here().row_devices or here().devices
-    return devices if devices > 1 and rows % devices == 0 and most_float32_rows(devices, here().unit) >= devices else 1
+    place = current_place()
+    devices = place.row_devices or place.devices
+    return devices if devices > 1 and rows % devices == 0 and most_float32_rows(devices, place.unit) >= devices else 1
 
 
 def total_of_rows(sum_few: Callable[[Tree], Tree], rows: Tree) -> FloatPair:
@@ -144,7 +147,7 @@ def total_of_rows(sum_few: Callable[[Tree], Tree], rows: Tree) -> FloatPair:
     More rows are added part by part. Each part takes equally many from every device, so that no row moves."""
     size = jax.tree.leaves(rows)[0].shape[0]
     devices = devices_for(size)
-    most = most_float32_rows(devices, here().unit)
+    most = most_float32_rows(devices, current_place().unit)
     if size <= most:
         return FloatPair(sum_few(rows))
     each = size // devices
@@ -154,10 +157,12 @@ def total_of_rows(sum_few: Callable[[Tree], Tree], rows: Tree) -> FloatPair:
     def sum_part(some):
         return sum_few(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), some))
 
-    return added(sum_part, by_device, width, width, plus, axis=1, begin=lambda sums: with_low(FloatPair(sums)))
+    return add_in_turns(
+        sum_part, by_device, width, width, add_pairs, axis=1, begin=lambda sums: with_low(FloatPair(sums))
+    )
 
 
-def added(
+def add_in_turns(
     sum_part: Callable[[Tree], Any],
     rows: Tree,
     first: int,
@@ -188,7 +193,7 @@ def sum_in_blocks(sum_block: Callable[[Tree], Any], rows: Tree, numbers: int, un
     size = jax.tree.leaves(rows)[0].shape[0]
     devices = devices_for(size)
     blocks, small = blocks_for(size, devices, unit), AT_ONCE if unit.rounds else SMALL_SUMS
-    if unit.rounds and here().platform in ("gpu", "cuda"):
+    if unit.rounds and current_place().platform in ("gpu", "cuda"):
         small = AT_ONCE_ON_A_GPU
     if unit.rounds and 2 * blocks * numbers <= small:
         blocks = blocks_for(size, devices, unit, more=2.0)
@@ -201,12 +206,12 @@ def sum_in_blocks(sum_block: Callable[[Tree], Any], rows: Tree, numbers: int, un
     # parameters more, and fresh memory takes longer than the additions (benchmarks/step.py).
     width = size // blocks
     first = size - width * (blocks - 1)
-    if not here().unit.rounds:
-        return added(sum_block, rows, first, width, plus_finished)
+    if not current_place().unit.rounds:
+        return add_in_turns(sum_block, rows, first, width, plus_finished)
     # A matrix unit could begin a block's product with the total, but not if it is multiplied before. The product, which
     # is by 1 for every number, and the addition are then one kernel, which reads and writes the total once.
     one = jnp.where(opaque_false(rows), jnp.float32(2), jnp.float32(1))
-    return added(sum_block, rows, first, width, lambda *sums: jax.tree.map(lambda x, y: x + one * y, *sums))
+    return add_in_turns(sum_block, rows, first, width, lambda *sums: jax.tree.map(lambda x, y: x + one * y, *sums))
 
 
 def plus_finished(total: Tree, more: Tree) -> Tree:

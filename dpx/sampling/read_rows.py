@@ -37,10 +37,12 @@ def rows_of(data: Any, examples: int, key: jax.Array) -> Rows:
     if (length := length_of(data)) != examples:
         raise ValueError(f"data must hold the {examples} examples of the sampling, got {length}")
     if _is_source(data):
-        read = _checked(data, _items_of(data, key))
+        read = _checking_repeats(data, _items_of(data, key))
     elif others := [leaf for leaf in jax.tree.leaves(data) if not isinstance(leaf, jax.Array | np.ndarray)]:
         # in files, or made when they are asked for
-        read = _checked(others[0], lambda numbers, step: jax.tree.map(lambda leaf: read_rows(leaf, numbers), data))
+        read = _checking_repeats(
+            others[0], lambda numbers, step: jax.tree.map(lambda leaf: read_rows(leaf, numbers), data)
+        )
     else:
 
         def rows_of_arrays(indices, included, step):
@@ -55,7 +57,7 @@ def rows_of(data: Any, examples: int, key: jax.Array) -> Rows:
     return lambda indices, included, step: jax.tree.map(lambda leaf: _blanked(leaf, included), read(indices, step))
 
 
-def _checked(source: Any, read: Callable[[np.ndarray, int], Tree]) -> Callable[[np.ndarray, int], Tree]:
+def _checking_repeats(source: Any, read: Callable[[np.ndarray, int], Tree]) -> Callable[[np.ndarray, int], Tree]:
     """`read`, of which some rows are read again. source: by which it is known what was read of it before."""
     count = _READ.get(id(source), [0])
     if id(source) not in _READ:
@@ -82,14 +84,14 @@ def _checked(source: Any, read: Callable[[np.ndarray, int], Tree]) -> Callable[[
     return rows
 
 
-def generators(key: jax.Array, step: int) -> Callable[[int], np.random.Generator]:
+def generators_of_items(key: jax.Array, step: int) -> Callable[[int], np.random.Generator]:
     """The random numbers of an item by its number, for one step of a run.
 
     They are those of numpy's Philox. Its key of 128 bits is that of the "items" stream of `key`, (), and the step, and
     each item has 2^192 blocks of its own. So they do not depend on which items are read, when and where, and they are
     public: the stream draws nothing else, and says nothing of `key` or of its other streams.
     """
-    words = np.asarray(keys.words(keys.stream(key, "items", step))).astype(">u4").tobytes()
+    words = np.asarray(keys.key_words(keys.stream(key, "items", step))).astype(">u4").tobytes()
     return lambda number: np.random.Generator(np.random.Philox(key=int.from_bytes(words), counter=number << 192))
 
 
@@ -158,7 +160,7 @@ def _copied(leaf: Any) -> np.ndarray:
 def _items_of(source: Any, key: jax.Array) -> Callable[[np.ndarray, int], Tree]:
     """How the items of a source are read. Reads item 0 at once, because all others must be like it."""
     chance, several = getattr(source, "random_item", None), getattr(source, "__getitems__", None)
-    first = source[0] if chance is None else chance(0, generators(key, 0)(0))
+    first = source[0] if chance is None else chance(0, generators_of_items(key, 0)(0))
     expected = _describe(jax.tree.map(np.asarray, first))
     kinds = [jnp.issubdtype(dtype, jnp.number) or dtype.kind == "b" for _, dtype in expected[1]]
     if not kinds or not all(kinds):
@@ -167,7 +169,7 @@ def _items_of(source: Any, key: jax.Array) -> Callable[[np.ndarray, int], Tree]:
     def read(rows, step):
         numbers = rows.tolist()
         if chance is not None:
-            random = generators(key, step)
+            random = generators_of_items(key, step)
             items = (chance(number, random(number)) for number in numbers)
         else:
             items = (source[number] for number in numbers) if several is None else several(numbers)

@@ -62,7 +62,7 @@ class Workload:
         return np.array(self.learning_rates)
 
 
-class Loss(NamedTuple):
+class WorkloadLoss(NamedTuple):
     """The error of a workload for clip norm and noise multiplier 1; floats.
 
     sensitivity: of C. mean: the root of the mean squared error over the steps. largest: the largest root mean square.
@@ -83,7 +83,7 @@ def loss(
     workload: Workload = PREFIX_SUMS,
     participations: int = 1,
     separation: int = 1,
-) -> Loss:
+) -> WorkloadLoss:
     """The error of `workload` after `steps` steps, for noise in proportion to the sensitivity of C.
 
     strategy: the matrix C. steps, participations, separation: as in `sensitivity`. Takes O(steps * coefficients), and
@@ -92,7 +92,7 @@ def loss(
     """
     found = sensitivity(strategy, steps=steps, participations=participations, separation=separation)
     squares = squared_errors(strategy, workload, steps)
-    return Loss(found, found * float(np.sqrt(np.mean(squares))), found * float(np.sqrt(np.max(squares))))
+    return WorkloadLoss(found, found * float(np.sqrt(np.mean(squares))), found * float(np.sqrt(np.max(squares))))
 
 
 def squared_errors(strategy: Strategy, workload: Workload, steps: int) -> np.ndarray:

@@ -27,7 +27,9 @@ WHERE = (
 )
 
 
-def rows_of(mechanism: Mechanism, state: Tree, examples: Tree, *, with_key: bool, first: jax.Array | int = 0) -> tuple:
+def rows_with_keys(
+    mechanism: Mechanism, state: Tree, examples: Tree, *, with_key: bool, first: jax.Array | int = 0
+) -> tuple:
     """(examples,), or (examples, keys) with one PRNG key for each of the B examples, (B,). first: int (), the position
     of the first row in the whole batch, if the examples are a chunk of it. Raises ValueError for a state that is not a
     mechanism's."""
@@ -35,17 +37,17 @@ def rows_of(mechanism: Mechanism, state: Tree, examples: Tree, *, with_key: bool
     if not with_key:
         return (examples,)
     # Anyone may know what the loss draws, because an example's contribution is bounded whatever these numbers are.
-    key = keys.public(keys.stream(mechanism.key, "example", step))
+    key = keys.public_key(keys.stream(mechanism.key, "example", step))
     positions = jnp.arange(size, dtype=jnp.uint32) + jnp.asarray(first).astype(jnp.uint32)
     return examples, jax.vmap(jax.random.fold_in, (None, 0))(key, positions)
 
 
-def shapes_of_one(rows: tuple) -> tuple:
+def shapes_of_row(rows: tuple) -> tuple:
     shapes = jax.eval_shape(lambda rows: rows, rows)
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, weak_type=leaf.weak_type), shapes)
 
 
-def called_with(example: Tree) -> str:
+def example_in_words(example: Tree) -> str:
     """The shapes and dtypes of one example in words, for a note on an error of the user's function."""
     leaves = jax.tree_util.tree_leaves_with_path(example)
     shapes = [f"{path_of(path)} {leaf.dtype}{list(leaf.shape)}".strip() for path, leaf in leaves]
@@ -57,7 +59,7 @@ def called_with(example: Tree) -> str:
     return words
 
 
-def of_one_row(function: Callable, *, has_aux: bool) -> Callable[..., tuple[Tree, Tree]]:
+def function_of_row(function: Callable, *, has_aux: bool) -> Callable[..., tuple[Tree, Tree]]:
     """`function(params, example)`, or (params, example, key), as (params, row) -> (result, aux); aux None without.
     Raises ValueError if it is not a function; and when it is traced, if `has_aux` and the result is not a pair."""
     if not callable(function):
@@ -86,13 +88,13 @@ def value_and_gradient(function: Callable, *, has_aux: bool = False) -> Callable
 
 
 @contextlib.contextmanager
-def noted(called: str, example: Callable[[], Tree]) -> Iterator[None]:
+def adding_note(called: str, example: Callable[[], Tree]) -> Iterator[None]:
     """Adds to an error of the user's function, as it was `called`, the shapes of an `example` and where to read."""
     try:
         yield
     except Exception as error:
         if WHERE not in getattr(error, "__notes__", ()):
-            error.add_note(f"dpx: the {called} {called_with(example())}")
+            error.add_note(f"dpx: the {called} {example_in_words(example())}")
             error.add_note(WHERE)
         raise
 

@@ -6,7 +6,7 @@ one example after another, measured and thrown away, and computed again for the 
 cheaper.
 
 As f may be anything, nothing bounds the rounding of J^T. In its place, the sum measures every gradient that it adds,
-and shortens one that is longer than the norm that was found first (`weighted.no_longer`).
+and shortens one that is longer than the norm that was found first (`shortening_factors`).
 """
 
 import math
@@ -16,21 +16,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpx.gradients.ghost import algorithms, interpreter, norms, rules, weighted
+from dpx.gradients.ghost import algorithms, interpreter, norms, rules, weighted_sums
 from dpx.gradients.ghost.algorithms import OPERATIONS_PER_BYTE, Algorithm, Uses
 from dpx.gradients.ghost.rules import Site
 from dpx.gradients.ghost.trace import Equation, Kernel, Program, Use
-from dpx.gradients.ghost.views import Loop, View
-from dpx.sums.rows import plus_finished, total_of_rows, weighted_sum
-from dpx.sums.rows import repeated as spread
-from dpx.sums.total import FloatPair
+from dpx.gradients.ghost.views import LoopStep, View
+from dpx.sums.clipped_sum import plus_finished, total_of_rows, weighted_sum
+from dpx.sums.clipped_sum import repeat_to_shape as spread
+from dpx.sums.float_pair import FloatPair
 
 PASSES = 1.0  # over kernels and parameters in a cache: what J^T and a norm cost, in passes over fresh memory
 
 TURN = 1.5e5  # operations; what a turn of a loop over examples costs, with the loss of a product of many examples
 
 
-class Made(NamedTuple):
+class MadeKernels(NamedTuple):
     """Parameters of which kernels are made, and all that these kernels share.
 
     leaves: the numbers of the parameters. kernels: for each, the number of the public value, and where the loss uses it
@@ -57,22 +57,26 @@ class Made(NamedTuple):
         return way if force or ways[way] < backward_pass else None
 
 
-def find(program: Program, wanted: set[int], made: Mapping[Any, Equation], shapes: list[tuple[int, ...]]) -> list[Made]:
+def find_made_kernels(
+    program: Program, wanted: set[int], made: Mapping[Any, Equation], shapes: list[tuple[int, ...]]
+) -> list[MadeKernels]:
     """The kernels of every `wanted` parameter whose kernels can all be followed, in groups with no parameter in common.
     made: as in `rules.recognize`. shapes: of all parameters."""
-    uses = {kernel: _uses(kernel, program, made, shapes) for kernel in program.kernels if kernel.leaves & wanted}
+    uses = {kernel: _kernel_uses(kernel, program, made, shapes) for kernel in program.kernels if kernel.leaves & wanted}
     known = wanted.difference(*(kernel.leaves for kernel, found in uses.items() if found is None))
-    groups: list[Made] = []
+    groups: list[MadeKernels] = []
     for kernel, found in uses.items():
         if found is not None and kernel.leaves & known:
             meet = [group for group in groups if not kernel.leaves.isdisjoint(group.leaves)]
             leaves = sorted((kernel.leaves & known).union(*(group.leaves for group in meet)))
             kernels = *(each for group in meet for each in group.kernels), (kernel.value, found)
-            groups = [*(group for group in groups if group not in meet), Made(tuple(leaves), kernels)]
+            groups = [*(group for group in groups if group not in meet), MadeKernels(tuple(leaves), kernels)]
     return groups
 
 
-def _uses(kernel: Kernel, program: Program, made: Mapping[Any, Equation], shapes: list[tuple[int, ...]]) -> Uses | None:
+def _kernel_uses(
+    kernel: Kernel, program: Program, made: Mapping[Any, Equation], shapes: list[tuple[int, ...]]
+) -> Uses | None:
     """Where the loss uses a kernel; None if it is not followed everywhere."""
     sites = [_site(use, program, made) for use in kernel.uses]
     if None in sites:
@@ -87,7 +91,7 @@ def _uses(kernel: Kernel, program: Program, made: Mapping[Any, Equation], shapes
 
 def _site(use: Use, program: Program, made: Mapping[Any, Equation]) -> Site | None:
     """The site of a whole kernel at one use of it, or None."""
-    loops = [(place, step) for place, step in enumerate(use.view.steps, 1) if isinstance(step, Loop)]
+    loops = [(place, step) for place, step in enumerate(use.view.steps, 1) if isinstance(step, LoopStep)]
     end = max((place for place, step in loops if step.sliced), default=0)
     begin, rest = View(use.view.steps[:end]), View(use.view.steps[end:])
     site = rules.recognize(use._replace(view=rest), program, made)
@@ -97,10 +101,10 @@ def _site(use: Use, program: Program, made: Mapping[Any, Equation]) -> Site | No
     if any(jnp.issubdtype(variable.aval.dtype, jnp.complexfloating) for variable in equation.invars):
         return None
     around = View(tuple(loop._replace(sliced=False) for _, loop in loops))
-    return (_of_slices(site, begin) if end else site)._replace(use=use._replace(view=around))
+    return (_site_of_slices(site, begin) if end else site)._replace(use=use._replace(view=around))
 
 
-def _of_slices(site: Site, view: View) -> Site:
+def _site_of_slices(site: Site, view: View) -> Site:
     """The site of a whole kernel, from that of one of its slices: each has groups of its own. view: makes slices."""
     kernels, positions, fan_in, fan_out = site.sizes
     slices = math.prod(view.slices)
@@ -118,12 +122,12 @@ def _of_slices(site: Site, view: View) -> Site:
 
 
 class Backward(NamedTuple):
-    """How the gradients of one example by the parameters of a `Made` are computed.
+    """How the gradients of one example by the parameters of a `MadeKernels` are computed.
 
     pullback: of gradients by the kernels, by number of the value. scales: of the mechanism, by leaf
     """
 
-    made: Made
+    made: MadeKernels
     pullback: Callable[[dict[int, jax.Array]], dict[int, jax.Array]]
     scales: Mapping[int, jax.Array]
 
@@ -133,7 +137,7 @@ class Backward(NamedTuple):
         for value, uses in self.made.kernels:
             own = [next(left) for _ in uses.sites]
             alone: list[tuple[int, ...]] = [(number,) for number in range(len(own))]
-            cotangents[value] = weighted.of_example(uses.sites, alone, uses.shape, own, jnp.float32(1))
+            cotangents[value] = weighted_sums.example_gradient(uses.sites, alone, uses.shape, own, jnp.float32(1))
         found = self.pullback(cotangents)
         grads = [found[leaf].astype(jnp.float32) * self.scales.get(leaf, 1) for leaf in self.made.leaves]
         grads = jax.lax.optimization_barrier(grads)  # norm and sum must read the same numbers
@@ -141,7 +145,7 @@ class Backward(NamedTuple):
 
 
 def backward(
-    made: Made, program: Program, leaves: list[jax.Array], scales: Mapping[tuple[int, int], jax.Array]
+    made: MadeKernels, program: Program, leaves: list[jax.Array], scales: Mapping[tuple[int, int], jax.Array]
 ) -> Backward:
     """leaves: all parameters. scales: by the numbers of a leaf and of its part, of which there is one here."""
 
@@ -157,27 +161,29 @@ def backward(
     return Backward(made, of_kernels, {leaf: scales[leaf, 0] for leaf in made.leaves if (leaf, 0) in scales})
 
 
-def measure(backward: Backward, records: list, *, keep: bool) -> tuple[Any, list[jax.Array]]:
-    """What `weighted_sums` needs of B examples, and the norms of their gradients, float32 (B,), for each parameter."""
+def measure_gradients(backward: Backward, records: list, *, keep: bool) -> tuple[Any, list[jax.Array]]:
+    """What `sum_made_gradients` needs of B examples, and the norms of their gradients, (B,), by parameter."""
 
     def of_example(record):
         grads, found = backward.gradients(record)
         return grads if keep else [], found
 
-    grads, found = weighted.one_after_another(of_example, records)
+    grads, found = weighted_sums.one_after_another(of_example, records)
     return grads if keep else (records, found), found
 
 
-def weighted_sums(backward: Backward, kept: Any, factors: list[jax.Array], *, keep: bool) -> list[FloatPair]:
-    """sum_i f_i z_i for each parameter. kept: from `measure`. factors: float32 (B,), for each parameter."""
+def sum_made_gradients(backward: Backward, kept: Any, factors: list[jax.Array], *, keep: bool) -> list[FloatPair]:
+    """sum_i f_i z_i for each parameter. kept: from `measure_gradients`. factors: float32 (B,), for each parameter."""
     if keep:
         return [total_of_rows(lambda some: weighted_sum(*some), rows) for rows in zip(factors, kept, strict=True)]
 
     def sum_block(rows):
         def add(number, totals):
-            (record, first), factors = weighted.row(rows, number)
+            (record, first), factors = weighted_sums.take_row(rows, number)
             grads, found = backward.gradients(record)
-            factors = [f * weighted.no_longer(*norms) for f, *norms in zip(factors, found, first, strict=True)]
+            factors = [
+                f * weighted_sums.shortening_factors(*norms) for f, *norms in zip(factors, found, first, strict=True)
+            ]
             more = [jnp.where(spread(f, z.shape) != 0, f * z, 0) for f, z in zip(factors, grads, strict=True)]
             return plus_finished(totals, more)
 
@@ -186,6 +192,6 @@ def weighted_sums(backward: Backward, kept: Any, factors: list[jax.Array], *, ke
     shapes = jax.eval_shape(lambda record: backward.gradients(record)[0], jax.tree.map(lambda x: x[0], kept[0]))
     begin = [jnp.zeros(shape.shape, jnp.float32) for shape in shapes]
     numbers = sum(shape.size for shape in shapes)
-    total = total_of_rows(lambda rows: weighted.sum_in_blocks(sum_block, rows, numbers), (kept, factors))
+    total = total_of_rows(lambda rows: weighted_sums.sum_in_blocks(sum_block, rows, numbers), (kept, factors))
     low = total.low or [None] * len(begin)
     return [FloatPair(*pair) for pair in zip(total.high, low, strict=True)]

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from dpx.audit.setup.report import Finding
-from dpx.gradients.rows import INSTEAD, LARGE_CONSTANTS
-from dpx.trees import Tree, path_of, some
+from dpx.gradients.one_example import INSTEAD, LARGE_CONSTANTS
+from dpx.trees import Tree, first_words, path_of
 from dpx.xla import jaxprs
-from dpx.xla.marks import spread
+from dpx.xla.dataflow import spread_marks
 
 LARGE = 2**20  # bytes of an array that is worth a note
 
 
-def of_one_example(loss: Callable, *, with_key: bool, has_aux: bool) -> Callable[[Tree, Tree], jax.Array]:
+def loss_of_one_example(loss: Callable, *, with_key: bool, has_aux: bool) -> Callable[[Tree, Tree], jax.Array]:
     """`loss(params, example)` as one number; a key is constant, because the run's own randomness must not be used."""
 
     def value(params, example):
@@ -28,7 +28,7 @@ def of_one_example(loss: Callable, *, with_key: bool, has_aux: bool) -> Callable
     return value
 
 
-def trace(loss: Callable, params: Tree, example: Tree) -> core.ClosedJaxpr | Finding:
+def trace_or_finding(loss: Callable, params: Tree, example: Tree) -> core.ClosedJaxpr | Finding:
     """The closed jaxpr of the loss, or the finding that it cannot be traced. Raises ValueError for no real number."""
     try:
         closed, out = jax.make_jaxpr(loss, return_shape=True)(params, example)
@@ -39,7 +39,7 @@ def trace(loss: Callable, params: Tree, example: Tree) -> core.ClosedJaxpr | Fin
     return closed
 
 
-def constants(closed: core.ClosedJaxpr, example: Tree, rows: int, examples: int) -> Finding:
+def find_constants(closed: core.ClosedJaxpr, example: Tree, rows: int, examples: int) -> Finding:
     """Arrays in the loss's closure that may be training data. rows: of the batch. examples: of the data set."""
     shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(example)}
     found = [(jnp.shape(array), _bytes(array)) for array in jaxprs.constants(closed)]
@@ -57,7 +57,7 @@ def constants(closed: core.ClosedJaxpr, example: Tree, rows: int, examples: int)
     return Finding("closures", "ok", "the loss closes over no large array", numbers)
 
 
-def batching(closed: core.ClosedJaxpr) -> Finding:
+def find_batching(closed: core.ClosedJaxpr) -> Finding:
     """Equations that may see the rows of a whole batch under `jax.vmap`."""
     all_names = {equation.primitive.name for equation in jaxprs.equations(closed)}
     names = sorted(name for name in all_names if "callback" in name or name in ("debug_print", "custom_vmap_call"))
@@ -67,24 +67,24 @@ def batching(closed: core.ClosedJaxpr) -> Finding:
     return Finding("batching rules", "ok", "no callback and no custom batching rule in the loss", {"kinds": 0})
 
 
-def unused(closed: core.ClosedJaxpr, params: Tree, flags: Tree) -> Finding:
+def find_unused(closed: core.ClosedJaxpr, params: Tree, flags: Tree) -> Finding:
     """Trained parameters that the loss does not depend on. flags: bools like the parameters, True where trained."""
     paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     read = jaxprs.inputs_read(closed.jaxpr)[: len(paths)]
     missing = [path for path, flag, used in zip(paths, jax.tree.leaves(flags), read, strict=True) if flag and not used]
     if missing:
-        words = f"the loss does not use {some(missing)}; they get noise and no gradient"
+        words = f"the loss does not use {first_words(missing)}; they get noise and no gradient"
         return Finding("unused parameters", "warning", words, {"parameters": len(missing)})
     return Finding("unused parameters", "ok", "the loss uses every trained parameter", {"parameters": 0})
 
 
-def dtypes(params: Tree, flags: Tree) -> Finding:
+def find_dtypes(params: Tree, flags: Tree) -> Finding:
     """Trained parameters without a real gradient. flags: bools like the parameters, True where trained."""
     found = [(path_of(path), jnp.result_type(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
     found = [each for each, flag in zip(found, jax.tree.leaves(flags), strict=True) if flag]
     wrong = [f"{path} ({dtype})" for path, dtype in found if not jnp.issubdtype(dtype, jnp.floating)]
     if wrong:
-        words = f"{some(wrong)} have no real gradient: keep them out of the parameters (complex: two real arrays)"
+        words = f"{first_words(wrong)} have no real gradient: keep them out of params (complex: two real arrays)"
         return Finding("parameter dtypes", "error", words, {"parameters": len(wrong)})
     return Finding("parameter dtypes", "ok", "all trained parameters are real floats", {"parameters": 0})
 
@@ -110,18 +110,18 @@ DRAWS = ("random_bits", "threefry2x32", "threefry4x32", "rng_bit_generator")
 KEYS = {"threefry2x32": 2, "threefry4x32": 4}  # how many of the first operands are the key; 1 of the others
 
 
-def constant_keys(loss: Callable, params: Tree, example: Tree, *, with_key: bool) -> Finding:
+def find_constant_keys(loss: Callable, params: Tree, example: Tree, *, with_key: bool) -> Finding:
     """Whether the loss draws random numbers from a key that depends on neither the example nor the example's key.
 
     loss: as for `private_updates`, a function that can be traced.
     """
     varying = (example, jax.eval_shape(lambda: jax.random.key(0))) if with_key else (example,)
     closed = jax.make_jaxpr(loss)(params, *varying)
-    return of_program(closed, len(closed.jaxpr.invars) - len(jax.tree.leaves(varying)))
+    return find_constant_keys_in(closed, len(closed.jaxpr.invars) - len(jax.tree.leaves(varying)))
 
 
-def of_program(closed: core.ClosedJaxpr, fixed: int) -> Finding:
-    """`constant_keys` of a closed jaxpr, whose first `fixed` inputs are the same for all examples."""
+def find_constant_keys_in(closed: core.ClosedJaxpr, fixed: int) -> Finding:
+    """`find_constant_keys` of a closed jaxpr, whose first `fixed` inputs are the same for all examples."""
     draws = set()
 
     def visit(equation, varies, control):
@@ -129,7 +129,7 @@ def of_program(closed: core.ClosedJaxpr, fixed: int) -> Finding:
         if name in DRAWS and not any(varies[: KEYS.get(name, 1)]):
             draws.add(id(equation))  # also where a later round of a loop has another key
 
-    spread(closed, [number >= fixed for number in range(len(closed.jaxpr.invars))], visit)
+    spread_marks(closed, [number >= fixed for number in range(len(closed.jaxpr.invars))], visit)
     if draws:
         words = (
             "the loss draws random numbers from a constant key: all examples and steps have the same ones, such as one "

@@ -23,7 +23,7 @@ _COARSEST = 0.02  # of the grid of one ratio, times max(1, 1 / its noise multipl
 _CUTS = 64  # tails are cut so often at most, between the first law and the last
 
 
-class Law(NamedTuple):
+class SumLaw(NamedTuple):
     """The law of a sum of ratios: e^(k / 2^finer) has the probability masses[k - first].
 
     finer, first: ints. masses: float64 (n,). zero: the probability of 0. lost: the part of the mean at infinity.
@@ -44,14 +44,14 @@ class Law(NamedTuple):
         """The grid points, float64 (n,)."""
         return np.exp((self.first + np.arange(len(self.masses))) * 2.0**-self.finer)
 
-    def refined(self, finer: int) -> "Law":
+    def refined(self, finer: int) -> "SumLaw":
         """The same law on a grid that has this one's points, and more."""
         step = 2 ** (finer - self.finer)
         masses = np.zeros((len(self.masses) - 1) * step + 1)
         masses[::step] = self.masses
         return self._replace(finer=finer, first=self.first * step, masses=masses)
 
-    def cut(self, tail: float) -> "Law":
+    def cut(self, tail: float) -> "SumLaw":
         """The law without its ends, of Q-probability `tail` below and of the share `tail` of the mean above."""
         values, masses = self.values, self.masses
         low = min(int(np.searchsorted(np.cumsum(masses), tail)), len(masses) - 1)
@@ -67,11 +67,11 @@ class Law(NamedTuple):
         return self._replace(first=self.first + low, masses=kept, zero=zero, lost=lost)
 
 
-def ratio(noise_multiplier: float, tail: float) -> Law:
+def likelihood_ratio_law(noise_multiplier: float, tail: float) -> SumLaw:
     """The law under N(0, s^2) of u = exp((2 x - 1) / (2 s^2)), the likelihood ratio of N(1, s^2)."""
     s, farthest = noise_multiplier, -float(special.ndtri(tail / _CUTS))
     variance, coarsest = math.expm1(min(s**-2, 700.0)), _COARSEST * max(1.0, 1 / s)
-    finer = _finer(1, variance, coarsest)
+    finer = _halvings(1, variance, coarsest)
     first = math.floor((-farthest / s - 0.5 / s**2) * 2**finer)
     last = math.ceil((farthest / s + 0.5 / s**2) * 2**finer)
     logs = np.arange(first, last + 1) * 2.0**-finer
@@ -85,23 +85,23 @@ def ratio(noise_multiplier: float, tail: float) -> Law:
     masses[0] += from_below
     masses[-1] += under_q[-1]
     lost = max(0.0, float(under_p[-1] - under_q[-1] * values[-1]))
-    return Law(finer, first, masses, float(under_q[0] - from_below), lost, 1, variance, coarsest)
+    return SumLaw(finer, first, masses, float(under_q[0] - from_below), lost, 1, variance, coarsest)
 
 
-def repeated(law: Law, count: int, tail: float) -> Law:
+def law_of_copies(law: SumLaw, count: int, tail: float) -> SumLaw:
     """The law of the sum of `count` independent numbers of this law, by doubling."""
     total = None
     while True:
         if count & 1:
-            total = law if total is None else added(total, law, tail)
+            total = law if total is None else law_of_sum(total, law, tail)
         count >>= 1
         if not count:
             assert total is not None
             return total
-        law = added(law, law, tail)
+        law = law_of_sum(law, law, tail)
 
 
-def added(one: Law, other: Law, tail: float) -> Law:
+def law_of_sum(one: SumLaw, other: SumLaw, tail: float) -> SumLaw:
     """The law of the sum of two independent numbers.
 
     On a geometric grid, e^(i h) + e^(j h) is e^(i h) times a function of j - i, so all pairs with the same difference
@@ -109,7 +109,7 @@ def added(one: Law, other: Law, tail: float) -> Law:
     """
     mean, variance = one.mean + other.mean, one.variance + other.variance
     coarsest = min(one.coarsest, other.coarsest)
-    finer = max(_finer(mean, variance, coarsest), one.finer, other.finer)
+    finer = max(_halvings(mean, variance, coarsest), one.finer, other.finer)
     same = one is other
     one = one.refined(finer)
     other = one if same else other.refined(finer)
@@ -133,10 +133,10 @@ def added(one: Law, other: Law, tail: float) -> Law:
         place, above = one.first - first + start + step, pairs * upper
         masses[place + 1 : place + 1 + len(pairs)] += above
         masses[place : place + len(pairs)] += pairs - above
-    total = Law(finer, first, masses, one.zero * other.zero, one.lost + other.lost, mean, variance, coarsest)
+    total = SumLaw(finer, first, masses, one.zero * other.zero, one.lost + other.lost, mean, variance, coarsest)
     return total.cut(tail / _CUTS)
 
 
-def _finer(mean: int, variance: float, coarsest: float) -> int:
+def _halvings(mean: int, variance: float, coarsest: float) -> int:
     """The number of halvings of a spacing of 1 that is fine enough for a sum."""
     return max(0, math.ceil(-math.log2(min(coarsest, _SPACING * math.sqrt(variance) / mean))))

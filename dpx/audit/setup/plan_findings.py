@@ -12,16 +12,16 @@ from dpx import keys
 from dpx.accounting import epsilon
 from dpx.accounting.bill import normals_for
 from dpx.accounting.checks import require_relation
-from dpx.accounting.events import billed
+from dpx.accounting.events import profile_of_run
 from dpx.accounting.ledger import without_truncation
-from dpx.accounting.words import upper, whose
+from dpx.accounting.wording import for_whom, rounded_up
 from dpx.audit.setup.report import Finding
 from dpx.mechanism import Mechanism
 from dpx.sampling.base import Sampling
-from dpx.sampling.batch import Batch, inclusion
-from dpx.sampling.rows import length_of
+from dpx.sampling.batch import Batch, included_rows
+from dpx.sampling.read_rows import length_of
 from dpx.states.identity import fingerprint
-from dpx.sums.total import ETA
+from dpx.sums.float_pair import ETA
 from dpx.trees import Tree, batch_size
 
 FAR = 6.0  # standard deviations of a Poisson batch size; a drawn batch is further away with probability 1e-8 or so
@@ -33,7 +33,7 @@ def rows_that_count(batch: Batch, sampling: Sampling) -> tuple[np.ndarray, Findi
     """Which rows count, bool (B,), and whether the sampling draws this many."""
     size = batch_size(batch.examples)
     try:
-        included = np.asarray(inclusion(size, batch.included, sampling))
+        included = np.asarray(included_rows(size, batch.included, sampling))
     except ValueError as error:
         return np.ones(size, bool), Finding("batch", "error", str(error), {"rows": size})
     count, expected, most = int(included.sum()), float(sampling.divisor), sampling.most_rows
@@ -52,7 +52,7 @@ def rows_that_count(batch: Batch, sampling: Sampling) -> tuple[np.ndarray, Findi
     return included, Finding("batch", "ok", words, numbers)
 
 
-def drawn(batch: Batch, sampling: Sampling) -> Finding:
+def find_batch_not_drawn(batch: Batch, sampling: Sampling) -> Finding:
     if batch.drawn is None:
         words = "the batch is not of `sampling.take`: nothing shows that the right sampling drew it"
         return Finding("drawn", "note", words)
@@ -63,7 +63,7 @@ def drawn(batch: Batch, sampling: Sampling) -> Finding:
     return Finding("drawn", "ok", "the sampling drew the batch")
 
 
-def data_length(data: Any, sampling: Sampling) -> Finding:
+def find_data_length(data: Any, sampling: Sampling) -> Finding:
     rows = length_of(data)
     numbers = {"rows": rows, "examples": sampling.examples}
     if rows != sampling.examples:
@@ -72,7 +72,7 @@ def data_length(data: Any, sampling: Sampling) -> Finding:
     return Finding("data", "ok", f"the data have the {rows} examples that epsilon is for", numbers)
 
 
-def delta_size(delta: float | None, sampling: Sampling) -> Finding:
+def find_delta_size(delta: float | None, sampling: Sampling) -> Finding:
     if delta is None:
         return Finding("delta", "note", "no delta is given, and the mechanism has no budget: epsilon is not known")
     numbers = {"delta": delta, "examples": sampling.examples}
@@ -82,7 +82,7 @@ def delta_size(delta: float | None, sampling: Sampling) -> Finding:
     return Finding("delta", "ok", f"delta {delta:g} is below 1 / {sampling.examples}", numbers)
 
 
-def privacy(optimizer: Mechanism, steps: int | None, delta: float | None) -> Finding:
+def find_epsilon(optimizer: Mechanism, steps: int | None, delta: float | None) -> Finding:
     """The epsilon of the whole run."""
     if steps is None or delta is None:
         return Finding("privacy", "note", "not known without steps and delta, or a budget")
@@ -91,7 +91,8 @@ def privacy(optimizer: Mechanism, steps: int | None, delta: float | None) -> Fin
         spent = epsilon(optimizer, steps, delta=delta)
     numbers, budget = {"epsilon": spent, "delta": delta, "steps": steps}, optimizer.budget
     numbers["eta"] = ETA
-    cost = f"epsilon {upper(spent, 4)} at delta {upper(delta, 6)}{whose(1 if budget is None else budget.records)}"
+    whom = for_whom(1 if budget is None else budget.records)
+    cost = f"epsilon {rounded_up(spent, 4)} at delta {rounded_up(delta, 6)}{whom}"
     words = f"{steps} steps cost {cost}, rounding by eta = {ETA:.3g} included"
     if math.isinf(spent):
         return Finding("privacy", "error", f"{words}: a step adds no noise, or delta is too small", numbers)
@@ -102,13 +103,13 @@ def privacy(optimizer: Mechanism, steps: int | None, delta: float | None) -> Fin
     return Finding("privacy", "ok", words, numbers)
 
 
-def truncation(optimizer: Mechanism, steps: int | None, delta: float | None) -> list[Finding]:
+def find_truncation(optimizer: Mechanism, steps: int | None, delta: float | None) -> list[Finding]:
     """What it costs that the sampling truncates batches (`most_rows`); nothing for other samplings."""
     if steps is None or delta is None or not optimizer.sampling.truncates:
         return []
     event, relation = optimizer.event(steps), require_relation(optimizer.sampling.relation)
     options: Any = {"relation": relation, "numbers": normals_for(optimizer, steps)}
-    spent, without = (billed(e, **options).epsilon(delta) for e in (event, without_truncation(event)))
+    spent, without = (profile_of_run(e, **options).epsilon(delta) for e in (event, without_truncation(event)))
     more = spent / without - 1 if 0 < without < math.inf else 0.0
     words = f"cutting batches to most_rows = {optimizer.sampling.most_rows} costs {more:.2%} of epsilon"
     numbers = {"epsilon": spent, "epsilon of batches that are not cut": without}
@@ -118,7 +119,7 @@ def truncation(optimizer: Mechanism, steps: int | None, delta: float | None) -> 
     return [Finding("truncation", "ok", words, numbers)]
 
 
-def frozen(flags: Tree, params: Tree) -> Finding:
+def find_frozen(flags: Tree, params: Tree) -> Finding:
     """How many parameters the mechanism trains. flags: bools like the parameters."""
     sizes = [math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(params)]
     trained, total = sum(itertools.compress(sizes, jax.tree.leaves(flags))), sum(sizes)
@@ -126,7 +127,7 @@ def frozen(flags: Tree, params: Tree) -> Finding:
     return Finding("trained", "ok", words, {"trained": trained, "parameters": total})
 
 
-def secret(key: jax.Array | None) -> Finding:
+def find_guessable_key(key: jax.Array | None) -> Finding:
     """Whether the mechanism's key, (), may have fewer than 64 secret bits."""
     if key is not None and keys.is_small(key):
         return Finding("key", "warning", keys.SMALL, {"small": True})

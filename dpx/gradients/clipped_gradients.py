@@ -17,16 +17,16 @@ from dpx.gradients.microbatch_size import (
     forward_cost,
     require_platform,
 )
-from dpx.gradients.rows import noted, of_one_row, shapes_of_one, value_and_gradient, warn_of_constants
+from dpx.gradients.one_example import adding_note, function_of_row, shapes_of_row, value_and_gradient, warn_of_constants
 from dpx.guards import require_real
 from dpx.mechanism import Mechanism, require_mechanism
+from dpx.sums.clipped_sum import sum_contributions
 from dpx.sums.microbatches import sum_over_microbatches
-from dpx.sums.rows import sum_contributions
 from dpx.trees import Tree, described
 from dpx.validation import require_whole
-from dpx.xla.apart import rows_apart
 from dpx.xla.convolutions import reordered
-from dpx.xla.place import here, traced_for
+from dpx.xla.place import current_place, traced_for
+from dpx.xla.rows_apart import rows_apart
 
 Norms = Literal["auto", "ghost", "vmap"]
 
@@ -35,7 +35,8 @@ Norms = Literal["auto", "ghost", "vmap"]
 class RowSum:
     """`(params, state, rows, included) -> (sums, (losses, norms, aux))`, the clipped sum of the rows of a batch.
 
-    of_row: (params, row) -> (value, aux), the loss of one example or the update of one unit; see `rows.of_one_row`.
+    of_row: (params, row) -> (value, aux), the loss of one example or the update of one unit; see
+    `one_example.function_of_row`.
     optimizer: the mechanism that bounds the rows; one sum for each of its factors.
     norms, backward_passes: as in `private_updates`; norms is "update" if `of_row` returns an update and not a loss.
     microbatch_size: int, how many rows are in memory at once. It and `backward_passes` are None for a choice by cost.
@@ -58,7 +59,7 @@ class RowSum:
             require_whole("microbatch_size", self.microbatch_size)
 
     def __call__(self, params: Tree, state: Tree, rows: tuple, included: jax.Array) -> tuple[tuple, tuple]:
-        """The sums, and the losses, norms and aux of every row. rows: of `rows.rows_of`. included: bool (B,)."""
+        """The sums, and the losses, norms and aux of every row. rows: of `rows_with_keys`. included: bool (B,)."""
         with self.placed():
             plan, cost = self.plan(params, state, rows)
             at_once = self.at_once(plan, cost, params, included.shape[0])
@@ -69,18 +70,18 @@ class RowSum:
             on_cpu = self.platform == "cpu"
             how = {"unroll": on_cpu and not cost.loops, "like": params}
             how["in_loop"] = reordered if on_cpu and cost.convolves else core.jaxpr_as_fun
-            with self.noted(lambda: shapes_of_one(rows)):
+            with self.noted(lambda: shapes_of_row(rows)):
                 return sum_over_microbatches(microbatch, (rows, included), max(1, at_once.size), **how)
 
     def placed(self) -> contextlib.AbstractContextManager[None]:
         return traced_for(platform=self.platform, row_devices=self.devices)
 
     def noted(self, row: Callable[[], tuple]) -> Any:
-        return noted("update" if self.norms == "update" else "loss", lambda: row()[0])
+        return adding_note("update" if self.norms == "update" else "loss", lambda: row()[0])
 
     def plan(self, params: Tree, state: Tree, rows: tuple) -> tuple[Plan, ForwardCost]:
         """How the norms are computed, or why only by per-example gradients; and a row's cost. All may be shapes."""
-        row = shapes_of_one(rows)
+        row = shapes_of_row(rows)
         with self.noted(lambda: row):
             traced = ghost.trace_loss(self.of_row, params, row)
         self.look(traced.closed, params, row)
@@ -97,7 +98,7 @@ class RowSum:
     def at_once(self, plan: Plan, cost: ForwardCost, params: Tree, size: int) -> Microbatches:
         """What of `size` rows is in memory at once, at the place of the program."""
         given = {"microbatch_size": self.microbatch_size, "backward_passes": self.backward_passes}
-        return choose_microbatches(cost, plan, params, size, here(), **given)
+        return choose_microbatches(cost, plan, params, size, current_place(), **given)
 
     def sum_microbatch(self, plan: Plan, passes: int, mixes: bool, params: Tree, state: Tree, rows: tuple, included):
         """The sums of the contributions of one microbatch, and the losses, norms and aux of its rows."""
@@ -143,12 +144,12 @@ def sum_gradients(
     if backward_passes not in (None, 1, 2) or (backward_passes == 2 and norms == "vmap"):
         got = described(backward_passes)
         raise ValueError(f'backward_passes must be 1, 2 or None, and not 2 with norms="vmap", got {got}')
-    of_row = of_one_row(loss, has_aux=has_aux)
+    of_row = function_of_row(loss, has_aux=has_aux)
     where = require_platform(platform), devices_of_rows(sharding)
     return RowSum(of_row, optimizer, norms, microbatch_size, *where, backward_passes)
 
 
-def looking(step: Any, look: Callable[[Any, Tree, tuple], None]) -> Any:
+def with_inspector(step: Any, look: Callable[[Any, Tree, tuple], None]) -> Any:
     return replace(step, row_sum=replace(step.row_sum, look=look))
 
 
