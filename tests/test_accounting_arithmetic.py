@@ -187,6 +187,7 @@ def test_two_rare_pairs_of_a_release_are_billed():
     added = arithmetic_cost(1000, 1000.0, 1e-9, NormalSampler(pairs=pairs))
     assert added.tail >= 1000 * math.comb(pairs, 2) * 2.0**-128 > 1e-12
     added = arithmetic_cost(10, 10.0, 1e-12, NormalSampler(pairs=2**30))
+    added = added._replace(tail=1e-40, radius=20.0)  # nothing else is likely
     for shift in (0.3, 1.0, 3.0, 5.0):
         far = added.delta(600.0, 0.0, shift) / math.exp(added.loss)
         for sharing in (1, 2, 2**20):  # two of them meet in one release
@@ -194,6 +195,14 @@ def test_two_rare_pairs_of_a_release_are_billed():
             both = math.comb(sharing, 2) * moved**2 + sharing * moved * 2.0**-64 * (2**30 - sharing)
             assert 10 * both <= far
     assert added.delta(600.0, 0.0, 8.6) == 1.0
+
+
+def test_the_lattice_of_p_moves_a_normal_by_no_more():
+    """By sqrt(-2 log(p - d)) - sqrt(-2 log p), without the cancellation, where p has the fewest digits."""
+    p = 2.0**-31.9
+    farther = -2 * math.log1p(-(2.0**-65) / p)
+    moved = farther / (math.sqrt(-2 * math.log(p) + farther) + math.sqrt(-2 * math.log(p)))
+    assert moved <= NormalSampler(evaluation=0.0).error(np.array([p]))[0] <= 1.01 * moved
 
 
 def test_every_pair_of_a_release_is_counted():
