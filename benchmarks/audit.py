@@ -212,7 +212,7 @@ def broken() -> list[tuple[str, Plan, Audit, dict[str, Any]]]:
         return dp_sgd(2 / 3 * noise, steps, sampling, key).replace(event=dp_sgd(noise, steps, sampling, key).event)
 
     def without_clip(noise, steps, sampling, key):
-        return dp_sgd(noise, steps, sampling, key).replace(weigh=lambda norms, state: (jnp.ones_like(norms),))
+        return dp_sgd(noise, steps, sampling, key).replace(clip_factors=lambda norms, state: (jnp.ones_like(norms),))
 
     def one_key(noise, steps, sampling, key):
         return dp_sgd(noise, steps, sampling, jax.random.key(0))

@@ -1,6 +1,6 @@
 """The idea of dpx: a method is a way of writing gradients, wrapped around one Gaussian mechanism.
 
-    one example:  g --encode--> z ;  n = |z| ;  f = weigh(n)       contribution = f * z    (|f * z| <= C)
+    one example:  g --encode--> z ;  n = |z| ;  f = clip_factors(n)   contribution = f * z    (|f * z| <= C)
     the batch:    sum of contributions                             stacked gradients, microbatches
     once a step:  (sum + noise) / B --decode--> private gradient   release                 cost: event(steps)
 
@@ -49,7 +49,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     begin:    (params) -> state before the first release, which holds one ReleaseState
     encode:   (grad, state) -> encoded; one example, float32, without a batch axis
     norm:     (encoded) -> norms; float32 (), or one for each group (a pytree prefix of `encoded`)
-    weigh:    (norms, state) -> tuple of factors, each with the structure of the norms
+    clip_factors: (norms, state) -> tuple of factors, each with the structure of the norms
     bound:    (state) -> the largest norm, float32 (), of a contribution by the first factor; one for each norm
     release:  (sums, state, params) -> (updates, state); one `dpx.sums.float_pair.FloatPair` or float32 tree for each
               factor. Adds noise by `keys.release`, (1 + ETA) times the stated deviation. `params`: arrays or their
@@ -75,7 +75,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     begin: Callable[[Tree], Tree]
     encode: Callable[[Tree, Tree], Tree]
     norm: Callable[[Tree], Tree]
-    weigh: Callable[[Tree, Tree], tuple[Tree, ...]]
+    clip_factors: Callable[[Tree, Tree], tuple[Tree, ...]]
     bound: Callable[[Tree], Tree]
     release: Callable[[tuple[Tree, ...], Tree, Tree], tuple[Tree, Tree]]
     event: Callable[[int], DpEvent]
@@ -125,7 +125,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
 
         changes: as for `replace`, with `begin` and `release`. Functions of the state that are not given read `inner`.
         """
-        within = {name: _of_inner(getattr(self, name)) for name in ("encode", "weigh", "bound")}
+        within = {name: _of_inner(getattr(self, name)) for name in ("encode", "clip_factors", "bound")}
         if self.forward is not None and "encode" not in changes:
             within["forward"] = _of_inner(self.forward)
         return self.replace(**(within | changes))
@@ -136,7 +136,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
         encoded = self.encode(jax.tree.map(lambda g: g.astype(jnp.float32), grad), state)
         encoded = jax.lax.optimization_barrier(encoded)  # norm and sum must read the same numbers
         norms = self.norm(encoded)
-        return encoded, norms, self.weigh(norms, state)
+        return encoded, norms, self.clip_factors(norms, state)
 
     @functools.cached_property
     def fingerprints(self) -> np.ndarray:

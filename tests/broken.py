@@ -181,7 +181,7 @@ def sound_noise_of_its_own(key):
 @breaks("bounded")
 def no_clip(key):
     """Layers that the library does not know are left out of the clip (a class of bugs of Opacus before 1.0)."""
-    return sound(key).replace(weigh=lambda norms, state: (jnp.ones_like(norms),))
+    return sound(key).replace(clip_factors=lambda norms, state: (jnp.ones_like(norms),))
 
 
 @breaks("bounded")
@@ -199,7 +199,9 @@ def clip_after_the_sum(key):
 def clip_of_the_next_step(key):
     """The clip reads the schedule after the counter has moved, the noise before (loops that count twice)."""
     mechanism = sound(key, clip_norm=lambda step: 1 - 0.05 * step.astype(jnp.float32))
-    return mechanism.replace(weigh=lambda norms, state: mechanism.weigh(norms, state._replace(step=state.step - 1)))
+    return mechanism.replace(
+        clip_factors=lambda norms, state: mechanism.clip_factors(norms, state._replace(step=state.step - 1))
+    )
 
 
 @breaks("float32")
@@ -230,7 +232,7 @@ def projected_after_the_clip(key):
         scale = CLIP_NORM / jnp.maximum(optax.tree.norm(grad), CLIP_NORM)
         return projected.encode(jax.tree.map(lambda g: g * scale, grad), state)
 
-    return projected.replace(encode=encode, weigh=lambda norms, state: (jnp.ones_like(norms),))
+    return projected.replace(encode=encode, clip_factors=lambda norms, state: (jnp.ones_like(norms),))
 
 
 @breaks("adjacent", given)
@@ -586,7 +588,7 @@ def keeping_sums(key: jax.Array, keep: Callable) -> dpx.Mechanism:
 
     return mechanism.replace(
         begin=lambda params: {"inner": mechanism.begin(params), "last": (jax.tree.map(jnp.zeros_like, params),)},
-        weigh=lambda norms, state: mechanism.weigh(norms, state["inner"]),
+        clip_factors=lambda norms, state: mechanism.clip_factors(norms, state["inner"]),
         release=release,
     )
 

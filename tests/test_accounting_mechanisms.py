@@ -266,7 +266,7 @@ def test_a_new_cost_is_one_class():
         def released(self):
             return ReleaseCount(2, 2.0)
 
-        def step(self, relation):
+        def step_loss(self, relation):
             if relation == "replace_one":
                 raise ValueError(f"relation must not be replace_one for {self}")
             return SampledGaussian(4 / math.sqrt(2), 1.0, relation)

@@ -262,7 +262,7 @@ GAUSSIAN = {
 @pytest.mark.parametrize("name", GAUSSIAN)
 @pytest.mark.long_cases("with coordinates", "of one number")
 def test_gaussian_noise_is_not_soon_refused(name, promoting):
-    assert Trial(GAUSSIAN[name](), PARAMS, draws=500, seed=0).seen_soon == ""
+    assert Trial(GAUSSIAN[name](), PARAMS, draws=500, seed=0).obvious_fault == ""
 
 
 def own(total, step):

@@ -140,7 +140,7 @@ def too_little_noise(key):
 
 
 def without_clip(key):
-    return dp_sgd(key).replace(weigh=lambda norms, state: (jnp.ones_like(norms),))
+    return dp_sgd(key).replace(clip_factors=lambda norms, state: (jnp.ones_like(norms),))
 
 
 def same_noise(key):

@@ -436,7 +436,7 @@ def test_noise_that_repeats_is_seen_but_not_where_a_gpu_keeps_few_bits_of_it(siz
     class Draws:
         words, count = np.zeros((1, 2), np.uint32), 8
 
-        def of(self, *given):
+        def public_floats(self, *given):
             return rows
 
         def __call__(self, step):

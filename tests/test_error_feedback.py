@@ -164,7 +164,7 @@ def test_one_example_moves_the_error_by_what_is_billed(outer, stability):
     made = dice(outer_clip_norm=outer, stability=stability)
     error_shift = made.event(3).error_shift
     sizes = jnp.concatenate([jnp.geomspace(1e-6, 1e4, 3000), jnp.array([0.0, 0.7, outer, 1e18])])
-    released, withheld = jax.vmap(lambda n: made.weigh(n, None))(sizes)
+    released, withheld = jax.vmap(lambda n: made.clip_factors(n, None))(sizes)
     moved = np.abs(np.asarray(withheld * sizes, np.float64)).max()
     assert moved <= 0.7 * error_shift * (1 + 1e-6) + 1e-12
     assert moved >= 0.7 * error_shift * 0.999

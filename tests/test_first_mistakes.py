@@ -433,7 +433,7 @@ def test_plans_are_printed_in_a_line_and_no_key_is_printed():
     key = dpx.secret_key(2**127 + 12345678901234567890)
     mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=FULL, key=key)
     words = [str(word) for word in np.asarray(jax.random.key_data(key)).tolist() if word > 10**6]
-    terms = dpx.fitting.settings.RunPlan.of(
+    terms = dpx.fitting.settings.RunPlan.with_defaults(
         mechanism, key=key, steps=1, epochs=None, delta=1e-5, accountant=None, records=None, public_stop=False
     )
     step = dpx.private_updates(loss, mechanism)

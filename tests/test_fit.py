@@ -559,7 +559,7 @@ def test_a_private_metric_counts_what_skipped_steps_may_have_released():
     metric = dpx.statistics.PrivateMetric(lambda params: LABELS > params, noise_multiplier=9.0, key=dpx.secret_key())
     of = {"evaluate": None, "callbacks": (), "loss_at": None, "bar": None, "run": None}
     watcher = Watcher(**of, evaluate_private=metric, every=3)
-    watcher.continues([{"step": 3, "private_metric": 0.5}, {"step": 10, "skipped": 6}])
+    watcher.continue_history([{"step": 3, "private_metric": 0.5}, {"step": 10, "skipped": 6}])
     metric(np.float32(0))
     alone = dpx.statistics.PrivateMetric(lambda params: LABELS > params, noise_multiplier=9.0, key=dpx.secret_key())
     for number in range(4):  # after steps 3, 6, 9, and the call

@@ -88,7 +88,7 @@ def mask(i, shape):
 def two_factors(made: dpx.Mechanism) -> dpx.Mechanism:
     """The sums of DiceSGD: the same examples under two bounds."""
     return made.replace(
-        weigh=lambda n, state: (1e-3 / jnp.maximum(n, 1e-3), 3.0 / jnp.maximum(n, 3.0)),
+        clip_factors=lambda n, state: (1e-3 / jnp.maximum(n, 1e-3), 3.0 / jnp.maximum(n, 3.0)),
         release=noiseless(made).release,
     )
 

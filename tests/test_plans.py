@@ -46,9 +46,9 @@ def test_the_columns(planned):
     for run in planned.runs:
         assert run.step_noise == run.noise_multiplier / run.batch_size
         assert run.epochs == run.steps * run.batch_size / 1000
-        np.testing.assert_allclose(run.run_noise, run.step_noise / math.sqrt(run.steps))
-        np.testing.assert_allclose(run.epoch_noise, run.run_noise * math.sqrt(run.epochs))
-    assert planned.runs[1].run_noise < planned.runs[0].run_noise  # whole batches have the least noise
+        np.testing.assert_allclose(run.noise_of_run, run.step_noise / math.sqrt(run.steps))
+        np.testing.assert_allclose(run.epoch_noise, run.noise_of_run * math.sqrt(run.epochs))
+    assert planned.runs[1].noise_of_run < planned.runs[0].noise_of_run  # whole batches have the least noise
     lines = str(planned).splitlines()
     assert "epsilon 2 at delta 1e-05" in lines[0] and lines.index("") == 2 + len(planned.runs)
     printed = float(lines[2].split()[3])  # rounded up, so that a run with it is within the budget
@@ -60,7 +60,7 @@ def test_the_plot_has_a_line_for_each_number_of_epochs(planned):
     axes = planned.plot(axes=figure.add_subplot())
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["4 epochs", "8 epochs"]
     drawn = [tuple(point) for line in axes.lines for point in line.get_xydata()]
-    assert drawn == [(run.batch_size, run.run_noise) for run in planned.runs]
+    assert drawn == [(run.batch_size, run.noise_of_run) for run in planned.runs]
     assert len({line.get_color() for line in axes.lines}) == len({line.get_linestyle() for line in axes.lines}) == 2
 
 
@@ -168,7 +168,7 @@ def test_the_least_noise_is_recommended(table):
 def test_the_printed_plan_answers_which_sampling():
     plan = dpx.plan_noise(examples=1000, epsilon=2.0, delta=1e-5, epochs=[4, 8], batch_sizes=[50, 100, 1000])
     small, large = plan.runs[0], plan.runs[1]  # of the first epochs; whole batches are not suggested
-    assert plan.suggested == (small if small.run_noise <= 1.25 * large.run_noise else large)
+    assert plan.suggested == (small if small.noise_of_run <= 1.25 * large.noise_of_run else large)
     assert plan.samplings.runs[0].sampling == dpx.PoissonSampling(examples=1000, batch_size=plan.suggested.batch_size)
     assert str(plan.samplings) in str(plan)
     for words in ("PoissonSampling(most_rows=", "RandomAllocation(steps_per_epoch=", "Take ", "Refused", *REFUSED):

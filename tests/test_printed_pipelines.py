@@ -39,7 +39,7 @@ def release_of_unit_noise(case: Case):
     def release(grad):
         state = mechanism.init(PARAMS)
         encoded = mechanism.encode(grad, state)
-        factors = mechanism.weigh(mechanism.norm(encoded), state)
+        factors = mechanism.clip_factors(mechanism.norm(encoded), state)
         sums = tuple(jax.tree.map(jnp.zeros_like, encoded) for _ in factors)
         return jax.tree.map(lambda x: x / (1 + ETA), mechanism.release(sums, state, PARAMS)[0]), state
 

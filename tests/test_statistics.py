@@ -171,17 +171,17 @@ def test_a_uniform_output_comes_from_one_number_in_2_to_the_40():
 
 
 def test_laplace_noise_pays_for_its_arithmetic():
-    noise = Noise.of("laplace", 2.0, Effect(2.0**24, 2.0**23, 3))
+    noise = Noise.of_multiplier("laplace", 2.0, Effect(2.0**24, 2.0**23, 3))
     assert 2.0**24 / noise.scale + 3 * 2.0**-39 <= 0.5 and noise.scale < 2.0**25 * (1 + 1e-10)
     with pytest.raises(ValueError, match=r"noise_multiplier must be below .* for Laplace noise"):
-        Noise.of("laplace", 2.0**39, Effect(2.0, 2.0, 1))
+        Noise.of_multiplier("laplace", 2.0**39, Effect(2.0, 2.0, 1))
 
 
 @pytest.mark.parametrize("deviation", [16.0, 1000.5, 3e6])
 def test_gaussian_noise_is_that_of_a_step(deviation):
     """Its bits are those of `dpx.keys.release` for the whole sums, where these fit."""
     sums = np.random.default_rng(1).integers(-(2**23), 2**23, size=16)
-    noise = Noise.of("gaussian", deviation, Effect(1.0, 1.0, 1))
+    noise = Noise.of_multiplier("gaussian", deviation, Effect(1.0, 1.0, 1))
     assert noise.scale >= deviation
     found = noise.release(KEY, sums, -(2**23), 2**23)
     assert (found.astype(np.float32) == dpx.keys.release(KEY, 0, sums.astype(np.float32), noise.scale)).all()
@@ -199,7 +199,7 @@ RUNS = 4096
 def test_no_attack_beats_the_stated_epsilon(kind, multiplier):
     """And a strong one shows most of it."""
     effect = Effect(1024.0, 1024.0, 1)
-    noise = Noise.of(kind, multiplier, effect)
+    noise = Noise.of_multiplier(kind, multiplier, effect)
     worlds = [noise.release(next(KEYS), np.full(RUNS, total), 0, 2**20) for total in (4 * 1024, 5 * 1024)]
     deviation = {"gaussian": multiplier, "laplace": math.sqrt(2) * multiplier}[kind]
     for total, world in zip((4, 5), worlds, strict=True):
@@ -493,7 +493,7 @@ def test_other_sums_have_other_noise():
     own = [noises.key_of_query(KEY, "count", np.array([total])) for total in (5, 6)]
     zeros = np.zeros(16, np.int64)
     for kind in ("gaussian", "laplace"):
-        noise = Noise.of(kind, 1.0, Effect(1024.0, 1024.0, 1))
+        noise = Noise.of_multiplier(kind, 1.0, Effect(1024.0, 1024.0, 1))
         first, second = (noise.release(key, zeros, 0, 100) for key in own)
         assert (first != second).mean() > 0.5 and len({*first.tolist()}) > 8
     asked_otherwise = noises.key_of_query(KEY, "sum", np.array([5]))

@@ -48,7 +48,7 @@ def hostile_sum(name: str, terms: np.ndarray, *, lower: bool) -> np.ndarray:
             total = exact - dropped if lower else exact
         else:
             first = start == 0  # a product is exact, and so is its sum with 0
-            total = exact + (0 if first else (-1 if lower else 1) * adder.moved * UNIT * exact)
+            total = exact + (0 if first else (-1 if lower else 1) * adder.move * UNIT * exact)
     return total
 
 
@@ -103,7 +103,7 @@ def test_a_hostile_adder_rounds_one_sum_nearly_as_much_as_is_proved(name, positi
 @pytest.mark.parametrize("name", UNITS)
 def test_the_budget_is_kept_by_every_unit(name):
     unit = UNITS[name]
-    assert unit.within == max(WITHIN[each] for each, adder in ADDERS.items() if adder in unit.adders)
+    assert unit.rounding_factor == max(WITHIN[each] for each, adder in ADDERS.items() if adder in unit.adders)
     for rows in range(1, MOST_ROWS + 1):
         share = bounds.rounding_share(rows, unit=unit)
         assert bounds.may_add_in_float32(rows, unit=unit) == (share <= ETA - RESERVE)
@@ -140,7 +140,7 @@ HOSTILE = np.array([0, -0.0, 1, -1.00390625, 1.9999999, 1e-39, -3e-38, 3e38, -3.
 
 @pytest.mark.parametrize("unit", [TF32, BFLOAT16, OF_A_TPU])
 def test_operands_are_short_and_never_longer_than_they_may_be(unit):
-    found = np.asarray(jax.jit(unit.truncated)(HOSTILE))
+    found = np.asarray(jax.jit(unit.truncate_operand)(HOSTILE))
     finite = np.isfinite(HOSTILE)
     assert np.all(np.abs(found[finite]) <= np.abs(HOSTILE[finite])) and not np.any(np.isfinite(found[~finite]))
     assert np.all(

@@ -36,7 +36,7 @@ class Delegated(Loss):
     def largest_shift(self, relation: Relation) -> float:
         return self.inner.largest_shift(relation) if self.inner else super().largest_shift(relation)
 
-    def step(self, relation: Relation) -> StepLoss:
+    def step_loss(self, relation: Relation) -> StepLoss:
         if relation == "replace_one":
             raise ValueError(f'{self.event} has no known Renyi divergence under relation "replace_one"')
         return DelegatedStep(self.event, relation)

@@ -90,7 +90,7 @@ class GroupGaussianDpEvent(DpEvent, Loss):
     def largest_shift(self, relation: Relation) -> float:
         return in_deviations(self.records * (2 if relation == "replace_one" else 1), self.noise_multiplier)
 
-    def step(self, relation: Relation) -> StepLoss:
+    def step_loss(self, relation: Relation) -> StepLoss:
         sigma, rate = min(float(self.noise_multiplier), LARGEST_NOISE), float(self.sampling_probability)
         if relation == "replace_one":
             raise ValueError('relation "replace_one" does not fit several records, which are nulled or not there')
@@ -257,7 +257,7 @@ class Mixture(Loss):
 
     event: Any
 
-    def step(self, relation: Relation) -> StepLoss:
+    def step_loss(self, relation: Relation) -> StepLoss:
         event = self.event
         sigma, shifts, weights = map(np.asarray, (event.standard_deviation, event.sensitivities, event.sampling_probs))
         if relation == "replace_one":

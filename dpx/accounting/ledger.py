@@ -123,7 +123,7 @@ class Ledger:
         """The step loss of every release, and how often it was made. Raises the ValueErrors of `Loss.step`."""
         losses: dict[StepLoss, int] = defaultdict(int)
         for loss, count in self.counts.items():
-            losses[loss.step(relation)] += count
+            losses[loss.step_loss(relation)] += count
         return losses
 
     def map(self, event_of: Callable[[Loss], DpEvent]) -> DpEvent:
@@ -171,7 +171,7 @@ class Ledger:
                 )
         return (*lines, *others) if self.private else (*lines, *others, "a release without noise")
 
-    def joined(self) -> str:
+    def in_one_line(self) -> str:
         """The same in one line."""
         return ", ".join(self.words()) or "nothing"
 
@@ -222,7 +222,7 @@ class NoNoise(Loss):
     event: DpEvent = field(default_factory=dp_accounting.NonPrivateDpEvent)
     private, fresh = False, True
 
-    def step(self, relation: Relation) -> StepLoss:
+    def step_loss(self, relation: Relation) -> StepLoss:
         return SampledGaussian(0.0, 1.0, relation)
 
 
@@ -258,7 +258,7 @@ class Gaussian(Loss):
         count = sum(count for _, count in self.parts)
         return ReleaseCount(count, float(count))
 
-    def step(self, relation: Relation) -> StepLoss:
+    def step_loss(self, relation: Relation) -> StepLoss:
         return gaussian_loss(self.inner, relation, float(self.rate))
 
     def largest_shift(self, relation: Relation) -> float:
@@ -349,4 +349,4 @@ def is_free(event: Any) -> bool:
 
 def without_truncation(event: DpEvent) -> DpEvent:
     """The event of the same releases on Poisson samples that are not cut: to say what the truncation costs."""
-    return from_event(event).map(lambda loss: loss.uncut if isinstance(loss, Truncated) else event_of_loss(loss))
+    return from_event(event).map(lambda loss: loss.untruncated if isinstance(loss, Truncated) else event_of_loss(loss))

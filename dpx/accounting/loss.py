@@ -54,7 +54,7 @@ class Loss:
         """The name of Gaussian releases that a report lists by their `noise_multiplier`; "" for others."""
         return ""
 
-    def step(self, relation: Relation) -> StepLoss:
+    def step_loss(self, relation: Relation) -> StepLoss:
         """Its privacy loss. Raises ValueError for a relation under which it is not known."""
         raise NotImplementedError
 

@@ -42,7 +42,7 @@ class PureDpEvent(DpEvent, Loss):
     def pure(self, relation: Relation) -> float:
         return self.epsilon * (2 if relation == "replace_one" else 1)
 
-    def step(self, relation: Relation) -> "PureLoss":
+    def step_loss(self, relation: Relation) -> "PureLoss":
         if not 0 <= self.epsilon:
             raise ValueError(f"epsilon of a release must be at least 0, got {self.epsilon}")
         return PureLoss(self.pure(relation))

@@ -116,7 +116,7 @@ class FixedSize(Loss):
     def noise_multiplier(self) -> float:
         return self.event.event.noise_multiplier
 
-    def step(self, relation: Relation) -> StepLoss:
+    def step_loss(self, relation: Relation) -> StepLoss:
         if relation != "replace_one":
             raise ValueError(
                 f'sampling without replacement has a known cost under relation "replace_one" only, got {relation!r}: '
@@ -219,7 +219,7 @@ class Truncated(Loss):
     def noise_multiplier(self) -> float:
         return self.event.noise_multiplier
 
-    def step(self, relation: Relation) -> StepLoss:
+    def step_loss(self, relation: Relation) -> StepLoss:
         event = self.event
         examples, most, rate = event.dataset_size, event.truncated_batch_size, float(event.sampling_probability)
         sigma = float(event.noise_multiplier)
@@ -246,6 +246,6 @@ class Truncated(Loss):
         return f"Gaussian on a Poisson sample of rate {rate:.6g}, cut at random to {most} rows"
 
     @property
-    def uncut(self) -> DpEvent:
+    def untruncated(self) -> DpEvent:
         """The event of the same release on a Poisson sample that is not cut."""
         return PoissonSampledDpEvent(self.event.sampling_probability, GaussianDpEvent(self.noise_multiplier))

@@ -201,14 +201,14 @@ class Search(Loss):
         trials = most_trials(float(self.event.mean), float(self.event.shape))
         return ReleaseCount(most * trials, mean * float(self.event.mean))
 
-    def step(self, relation: Relation) -> StepLoss:
+    def step_loss(self, relation: Relation) -> StepLoss:
         mean, shape = float(self.event.mean), float(self.event.shape)
         if not (1 <= mean < math.inf and shape >= 0):
             raise ValueError(f"mean must be finite and at least 1, and shape at least 0; got {mean} and {shape}")
         return BestOf(trial_loss(self.trial, relation), mean, shape)
 
     def in_words(self) -> str:
-        return f"the best of {self.event.mean:g} expected trials, each: {self.trial.joined()}"
+        return f"the best of {self.event.mean:g} expected trials, each: {self.trial.in_one_line()}"
 
 
 @dataclass(frozen=True)
@@ -222,8 +222,8 @@ class Choice(Loss):
     def released(self) -> ReleaseCount:
         return ReleaseCount(*map(max, zip(*(each.released for each in self.alternatives), strict=True)))
 
-    def step(self, relation: Relation) -> StepLoss:
+    def step_loss(self, relation: Relation) -> StepLoss:
         return OneOfLosses(tuple(trial_loss(each, relation) for each in self.alternatives))
 
     def in_words(self) -> str:
-        return f"one of ({' | '.join(dict.fromkeys(each.joined() for each in self.alternatives))})"
+        return f"one of ({' | '.join(dict.fromkeys(each.in_one_line() for each in self.alternatives))})"

@@ -92,7 +92,7 @@ class Folder:
         if autotunes_kernels():  # no other program rounds like this one
             facts |= {KERNELS: processes.from_first_process(lambda: secrets.token_hex(8))}
         try:
-            self._known = processes.from_first_process(lambda: self._take(facts))  # what run.json holds
+            self._known = processes.from_first_process(lambda: self._claim(facts))  # what run.json holds
             with processes.raising_together():
                 if not (self.path / "lock").exists():
                     raise ValueError(f"checkpoints must be one folder that all processes share, but {self.path} is not")
@@ -104,7 +104,7 @@ class Folder:
         self._last: int | None = None  # the step of the checkpoint that this program stored or read last
         self.continued = False  # whether there was a checkpoint
 
-    def _take(self, facts: dict[str, Any]) -> dict[str, Any]:
+    def _claim(self, facts: dict[str, Any]) -> dict[str, Any]:
         """Takes the folder, or makes it. Returns what its run.json holds, or would hold for a new run. In process 0."""
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"checkpoints must be a directory, got the file {self.path}")
@@ -163,7 +163,7 @@ class Folder:
         if skips:
             self._require_skippable(like.state, last or 0, reach)
         plan = max(self._known["planned"], self._run.plan)
-        processes.from_first_process(self._mark)
+        processes.from_first_process(self._write_claim)
         moved = reach if self._changed or skips else self._known["moved"]
         self._write(facts=self._facts, planned=plan, moved=moved)
         if last is None:
@@ -191,11 +191,11 @@ class Folder:
             )
         require_skippable(self._run, state, last, reach)
 
-    def _mark(self):
+    def _write_claim(self):
         """In process 0: the folder is closed to others and says what it holds; what was not finished is removed."""
         make_folder(self.path)
         replace_file(self.path / "SENSITIVE", SENSITIVE)
-        self._tidy()
+        self._delete_older()
 
     def _write(self, **changes: Any):
         before, self._known = self._known, self._known | changes
@@ -248,7 +248,7 @@ class Folder:
         processes.from_first_process(keep)
         if self._last != step:
             self._store(step, carry)
-            processes.from_first_process(self._tidy)
+            processes.from_first_process(self._delete_older)
         self._last = step
         return True
 
@@ -257,7 +257,7 @@ class Folder:
         whole = args.Composite(default=args.StandardSave(_checkpoint_items(carry)))
         self._files.save(self.path / str(step), args=whole)  # an error if there is one
 
-    def _tidy(self):
+    def _delete_older(self):
         """Keeps the last checkpoints alone. In process 0."""
         flush_names(self.path)
         for path in [*(self.path / str(step) for step in self._steps()[:-KEPT]), *self.path.glob(UNFINISHED)]:

@@ -170,12 +170,12 @@ def fit(
         require_rows_in_every_process(sharding)
         require_inputs(loss, optimizer, params, data, loss_at)
         given = {"delta": delta, "accountant": accountant, "records": records, "public_stop": public_stop}
-        run = RunPlan.of(optimizer, key=key, steps=steps, epochs=epochs, **given)
+        run = RunPlan.with_defaults(optimizer, key=key, steps=steps, epochs=epochs, **given)
         said: dict[str, Any] = {"name": name, "dataset": dataset, "tuning": require_described(tuning, name, dataset)}
         words = (name or "a run of dpx.fit") if words is None else words
         payment = Payment(ledger, {"words": words, "unit": unit_of(data), "part": part}, run)
         users = {"evaluate": evaluate, "evaluate_private": evaluate_private, "callbacks": callbacks, "loss_at": loss_at}
-        watcher = Watcher.of(run, evaluate_every, progress, **users)
+        watcher = Watcher.with_defaults(run, evaluate_every, progress, **users)
         require_whole("checkpoint_every", checkpoint_every)
         require_bool("on_other_devices", on_other_devices)
         carry = first_carry(params, optimizer, sharding)
@@ -222,7 +222,7 @@ def _train_steps(
 ) -> Carry:
     """The carry after all steps, or where a callback ended the run."""
     carry, history = folder.restore(carry)
-    watcher.continues(history)
+    watcher.continue_history(history)
     first = carry.step
     if first > run.steps:
         raise ValueError(f"steps must be at least the {first} that the stored run has made, got {run.steps}")
@@ -246,7 +246,7 @@ def _train_steps(
                 _TRAINED[mark] = place  # only now, because a loss with an error makes no step
                 before, last = last, unreleased.mean
                 due = done == run.steps or done % watcher.every == 0
-                ended = due and watcher.look(done, carry, unreleased)
+                ended = due and watcher.record_step(done, carry, unreleased)
                 consistent = True
                 watcher.bar.update()
                 finished = ended or done == run.steps

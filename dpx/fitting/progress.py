@@ -124,7 +124,7 @@ class Watcher:
     history: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, run: RunPlan, every: Any, progress: bool, *, evaluate_private: Any, **users: Any) -> Self:
+    def with_defaults(cls, run: RunPlan, every: Any, progress: bool, *, evaluate_private: Any, **users: Any) -> Self:
         """With the defaults filled in. users: `evaluate`, `callbacks`, `loss_at`. Raises ValueError for what is not a
         function, for other periods, and for more looks than the budget of a private metric has steps."""
         evaluate, callbacks = users["evaluate"], users["callbacks"]
@@ -145,7 +145,7 @@ class Watcher:
             evaluate_private.require(math.ceil(run.steps / every))
         return cls(run=run, every=every, bar=bar, evaluate_private=evaluate_private, **users)
 
-    def continues(self, history: list[dict[str, Any]]):
+    def continue_history(self, history: list[dict[str, Any]]):
         """After these rows, whose private metrics were released too, and those of steps that are skipped may be."""
         self.history = history
         if self.evaluate_private is not None:
@@ -153,9 +153,9 @@ class Watcher:
             for row in history:
                 first = row["step"] - row.get("skipped", 0)
                 found["skipped", row["step"]] += row["step"] // self.every - first // self.every
-            self.evaluate_private.continues(found)
+            self.evaluate_private.count_earlier(found)
 
-    def look(self, step: int, carry: Carry, batch: BatchLosses) -> bool:
+    def record_step(self, step: int, carry: Carry, batch: BatchLosses) -> bool:
         """Adds a row to the history. Returns whether a callback asks to stop."""
         shown = self.evaluate is not None or self.evaluate_private is not None or self.callbacks
         params, loss = fresh_copy(carry.params) if shown else carry.params, float(batch.mean)

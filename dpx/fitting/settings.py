@@ -33,7 +33,7 @@ class RunPlan:
     records: int
 
     @classmethod
-    def of(
+    def with_defaults(
         cls,
         optimizer: Mechanism,
         *,

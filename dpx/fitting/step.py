@@ -126,11 +126,11 @@ def _warning_once(optimizer: Mechanism) -> Callable:
     """Warns of the loss when a step is traced for the first time."""
     looked = []
 
-    def look(*of_loss):
+    def warn_once(*of_loss):
         if not looked:
             looked.append(warn_of_loss(optimizer, *of_loss))
 
-    return look
+    return warn_once
 
 
 def _sum_of_losses(unreleased: Any, batch: Batch) -> jax.Array:

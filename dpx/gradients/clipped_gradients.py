@@ -41,7 +41,7 @@ class RowSum:
     norms, backward_passes: as in `private_updates`; norms is "update" if `of_row` returns an update and not a loss.
     microbatch_size: int, how many rows are in memory at once. It and `backward_passes` are None for a choice by cost.
     platform: what the program is compiled for. devices: how many the rows are spread over; None if not known.
-    look: gets the closed jaxpr of a loss, the parameters and the shapes of one row, when a step is traced.
+    inspect_loss: gets the closed jaxpr of a loss, the parameters and the shapes of one row, when a step is traced.
     """
 
     of_row: Callable
@@ -51,7 +51,7 @@ class RowSum:
     platform: str
     devices: int | None = None
     backward_passes: int | None = None
-    look: Callable[[Any, Tree, tuple], None] = warn_of_constants
+    inspect_loss: Callable[[Any, Tree, tuple], None] = warn_of_constants
 
     def __post_init__(self):
         require_mechanism(self.optimizer)
@@ -84,7 +84,7 @@ class RowSum:
         row = shapes_of_row(rows)
         with self.noted(lambda: row):
             traced = ghost.trace_loss(self.of_row, params, row)
-        self.look(traced.closed, params, row)
+        self.inspect_loss(traced.closed, params, row)
         cost = forward_cost(traced.closed.jaxpr)
         if self.norms == "update":
             _require_like(params, traced.shapes[0])
@@ -149,8 +149,8 @@ def sum_gradients(
     return RowSum(of_row, optimizer, norms, microbatch_size, *where, backward_passes)
 
 
-def with_inspector(step: Any, look: Callable[[Any, Tree, tuple], None]) -> Any:
-    return replace(step, row_sum=replace(step.row_sum, look=look))
+def with_inspector(step: Any, inspect_loss: Callable[[Any, Tree, tuple], None]) -> Any:
+    return replace(step, row_sum=replace(step.row_sum, inspect_loss=inspect_loss))
 
 
 def _require_like(params: Tree, made: Tree):

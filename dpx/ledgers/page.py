@@ -46,7 +46,7 @@ def _words(entry: Entry) -> str:
     """An entry, in one sentence."""
     charged, returned = (f"{spent.precision**0.5:.3g}" for spent in (entry.charge, entry.credit))
     parts = [entry.words, *([f"of part {entry.part!r}"] if entry.part is not None else [])]
-    parts += [from_event(entry.event).joined(), *([] if entry.made else ["reserved, not made"])]
+    parts += [from_event(entry.event).in_one_line(), *([] if entry.made else ["reserved, not made"])]
     parts.append("composed exactly" if entry.planned else f"counted as a Gaussian of mu {charged}")
     if entry.steps is not None:
         parts.append(f"ended after step {entry.steps}, which gave a Gaussian of mu {returned} back")

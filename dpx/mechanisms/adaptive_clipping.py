@@ -79,7 +79,7 @@ def adaptive_clipping(
     def encoded(grad):
         return {"gradient": grad, "indicator": jnp.ones(())}
 
-    def weigh(norms, state):
+    def clip_factors(norms, state):
         gradient, indicator = shares(state.inner.step)
         norm, clip_norm = norms["gradient"], state.clip_norm
         below = jnp.where(norm <= clip_norm, indicator, -indicator)
@@ -104,7 +104,7 @@ def adaptive_clipping(
         begin=lambda params: AdaptiveClippingState(inner.begin(encoded(params)), jnp.float32(initial_clip_norm)),
         encode=lambda grad, state: encoded(grad),
         norm=lambda encoded: {"gradient": tree_norm(encoded["gradient"]), "indicator": encoded["indicator"]},
-        weigh=weigh,
+        clip_factors=clip_factors,
         bound=bound,
         release=release,
         event=event,

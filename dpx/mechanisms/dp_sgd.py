@@ -79,7 +79,7 @@ def dp_sgd(
         raise ValueError(f"sampling must be a dpx sampling record such as PoissonSampling, got {described(sampling)}")
     noise_key = keys.stream(keys.warn_if_guessable(key), "noise")
 
-    def weigh(found, state):
+    def clip_factors(found, state):
         return (jax.tree.map(lambda n, c: c / jnp.maximum(n, c), found, _norms_at(clip_norm, state.step)),)
 
     def release(sums, state, params):
@@ -103,7 +103,7 @@ def dp_sgd(
         begin=ReleaseState.empty,
         encode=lambda grad, state: grad,
         norm=lambda encoded: jax.tree.map(lambda _, group: tree_norm(group), clip_norm, encoded),
-        weigh=weigh,
+        clip_factors=clip_factors,
         bound=lambda state: _norms_at(clip_norm, state.step),
         release=release,
         event=event,

@@ -19,13 +19,13 @@ def normalized(mechanism: Mechanism, *, stability: float = 0.01) -> Mechanism:
     """
     stability = require_number("stability", stability, minimum=1e-6)
 
-    def weigh(norms, state):
-        factors = mechanism.weigh(jax.tree.map(lambda n: n / (n + stability), norms), state)
+    def clip_factors(norms, state):
+        factors = mechanism.clip_factors(jax.tree.map(lambda n: n / (n + stability), norms), state)
         return tuple(jax.tree.map(lambda n, f: f / (n + stability), norms, factor) for factor in factors)
 
     stages = around_sum(mechanism.stages, before_bound=(f"normalize to g / (|g| + {stability:g})",))
     return mechanism.replace(
-        weigh=weigh,
+        clip_factors=clip_factors,
         bound=lambda state: jax.tree.map(lambda clip_norm: jnp.minimum(clip_norm, 1), mechanism.bound(state)),
         stages=stages,
     )

@@ -184,7 +184,7 @@ class WorkingRows(NamedTuple):
     weights: jax.Array
 
     @classmethod
-    def of(cls, indices: jax.Array, count: int) -> "WorkingRows":
+    def read_by(cls, indices: jax.Array, count: int) -> "WorkingRows":
         inside = (indices >= 0) & (indices < count)
         indices = jnp.where(inside, indices, count).astype(jnp.int32)
         rows = jnp.unique(indices, size=indices.size, fill_value=count)
@@ -221,7 +221,7 @@ class RowStep:
         included = included_rows(batch_size(examples), included, self.optimizer.sampling)
         tables = _require_tables(params)[TABLES]
         read = jax.tree.map(
-            lambda table, indices: WorkingRows.of(indices, len(table)), tables, jax.vmap(self.rows)(examples)
+            lambda table, indices: WorkingRows.read_by(indices, len(table)), tables, jax.vmap(self.rows)(examples)
         )
         few = jax.tree.map(lambda table, read: table.at[read.rows].get(mode="fill", fill_value=0), tables, read)
         reads = jax.tree.map(lambda table, read: jnp.zeros(read.rows.size, jnp.float32), tables, read)

@@ -64,7 +64,7 @@ class PlannedSampling(NamedTuple):
     rows: int
 
     @property
-    def run_noise(self) -> float:
+    def noise_of_run(self) -> float:
         """The noise in the mean gradient of the whole run, in clip norms."""
         return self.noise_multiplier / self.sampling.divisor / math.sqrt(self.steps)
 
@@ -87,8 +87,8 @@ class SamplingPlan:
     def recommended(self) -> PlannedSampling:
         """The least noise among samplings whose neighbors differ by a null; Poisson sampling if it is almost least."""
         first = self.runs[0]
-        least = min((run for run in self.runs if run.sampling.relation == "zero_out"), key=lambda run: run.run_noise)
-        return first if least.run_noise > (1 - _ALIKE) * first.run_noise else least
+        least = min((run for run in self.runs if run.sampling.relation == "zero_out"), key=lambda run: run.noise_of_run)
+        return first if least.noise_of_run > (1 - _ALIKE) * first.noise_of_run else least
 
     @property
     def _budget(self) -> str:
@@ -115,7 +115,9 @@ class SamplingPlan:
         elif best is first:
             words += "no other sampling needs noticeably less noise."
         else:
-            words += f"the run has {1 - best.run_noise / first.run_noise:.1%} less noise than with {_name(first)}."
+            words += (
+                f"the run has {1 - best.noise_of_run / first.noise_of_run:.1%} less noise than with {_name(first)}."
+            )
         found = [words]
         cut = [run for run in self.runs if run.sampling.truncates]
         if cut:
@@ -243,7 +245,7 @@ class PlannedRun(NamedTuple):
     """One row of a plan. Noise is a standard deviation of each coordinate, divided by the clip norm.
 
     batch_size: int, expected. epochs: float, of the whole number of `steps`. noise_multiplier: float, the least.
-    step_noise, epoch_noise, run_noise: floats, the noise in the private gradient of one step, in the mean over the
+    step_noise, epoch_noise, noise_of_run: floats, the noise in the private gradient of one step, in the mean over the
         steps of one epoch, and in the mean over all steps.
     """
 
@@ -253,7 +255,7 @@ class PlannedRun(NamedTuple):
     noise_multiplier: float
     step_noise: float
     epoch_noise: float
-    run_noise: float
+    noise_of_run: float
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -281,8 +283,8 @@ class NoisePlan:
         """
         first = [run for run in self.runs if round(run.epochs) == round(self.runs[0].epochs)]
         runs = [run for run in first if run.batch_size < self.examples] or first
-        least = min(run.run_noise for run in runs)
-        return min((run for run in runs if run.run_noise <= _HARDLY * least), key=lambda run: run.batch_size)
+        least = min(run.noise_of_run for run in runs)
+        return min((run for run in runs if run.noise_of_run <= _HARDLY * least), key=lambda run: run.batch_size)
 
     @functools.cached_property
     def samplings(self) -> SamplingPlan:
@@ -310,7 +312,7 @@ class NoisePlan:
         head += "the noise of the mean gradient is divided by the clip norm"
         rows = [
             f"{run.batch_size:10} {run.epochs:8.4g} {run.steps:7} {_up(run.noise_multiplier):16.4f} "
-            f"{run.step_noise:11.3e} {run.epoch_noise:11.3e} {run.run_noise:11.3e}"
+            f"{run.step_noise:11.3e} {run.epoch_noise:11.3e} {run.noise_of_run:11.3e}"
             for run in self.runs
         ]
         titles = f"{'batch size':>10} {'epochs':>8} {'steps':>7} {'noise multiplier':>16} "
@@ -327,7 +329,7 @@ class NoisePlan:
         for run in self.runs:
             groups.setdefault(round(run.epochs), []).append(run)
         for epochs, runs in groups.items():
-            points = [run.batch_size for run in runs], [run.run_noise for run in runs]
+            points = [run.batch_size for run in runs], [run.noise_of_run for run in runs]
             axes.semilogx(*points, marker=".", label=f"{epochs} epochs")
         sizes = sorted({run.batch_size for run in self.runs}, reverse=True)
         ticks = sizes[:1]
@@ -391,8 +393,8 @@ def plan_noise(
         steps = max(1, round(epochs * examples / size))
         noise = _least_noise(examples, size, steps, budget)
         step_noise = noise / size
-        epoch_noise, run_noise = step_noise / math.sqrt(examples / size), step_noise / math.sqrt(steps)
-        return PlannedRun(size, steps * size / examples, steps, noise, step_noise, epoch_noise, run_noise)
+        epoch_noise, noise_of_run = step_noise / math.sqrt(examples / size), step_noise / math.sqrt(steps)
+        return PlannedRun(size, steps * size / examples, steps, noise, step_noise, epoch_noise, noise_of_run)
 
     return NoisePlan(examples=examples, runs=tuple(run(number, size) for number in many for size in sizes), **budget)
 

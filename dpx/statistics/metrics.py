@@ -107,7 +107,7 @@ class PrivateMetric:
     def _made(self) -> int:
         return len(self._released) + self._earlier.total()
 
-    def continues(self, released: Counter[Hashable]):
+    def count_earlier(self, released: Counter[Hashable]):
         """Counts what other programs released of a run that continues: how often each value, or what names a value that
         is not known. `fit` calls it."""
         self._earlier |= released - Counter(each.value for each in self.released)

@@ -67,7 +67,7 @@ class Noise:
     scale: float
 
     @classmethod
-    def of(cls, kind: Kind, noise_multiplier: float, effect: Effect) -> "Noise":
+    def of_multiplier(cls, kind: Kind, noise_multiplier: float, effect: Effect) -> "Noise":
         """The noise of a multiplier, relative to the effect. Raises ValueError where the proofs have no room for it."""
         if kind == "gaussian":
             scale = float(np.nextafter(np.float32(noise_multiplier * effect.two), np.float32(math.inf)))

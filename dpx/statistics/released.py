@@ -119,7 +119,7 @@ class Release:
 class Statistic(Release):
     """A released statistic with its error."""
 
-    within: Callable[[float], Any] = field(repr=False)
+    interval_at: Callable[[float], Any] = field(repr=False)
 
     def interval(self, confidence: float = 0.95) -> tuple[Any, Any]:
         """Bounds of the true statistic of these records, each float or float64 (...), as `value`.
@@ -129,7 +129,7 @@ class Statistic(Release):
 
         confidence: in (0, 1). Raises ValueError for other numbers.
         """
-        return self.within(1 - require_open_fraction("confidence", confidence))
+        return self.interval_at(1 - require_open_fraction("confidence", confidence))
 
 
 class _Priced(NamedTuple):
@@ -174,7 +174,7 @@ class StatisticRequest:
             multiplier = self.multiplier(
                 records, lambda multiplier, kind=kind: event_of_noise(kind, multiplier), padded(size)
             )
-            found.append((Noise.of(kind, multiplier, effect), multiplier))
+            found.append((Noise.of_multiplier(kind, multiplier, effect), multiplier))
         return min(found, key=lambda each: each[0].deviation)
 
     def multiplier(self, records: StatisticRecords, event: Callable[[float], DpEvent], numbers: int) -> float:

@@ -78,7 +78,7 @@ def standardize(
     scale = np.sqrt(np.clip(np.maximum(variance, least), 0, _LARGEST_VARIANCE))
     value = np.stack([low + size * mean, size * scale])
 
-    def within(error: float) -> tuple[Any, Any]:
+    def interval_at(error: float) -> tuple[Any, Any]:
         off = records.most_rows / 2 + 2 * added.rounding(0, most)
         mean_low, mean_high = ratio_bounds(noisy, (0.0, 0.5, 1.0), added, error, off)
         (low_1, high_1), (low_2, high_2) = (
@@ -89,6 +89,6 @@ def standardize(
         ends = zip((low + size * mean_low, low + size * mean_high), scales, strict=True)
         return tuple(records.shaped(np.stack(pair)) for pair in ends)
 
-    released = Statistic(value=records.shaped(value), within=within, **facts)
+    released = Statistic(value=records.shaped(value), interval_at=interval_at, **facts)
     low, high, mean, scale = (records.shaped(x) for x in (low, high, *value))
     return Scaling(low, high, mean, scale, released)

@@ -133,11 +133,11 @@ def _counts(
     noisy, added, facts = asked.noisy(records, sums, effect, 0, most, query=query)
     value = noisy / WHOLE
 
-    def within(error: float) -> tuple[Any, Any]:
+    def interval_at(error: float) -> tuple[Any, Any]:
         half = (added.half_width(error) + added.rounding(0, most)) / WHOLE
         return shaped(value - half), shaped(value + half)
 
-    return Statistic(value=shaped(value), within=within, **facts)
+    return Statistic(value=shaped(value), interval_at=interval_at, **facts)
 
 
 def release_sum(
@@ -181,11 +181,11 @@ def _spread_sum(
     noisy, added, facts = asked.noisy(records, quanta.sum(axis=0), effect, -most, most, query=query)
     value: np.ndarray = offset + noisy * size
 
-    def within(error: float) -> tuple[Any, Any]:
+    def interval_at(error: float) -> tuple[Any, Any]:
         half = size * (added.half_width(error) + added.rounding(-most, most) + records.most_rows / 2)
         return records.shaped(value - half), records.shaped(value + half)
 
-    return Statistic(value=records.shaped(value), within=within, **facts)
+    return Statistic(value=records.shaped(value), interval_at=interval_at, **facts)
 
 
 def _in_quanta(shares: np.ndarray) -> np.ndarray:
@@ -241,12 +241,12 @@ def release_mean(
     noisy, added, facts = asked.noisy(records, cells, effect, 0, most, query=query)
     value = low + (high - low) * safe_ratio(noisy[1], noisy.sum(axis=0), 0.5)
 
-    def within(error: float) -> tuple[Any, Any]:
+    def interval_at(error: float) -> tuple[Any, Any]:
         off = records.most_rows / 2 + added.rounding(0, most)
         found = ratio_bounds(noisy, (0.0, 1.0), added, error, off)
         return tuple(records.shaped(low + (high - low) * share) for share in found)
 
-    return Statistic(value=records.shaped(value), within=within, **facts)
+    return Statistic(value=records.shaped(value), interval_at=interval_at, **facts)
 
 
 def _cut_to_bounds(found: Statistic, records: StatisticRecords, low: np.ndarray, high: np.ndarray) -> Statistic:
@@ -255,11 +255,11 @@ def _cut_to_bounds(found: Statistic, records: StatisticRecords, low: np.ndarray,
     def cut(value: Any) -> Any:
         return records.shaped(np.clip(np.reshape(value, low.shape), low, high))
 
-    def within(error: float) -> tuple[Any, Any]:
-        low, high = found.within(error)
+    def interval_at(error: float) -> tuple[Any, Any]:
+        low, high = found.interval_at(error)
         return cut(low), cut(high)
 
-    return Statistic(**vars(found) | {"value": cut(found.value), "within": within})
+    return Statistic(**vars(found) | {"value": cut(found.value), "interval_at": interval_at})
 
 
 def cells_of(records: StatisticRecords, low: np.ndarray, high: np.ndarray, degree: int) -> np.ndarray:

@@ -149,7 +149,7 @@ def block_error(rows: int, unit: Unit = FLOAT32) -> float:
             return chain_error(rows, PRODUCTS)
         return math.sqrt(rows * sum(math.ceil(row / adder.products) ** 2 for row in range(1, rows + 1)))
 
-    return max(adder.moved * by(adder) for adder in unit.adders)
+    return max(adder.move * by(adder) for adder in unit.adders)
 
 
 def rounding_share(rows: int, blocks: int = 1, loops: tuple[int, ...] = (), unit: Unit = FLOAT32) -> float:

@@ -170,7 +170,7 @@ class SearchPlan:
     cost: Selection
 
     @classmethod
-    def of(cls, settings: SearchSettings) -> "SearchPlan":
+    def from_settings(cls, settings: SearchSettings) -> "SearchPlan":
         """Raises ValueError for settings that have no cost, or no noise that meets their budget."""
         noises, own, delta = settings.noises(), _trial_key(settings.key, 0), settings.delta
         pairs = zip(settings.configurations, noises, strict=True)

@@ -110,7 +110,7 @@ def search(
         steps=steps,
         delta=delta,
     )
-    plan = SearchPlan.of(settings)
+    plan = SearchPlan.from_settings(settings)
     cost, winner, best = plan.cost, None, -math.inf
     with _opened(checkpoints, plan) as folder:
         if ledger is not None:

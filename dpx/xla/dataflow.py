@@ -22,15 +22,15 @@ def spread_marks(jaxpr: Any, marks: Marks, visit: Visit, constants: Marks = ()) 
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     known = dict(zip(jaxpr.invars, marks, strict=True)) | dict(zip(jaxpr.constvars, constants, strict=False))
 
-    def of(variable):
+    def marks_of(variable):
         return 0 if isinstance(variable, core.Literal) else known.get(variable, 0)
 
     for equation in jaxpr.eqns:
-        inputs = [of(v) for v in equation.invars]
+        inputs = [marks_of(v) for v in equation.invars]
         outputs, control = _through(equation, inputs, visit)
         visit(equation, inputs, control)
         known |= dict(zip(equation.outvars, outputs, strict=True))
-    return [of(v) for v in jaxpr.outvars]
+    return [marks_of(v) for v in jaxpr.outvars]
 
 
 def join_marks(marks: Marks) -> int:

@@ -2,7 +2,7 @@
 
 A GPU's tensor core and a TPU's matrix unit multiply operands of a short format exactly, and add the products in an
 order and a rounding of their own. A bound on what an example adds to a sum needs two things of them. The norm and the
-sum must read the same numbers, so every operand is `rounded` once, as a function of its own example: that is a part of
+sum must read the same numbers, so every operand is rounded once, as a function of its own example: that is a part of
 the example's gradient, like the rounding inside the model, and costs nothing. And the additions must be bounded.
 
 THE ADDER. An instruction adds n <= k exact products to a partial sum. It aligns all to the largest exponent (a product
@@ -54,10 +54,10 @@ FLOAT32_FRACTION = 23  # bits
 
 
 class Adder(NamedTuple):
-    """products: k, how many an instruction adds. moved: c, how far it moves between two runs."""
+    """products: k, how many an instruction adds. move: c, how far it moves between two runs."""
 
     products: int
-    moved: float
+    move: float
 
 
 def tensor_core(products: int, extra: int) -> Adder:
@@ -71,32 +71,32 @@ FUSED = Adder(1, 1.0)  # a float32 addition of a product
 @dataclass(frozen=True)
 class Unit:
     """fraction: bits of an operand's fraction. precision: how a product of such operands is asked for. adders: those
-    that it may have, because a program is compiled for a platform and not for one device. within: how much more than
-    float32 additions those of one sum may round."""
+    that it may have, because a program is compiled for a platform and not for one device. rounding_factor: how much
+    more than float32 additions those of one sum may round."""
 
     fraction: int
     precision: Any
     adders: tuple[Adder, ...] = (FUSED,)
-    within: float = 1.0
+    rounding_factor: float = 1.0
 
     @property
     def rounds(self) -> bool:
         """Whether operands must be rounded before it multiplies them exactly."""
         return self.fraction < FLOAT32_FRACTION
 
-    def rounded(self, x: jax.Array) -> jax.Array:
+    def round_operand(self, x: jax.Array) -> jax.Array:
         """`x` as float32 that this unit multiplies exactly, to the nearest: float32 (...), of any real dtype."""
         short, x = x.dtype == jnp.bfloat16, x.astype(jnp.float32)
         # XLA keeps a reduce_precision, but it leaves out two conversions that undo each other.
         return x if short or not self.rounds else lax.reduce_precision(x, 8, self.fraction)
 
-    def stored(self, x: jax.Array) -> jax.Array:
-        """A real array in memory: integers as they are, other numbers `rounded`, in the smallest dtype for them."""
+    def round_stored(self, x: jax.Array) -> jax.Array:
+        """A real array in memory: integers as they are, other numbers rounded, in the smallest dtype for them."""
         if not self.rounds or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == jnp.bfloat16:
             return x
-        return self.rounded(x).astype(jnp.bfloat16 if self.fraction == 7 else jnp.float32)
+        return self.round_operand(x).astype(jnp.bfloat16 if self.fraction == 7 else jnp.float32)
 
-    def truncated(self, x: jax.Array) -> jax.Array:
+    def truncate_operand(self, x: jax.Array) -> jax.Array:
         """`x`, float32 (...), toward 0 to a number that this unit multiplies exactly."""
         if not self.rounds:
             return x

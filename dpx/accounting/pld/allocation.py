@@ -170,7 +170,7 @@ class Allocation(Loss):
         count = sum(count for _, count in self.event.noise_multiplier)
         return ReleaseCount(count, float(count))
 
-    def step(self, relation: Relation) -> StepLoss:
+    def step_loss(self, relation: Relation) -> StepLoss:
         event = self.event
         if relation == "replace_one":
             raise ValueError(

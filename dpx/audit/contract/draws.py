@@ -71,10 +71,10 @@ class NoiseDraws:
         if (step, others) not in self._found:
             count = self.count if step in FULLY and not others else AT_LEAST
             steps, params = np.full(count, step), self.subject.others if others else self.subject.params
-            self._found[step, others] = self.of(self.words[:count], self.subject.state(step), steps, params)
+            self._found[step, others] = self.public_floats(self.words[:count], self.subject.state(step), steps, params)
         return self._found[step, others]
 
-    def of(self, words: np.ndarray, state: Tree, steps: np.ndarray, params: Tree = None) -> np.ndarray:
+    def public_floats(self, words: np.ndarray, state: Tree, steps: np.ndarray, params: Tree = None) -> np.ndarray:
         """The public floats of empty steps, float64 (count, o). words: of keys, uint32 (count, 2). steps: (count,)."""
         count, found = len(steps), []
         places = np.arange(-(-count // TOGETHER) * TOGETHER) % count  # the last part is filled up
@@ -229,7 +229,7 @@ def measured_release(release: Release, draws: NoiseDraws, step: int, *, others: 
         raise Broken(f"the noise is not finite at step {step}")
     state, params = draws.subject.state(step), draws.subject.others if others else draws.subject.params
     traced = draws.traced
-    _, _, (by_sums, _) = traced.program(
+    _, _, (by_sums, _) = traced.derivatives_at(
         [(inputs.wave_numbers(traced.numbers, 1.0), np.zeros(0, np.float32))], state, params
     )
     data = by_sums[0].astype(np.float64)[: release.updates]

@@ -106,7 +106,7 @@ def adjacent(trial: Trial) -> str:
         if not trial.release(step).linear:
             _require_adjacent_sums(trial, step)
         release = trial.require_linear(step, f"on the sums of step {step} alone, not on updates")
-        most = trial.most(step) * (1 + 10 * release.tolerance)
+        most = trial.largest_contribution(step) * (1 + 10 * release.tolerance)
         for problem in trial.problems:
             rows = _with_a_loud_row(trial, problem)
             for name, path in list(problem.paths.items())[: None if step in FULLY else 1]:
@@ -118,9 +118,9 @@ def adjacent(trial: Trial) -> str:
                     if not size <= most:
                         raise Broken(
                             f"one example moves the update by {size:.6g} standard deviations of the noise, and "
-                            f"{trial.most(step):.6g} are paid for ({name}, {problem.name}, step {step})"
+                            f"{trial.largest_contribution(step):.6g} are paid for ({name}, {problem.name}, step {step})"
                         )
-                    largest, tried = max(largest, size / trial.most(step)), tried + 1
+                    largest, tried = max(largest, size / trial.largest_contribution(step)), tried + 1
     words = f"{tried} times one of {inputs.ROWS} examples left out: at most {largest:.6g} of what the cost counts"
     return f"{words}; {require_rows_alone(trial)}"
 

@@ -44,8 +44,8 @@ WITH_OTHERS = (1, 50)  # steps at which the parameters have other values, too
 def noise(trial: Trial) -> str:
     """The noise is at least the stated multiple of what one example moves, wherever that is, in every direction."""
     trial.require_noise()
-    if trial.seen_soon:
-        raise Broken(trial.seen_soon)
+    if trial.obvious_fault:
+        raise Broken(trial.obvious_fault)
     more_words = [require_other_noise(trial)]
     used = [_used_multiplier(trial, step) for step in STEPS]
     for step in WITH_OTHERS:
@@ -89,7 +89,7 @@ def _used_multiplier(trial: Trial, step: int, *, others: bool = False) -> float 
     where = f"step {step}{', with other values of the parameters' * others}"
     if release.uncovered > max(1e-3, release.tolerance):
         raise Broken(f"data moves a public value that no noise moves so, at {where}")
-    largest = max(float(release.size(sums).max()) for sums in trial.contributions(step).values())
+    largest = max(float(release.size_of_sums(sums).max()) for sums in trial.contributions(step).values())
     used = 1 / max(largest, 1e-30)
     if trial.moves_by_multiplier and not used >= billed * (1 - release.tolerance):
         raise Broken(f"the noise multiplier is {used:.6g} at {where}, and {billed:.6g} is paid for")
@@ -282,7 +282,7 @@ def has_own_noise(release: Release) -> bool:
 def _require_no_repeats(trial: Trial, release: Release) -> None:
     """Raises Broken if the noise repeats: from step to step, or from draw to draw under other keys."""
     draws, state = trial.noise, trial.state(LAST)
-    found = draws.of(np.repeat(draws.words[:1], len(NUMBERS), axis=0), state, NUMBERS)[:, : release.updates]
+    found = draws.public_floats(np.repeat(draws.words[:1], len(NUMBERS), axis=0), state, NUMBERS)[:, : release.updates]
     found = found - release.offset[: release.updates]
     # A CPU's denormal numbers are 0. A GPU's have few bits, and repeat by chance, where a schedule ends near 0.
     found[np.abs(found) < np.finfo(np.float32).tiny] = 0

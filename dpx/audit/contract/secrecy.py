@@ -54,7 +54,7 @@ def secrecy(trial: Trial) -> str:
         ones = np.ones(trial.traced.normals, np.float32)
         other_noise = (ones - exchange @ change).astype(np.float32)
         state = trial.state(step)
-        pair = trial.traced.program([(sums, ones), (sums + change, other_noise)], state, trial.params)[:2]
+        pair = trial.traced.derivatives_at([(sums, ones), (sums + change, other_noise)], state, trial.params)[:2]
         expected, found = (jax.tree.map(lambda leaf, place=place: leaf[place], pair) for place in (0, 1))
         try:
             inputs.require_close(found, expected, 3e-5)

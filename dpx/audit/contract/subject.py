@@ -240,7 +240,7 @@ class Release(NamedTuple):
         """Whether all updates are linear functions of the noise."""
         return bool(self.affine[: self.updates].all())
 
-    def size(self, sums: Tree) -> np.ndarray:
+    def size_of_sums(self, sums: Tree) -> np.ndarray:
         """The sizes of changes of the sums, with the rows on axis 0, in units of the noise; float64 (rows,)."""
         return np.linalg.norm(inputs.flattened(sums, 1) @ self.exchange.T, axis=1)
 
@@ -272,7 +272,9 @@ class TracedRelease:
         floats = sum(np.prod(leaf.shape, dtype=int) for leaf in jax.tree.leaves(like))
         size = floats * (self.numbers + self.normals)
         self.together = int(max(2, min((2 + POINTS) * (1 + NEARBY), MOST // max(size, 1))))
-        self._together = jax.jit(lambda points, *given: jax.lax.map(lambda one: self._program(*one, *given), points))
+        self._together = jax.jit(
+            lambda points, *given: jax.lax.map(lambda one: self._derivatives(*one, *given), points)
+        )
 
     def _run(self, sums, state, params, mechanism=None):
         updates, after = (mechanism or self.subject.mechanism).release(sums, state, params)
@@ -296,7 +298,7 @@ class TracedRelease:
             leaves = jax.tree.leaves(self._run(split(sums, self.sums_like), state, params, mechanism))
         return inputs.public_floats(leaves), [leaf for leaf in leaves if not inputs.is_float(leaf)]
 
-    def _program(self, sums, normals, state, params):
+    def _derivatives(self, sums, normals, state, params):
         """The public floats, the others, and the derivatives by sums and by noise, float32 (o, k) and (o, m)."""
 
         def floats(sums, normals):
@@ -306,8 +308,8 @@ class TracedRelease:
         derivatives, (found, others) = jax.jacfwd(floats, (0, 1), has_aux=True)(sums, normals)
         return found, others, derivatives
 
-    def program(self, points: Sequence[Sequence[np.ndarray]], state: Tree, params: Tree) -> tuple:
-        """`_program` at up to `together` points, sums and normals each; the points are on axis 0 of the results."""
+    def derivatives_at(self, points: Sequence[Sequence[np.ndarray]], state: Tree, params: Tree) -> tuple:
+        """`_derivatives` at up to `together` points, sums and normals each; the points are on axis 0 of the results."""
         filled = [*points, *[points[0]] * (self.together - len(points))]
         found = self._together(tuple(map(np.stack, zip(*filled, strict=True))), state, params)
         return jax.tree.map(lambda leaf: np.asarray(leaf)[: len(points)], found)
@@ -315,10 +317,10 @@ class TracedRelease:
     def _slopes(self, points: Sequence[Sequence[np.ndarray]], *given: Tree) -> Iterator[tuple]:
         """At each point the public floats, and their derivatives by sums and noise: float64 (o,), (o, k) and (o, m)."""
         for start in range(0, len(points), self.together):
-            found, _, slopes = self.program(points[start : start + self.together], *given)
+            found, _, slopes = self.derivatives_at(points[start : start + self.together], *given)
             yield from zip(*(part.astype(np.float64) for part in (found, *slopes)), strict=True)
 
-    def at(self, state: Tree, params: Tree) -> Release:
+    def release_at(self, state: Tree, params: Tree) -> Release:
         """The release after this state."""
         points = [(np.zeros(self.numbers, np.float32), np.zeros(self.normals, np.float32)), *self._somewhere()]
         every = self._slopes([near for one in points for near in (one, *_nearby_points(*one))], state, params)

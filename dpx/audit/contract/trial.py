@@ -50,16 +50,16 @@ class Trial(Subject):
         others: for the other values of the parameters.
         """
         if (step, others) not in self._releases:
-            found = self.traced.at(self.state(step), self.others if others else self.params)
+            found = self.traced.release_at(self.state(step), self.others if others else self.params)
             if not self.draws_by_dpx:
-                if self.seen_soon:
-                    raise NotChecked(self.seen_soon)
+                if self.obvious_fault:
+                    raise NotChecked(self.obvious_fault)
                 found = measured_release(found, self.noise, step, others=others)
             self._releases[step, others] = found
         return self._releases[step, others]
 
     @functools.cached_property
-    def seen_soon(self) -> str:
+    def obvious_fault(self) -> str:
         """What is soon seen to be wrong with the mechanism's own noise, in words."""
         return "" if self.draws_by_dpx else obvious_fault(self.traced)
 
@@ -104,7 +104,7 @@ class Trial(Subject):
         """The norm of the contribution of a very large gradient: the median of some."""
         return float(np.median(self.norms(step, self.contributions(step)["update"])[: inputs.RANDOM]))
 
-    def most(self, step: int) -> float:
+    def largest_contribution(self, step: int) -> float:
         """The largest size of a contribution in units of the noise that a release pays for.
 
         It is 1 / sigma; if the event is not a Gaussian release, the largest that the clip norm allows.

@@ -176,7 +176,7 @@ def _norms(
     of_part = _shared_programs(plan, leaves, scales, part_norm)
     for backward, keep in backwards:
         first, *_ = of_group = backward.made.leaves
-        records = captured.of(first, 0, plan.choices[first][0])
+        records = captured.arrays_of(first, 0, plan.choices[first][0])
         gradients[first, 0], of_leaves = made_kernels.measure_gradients(backward, records, keep=keep)
         norms |= dict(zip(of_group, of_leaves, strict=True))
     for leaf in (*plan.followed, *plan.differentiated):
@@ -188,7 +188,7 @@ def _norms(
                 kept, of_slices = found[leaf, number]
                 norm = parts.norm_of_all(of_slices.reshape(-1, of_slices.shape[-1]))
             else:
-                kept, norm = of_part(leaf, number)(captured.of(leaf, number, plan.choices[leaf][number]))
+                kept, norm = of_part(leaf, number)(captured.arrays_of(leaf, number, plan.choices[leaf][number]))
             of_parts.append(norm)
             if kept is not None:
                 gradients[leaf, number] = kept
@@ -217,7 +217,7 @@ def _norms_and_factors(plan: GhostPlan, mechanism: Mechanism, norms: dict[int, j
     def of_one_example(norms):
         leaf_norms = [norms.get(encoded.leaf, jnp.float32(0)) for encoded in plan.encoded]
         whole = mechanism.norm(jax.tree.unflatten(plan.structure, leaf_norms))
-        return whole, mechanism.weigh(whole, state)
+        return whole, mechanism.clip_factors(whole, state)
 
     return jax.vmap(of_one_example, axis_size=size)(norms)
 
@@ -255,7 +255,7 @@ def _weighted_sums(
         of_leaf = factor[leaf]
         if current_place().devices > 1 and (leaf, number) not in stacked:
             of_leaf = compute_after_each([sums[part] for part in stacked], of_leaf)
-        arrays = captured.of(leaf, number, plan.choices[leaf][number])
+        arrays = captured.arrays_of(leaf, number, plan.choices[leaf][number])
         sums[leaf, number] = of_part(leaf, number)(arrays, of_leaf)
     return sums
 
@@ -278,7 +278,7 @@ def _scales(plan: GhostPlan, mechanism: Mechanism, params: Tree, state: Tree, va
         ones = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.float32), params)
         found = zip(plan.encoded, jax.tree.leaves(mechanism.encode(ones, state)), strict=True)
         of_leaf = {encoded.leaf: scale for encoded, scale in found if encoded.scaled}
-        scales = {part: each.view.through(of_leaf[part[0]]) for part, each in plan.parts.items() if part[0] in of_leaf}
+        scales = {part: each.view.apply_to(of_leaf[part[0]]) for part, each in plan.parts.items() if part[0] in of_leaf}
     for part, choice in plan.parts.items():
         for slopes in (site.slopes(values) for site in choice.uses.sites if site.slopes):  # at most one: see the plan
             scales[part] = scales.get(part, 1) * jnp.broadcast_to(slopes, (*choice.view.slices, *slopes.shape))

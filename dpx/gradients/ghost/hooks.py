@@ -46,13 +46,13 @@ class Captured(NamedTuple):
     inputs: dict[int, tuple[jax.Array, ...]]
     cotangents: dict[int, jax.Array]
 
-    def of(self, leaf: int, part: int, choice: Choice):
+    def arrays_of(self, leaf: int, part: int, choice: Choice):
         """What is captured for one part of a parameter leaf, as `parts` reads it."""
         if (leaf, part) in self.gradients:
             return self.gradients[leaf, part]
 
         def examples_after_slices(site):
-            repeats = len(site.use.view.repeats)
+            repeats = len(site.use.view.scan_repeats)
             axis = len(choice.view.slices)
             record = self.inputs[site.use.equation], self.cotangents[site.use.equation]
             return jax.tree.map(lambda x: jnp.moveaxis(x, axis + repeats, axis), record) if repeats else record
@@ -65,7 +65,7 @@ def for_all_readers(captured: Captured) -> Captured:
     may round for one alone."""
 
     def narrow(x):
-        x = current_place().unit.stored(x)
+        x = current_place().unit.round_stored(x)
         # XLA copies an array with axes of length 1, such as a batch of one image, before a loop or another operation.
         return x.reshape([size for axis, size in enumerate(x.shape) if size != 1 or axis in (0, x.ndim - 1)])
 
@@ -97,7 +97,7 @@ def with_records(plan: GhostPlan, captured: Captured, values: Mapping[int, jax.A
     for part, choice in plan.parts.items():
         sites, depth = choice.uses.sites, len(choice.view.slices) + 1
         if any(site.record for site in sites):
-            records = zip(sites, captured.of(*part, choice), strict=True)
+            records = zip(sites, captured.arrays_of(*part, choice), strict=True)
             gradients[part] = [record(site, depth, *each) for site, each in records]
         else:
             plain.update(site.use.equation for site in sites)
@@ -147,7 +147,7 @@ class Hook(NamedTuple):
         def backward(residuals, cotangents):
             (operands, given), (cotangent, of_operands) = residuals, cotangents
             captured = jax.tree.map(lambda x: jax.lax.all_gather(x, EXAMPLES), (operands, cotangent))
-            captured = jax.tree.map(current_place().unit.stored, captured)
+            captured = jax.tree.map(current_place().unit.round_stored, captured)
             # Norm and sum must read the same numbers.
             found = self.compute(jax.lax.optimization_barrier(captured), given)
             return cotangent, tuple(of_operands), (found, None)
@@ -178,7 +178,7 @@ def hooked_equations(plan: GhostPlan, backward_passes: int) -> tuple[Hooked, Hoo
 
     def fits(part: Part, choice: Choice) -> bool:
         (site, *others) = choice.uses.sites
-        alone = not (others or choice.made or site.use.view.repeats)
+        alone = not (others or choice.made or site.use.view.scan_repeats)
         return alone and not site.record and part not in scaled
 
     def small(choice: Choice) -> bool:

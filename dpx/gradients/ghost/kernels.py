@@ -59,11 +59,11 @@ def site_of_parameter(site: Site, use: Use, shape: tuple[int, ...], program: Pro
     def of_kernel(values: Values) -> jax.Array:
         """The slopes, as (K, I, O)."""
         ones = jnp.ones(shape, jnp.float32)
-        return site.arrange(view.through(ones, lambda step, x: slopes[id(step)].multiply(x, values)))[box]
+        return site.arrange(view.apply_to(ones, lambda step, x: slopes[id(step)].multiply(x, values)))[box]
 
     moved = site._replace(
-        apply=lambda inputs, w: linear(inputs, view.through(w)),
-        arrange=lambda w: site.arrange(view.through(w))[box],
+        apply=lambda inputs, w: linear(inputs, view.apply_to(w)),
+        arrange=lambda w: site.arrange(view.apply_to(w))[box],
         reads=reads,
     )
     if by_input and by_output:
@@ -96,7 +96,7 @@ def _site_of_block(site: Site, sizes: tuple[int, int, int], box: tuple, of_a, of
     kernels, fan_in, fan_out = sizes
     positions = site.sizes[1] * (2 if is_complex else 1)
     same = () if of_a else tuple((each.start, each.stop, each.step) for each in (groups, rows))
-    float32 = current_place().unit.rounded
+    float32 = current_place().unit.round_operand
     return site._replace(
         sizes=(kernels, positions, fan_in, fan_out),
         apply=lambda inputs, w: jnp.einsum("kti,kio->kto", inputs[0], site.arrange(w), precision=EXACT),
@@ -213,7 +213,7 @@ def _labels(site: Site, view: View, shape: tuple[int, ...], slopes: dict[int, Sl
         return jnp.where(x > 0, x * count + np.arange(count, dtype=np.int32).reshape(sizes), 0)
 
     with jax.ensure_compile_time_eval():
-        return np.asarray(site.arrange(view.through(jnp.ones(shape, np.int32 if slopes else np.int8), label)))
+        return np.asarray(site.arrange(view.apply_to(jnp.ones(shape, np.int32 if slopes else np.int8), label)))
 
 
 def _bounding_box(found: np.ndarray) -> tuple[slice, slice, slice] | None:

@@ -95,7 +95,7 @@ def _site(use: Use, program: Program, made: Mapping[Any, Equation]) -> Site | No
     end = max((place for place, step in loops if step.sliced), default=0)
     begin, rest = View(use.view.steps[:end]), View(use.view.steps[end:])
     site = rules.recognize(use._replace(view=rest), program, made)
-    if isinstance(site, str) or begin.repeats or 0 in begin.slices or (end and site.lookup):
+    if isinstance(site, str) or begin.scan_repeats or 0 in begin.slices or (end and site.lookup):
         return None
     equation: Any = program.equations[use.equation].jaxpr
     if any(jnp.issubdtype(variable.aval.dtype, jnp.complexfloating) for variable in equation.invars):
@@ -114,7 +114,7 @@ def _site_of_slices(site: Site, view: View) -> Site:
         return tuple(x.reshape(slices * kernels, *x.shape[2:]) for x in jax.vmap(site.matrices)(*flat))
 
     def arrange(w):
-        w = view.through(w)
+        w = view.apply_to(w)
         return jax.vmap(site.arrange)(w.reshape(slices, *w.shape[len(view.slices) :])).reshape(-1, fan_in, fan_out)
 
     sizes = slices * kernels, positions, fan_in, fan_out

@@ -181,7 +181,7 @@ def sum_error(*positions: int) -> float:
     unit, sqrt(sum D^2) is up to `within` times as large (`dpx.xla.matrix_units`).
     """
     roots = (_sum_depths(count, _segments_of(count)) + (len(positions) - 1) * math.sqrt(count) for count in positions)
-    return math.hypot(*roots) * ROUNDING * current_place().unit.within
+    return math.hypot(*roots) * ROUNDING * current_place().unit.rounding_factor
 
 
 def _sum_depths(positions: int, segments: int) -> float:
@@ -275,7 +275,7 @@ def error_of(left: jax.Array, right: jax.Array) -> float:
 def _error(size: int, positions: int) -> float:
     count = _segments(size)
     size, width = math.ceil(size / count), longest_sum(positions)
-    return (min(size, width + MOST_SUMS) + count + 5) * ROUNDING * current_place().unit.within
+    return (min(size, width + MOST_SUMS) + count + 5) * ROUNDING * current_place().unit.rounding_factor
 
 
 def _segments(size: int) -> int:

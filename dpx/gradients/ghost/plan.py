@@ -224,7 +224,7 @@ def _follow(
         for number, rest in zip(part.uses, part.rests, strict=True):
             use = uses[number]._replace(view=rest)
             site = rules.recognize(use.of_kernel(), program, made)
-            if isinstance(site, rules.Site) and rest.makes:
+            if isinstance(site, rules.Site) and rest.makes_kernel:
                 site = kernels.site_of_parameter(site, use, inside, program)
             if isinstance(site, str):
                 return site

@@ -229,7 +229,7 @@ def recognize(use: Use, program: Program, made: Mapping[Any, Equation]) -> Site 
         site = _of_one_hot(use, equation, made) or site
     if isinstance(site, Site) and 0 in site.sizes:
         return f"used in {name} on an array without elements"
-    repeats = use.view.repeats
+    repeats = use.view.scan_repeats
     if isinstance(site, str) or not repeats:
         return site
     whole = name == "dynamic_slice" and math.prod(repeats) * site.sizes[1] >= site.sizes[2]
@@ -267,7 +267,7 @@ def _site_of_repeats(site: Site, repeats: tuple[int, ...]) -> Site:
 
 def _float32(x: jax.Array) -> jax.Array:
     """`x` as float32 that norms and sums read, which the matrix unit multiplies exactly."""
-    return x if jnp.issubdtype(x.dtype, jnp.complexfloating) else current_place().unit.rounded(x)  # see `kernels`
+    return x if jnp.issubdtype(x.dtype, jnp.complexfloating) else current_place().unit.round_operand(x)  # see `kernels`
 
 
 def _dense(use: Use, equation) -> Site | str:
@@ -527,10 +527,10 @@ def _site(use, sizes, apply, matrices, arrange, multiply: Callable = gradients_o
     return Site(
         use,
         sizes,
-        apply=apply and (lambda inputs, w: apply(inputs, use.view.through(w))),
+        apply=apply and (lambda inputs, w: apply(inputs, use.view.apply_to(w))),
         matrices=matrices,
         products=lambda inputs, dy: multiply(*jax.vmap(matrices)(inputs, dy)),
-        arrange=lambda w: arrange(use.view.through(w)),
+        arrange=lambda w: arrange(use.view.apply_to(w)),
         unread=frozenset({use.operand}),
         multiply=multiply,
     )

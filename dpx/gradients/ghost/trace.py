@@ -122,7 +122,7 @@ class Use(NamedTuple):
     def of_kernel(self) -> "Use":
         """The use of the kernel that `view` makes, which loops alone see, or of the parameter if it makes none."""
         loops = View(tuple(step for step in self.view.steps if isinstance(step, LoopStep)))
-        return self._replace(view=loops) if self.view.makes else self
+        return self._replace(view=loops) if self.view.makes_kernel else self
 
 
 class Kernel(NamedTuple):

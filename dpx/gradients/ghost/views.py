@@ -76,7 +76,7 @@ class View(NamedTuple):
     steps: tuple["Step", ...] = ()
 
     @property
-    def makes(self) -> bool:
+    def makes_kernel(self) -> bool:
         """Whether the use sees more than the elements in another order."""
         return any(isinstance(step, PlaceStep | ElementwiseStep) for step in self.steps)
 
@@ -86,7 +86,7 @@ class View(NamedTuple):
         return tuple(step.count for step in self.steps if isinstance(step, LoopStep) and step.sliced)
 
     @property
-    def repeats(self) -> tuple[int, ...]:
+    def scan_repeats(self) -> tuple[int, ...]:
         """How many iterations each scan has whose iterations all see the same elements."""
         return tuple(step.count for step in self.steps if isinstance(step, LoopStep) and not step.sliced)
 
@@ -104,13 +104,13 @@ class View(NamedTuple):
     def then(self, step: "Step") -> "View":
         return View((*self.steps, step))
 
-    def through(self, leaf: Any, in_place: Callable[[ElementwiseStep, Any], Any] = lambda step, leaf: leaf) -> Any:
+    def apply_to(self, leaf: Any, in_place: Callable[[ElementwiseStep, Any], Any] = lambda step, leaf: leaf) -> Any:
         """`leaf` as the use sees it, in its own dtype, with a leading axis for each number in `slices`. in_place: what
         a step that computes makes of it."""
         for number, step in enumerate(self.steps):
             if isinstance(step, LoopStep):
                 if step.sliced:
-                    return jax.vmap(View(self.steps[number + 1 :]).through)(leaf)
+                    return jax.vmap(View(self.steps[number + 1 :]).apply_to)(leaf)
             elif isinstance(step, ElementwiseStep):
                 leaf = in_place(step, leaf)
             elif isinstance(step, PlaceStep):
@@ -123,7 +123,7 @@ class View(NamedTuple):
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape in which the use sees a parameter of this shape, with an axis for each number in `slices`."""
-        return jax.eval_shape(self.through, jax.ShapeDtypeStruct(shape, jnp.float32)).shape
+        return jax.eval_shape(self.apply_to, jax.ShapeDtypeStruct(shape, jnp.float32)).shape
 
     def box(self, shape: tuple[int, ...]) -> Box:
         """The elements that the leading slices leave of a parameter of this shape."""
@@ -140,12 +140,12 @@ class View(NamedTuple):
     def identity(self) -> tuple:
         """Equal for views that move elements in the same way."""
 
-        def of(step: Step) -> Any:
+        def identity_of_step(step: Step) -> Any:
             if isinstance(step, MoveStep | PlaceStep):
                 return identity_of_equation(step.equation), getattr(step, "operand", 0)
             return step if isinstance(step, LoopStep) else None
 
-        return tuple(map(of, self.steps))
+        return tuple(map(identity_of_step, self.steps))
 
 
 Step = MoveStep | PlaceStep | ElementwiseStep | LoopStep
@@ -205,7 +205,7 @@ def parts_of_parameter(seen: list[View], shape: tuple[int, ...]) -> list[Part] |
         if 0 in view.slices:
             return "used in a scan without iterations"
         end = slices[-1] + 1 if slices else view.leading
-        if View(view.steps[:end]).makes:
+        if View(view.steps[:end]).makes_kernel:
             return "used in slices by a scan after an equation that computes or places"
         begin, rest = View(view.steps[:end]), View(view.steps[end:])
         key = View(tuple(step for step in begin.steps if not only_slices(step))).identity()
@@ -260,5 +260,5 @@ def _in_box(view: View, part: jax.Array, elements: Box) -> jax.Array:
     if all(isinstance(step, LoopStep) or only_slices(step) for step in rest):
         return part
     inside = jax.ShapeDtypeStruct(tuple(map(len, elements)), jnp.float32)
-    (part,) = jax.linear_transpose(View(rest).through, inside)(part)
+    (part,) = jax.linear_transpose(View(rest).apply_to, inside)(part)
     return part

@@ -60,7 +60,7 @@ def sum_at_site(site: Site, shape: tuple[int, ...], record, factors: jax.Array) 
                 lambda w: jax.vmap(apply, (0, None), axis_size=len(cotangents))(inputs, w), shape, cotangents
             )
         a, b = jax.vmap(site.matrices)(inputs, cotangents)
-        rows = (x[:, :, 0].swapaxes(0, 1) for x in (a, unit.truncated(scaled_rows(factors, b))))
+        rows = (x[:, :, 0].swapaxes(0, 1) for x in (a, unit.truncate_operand(scaled_rows(factors, b))))
         return _product(site, shape, *rows)
 
     return sum_in_blocks(sum_block, (record, factors), math.prod(shape), unit)

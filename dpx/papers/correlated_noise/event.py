@@ -86,7 +86,7 @@ class CorrelatedGaussianDpEvent(DpEvent, Loss):
         """The most that one example moves a release, given the earlier ones, in deviations of its fresh noise."""
         return in_deviations(self.sensitivity, self.noise_multiplier)
 
-    def step(self, relation: Relation) -> StepLoss:
+    def step_loss(self, relation: Relation) -> StepLoss:
         _require_zero_out(relation)
         return SampledGaussian(self.noise_multiplier / self.sensitivity, 1.0, relation)
 
@@ -113,7 +113,7 @@ class CyclicBandedDpEvent(DpEvent, Loss):
         """As for `CorrelatedGaussianDpEvent`."""
         return in_deviations(1, self.noise_multiplier)
 
-    def step(self, relation: Relation) -> StepLoss:
+    def step_loss(self, relation: Relation) -> StepLoss:
         _require_zero_out(relation)
         return SampledGaussian(self.noise_multiplier, self.sampling_probability, relation)
 

@@ -62,7 +62,7 @@ class ProjectedGaussianDpEvent(dp_accounting.DpEvent, Loss):
         effect = 2 if relation == "replace_one" else 1
         return in_deviations(effect * _largest_stretch(_SHIFT_TAIL, self.rank), self.noise_multiplier)
 
-    def step(self, relation: Relation) -> "ProjectedGaussian":
+    def step_loss(self, relation: Relation) -> "ProjectedGaussian":
         if relation == "replace_one":
             raise ValueError(f'{self} has a cost under "add_or_remove" and "zero_out" only, got relation {relation!r}')
         return ProjectedGaussian(self.noise_multiplier, self.sampling_probability, self.rank, self.blocks)

@@ -113,7 +113,7 @@ def dice_sgd(
         begin=_begin,
         encode=lambda grad, state: grad,
         norm=tree_norm,
-        weigh=lambda norm, state: run.factors(norm),
+        clip_factors=lambda norm, state: run.factors(norm),
         bound=lambda state: jnp.float32(clip_norm),
         release=run.release,
         event=run.event,
