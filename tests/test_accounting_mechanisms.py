@@ -21,6 +21,7 @@ from dpx.accounting.checks import Accountant
 from dpx.accounting.ledger import from_event
 from dpx.accounting.loss import ReleaseCount
 from dpx.accounting.pld.losses import SampledGaussian
+from dpx.accounting.selection import OneOfDpEvent
 from dpx.accounting.wording import rounded_up
 from dpx.reports import curves
 from dpx.reports.report import sections_of
@@ -191,6 +192,19 @@ def test_a_release_is_repeated_a_whole_number_of_times(count):
     for _ in range(2):  # beyond 2^63, where int64 would begin again
         often = dp_accounting.SelfComposedDpEvent(often, np.int64(2**32))
     assert from_event(often).losses("zero_out").popitem()[1] == 2**96
+
+
+@pytest.mark.parametrize("collect", [iter, set])
+def test_events_that_are_not_found_at_every_reading_are_refused(collect):
+    """A score that is read once would be free in the search, and the second epsilon of a run 0."""
+    releases = [dp_accounting.GaussianDpEvent(2.0)] * 3
+    event, chosen = dp_accounting.ComposedDpEvent(collect(releases)), OneOfDpEvent(collect(releases))
+    sampled = dp_accounting.PoissonSampledDpEvent(0.1, event)
+    for refused in (event, sampled, dp_accounting.ComposedDpEvent([event]), chosen):
+        with pytest.raises(ValueError, match="events of a .* must be in a list or a tuple"):
+            accounting.event_epsilon(refused, delta=1e-5)
+    with pytest.raises(ValueError, match="events of a ComposedDpEvent must be in a list or a tuple"):
+        accounting.best_of(dp_accounting.GaussianDpEvent(5.0), trials=5, score_on=event)
 
 
 def test_other_events_go_to_dp_accounting():

@@ -6,7 +6,7 @@ border. All facts of a kind are in its `Loss`, so nothing else asks what an even
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ from dpx.accounting.sampled_gaussians import (
 )
 from dpx.accounting.selection import Choice, OneOfDpEvent, Search
 from dpx.sampling.events import RandomAllocationDpEvent, compose_events
+from dpx.trees import described
 from dpx.validation import require_whole
 
 _FREE = 1e9  # a Gaussian of so much more noise than another costs nothing beside it, in float64
@@ -279,14 +280,15 @@ KINDS: Mapping[type, Callable[[Any], Loss]] = {
     MixtureOfGaussiansDpEvent: Mixture,
     RandomAllocationDpEvent: Allocation,
     RepeatAndSelectDpEvent: lambda event: Search(event, from_event(event.event)),
-    OneOfDpEvent: lambda event: Choice(event, tuple(map(from_event, event.events))),
+    OneOfDpEvent: lambda event: Choice(event, tuple(map(from_event, _parts(event)))),
 }
 
 
 def from_event(event: DpEvent) -> Ledger:
     """The releases of an event tree: of dp-accounting's events, and of those that are a `Loss`.
 
-    Raises ValueError for a release that is repeated another number of times than a whole one.
+    Raises ValueError for a release that is repeated another number of times than a whole one, and for events that are
+    not in a list or a tuple.
     """
     counts: dict[Loss, int] = defaultdict(int)
     _count_releases(event, 1, counts)
@@ -301,10 +303,19 @@ def _count_releases(event: Any, count: int, counts: dict[Loss, int]) -> None:
         times = require_whole("count of a SelfComposedDpEvent", event.count, minimum=0)
         _count_releases(event.event, count * times, counts)
     elif isinstance(event, dp_accounting.ComposedDpEvent):
-        for inner in event.events:
+        for inner in _parts(event):
             _count_releases(inner, count, counts)
     elif (loss := _loss_of(event)) is not None:
         counts[loss] += count
+
+
+def _parts(event: Any) -> Iterable[DpEvent]:
+    """The events in an event. Raises ValueError unless each reading finds them all: the second one of a generator finds
+    none, and a set has equal releases once."""
+    if isinstance(event.events, list | tuple | np.ndarray):
+        return event.events
+    kind = type(event).__name__
+    raise ValueError(f"events of a {kind} must be in a list or a tuple, got {described(event.events)}")
 
 
 def _loss_of(event: Any) -> Loss | None:
