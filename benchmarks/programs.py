@@ -105,18 +105,50 @@ def cycles(text: str) -> int:
 
 
 def traffic(text: str) -> int:
-    """The bytes that the instructions of a step read and write, if each reads all of its operands."""
+    """The bytes that the instructions of a step read and write. Of an array that is only cut, or written in part, that
+    part counts."""
     bodies, entry = _computations(text)
     found: list[int] = []
 
     def add(body: str, line: Line, turns: int, fused: bool) -> None:
-        if not fused and line.operation not in NO_BUFFER | {"constant"} and not line.operation.endswith("-done"):
-            shapes = {one.name: one.shape for one in bodies[body]}
-            read = [shapes[name] for name in OPERANDS.findall(line.rest.split(")")[0]) if name in shapes]
-            found.append(turns * sum(_bytes(one) for shape in (line.shape, *read) for one in SHAPE.findall(shape)))
+        if fused or line.operation in NO_BUFFER | {"constant"} or line.operation.endswith("-done"):
+            return
+        shapes = {one.name: one.shape for one in bodies[body]}
+        inside, names = [line], dict(enumerate(_operands(line)))
+        if line.operation == "fusion":
+            inside = [one for name in CALLED.findall(line.rest) for one in bodies[name]]
+            names = {int(one.rest.split(")")[0]): one.name for one in inside if one.operation == "parameter"}
+        read = [_read(inside, names[i], of) for i, name in enumerate(_operands(line)) if (of := shapes.get(name))]
+        found.append(turns * (_written(inside, inside[-1], shapes) + sum(read)))
 
     _visit(bodies, entry, add)
     return sum(found)
+
+
+def _read(lines: list[Line], name: str, shape: str) -> int:
+    """The bytes that instructions read of the array `name` of this shape."""
+    found = 0
+    for one in lines:
+        places = [place for place, operand in enumerate(_operands(one)) if operand == name]
+        if places and one.operation == "bitcast":
+            found += _read(lines, one.name, one.shape)
+        elif places == [0] and one.operation in ("slice", "dynamic-slice", "gather"):
+            found += _total(one.shape)
+        elif places and not (places == [0] and one.operation == "dynamic-update-slice"):
+            return _total(shape)
+    return min(found, _total(shape))
+
+
+def _written(lines: list[Line], root: Line, shapes: dict[str, str]) -> int:
+    """The bytes that instructions write whose result is that of `root`. shapes: of arrays from outside."""
+    by_name = {one.name: one for one in lines}
+    operands = _operands(root)
+    if root.operation in ("tuple", "bitcast") and by_name.keys() >= {*operands}:
+        return sum(_written(lines, by_name[name], shapes) for name in operands)
+    if root.operation == "dynamic-update-slice":
+        update = by_name.get(operands[1])
+        return _total(update.shape if update else shapes[operands[1]])
+    return _total(root.shape)
 
 
 def collectives(found: list[Instruction]) -> dict[str, tuple[int, int]]:
@@ -211,6 +243,15 @@ def _algorithm(line: Line) -> str:
     asked = re.search(r'operand_precision[=":]*[{\[]"?(\w+)', line.rest)
     precision = PASSES.get(asked.group(1).lower(), "DEFAULT") if asked else "DEFAULT"
     return f"{line.shape.lstrip('(').split('[')[0]} {precision}"
+
+
+def _operands(line: Line) -> list[str]:
+    return OPERANDS.findall(line.rest.split(")")[0])
+
+
+def _total(shape: str) -> int:
+    """The bytes of all arrays of a shape."""
+    return sum(map(_bytes, SHAPE.findall(shape)))
 
 
 def _axes(shape: str) -> list[int]:

@@ -68,6 +68,36 @@ def test_products_have_their_algorithm_and_its_rate():
     assert accelerators.rate_of(rates, "BF16_BF16_F32_X3") == 330e12
 
 
+CUTS = """
+%inner.2 (a: f32[9,8,4], b: f32[8,4], c: f32[9,8,4], n: s32[]) -> (f32[9,8,4], f32[8]) {
+  %a = f32[9,8,4]{2,1,0} parameter(0)
+  %b = f32[8,4]{1,0} parameter(1)
+  %c = f32[9,8,4]{2,1,0} parameter(2)
+  %n = s32[] parameter(3)
+  %flat = f32[9,32]{1,0} bitcast(%a)
+  %cut = f32[1,32]{1,0} dynamic-slice(%flat, %n, %n), dynamic_slice_sizes={1,32}
+  %row = f32[1,8,4]{2,1,0} bitcast(%cut)
+  %put = f32[9,8,4]{2,1,0} dynamic-update-slice(%c, %row, %n, %n, %n)
+  %sum = f32[8]{0} reduce(%b, %n), dimensions={1}
+  ROOT %both = (f32[9,8,4]{2,1,0}, f32[8]{0}) tuple(%put, %sum)
+}
+ENTRY %main (x: f32[9,8,4], y: f32[8,4], z: f32[9,8,4], i: s32[]) -> f32[2,8,4] {
+  %x = f32[9,8,4]{2,1,0} parameter(0)
+  %y = f32[8,4]{1,0} parameter(1)
+  %z = f32[9,8,4]{2,1,0} parameter(2)
+  %i = s32[] parameter(3)
+  %fusion.2 = (f32[9,8,4]{2,1,0}, f32[8]{0}) fusion(%x, %y, %z, %i), kind=kLoop, calls=%inner.2
+  %first = f32[9,8,4]{2,1,0} get-tuple-element(%fusion.2), index=0
+  ROOT %slice.1 = f32[2,8,4]{2,1,0} slice(%first), slice={[0:2], [0:8], [0:4]}
+}
+"""
+
+
+def test_of_an_array_that_is_cut_the_part_counts():
+    read, written, number = 32 + 32, 32 + 8, 1
+    assert programs.traffic(CUTS) == 4 * (read + written + number + 2 * 64)
+
+
 COMPILERS = {"v5e": "libtpu", "h100": "jax_cuda12_plugin"}  # the packages that they come in
 
 
