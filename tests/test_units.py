@@ -230,6 +230,22 @@ def test_whole_numbers_and_factors_are_short(number, share):
     assert 0.99 < np.linalg.norm(found) / clip_norm <= 1 + 1e-6
 
 
+def test_what_stands_for_a_record_is_short():
+    """The input times the slope of the kernel there, 259, which becomes 260 in bfloat16."""
+    clip_norm = 259 * 2.0**-18 * (1 + 2.0**-10)  # a factor that is short
+    made, data = mechanism(clip_norm), np.zeros((4, 8), np.float32)
+    data[0, 0] = 1
+    slopes = np.float32([[259], [1], [1], [1], [1], [1], [1], [1]])
+
+    def loss(params, row):
+        return jnp.sum(row @ (params * slopes))
+
+    with on_a_tpu():
+        step, params = dpx.private_updates(loss, made, norms="ghost"), jnp.zeros((8, 4))
+        (found,) = jax.tree.leaves(step(params, dpx.Batch(data, None), made.init(params)).updates)
+    assert 0.99 < np.linalg.norm(found) / clip_norm <= 1 + 1e-6
+
+
 def test_squares_that_are_lost_count():
     """Inputs of 2^-66, whose squares are 0, times cotangents of 2^62."""
     made, params = mechanism(CLIP_NORM), jnp.zeros((64, 4))
@@ -325,6 +341,24 @@ def test_a_cpu_rounds_nothing():
     assert not any("reduce_precision" in line or "algorithm" in line for line in lines)
     with traced_for(platform="cpu"):
         assert current_place().unit == FLOAT32 and math.isclose(FLOAT32.within, 1)
+
+
+@pytest.mark.parametrize(("platform", "dtype"), [("tpu", jnp.bfloat16), ("cuda", jnp.float32)])
+def test_a_scan_stacks_records_that_are_rounded_once(platform, dtype):
+    """Inside of it, so that no record is ever longer in memory than the unit takes it."""
+
+    def loss(params, row):
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), row, params)[0])
+
+    params, rows = jnp.zeros((3, 16, 16)), jax.ShapeDtypeStruct((8, 4, 16), jnp.float32)
+    made = mechanism()
+    step = dpx.private_updates(loss, made, norms="ghost", platform=platform)
+    traced = jax.make_jaxpr(step)(params, dpx.Batch(rows, None), jax.eval_shape(made.init, params))
+    program = list(equations(traced.jaxpr))
+    rounded = [v.aval.shape for one in program if one.primitive.name == "reduce_precision" for v in one.outvars]
+    assert rounded.count(rows.shape) == 2 and (3, *rows.shape) not in rounded
+    stacked = [v.aval for one in program if one.primitive.name == "scan" for v in one.outvars]
+    assert [aval.dtype for aval in stacked if aval.shape == (3, *rows.shape)].count(dtype) >= 2
 
 
 @pytest.mark.parametrize(("platform", "numbers", "loops"), [("tpu", 2**18, 1), ("cuda", 2**18, 0), ("cuda", 2**22, 1)])

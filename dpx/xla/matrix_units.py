@@ -96,6 +96,10 @@ class Unit:
             return x
         return self.round_operand(x).astype(jnp.bfloat16 if self.fraction == 7 else jnp.float32)
 
+    def round_kept(self, x: jax.Array) -> jax.Array:
+        """A gradient in memory, which norm and sum read, but no product: `round_stored` if that is shorter."""
+        return self.round_stored(x) if self.fraction == 7 else x
+
     def truncate_operand(self, x: jax.Array) -> jax.Array:
         """`x`, float32 (...), toward 0 to a number that this unit multiplies exactly."""
         if not self.rounds:

@@ -332,7 +332,7 @@ def _product_cost(uses: Uses, scaled: bool) -> float | None:
 def _product_norm(uses: Uses, scale: jax.Array | None, records: Captured):
     (site,), (record,) = uses.sites, records
     grads = jax.lax.optimization_barrier(
-        current_place().unit.round_stored(site.products(*record))
+        current_place().unit.round_kept(site.products(*record))
     )  # for norm and sum alike
     # The barrier makes XLA move the elements once, instead of once for every example.
     return grads, _sizes(grads, None if scale is None else jax.lax.optimization_barrier(site.arrange(scale)))

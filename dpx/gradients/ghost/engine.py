@@ -139,7 +139,9 @@ def _backward_pass(
             return value, (aux, seen)
 
         added: dict[int, Any] = {equation: hook.added for equation, hook in hooks.items()}
-        added |= {equation: jnp.zeros(output.shape, output.dtype) for equation, output in outputs.items()}
+        zeros = {equation: jnp.zeros(output.shape, output.dtype) for equation, output in outputs.items()}
+        stored = current_place().unit.round_stored
+        added |= {equation: zero if equation in sliced else stored(zero) for equation, zero in zeros.items()}
         value, pullback, (aux, inputs) = jax.vjp(loss, differentiated, added, has_aux=True)
         grads, cotangents = pullback(jnp.ones_like(value))
         gradients = {(leaf, 0): grad.astype(jnp.float32) for leaf, grad in grads.items()}

@@ -61,11 +61,16 @@ class Captured(NamedTuple):
 
 
 def for_all_readers(captured: Captured) -> Captured:
-    """`captured`, rounded for the matrix unit and behind a barrier: norms and sums must read the same numbers, but XLA
-    may round for one alone."""
+    """`captured`, with gradients and what stands for records rounded like records, and all behind a barrier: norms and
+    sums must read the same numbers, but XLA may round for one alone."""
+    unit = current_place().unit
+    gradients = {
+        part: unit.round_kept(x) if isinstance(x, jax.Array) else jax.tree.map(unit.round_stored, x)
+        for part, x in captured.gradients.items()
+    }
+    captured = captured._replace(gradients=gradients)
 
     def narrow(x):
-        x = current_place().unit.round_stored(x)
         # XLA copies an array with axes of length 1, such as a batch of one image, before a loop or another operation.
         return x.reshape([size for axis, size in enumerate(x.shape) if size != 1 or axis in (0, x.ndim - 1)])
 

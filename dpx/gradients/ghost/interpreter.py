@@ -140,7 +140,12 @@ def _run(program: Program, instruments: Instruments, block: Block, inputs, added
                 later = zip(equation.inputs, shared, strict=True)
                 values.update({i: x for i, x in later if isinstance(i, int) and x is not None})
             else:
-                seen[number], outputs = wanted, [_plus_added(outputs[0], added[number])]
+                seen[number] = wanted
+                if (
+                    current_place().unit.rounds
+                ):  # here already: a scan stacks them, in half of the memory if they are short
+                    seen[number] = jax.tree.map(lambda x: current_place().unit.round_stored(jnp.asarray(x)), wanted)
+                outputs = [_plus_added(outputs[0], added[number])]
             if number in instruments.once:
                 outputs = [with_cotangent_computed_once(outputs[0])]
         values.update(zip(equation.outputs, outputs, strict=True))
@@ -149,13 +154,17 @@ def _run(program: Program, instruments: Instruments, block: Block, inputs, added
 
 @jax.custom_jvp
 def _plus_added(output: jax.Array, added: jax.Array) -> jax.Array:
-    """`output`, with derivative 1 by `added`. Nobody reads `added`, which is 0, so a scan need not slice it."""
+    """`output`, with derivative 1 by `added`, rounded as a matrix unit needs it. Nobody reads `added`, which is 0, so a
+    scan need not slice it."""
     return output
 
 
 @_plus_added.defjvp
 def _derivative(values, derivatives):
-    return values[0], derivatives[0] + derivatives[1]
+    unit, slope = current_place().unit, derivatives[1].astype(derivatives[0].dtype)
+    if unit.rounds and slope.dtype == jnp.float32:  # two conversions alone might be left out
+        slope = unit.round_operand(slope)
+    return values[0], derivatives[0] + slope
 
 
 def _run_scan(run: Callable, equation: Equation, operands: list, added: dict) -> tuple[list, Seen]:

@@ -19,7 +19,6 @@ from dpx.gradients.ghost.rules import Record, Site
 from dpx.gradients.ghost.trace import CALLS, Constant, Equation, Program, Use
 from dpx.gradients.ghost.views import ELEMENTWISE, ElementwiseStep, View
 from dpx.xla import jaxprs
-from dpx.xla.place import current_place
 
 Values = Mapping[int, jax.Array]  # public values, by number
 ALL = slice(None)
@@ -96,12 +95,11 @@ def _site_of_block(site: Site, sizes: tuple[int, int, int], box: tuple, of_a, of
     kernels, fan_in, fan_out = sizes
     positions = site.sizes[1] * (2 if is_complex else 1)
     same = () if of_a else tuple((each.start, each.stop, each.step) for each in (groups, rows))
-    float32 = current_place().unit.round_operand
     return site._replace(
         sizes=(kernels, positions, fan_in, fan_out),
         apply=lambda inputs, w: jnp.einsum("kti,kio->kto", inputs[0], site.arrange(w), precision=EXACT),
-        matrices=lambda inputs, dy: (float32(inputs[0]), float32(dy)),
-        products=lambda inputs, dy: gradients_of_product(float32(inputs[0]), float32(dy)),
+        matrices=lambda inputs, dy: (inputs[0].astype(jnp.float32), dy.astype(jnp.float32)),
+        products=lambda inputs, dy: gradients_of_product(inputs[0].astype(jnp.float32), dy.astype(jnp.float32)),
         record=Record(left, right, same),
     )
 

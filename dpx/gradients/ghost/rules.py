@@ -266,8 +266,11 @@ def _site_of_repeats(site: Site, repeats: tuple[int, ...]) -> Site:
 
 
 def _float32(x: jax.Array) -> jax.Array:
-    """`x` as float32 that norms and sums read, which the matrix unit multiplies exactly."""
-    return x if jnp.issubdtype(x.dtype, jnp.complexfloating) else current_place().unit.round_operand(x)  # see `kernels`
+    """What norms and sums read, as float32 that the matrix unit multiplies exactly. Of a record, real numbers are
+    `Unit.round_stored`, so only integers are left to round."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return x  # see `kernels`
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else current_place().unit.round_operand(x)
 
 
 def _dense(use: Use, equation) -> Site | str:
