@@ -175,6 +175,12 @@ CASES = {
     "tied": Case(tied, f32(5, 8), (i32(2), f32(2, 8), f32(2, 5)), {"shared"}),
     "convolution": Case(convolved(1), f32(3, 3, 2, 3), (f32(5, 5, 2), f32(5, 5, 3)), {"product"}),
     "convolution, few positions": Case(convolved(2), f32(3, 3, 6, 24), (f32(3, 3, 6), f32(2, 2, 24)), {"gram"}),
+    "convolution in every iteration": Case(
+        lambda w, e: lax.scan(lambda total, row: (total + convolved(1)(w, row), None), jnp.float32(0), e)[0],
+        f32(3, 3, 2, 3),
+        (f32(2, 5, 5, 2), f32(2, 5, 5, 3)),
+        {"product"},
+    ),
     "stack": Case(stack, f32(3, 7, 5), (f32(3, 7), f32(3, 5)), {"outer"}),
     "stack of few positions": Case(stack, f32(2, 30, 40), (f32(2, 2, 30), f32(2, 2, 40)), {"gram"}),
     "stack of many positions": Case(stack, f32(2, 3, 4), (f32(2, 16, 3), f32(2, 16, 4)), {"product"}),
@@ -341,6 +347,7 @@ MASKED = (
 @pytest.mark.long_cases(  # each way to a norm has a case in `make test`
     "complex-clipped",
     "convolution, few",
+    "convolution in every",
     "convolution-masked",
     "float16-clipped",
     "function of a kernel",

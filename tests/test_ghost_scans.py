@@ -299,6 +299,17 @@ def shared_by_iterations_in_iterations():
     return layer(apply, normal(1, 4, 4), 2, 5, 4)
 
 
+@animal("product")
+def convolution_of_iterations_in_iterations():
+    def apply(w, x):
+        def inner(h, row):
+            return jnp.tanh(lax.conv(h, w, (1, 1), "SAME") + row), None
+
+        return lax.scan(lambda h, rows: lax.scan(inner, h, rows), x[0, 0], x)[0]
+
+    return layer(apply, normal(1, 2, 2, 3, 2), 2, 3, 1, 2, 5, 4)
+
+
 # rematerialisation
 
 

@@ -146,6 +146,19 @@ row("elements_gathered", "rows")(lambda: (lambda w, t: score(w[t, 1]), normal(1,
 row("columns_gathered", "rows")(lambda: (lambda w, t: score(w[:, t]), normal(1, 2, 4), tokens(4, 6)))
 row("one_hot_rows", "rows")(lambda: lookup(lambda table, t: jax.nn.one_hot(t - 1, 6) @ table))
 row("one_hot_columns", "rows")(lambda: lookup(lambda table, t: jnp.einsum("vd,tv->dt", table, jax.nn.one_hot(t, 6))))
+row("one_hot_by_comparison", "rows")(
+    lambda: lookup(lambda table, t: lax.dot((jnp.arange(6)[:, None] == t[None] - 1).T, table))
+)
+row("one_hot_of_more_than_its_dtype_counts", "gram")(
+    lambda: lookup(lambda table, t: jax.nn.one_hot(t.astype(jnp.uint8), 300) @ table, 300)
+)
+row("comparison_with_one_place", "gram")(
+    lambda: (
+        lambda w, t: score((jnp.broadcast_to(t[:, None], (2, 30)) == jnp.arange(1)[None]).astype(jnp.float32) @ w),
+        normal(1, 30, 40),
+        tokens(2, 2),
+    )
+)
 row("rows_of_several_ones", "outer")(lambda: lookup(lambda table, t: jax.nn.one_hot(t, 6).sum(0) @ table))
 row("one_hot_along_the_other_axis", "gram")(
     lambda: (lambda w, t: score(jax.nn.one_hot(t, 4).T @ w), normal(1, 6, 3), tokens(4, 6))
@@ -320,6 +333,13 @@ row("kernel_that_is_complex_and_scaled", "product")(
         20,
         width=4,
         apply=lambda x, w: jnp.real(lax.complex(x, 0.5 * x) @ w) ** 2,
+    )
+)
+row("kernel_of_complex_data", "product unused")(
+    lambda: made(
+        lambda p: p["a"].T,
+        20,
+        apply=lambda x, w: jnp.abs(lax.dot(w, lax.complex(x, x**2).T, preferred_element_type=jnp.complex64)),
     )
 )
 row("kernel_that_is_symmetric", "shared")(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from dpx.gradients.ghost import rules
 from dpx.gradients.ghost.norms import EXACT, gradients_of_product
 from dpx.gradients.ghost.rules import Record, Site
 from dpx.gradients.ghost.trace import CALLS, Constant, Equation, Program, Use
@@ -52,8 +53,7 @@ def site_of_parameter(site: Site, use: Use, shape: tuple[int, ...], program: Pro
         return "used in a kernel that has other elements between"
     labels, reads = labels[box], frozenset(number for each in slopes.values() for number in each.reads)
     by_input, by_output = (bool((labels != first).any()) for first in (labels[:, :1], labels[:, :, :1]))
-    equation: Any = program.equations[use.equation].jaxpr
-    is_complex = jnp.issubdtype(equation.invars[use.operand].aval.dtype, jnp.complexfloating)
+    is_complex = rules.is_complex(program.equations[use.equation])
 
     def of_kernel(values: Values) -> jax.Array:
         """The slopes, as (K, I, O)."""

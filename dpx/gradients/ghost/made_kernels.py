@@ -97,8 +97,7 @@ def _site(use: Use, program: Program, made: Mapping[Any, Equation]) -> Site | No
     site = rules.recognize(use._replace(view=rest), program, made)
     if isinstance(site, str) or begin.scan_repeats or 0 in begin.slices or (end and site.lookup):
         return None
-    equation: Any = program.equations[use.equation].jaxpr
-    if any(jnp.issubdtype(variable.aval.dtype, jnp.complexfloating) for variable in equation.invars):
+    if rules.is_complex(program.equations[use.equation]):
         return None
     around = View(tuple(loop._replace(sliced=False) for _, loop in loops))
     return (_site_of_slices(site, begin) if end else site)._replace(use=use._replace(view=around))

@@ -223,8 +223,9 @@ def _follow(
         inside = part.view.shape(shape)[len(part.view.slices) :]
         for number, rest in zip(part.uses, part.rests, strict=True):
             use = uses[number]._replace(view=rest)
-            site = rules.recognize(use.of_kernel(), program, made)
-            if isinstance(site, rules.Site) and rest.makes_kernel:
+            is_kernel = rest.makes_kernel or (use.equation >= 0 and rules.is_complex(program.equations[use.equation]))
+            site = rules.recognize(use.of_kernel() if is_kernel else use, program, made)
+            if isinstance(site, rules.Site) and is_kernel:
                 site = kernels.site_of_parameter(site, use, inside, program)
             if isinstance(site, str):
                 return site

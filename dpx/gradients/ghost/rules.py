@@ -217,10 +217,7 @@ def recognize(use: Use, program: Program, made: Mapping[Any, Equation]) -> Site 
     name = equation.name
     if equation.jaxpr is None or name not in RULES:
         return f"used in {name}"
-    seen: list[Any] = [operand.aval for operand in equation.jaxpr.invars]
-    real = all(jnp.issubdtype(aval.dtype, jnp.floating) or jnp.issubdtype(aval.dtype, jnp.integer) for aval in seen)
-    followed = name == "dot_general" and jnp.issubdtype(seen[use.operand].dtype, jnp.complexfloating)  # by `kernels`
-    if not (real or followed) and name not in ("gather", "dynamic_slice"):
+    if name not in ("gather", "dynamic_slice", "dot_general") and is_complex(equation):  # a product: see `kernels`
         return f"used in {name} with operands that are not real numbers"
     site = RULES[name](use, equation.jaxpr)
     if name in SUMS and equation.outputs[0] in program.public:
@@ -232,10 +229,15 @@ def recognize(use: Use, program: Program, made: Mapping[Any, Equation]) -> Site 
     repeats = use.view.scan_repeats
     if isinstance(site, str) or not repeats:
         return site
-    whole = name == "dynamic_slice" and math.prod(repeats) * site.sizes[1] >= site.sizes[2]
-    if name == "conv_general_dilated" or whole:  # the rows of a whole table are a gradient of its size
-        return f"used in {name} in each iteration of a scan"
+    if name == "dynamic_slice" and math.prod(repeats) * site.sizes[1] >= site.sizes[2]:
+        return f"used in {name} in each iteration of a scan"  # the rows of a whole table are a gradient of its size
     return _site_of_repeats(site, repeats)
+
+
+def is_complex(equation: Equation) -> bool:
+    """Whether an operand is complex."""
+    avals: list[Any] = [operand.aval for operand in equation.jaxpr.invars] if equation.jaxpr else []
+    return any(jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in avals)
 
 
 def _site_of_repeats(site: Site, repeats: tuple[int, ...]) -> Site:
@@ -249,6 +251,10 @@ def _site_of_repeats(site: Site, repeats: tuple[int, ...]) -> Site:
             one = jax.vmap(one, (0, None), axis_size=count)
         return one(inputs, w)
 
+    sizes = kernels, math.prod(repeats) * positions, fan_in, fan_out
+    if site.expands:  # a convolution, for which iterations are more images
+        return site._replace(sizes=sizes, apply=apply, expands=math.prod(repeats) * site.expands)
+
     def matrices(inputs, dy):
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(repeats) :]), (inputs, dy))
         a, b = jax.vmap(site.matrices)(*flat)
@@ -257,7 +263,7 @@ def _site_of_repeats(site: Site, repeats: tuple[int, ...]) -> Site:
         return a.swapaxes(0, 1).reshape(kernels, -1, fan_in), b.swapaxes(0, 1).reshape(kernels, -1, fan_out)
 
     return site._replace(
-        sizes=(kernels, math.prod(repeats) * positions, fan_in, fan_out),
+        sizes=sizes,
         apply=None if site.lookup else apply,
         matrices=matrices,
         products=lambda inputs, dy: site.multiply(*jax.vmap(matrices)(inputs, dy)),
@@ -320,7 +326,7 @@ def _of_one_hot(use: Use, equation: Equation, made: Mapping[Any, Equation]) -> S
     slices = tuple(size for number, size in enumerate(jaxpr.invars[data].aval.shape) if number != along)
 
     def starts(inputs):
-        hot = inputs[data] != 0
+        hot = inputs[data].astype(bool)
         return {axis: jnp.where(hot.any(along), lax.argmax(hot, along, jnp.int32), -1)}
 
     def slices_last(dy):  # the free axes of `data` come first, if it is the first operand
@@ -351,16 +357,37 @@ def _axis_of_index(equation: Any, made: Mapping[Any, Any]) -> int | None:
         return _axis_of_index(inside.get(body.outvars[0]), inside) if body.outvars[0] in inside else None
     if name == "convert_element_type":
         return _axis_of_index(_maker(inputs[0], made), made)
+    if name == "transpose":
+        axis = _axis_of_index(_maker(inputs[0], made), made)
+        return None if axis is None else jaxpr.params["permutation"].index(axis)
     if name != "eq":
         return None
-    sides = [getattr(each, "jaxpr", each) for each in (_maker(operand, made) for operand in inputs)]
-    for one, other in (sides, sides[::-1]):
-        if one is not None and other is not None and one.primitive.name == "iota":
-            axis, along = one.params["dimension"], other.params.get("broadcast_dimensions", ())
-            if other.primitive.name == "broadcast_in_dim":
-                sizes = dict(zip(along, other.invars[0].aval.shape, strict=True))
-                return axis if sizes.get(axis, 1) == 1 else None
+    for number, axis in enumerate(_axis_of_iota(_maker(operand, made), made) for operand in inputs):
+        other, maker = jaxpr.invars[1 - number].aval, _maker(inputs[1 - number], made)
+        if axis is None or jaxpr.invars[number].aval.shape[axis] < jaxpr.outvars[0].aval.shape[axis]:
+            continue
+        if maker is not None and (of := getattr(maker, "jaxpr", maker)).primitive.name == "broadcast_in_dim":
+            sizes = dict(zip(of.params["broadcast_dimensions"], of.invars[0].aval.shape, strict=True))
+        else:
+            sizes = dict(enumerate(other.shape))
+        return axis if sizes.get(axis, 1) == 1 else None
     return None
+
+
+def _axis_of_iota(equation: Any, made: Mapping[Any, Any]) -> int | None:
+    """The axis along which a value counts 0, 1, ..., all of which its dtype holds; None for any other value."""
+    jaxpr = getattr(equation, "jaxpr", equation)
+    if jaxpr is None:
+        return None
+    if jaxpr.primitive.name == "broadcast_in_dim":
+        axis = _axis_of_iota(_maker(getattr(equation, "inputs", jaxpr.invars)[0], made), made)
+        return None if axis is None else jaxpr.params["broadcast_dimensions"][axis]
+    if jaxpr.primitive.name != "iota":
+        return None
+    axis, dtype = jaxpr.params["dimension"], jaxpr.params["dtype"]
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    most = jnp.iinfo(dtype).max if whole else 2 ** (jnp.finfo(dtype).nmant + 1)
+    return axis if jaxpr.params["shape"][axis] - 1 <= most else None
 
 
 def _convolution(use: Use, equation) -> Site | str:
@@ -396,8 +423,10 @@ def _convolution(use: Use, equation) -> Site | str:
     )
 
     def features_last(x, numbers):
-        """An array of B examples as float32 (B, images, *spatial, features)."""
-        return _float32(x).transpose(0, *(1 + axis for axis in (numbers[0], *numbers[2:], numbers[1])))
+        """An array of B examples as float32 (B, images, *spatial, features), which may begin with iterations."""
+        first, order = x.ndim - len(numbers), (numbers[0], *numbers[2:], numbers[1])
+        x = _float32(x).transpose(*range(first), *(first + axis for axis in order))
+        return x if first == 1 else x.reshape(len(x), -1, *x.shape[first + 1 :])
 
     def matrices(inputs, dy):
         data, dy = features_last(inputs[0][None], lhs), features_last(dy[None], out)

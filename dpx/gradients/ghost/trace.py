@@ -120,9 +120,8 @@ class Use(NamedTuple):
     operand: int
 
     def of_kernel(self) -> "Use":
-        """The use of the kernel that `view` makes, which loops alone see, or of the parameter if it makes none."""
-        loops = View(tuple(step for step in self.view.steps if isinstance(step, LoopStep)))
-        return self._replace(view=loops) if self.view.makes_kernel else self
+        """The use of the kernel that `view` makes, which loops alone see."""
+        return self._replace(view=View(tuple(step for step in self.view.steps if isinstance(step, LoopStep))))
 
 
 class Kernel(NamedTuple):
