@@ -210,7 +210,10 @@ def test_releases_must_be_for_the_unit_of_the_ledger(ledger, tmp_path):
     replaced = dpx.PrivacyLedger(tmp_path / "replaced", epsilon=1.0, delta=1e-5, relation="replace_one")
     with pytest.raises(ValueError, match="part must be None"):
         replaced.spend(MEAN, key=key(0), words="of a part", part="north")
-    assert ledger.entries == replaced.entries == ()
+    persons = dpx.PrivacyLedger(tmp_path / "persons", epsilon=1.0, delta=1e-5, records=2)
+    with pytest.raises(ValueError, match="part must be None in a ledger for persons with 2 records"):
+        persons.reserve(MEAN, key=key(0), words="of a part", part="north")
+    assert ledger.entries == replaced.entries == persons.entries == ()
     replaced.spend(MEAN, key=key(0), words="of all")
     ledger.spend(MEAN, key=key(0), words="of all")
     assert replaced.epsilon > 1.9 * ledger.epsilon

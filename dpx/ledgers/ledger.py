@@ -154,7 +154,7 @@ class PrivacyLedger:
 
         Raises ValueError for an event that the budget does not allow, or that has no bound; a key that was used before;
             another unit; and parts where neighbors differ by replacing one, because a member may be replaced by one of
-            another part.
+            another part, or in the records of a person, who may have some in two parts.
         """
         return self._enter(event, key, words, numbers, part, unit, made=True, holder=holder)
 
@@ -269,6 +269,12 @@ class PrivacyLedger:
             raise ValueError(
                 'part must be None in a ledger of relation "replace_one": a member of one part may be replaced by one '
                 f"of another, and both parts would change; got {part!r}"
+            )
+        if part is not None and self.terms.records > 1:
+            raise ValueError(
+                f"part must be None in a ledger for persons with {self.terms.records} records, because the releases of "
+                f"two parts add up for those who have records in both; got {part!r}. Draw persons by dpx.UserData, in "
+                "a ledger of their unit"
             )
 
     def _next(self, entries: Sequence[Entry], **given: Any) -> Entry:
