@@ -1,6 +1,7 @@
 """The ledger of a data set: what it allows, what it writes before a release, and what a second program sees."""
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -256,11 +257,10 @@ def test_floats_keep_their_bits():
 POINTS = normal(0, 40, 3)
 
 
-def trained(ledger, number=0, *, folder=None, steps=12, ends=None, data=POINTS, **options):
+def trained(ledger, number=0, *, folder=None, steps=12, ends=None, data=POINTS, noise=2.0, sampling=None, **options):
     """A run of `fit` that a callback ends after a step."""
-    mechanism = dpx.dp_sgd(
-        clip_norm=1.0, noise_multiplier=2.0, sampling=dpx.PoissonSampling(examples=40, batch_size=8), key=key(number)
-    )
+    sampling = dpx.PoissonSampling(examples=40, batch_size=8) if sampling is None else sampling
+    mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise, sampling=sampling, key=key(number))
     options |= {"steps": steps, "delta": 1e-5, "evaluate_every": 1, "checkpoint_every": 4, "checkpoints": folder}
     options = {"callbacks": [lambda progress: progress.step == ends], "accountant": "rdp"} | options
     begin = {"w": jnp.zeros(3)}
@@ -345,6 +345,15 @@ def test_a_run_that_ends_early_costs_what_it_made(rich, tmp_path):
     file.write_text(file.read_text().replace('"ended": 5', '"x": 0'))
     with pytest.raises(ValueError, match="has ended after step 5"):  # a copy of the folder from before
         trained(rich, folder=tmp_path / "run")
+
+
+@pytest.mark.parametrize("make", [dpx.ShuffledEpochs, functools.partial(dpx.sampling.CyclicPoissonSampling, bands=5)])
+def test_an_epoch_that_has_begun_is_not_given_back(rich, make):
+    """It costs its least noise, that of its last step, even if this was not made. Two of three epochs have begun."""
+    sampling = make(examples=40, batch_size=8)
+    run = trained(rich, ends=7, sampling=sampling, noise=lambda step: 9.0 - step / 4)
+    (entry,) = rich.entries
+    assert run.steps == entry.steps == 7 and entry.credit == (pytest.approx(6.25**-2), 0)
 
 
 def test_a_run_on_the_batches_of_another_one_is_refused(rich):

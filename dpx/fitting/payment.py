@@ -1,5 +1,6 @@
 """What a run pays into the ledger of its data set before its first step, and what it gets back if it ends early."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +27,14 @@ _RETURNED = (
 
 @dataclass
 class Payment:
-    """ledger: of the data set, or None. given: what it takes: words, unit and part. number: of the entry of the run."""
+    """ledger: of the data set, or None. given: what it takes: words, unit and part. number: of the entry of the run.
+    planned: the steps that it is for."""
 
     ledger: PrivacyLedger | None
     given: dict[str, Any]
     run: RunPlan
     number: int = -1
+    planned: int = 0
 
     def __post_init__(self):
         if self.ledger is not None and not isinstance(self.ledger, PrivacyLedger):
@@ -48,12 +51,13 @@ class Payment:
         Raises ValueError if the ledger does not allow the run.
         """
         if self.ledger is not None:
+            self.planned = max(self.run.steps, billed_steps(carry.state))
             self.number = processes.from_first_process(lambda: self._pay(self.ledger, carry, folder))
 
     def _pay(self, ledger: Any, carry: Carry, folder: Any) -> int:
         optimizer, run = self.run.optimizer, self.run
         entry = ledger.spend(
-            self._event(max(run.steps, billed_steps(carry.state))),
+            self._event(self.planned),
             key=[optimizer.key, run.key],
             numbers=numbers_of(optimizer, carry.state),
             holder=folder.mark,
@@ -70,7 +74,12 @@ class Payment:
             processes.from_first_process(lambda: self._end(self.ledger, made))
 
     def _end(self, ledger: Any, made: int):
-        ledger.end(ledger.entries[self.number], self._event(made), steps=made)
+        """An epoch, or a turn of cyclic groups, that has begun counts whole: it costs its least noise, which may be
+        that of a step that was not made."""
+        sampling = self.run.optimizer.sampling
+        epoch = max(sampling.groups, sampling.epoch)
+        whole = min(math.ceil(made / epoch) * epoch, self.planned)
+        ledger.end(ledger.entries[self.number], self._event(whole), steps=made)
 
     def caveats(self) -> tuple[str, ...]:
         """Where the run stands in the ledger, for its report; nothing without one. In every process."""
