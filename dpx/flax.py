@@ -44,7 +44,7 @@ def replace_batch_norm(module: Any, *, groups: int = 32) -> Any:
         made.scale, made.bias = norm.scale, norm.bias
         return made
 
-    def replaced(path: Any, node: Any) -> Any:
+    def replace_node(path: Any, node: Any) -> Any:
         return group_norm(node) if isinstance(node, nnx.BatchNorm) else node
 
-    return nnx.recursive_map(replaced, nnx.clone(module))
+    return nnx.recursive_map(replace_node, nnx.clone(module))

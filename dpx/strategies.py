@@ -29,7 +29,13 @@ from dpx.papers.correlated_noise.strategy import (
     inverse_square_root,
     lambda_cgd,
 )
-from dpx.papers.correlated_noise.workload import Workload, WorkloadLoss, least_mean_loss, loss, optimized
+from dpx.papers.correlated_noise.workload import (
+    Workload,
+    WorkloadLoss,
+    least_mean_loss,
+    loss,
+    optimized,
+)
 
 __all__ = [
     "WorkloadLoss",

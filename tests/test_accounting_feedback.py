@@ -139,7 +139,7 @@ def test_delta_and_epsilon_agree(options):
 @pytest.fixture(params=[0, 36])
 def counting(request, monkeypatch):
     """Recursions that count the participations so far, and that do not."""
-    caches = renyi._grid, renyi.log_moment
+    caches = renyi._grid_of_moves, renyi.log_moment
     monkeypatch.setattr(renyi, "_MOST_TRACKED", request.param)
     for cache in caches:
         cache.cache_clear()
@@ -210,7 +210,7 @@ def test_the_recursion_covers_adding_an_example(rate, error_shift, noise):
 @pytest.mark.parametrize("most", [3, 40])
 def test_the_polygon_holds_the_disc(most):
     """In every direction (a, b) a corner (fed, kept) reaches at least as far as the quarter disc does."""
-    grid = renyi._grid(most)
+    grid = renyi._grid_of_moves(most)
     angles = np.linspace(0, math.pi / 2, 5001)[:, None]
     farthest = (np.cos(angles) * grid.fed + np.sin(angles) * grid.kept).max(axis=1)
     assert np.all(farthest >= 1 - 1e-15)

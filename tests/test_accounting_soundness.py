@@ -15,7 +15,7 @@ from scipy import fft, optimize, special, stats
 from dpx import accounting
 from dpx.accounting import profiles, renyi
 from dpx.accounting.pld import composition, losses
-from dpx.accounting.pld.buckets import bucketed
+from dpx.accounting.pld.buckets import bucketed_steps
 
 SLACK = 1e-4
 
@@ -182,7 +182,7 @@ def test_buckets_round_to_the_stated_side(sigmas, buckets, seed):
     sigmas = np.array(sigmas)
     rates = generator.choice([0.01, 0.02, 0.5], len(sigmas))
     counts = generator.integers(0, 4, len(sigmas))
-    groups = bucketed(sigmas, rates, counts, buckets)
+    groups = bucketed_steps(sigmas, rates, counts, buckets)
     assert len(groups.counts) <= max(buckets, 1)
     assert groups.counts.sum() == counts.sum()
     assert np.all(groups.smallest_noise <= groups.largest_noise)

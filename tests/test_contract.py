@@ -103,12 +103,12 @@ def more_paths(case: Case) -> dict:
 
 
 def raveled(tree) -> np.ndarray:
-    return inputs.flattened(tree)
+    return inputs.flattened_leaves(tree)
 
 
 def norms(tree) -> np.ndarray:
     """The norm of every row."""
-    return np.linalg.norm(inputs.flattened(tree, 1), axis=1)
+    return np.linalg.norm(inputs.flattened_leaves(tree, 1), axis=1)
 
 
 def deviation(case: Case, step: int) -> float:
@@ -125,7 +125,7 @@ def facts_of_bounded(case: Case):
     found = trial(case)
     rows = found.with_loud(found.hostile[0])
     seen = {name: rows[name] for name in PARAMS if name not in case.frozen}
-    finite = np.isfinite(inputs.flattened(seen, 1)).all(1)
+    finite = np.isfinite(inputs.flattened_leaves(seen, 1)).all(1)
     for step in STEPS:
         for sums in found.contributions(step).values():
             released = norms(sums if case.withheld is None else sums[0])
@@ -175,7 +175,7 @@ def exchange_by_hand(case: Case, step: int) -> np.ndarray:
     size = sum(leaf.size for leaf in jax.tree.leaves(like))
     units = inputs.split(np.eye(size, dtype=np.float32), like)
     noised = jax.vmap(lambda total: case.noised(total, found.state(step)))(units)
-    columns = inputs.flattened(noised, 1).T / deviation(case, step)
+    columns = inputs.flattened_leaves(noised, 1).T / deviation(case, step)
     return np.pad(columns, ((0, 0), (0, found.traced.numbers - size)))
 
 

@@ -22,7 +22,7 @@ UNIT = 2.0**-45
 
 
 def drawn(words, rare, second, scale):
-    return integer_normals.normal(integer_normals.radius(words, rare), words, second, scale)
+    return integer_normals.normal(integer_normals.polar_radius(words, rare), words, second, scale)
 
 
 def value(limbs) -> np.ndarray:
@@ -92,9 +92,9 @@ def test_sines_and_products_are_as_near_as_the_proof_says():
     x, y = (tuple(rng.integers(0, 2**15, (3, 50_000), dtype=np.uint32)) for _ in range(2))
     x[0][:100] = x[1][:100] = x[2][:100] = y[0][:100] = y[1][:100] = y[2][:100] = 2**15 - 1
     for made, wanted, most in (
-        (integer_normals.product(x, y), value(x) * value(y), 1.0001),
+        (integer_normals.product_limbs(x, y), value(x) * value(y), 1.0001),
         (integer_normals.short_product(x, y[:2]), value(x) * value(y[:2]), 2.0001),
-        (integer_normals.square(x), value(x) ** 2, 3.0001),
+        (integer_normals.square_limbs(x), value(x) ** 2, 3.0001),
     ):
         below = (wanted - value(made)) / UNIT
         assert -1e-3 <= below.min() and below.max() <= most

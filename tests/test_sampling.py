@@ -68,7 +68,7 @@ def test_a_sampling_has_a_stream_of_its_own(sampling, monkeypatch):
     by_own_stream = [list(drawn(sampling, step)) for step in range(3)]
     names, stream = set(), keys.stream
     monkeypatch.setattr(keys, "stream", lambda key, name, step=None: names.add(name) or stream(key, name, step))
-    draws._permutation.cache_clear()
+    draws._permutation_of_words.cache_clear()
     allocation.allocate_examples.cache_clear()
     assert [list(drawn(sampling, step)) for step in range(3)] == by_own_stream and names == {"sampling"}
     monkeypatch.setattr(keys, "stream", lambda key, name, step=None: stream(key, "noise", step))
@@ -145,7 +145,7 @@ def test_batches_depend_on_every_bit_of_the_key_and_on_no_setting():
     expected = batches_as_text()
     with jax.enable_x64(True), jax.threefry_partitionable(False), jax.numpy_dtype_promotion("standard"):
         jax.clear_caches()
-        draws._permutation.cache_clear()
+        draws._permutation_of_words.cache_clear()
         allocation.allocate_examples.cache_clear()
         assert batches_as_text() == expected
     printed = on_eight_devices("import jax; from tests import test_sampling as t; print(t.batches_as_text())")
@@ -354,7 +354,7 @@ def test_the_step_of_an_example_is_64_bits_of_its_own(monkeypatch):
     monkeypatch.setattr(allocation, "_TOGETHER", 4)
     monkeypatch.setattr(allocation, "_drawn", drawn_words)
     words = np.asarray(keys.key_words(draws.step_key(KEY, 2))).tobytes()
-    parts = list(allocation._steps(words, 10, 7))
+    parts = list(allocation._steps_of_examples(words, 10, 7))
     assert [first for first, _ in parts] == [0, 4, 8] and [len(own) for _, own in parts] == [4, 4, 2]
     for _, own in parts:
         assert own.tolist() == [((place + 1) * 2**32 + 5 * place) % 7 for place in range(len(own))]

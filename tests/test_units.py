@@ -265,7 +265,7 @@ def test_a_tpu_adds_rows_and_squares_in_parts(shape):
     factors = np.random.default_rng(1).uniform(0.5, 1, len(data)).astype(np.float32)
     exact, factors[-1], data[-1] = data.astype(np.float64), 0, np.nan
     with traced_for(platform="tpu"):
-        assert len(sums._parts(factors, data)) == math.gcd(len(data), 16)
+        assert len(sums._parts_of_rows(factors, data)) == math.gcd(len(data), 16)
         total = jax.jit(sums.weighted_sum)(factors, data)
         of_rows = jax.jit(jax.vmap(lambda x: norms.norm([x])))(exact.astype(np.float32))
         of_scaled = jax.jit(jax.vmap(lambda x: norms.norm([x], [jnp.full_like(x, 3)])))(exact.astype(np.float32))
@@ -274,7 +274,7 @@ def test_a_tpu_adds_rows_and_squares_in_parts(shape):
     for found, scale in ((of_rows, 1), (of_scaled, 3)):
         assert np.all(scale * sizes <= found) and np.all(found <= scale * sizes * (1 + 2.0**-14))
     with traced_for(platform="cpu"):
-        assert len(sums._parts(factors, data)) == norms._parts(shape) == 1
+        assert len(sums._parts_of_rows(factors, data)) == norms._number_of_parts(shape) == 1
 
 
 def test_large_gradients_are_finished_in_turn(monkeypatch):

@@ -84,7 +84,7 @@ def best_of(
     score = _score_event(score_on, records)
     if not candidates:
         raise ValueError("best_of needs at least one (mechanism, steps or state) or event, got none")
-    runs = [_event(candidate, relation, records) for candidate in candidates]
+    runs = [_event_of_candidate(candidate, relation, records) for candidate in candidates]
     units = tuple(marks_of_batches(candidate[1])[1] if isinstance(candidate, tuple) else 0 for candidate in candidates)
     examples = tuple(candidate[0].sampling.examples for candidate in candidates if isinstance(candidate, tuple))
     require_one_unit(units, examples)
@@ -110,7 +110,7 @@ def best_of(
     )
 
 
-def _event(candidate: Any, relation: Relation | None, records: int) -> tuple[DpEvent, Relation]:
+def _event_of_candidate(candidate: Any, relation: Relation | None, records: int) -> tuple[DpEvent, Relation]:
     if isinstance(candidate, DpEvent):
         return from_event(candidate).of_records(records), require_relation(relation or "zero_out")
     if isinstance(candidate, tuple) and len(candidate) == 2:

@@ -181,14 +181,14 @@ def _event_of_weight(event: dp_accounting.DpEvent, sampling: Sampling, weight: f
         raise ValueError(f"weight must be left out, {words}; got {described(weight)}")
     rate, largest = sampling.rate_of(weight), sampling.probability
 
-    def lowered(loss: Loss) -> dp_accounting.DpEvent:
+    def at_lower_rate(loss: Loss) -> dp_accounting.DpEvent:
         if not loss.private:
             return event_of_loss(loss)
         if loss.rate != largest:
             return Loss.at_rate(loss, rate)  # refuses it
         return loss.at_rate(rate) if rate else dp_accounting.NoOpDpEvent()
 
-    return from_event(event).map(lowered)
+    return from_event(event).map(at_lower_rate)
 
 
 def event_of_records(

@@ -64,23 +64,23 @@ def calibrate(
     checks.warn_of_large_delta(delta, make(1.0).sampling)
     costs: dict[float, float] = {}
 
-    def bill(noise_multiplier: float, distinct: int = DISTINCT, **options: Any) -> float:
+    def cost(noise_multiplier: float, distinct: int = DISTINCT, **options: Any) -> float:
         event, stated = event_of(make(noise_multiplier), steps, relation, records=records, distinct=distinct)
         options |= {"accountant": accountant, "relation": stated, "numbers": normals_for(None, steps, numbers)}
         costs[noise_multiplier] = reachable_epsilon(profile_of_run(event, **options), epsilon, delta)
         return costs[noise_multiplier]
 
     def rough(noise_multiplier: float) -> float:
-        return bill(noise_multiplier, distinct=FEW, buckets=_COARSE_BUCKETS)
+        return cost(noise_multiplier, distinct=FEW, buckets=_COARSE_BUCKETS)
 
     if records in (None, 1):
         start = 1.0 if accountant == "rdp" else least_noise_within(rough, epsilon, _COARSE_TOLERANCE, 1.0)
-        found = least_noise_within(bill, epsilon, tolerance, start)
+        found = least_noise_within(cost, epsilon, tolerance, start)
     else:
         start = least_noise_within(rough, epsilon, _COARSE_TOLERANCE, math.sqrt(records))
         near, far = rough(start), rough(1.05 * start)
         power = math.log(near / far) / math.log(1.05) if 0 < far < near < math.inf else 1.0
-        found = _least_noise_near(bill, epsilon, tolerance, start, power)
+        found = _least_noise_near(cost, epsilon, tolerance, start, power)
     _warn_of_a_jump(epsilon, found, costs)
     return found
 

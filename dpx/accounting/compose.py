@@ -100,7 +100,7 @@ def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | 
     if not runs:
         raise ValueError("compose_runs needs at least one (mechanism, steps or state), got none")
     records = common_records(runs, records)
-    composed = [_composition(run, 1 if shared_batches else records) for run in runs]
+    composed = [_composition_of_run(run, 1 if shared_batches else records) for run in runs]
     if any(run.others for run in composed):
         raise ValueError(
             "a Composition in another one must be of known batches: pass its shared_batches, True or False"
@@ -117,7 +117,7 @@ def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | 
         len(runs) == 1 or all(len(run.batch_keys) == len(run.keys) == 1 for run in composed)
     ):
         shared_batches = len(runs) > 1 and len(set(batch_keys)) == 1
-        composed = [_composition(run, 1 if shared_batches else records) for run in runs]
+        composed = [_composition_of_run(run, 1 if shared_batches else records) for run in runs]
     _require_batch_keys(batch_keys, several_runs=len(runs) > 1, shared_batches=shared_batches)
     units, examples = (tuple(n for run in composed for n in getattr(run, name)) for name in ("units", "examples"))
     require_one_unit(units, examples)
@@ -130,7 +130,7 @@ def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | 
     else:
         event = dp_accounting.ComposedDpEvent([run.event for run in composed])
     if shared_batches is None:
-        alone = [_composition(run, 1).event for run in runs]
+        alone = [_composition_of_run(run, 1).event for run in runs]
 
         def of_group(group: list[int]) -> dp_accounting.DpEvent:
             return _on_shared_batches([runs[n] for n in group], [alone[n] for n in group], records)
@@ -167,7 +167,7 @@ def common_records(runs: Iterable[Any], records: int | None) -> int:
     return found.pop() if found else 1
 
 
-def _composition(run: Any, records: int) -> Composition:
+def _composition_of_run(run: Any, records: int) -> Composition:
     if isinstance(run, Composition):
         return run
     if not isinstance(run, tuple | list) or len(run) != 2:

@@ -69,7 +69,7 @@ class DelegatedProfile:
         return float(self.accountant.get_delta(epsilon))
 
 
-def delegated(event: DpEvent, accountant: Accountant, relation: Relation) -> DelegatedProfile:
+def delegated_profile(event: DpEvent, accountant: Accountant, relation: Relation) -> DelegatedProfile:
     """The profile by dp-accounting; "tightest" is its PLD, or its RDP where its PLD refuses the event."""
     refusals = []
     for name in ("pld", "rdp") if accountant == "tightest" else (accountant,):

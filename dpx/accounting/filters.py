@@ -172,15 +172,15 @@ def credit_mu(losses: Losses, coins: float) -> Spent:
     points = np.linspace(0, top, 4 * _POINTS)
     spare = (coins + (1 - coins) * lower_deltas(losses, points))[1:] * (1 - _ROUNDING)
 
-    def bounded(mu: float) -> bool:
+    def is_bounded(mu: float) -> bool:
         likely = special.log_ndtr(mu / 2 - points / mu)
         deltas = np.exp(likely) * (-np.expm1(points + special.log_ndtr(-mu / 2 - points / mu) - likely) + _ROUNDING)
         return bool((deltas[:-1] <= spare).all() and deltas[-1] <= coins)
 
     low, high = 0.0, 1.0
-    while bounded(high):
+    while is_bounded(high):
         low, high = high, 2 * high
     while high - low > 1e-4 * high > _ROUNDING:
         middle = (low + high) / 2
-        low, high = (middle, high) if bounded(middle) else (low, middle)
+        low, high = (middle, high) if is_bounded(middle) else (low, middle)
     return Spent(low**2, 2 * coins) if low > 0 else NOTHING

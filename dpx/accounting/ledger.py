@@ -21,11 +21,11 @@ from dp_accounting.dp_event import (
 
 from dpx.accounting.arithmetic import NormalSampler, RunProfile, normal_sampler
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.delegated import Delegated, delegated
+from dpx.accounting.delegated import Delegated, delegated_profile
 from dpx.accounting.groups import GroupGaussianDpEvent, Mixture
 from dpx.accounting.loss import Loss, ReleaseCount, as_hashable, event_of_loss, in_deviations
 from dpx.accounting.pld.allocation import Allocation, round_to_few_epochs
-from dpx.accounting.pld.buckets import BUCKETS, bucketed, round_losses_to_buckets
+from dpx.accounting.pld.buckets import BUCKETS, bucketed_steps, round_losses_to_buckets
 from dpx.accounting.pld.losses import Losses, SampledGaussian, StepLoss
 from dpx.accounting.profiles import UNBOUNDED, Profile, loss_profile
 from dpx.accounting.sampled_gaussians import (
@@ -140,7 +140,7 @@ class Ledger:
         if (run := self.whole_run) is not None:
             return run.profile(accountant, relation)
         if not self.readable:
-            return delegated(as_hashable(self.event), accountant, relation)
+            return delegated_profile(as_hashable(self.event), accountant, relation)
         losses = self.losses(relation)
         if any(loss.unbounded for loss in losses):
             return UNBOUNDED
@@ -201,7 +201,7 @@ class Ledger:
         # has noise whose arithmetic is billed.
         together = math.ceil(self.released.most / max(sum(losses.values()), 1))
         sigmas, rates = np.array([(loss.noise_multiplier, loss.rate) for loss in losses]).reshape(-1, 2).T
-        steps = bucketed(sigmas, rates, np.array(list(losses.values()), np.int64), distinct)
+        steps = bucketed_steps(sigmas, rates, np.array(list(losses.values()), np.int64), distinct)
         columns = zip(steps.smallest_noise.tolist(), steps.largest_rate.tolist(), steps.counts.tolist(), strict=True)
 
         def step(sigma: float, rate: float) -> DpEvent:

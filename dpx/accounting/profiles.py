@@ -147,11 +147,11 @@ class ComposedProfile:
         self._kept: list[tuple[float, Directions]] = []  # with the epsilon that each was planned for
 
     def epsilon(self, delta: float) -> float:
-        def read(directions: Directions) -> tuple[float, float]:
+        def epsilon_of(directions: Directions) -> tuple[float, float]:
             return max(direction.epsilon(delta) for direction in directions), delta
 
         bound = self._renyi.epsilon(delta)
-        return self._least_pair(bound, delta, read)[0] if bound > 0 else 0.0
+        return self._least_pair(bound, delta, epsilon_of)[0] if bound > 0 else 0.0
 
     def delta(self, epsilon: float) -> float:
         def read(directions: Directions) -> tuple[float, float]:

@@ -254,7 +254,7 @@ def dp_sgd_epsilon(
                 "epoch, because loaders differ in the steps of an epoch"
             )
         record = FullBatch(examples=record.examples)  # an epoch costs as much as one step on all examples
-    multipliers = _multipliers(noise_multiplier, record, steps, epochs)
+    multipliers = _noise_multipliers(noise_multiplier, record, steps, epochs)
     checks.warn_of_large_delta(delta, record)
     relation = checks.require_relation(record.relation)
     event = event_of_records(record.event(multipliers), drawn, relation, records)
@@ -262,7 +262,7 @@ def dp_sgd_epsilon(
     return profile_of_run(event, accountant=accountant, relation=relation, numbers=numbers).epsilon(delta)
 
 
-def _multipliers(noise: Any, record: Sampling, steps: Any, epochs: Any) -> np.ndarray:
+def _noise_multipliers(noise: Any, record: Sampling, steps: Any, epochs: Any) -> np.ndarray:
     """The noise multiplier of each step, float64 (steps,)."""
     checks.require_concrete("noise_multiplier", noise)
     each = not callable(noise) and np.ndim(noise) > 0

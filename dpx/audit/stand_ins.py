@@ -43,22 +43,22 @@ def without_grid(function: Callable) -> Callable:
     """`function` with releases that add the noise in floating point, to be traced anew. On the grid, two sums that
     differ by a rounding may be one cell apart."""
 
-    def traced(*arguments):
+    def trace_without_grid(*arguments):
         with drawing_normals_by(keys.normal_like):
             return function(*arguments)
 
-    return traced
+    return trace_without_grid
 
 
 def with_quick_noise(function: Callable) -> Callable:
     """`function` without the grid, with `quick_noise` in `keys.release`, to compare steps whose noise must be the
     same. The cipher and the normals take two thirds of the time to compile a small step."""
 
-    def traced(*arguments):
+    def trace_with_quick_noise(*arguments):
         with replacing_key_functions(release=_release_adding(quick_noise)):
             return function(*arguments)
 
-    return traced
+    return trace_with_quick_noise
 
 
 def quick_noise(key: jax.Array, step: jax.Array | int, tree: Tree) -> Tree:

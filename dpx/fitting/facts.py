@@ -72,7 +72,7 @@ def facts_of(run: RunPlan, carry: Carry, options: dict[str, Any]) -> dict[str, A
     facts |= {"delta": run.delta, "accountant": run.accountant}
     facts |= {"records of a person": run.records} if run.records > 1 else {}
     facts |= {"parameters": f"{numbers} numbers", "arrays (their fingerprint)": fingerprint("\n".join(shapes))}
-    facts |= {PROGRAM: _program(optimizer, carry)}
+    facts |= {PROGRAM: _fingerprint_of_program(optimizer, carry)}
     facts |= {name: repr(value) for name, value in options.items() if value not in (None, False)}
     facts |= {"processes": jax.process_count()} if jax.process_count() > 1 else {}
     facts |= {"backend": jax.default_backend(), MACHINE: device_kinds(), MEMORY: current_place().most_memory}
@@ -92,7 +92,7 @@ def is_about_rounding(name: str) -> bool:
     return name in ROUNDING or name.startswith(SETTING)
 
 
-def _program(optimizer: Mechanism, carry: Carry) -> int:
+def _fingerprint_of_program(optimizer: Mechanism, carry: Carry) -> int:
     """A fingerprint of the equations of `optimizer.update` on one device, which hold every number of every schedule."""
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), carry)  # on no mesh
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((1, *p.shape), np.float32), shapes.params)
@@ -109,10 +109,10 @@ def device_kinds() -> str:
     """The kinds of the devices of all processes; of CPUs, also how many compute, because XLA splits sums over them."""
     if jax.default_backend() != "cpu":
         return ", ".join(sorted({device.device_kind for device in jax.devices()}))
-    return "; ".join(dict.fromkeys(processes.from_every_process(_cpus())))
+    return "; ".join(dict.fromkeys(processes.from_every_process(_cpu_facts())))
 
 
-def _cpus() -> str:
+def _cpu_facts() -> str:
     """How many CPUs this process may use, their name and their instructions (a fingerprint)."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     file = Path("/proc/cpuinfo")

@@ -200,12 +200,12 @@ class Folder:
     def _write(self, **changes: Any):
         before, self._known = self._known, self._known | changes
 
-        def replace():
+        def replace_run_json():
             if self._file.is_file():
                 self._require_own(before)
             replace_file(self._file, json.dumps(self._known, indent=2) + "\n")
 
-        processes.from_first_process(replace)
+        processes.from_first_process(replace_run_json)
 
     def _require_own(self, known: dict[str, Any]):
         """Raises ValueError if another program has changed run.json. In process 0.
@@ -241,11 +241,11 @@ class Folder:
             return False  # interrupted in the middle of a step; the last checkpoint stays
         step = carry.step
 
-        def keep():
+        def keep_checkpoint():
             self._require_own(self._known)
             replace_file(self.path / "history.json", json.dumps(history) + "\n")
 
-        processes.from_first_process(keep)
+        processes.from_first_process(keep_checkpoint)
         if self._last != step:
             self._store(step, carry)
             processes.from_first_process(self._delete_older)
@@ -384,7 +384,7 @@ def skip_steps(carry: Carry, run: RunPlan, reach: int) -> Carry:
     """`carry` with a state that counts the steps up to `reach` with their noise; nothing else changes."""
     steps = values_over(run.optimizer.noise_multiplier, reach)[carry.step :].astype("float32")
 
-    def count(record: ReleaseState) -> ReleaseState:
+    def count_skipped(record: ReleaseState) -> ReleaseState:
         layout = jax.tree.map(lambda leaf: leaf.sharding, record)
         counted = jax.jit(
             lambda record: jax.lax.scan(lambda kept, sigma: (kept.after(sigma), None), record, steps)[0],
@@ -392,7 +392,7 @@ def skip_steps(carry: Carry, run: RunPlan, reach: int) -> Carry:
         )
         return counted(record)
 
-    return carry._replace(state=map_states(count, carry.state, ReleaseState))
+    return carry._replace(state=map_states(count_skipped, carry.state, ReleaseState))
 
 
 def _skip_in_words(changed: list[str], first: int, reach: int) -> str:

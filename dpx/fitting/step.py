@@ -53,13 +53,13 @@ def first_carry(params: Tree, optimizer: Mechanism, sharding: Any) -> Carry:
         `init`, which may mix arrays: eagerly, arrays on a mesh of Explicit axes cannot be mixed with others.
     """
 
-    def spread(tree):
+    def replicated_leaf(tree):
         return jax.tree.map(lambda leaf: replicated(leaf, sharding), tree)
 
     params = fresh_copy(params)
     if not all(leaf.is_fully_addressable and len(leaf.devices()) == 1 for leaf in jax.tree.leaves(params)):
-        params = spread(params)
-    return spread(Carry(params, fresh_copy(optimizer.init(params))))
+        params = replicated_leaf(params)
+    return replicated_leaf(Carry(params, fresh_copy(optimizer.init(params))))
 
 
 def fresh_copy(tree: Tree) -> Tree:
@@ -95,24 +95,24 @@ def compiled_step_in_chunks(
     in_chunks = private_updates_in_chunks(loss, optimizer, sharding=sharding, **options)
     in_chunks = with_inspector(in_chunks, _warning_once(optimizer))
 
-    def add(carry, chunk, sums, total):
+    def add_chunk(carry, chunk, sums, total):
         sums = in_chunks.add(loss_at(carry.params, carry.state), chunk, carry.state, sums)
         return sums._replace(unreleased=None), total + _sum_of_losses(sums.unreleased, chunk)
 
-    def release(carry, sums, total):
+    def release_sums(carry, sums, total):
         updates, state = in_chunks.release(loss_at(carry.params, carry.state), sums, carry.state)
         of_batch = BatchLosses(total / sums.unreleased_count.astype(jnp.float32).clip(1), None, None)
         return Carry(optax.apply_updates(carry.params, updates), state), of_batch
 
     shardings = _shardings(carry, sharding), None
-    add = CompiledByShapes(add, donate_argnums=(2, 3), sharding=sharding)
-    release = CompiledByShapes(release, donate_argnums=(0,), out_shardings=shardings, sharding=sharding)
+    add_chunk = CompiledByShapes(add_chunk, donate_argnums=(2, 3), sharding=sharding)
+    release_sums = CompiledByShapes(release_sums, donate_argnums=(0,), out_shardings=shardings, sharding=sharding)
 
     def step(carry, chunks):
         sums, total = None, jnp.zeros((), jnp.float32)
         for chunk in chunks:
-            sums, total = add(carry, chunk, sums, total)
-        return release(carry, sums, total)
+            sums, total = add_chunk(carry, chunk, sums, total)
+        return release_sums(carry, sums, total)
 
     return step
 

@@ -78,7 +78,7 @@ class PrivateChunks:
             """Shards the sums as the parameters if the encoded gradient is like them, and replicates them otherwise."""
             rows = sharding_along_examples(chunk_on.examples)
             one: Any = NamedSharding(rows.mesh, PartitionSpec())
-            like, of_state = _shapes(params, state)
+            like, of_state = _shapes_of_sums(params, state)
             encoded, _, factors = jax.eval_shape(self.optimizer.contribute, like, of_state)
             shapes, expected = [jax.tree.map(lambda leaf: leaf.shape, tree) for tree in (encoded, like)]
             sums = (FloatPair(params_on, params_on),) * len(factors) if shapes == expected else one
@@ -168,7 +168,7 @@ def _step_of(state: Tree) -> jax.Array:
 
 def _fingerprint(mechanism: Mechanism, params: Tree, state: Tree) -> jax.Array:
     """A fingerprint, uint32 (), of what a mechanism adds and costs: it differs for other clip norms."""
-    program = jax.make_jaxpr(mechanism.contribute)(*_shapes(params, state))
+    program = jax.make_jaxpr(mechanism.contribute)(*_shapes_of_sums(params, state))
     return jnp.uint32(fingerprint((identity_of_program(program), mechanism.fingerprints)))
 
 
@@ -186,7 +186,7 @@ def _equal_up_to_rounding(one: jax.Array, other: jax.Array) -> jax.Array:
     return jnp.all(jnp.abs(one - other) <= _ROUNDING * jnp.abs(other))
 
 
-def _shapes(params: Tree, state: Tree) -> tuple[Tree, Tree]:
+def _shapes_of_sums(params: Tree, state: Tree) -> tuple[Tree, Tree]:
     return float32_like(params), jax.eval_shape(lambda state: state, state)
 
 

@@ -165,8 +165,8 @@ def _count_numbers(jaxpr, again: tuple[str, ...] = ()) -> tuple[int, int]:
 def hides_convolutions(jaxpr: core.Jaxpr) -> bool:
     """Whether `reordered` cannot reach a convolution: in a loop, a branch, or under `jax.checkpoint`."""
 
-    def hides(equation):
+    def hides_one(equation):
         inside = hides_convolutions if equation.primitive.name in CALLS else convolves
         return any(map(inside, inner_bodies(equation)))
 
-    return any(map(hides, jaxpr.eqns))
+    return any(map(hides_one, jaxpr.eqns))

@@ -37,29 +37,29 @@ def threefry4x32(key: Sequence[jax.Array] | jax.Array, block: Sequence[jax.Array
     Word 0 is the lowest, as in the authors' code (Random123)."""
     lax, shape = jax.lax, block[0].shape  # `jnp` takes longer to trace
 
-    def every(value) -> jax.Array:
+    def constant_word(value) -> jax.Array:
         return lax.full(shape, value, jnp.uint32)
 
-    shifts = {bits: every(bits) for pair in TURNS for turn in pair for bits in (turn, 32 - turn)}
+    shifts = {bits: constant_word(bits) for pair in TURNS for turn in pair for bits in (turn, 32 - turn)}
 
-    def mixed(low: jax.Array, high: jax.Array, turn: int) -> tuple[jax.Array, jax.Array]:
+    def mix_words(low: jax.Array, high: jax.Array, turn: int) -> tuple[jax.Array, jax.Array]:
         low = lax.add(low, high)
         left, right = lax.shift_left(high, shifts[turn]), lax.shift_right_logical(high, shifts[32 - turn])
         return low, lax.bitwise_xor(low, lax.bitwise_or(left, right))
 
     scalars = [*key, key[0] ^ key[1] ^ key[2] ^ key[3] ^ PARITY]
-    added = [every(scalar) for scalar in scalars]
+    added = [constant_word(scalar) for scalar in scalars]
     a, b, c, d = (lax.add(word, one) for word, one in zip(block, added[:4], strict=True))
     for number in range(ROUNDS):
         first, second = TURNS[number % len(TURNS)]
         if number % 2:
-            (a, d), (c, b) = mixed(a, d, first), mixed(c, b, second)
+            (a, d), (c, b) = mix_words(a, d, first), mix_words(c, b, second)
         else:
-            (a, b), (c, d) = mixed(a, b, first), mixed(c, d, second)
+            (a, b), (c, d) = mix_words(a, b, first), mix_words(c, d, second)
         if number % 4 == 3:
             group = number // 4 + 1
             a, b, c = (lax.add(word, added[(group + place) % 5]) for place, word in enumerate((a, b, c)))
-            d = lax.add(d, every(scalars[(group + 3) % 5] + np.uint32(group)))
+            d = lax.add(d, constant_word(scalars[(group + 3) % 5] + np.uint32(group)))
     return [a, b, c, d]
 
 

@@ -6,9 +6,9 @@ cannot be contracted, reassociated or flushed, so every device makes the same bi
 Only the exact split of the sum, and the product of the released integer and gamma, use float32.
 
 A fraction x in [0, 1) of 45 bits is three limbs of 15 bits, highest first, so that a product of limbs has 30 bits, and
-a sum of three has 32. In units u = 2^-45, `product` is below x y by at most 1.0001 u, and `short_product`, whose second
-factor has 30 bits, and `square` by at most 3.0001 u; `word_product`, of 30 bits by 30 bits in units v = 2^-30, is below
-by at most 2 v.
+a sum of three has 32. In units u = 2^-45, `product_limbs` is below x y by at most 1.0001 u, and `short_product`, whose
+second factor has 30 bits, and `square_limbs` by at most 3.0001 u; `word_product`, of 30 bits by 30 bits in units v =
+2^-30, is below by at most 2 v.
 
 Logarithm. p = m 2^-z with m in [1/2, 1), and y = 1 - m, all exact in 64 bits. For j = 1, ..., 6, m is multiplied by
 1 + 2^-j where the product is at most 1, so that y < 2^-6.02. Then H = -log p is z log 2, plus the logarithms of the
@@ -68,13 +68,13 @@ INVERSE_ROOT = 1.98956408454, 2.50358038718 / 0.75, 2.64381972891 / 0.75**2, 1.1
 def normal(polar: tuple[Limbs, jax.Array], words: Sequence[jax.Array], second: jax.Array, scale: jax.Array) -> Limbs:
     """scale g 2^-19 as a signed number of 64 bits, of which 53 are below the point: two uint32 words, highest first.
 
-    words: of a block of the cipher, four uint32 arrays. polar: their `radius`. second: bool, of their shape: whether
-    the second normal of the pair is asked for. scale: uint32 (), at least 2^23 and below 2^24.
+    words: of a block of the cipher, four uint32 arrays. polar: their `polar_radius`. second: bool, of their shape:
+    whether the second normal of the pair is asked for. scale: uint32 (), at least 2^23 and below 2^24.
     """
     root, exponent = polar
     part, negative = sine(words, second)
     scale = jnp.broadcast_to(scale, root[0].shape)
-    high, middle, low = product(short_product(root, (scale >> 9, (scale & 0x1FF) << 6)), part)
+    high, middle, low = product_limbs(short_product(root, (scale >> 9, (scale & 0x1FF) << 6)), part)
     size = (high << 17) | (middle << 2) | (low >> 13), low << 19  # 64 bits: times 2^(9 - exponent)
     return _signed(_shifted_right(size, exponent + 2), negative)
 
@@ -99,7 +99,7 @@ def round_to_grid(high: jax.Array, low: jax.Array | None, noise: Limbs | None, e
     return _scaled(whole + (more + floor.astype(jnp.float32)), exponent)  # never -0., because a floor is +0.
 
 
-def radius(words: Sequence[jax.Array], rare: jax.Array) -> tuple[Limbs, jax.Array]:
+def polar_radius(words: Sequence[jax.Array], rare: jax.Array) -> tuple[Limbs, jax.Array]:
     """root, in [1/2, 1), and the exponent k, uint32, with sqrt(-2 log p) = 2^(4 - k) root.
 
     words: of a block of the cipher, four uint32 arrays. rare: e of `normals.py`, uint32 ().
@@ -108,8 +108,8 @@ def radius(words: Sequence[jax.Array], rare: jax.Array) -> tuple[Limbs, jax.Arra
     zeros = lax.clz(high)
     high, low = _shifted_left((high, low), zeros)
     low = ~low + np.uint32(1)  # y = 1 - m
-    high = ~high + _bit(low == 0)
-    (high, low), logarithm = _near_one((high, low), exponent + zeros)
+    high = ~high + _bit_of(low == 0)
+    (high, low), logarithm = _log_factor_near_one((high, low), exponent + zeros)
     high, low = _plus_series(logarithm, high, low)
     empty = high == 0  # for r below 2^-12
     high, low = jnp.where(empty, low, high), jnp.where(empty, np.uint32(0), low)
@@ -127,11 +127,11 @@ def _probability(words: Sequence[jax.Array], rare: jax.Array) -> tuple[Limbs, ja
     high, low = jnp.where(rarest, digits | (rare >> 28), high), jnp.where(rarest, (rare << 4) | 8, low)
     empty = high == 0  # a p below 2^-96
     high, low = jnp.where(empty, low, high), jnp.where(empty, nothing, low)
-    small, rarest, empty = (_bit(case) << 5 for case in (small, rarest, empty))
+    small, rarest, empty = (_bit_of(case) << 5 for case in (small, rarest, empty))
     return (high, low), small + rarest + empty
 
 
-def _near_one(y: Limbs, exponent: jax.Array) -> tuple[Limbs, list[jax.Array]]:
+def _log_factor_near_one(y: Limbs, exponent: jax.Array) -> tuple[Limbs, list[jax.Array]]:
     """1 - y times factors of 1 + 2^-j, as a new y below 2^-6.02; and exponent log 2 plus the logarithms of the factors.
 
     The sum has three words of 19 bits, without carries.
@@ -156,11 +156,11 @@ def _plus_series(logarithm: list[jax.Array], high: jax.Array, low: jax.Array) ->
     top, rest = (high << 6) | (low >> 26), low << 6  # Y = 64 y
     limbs = top >> 17, (top >> 2) & _LOW, ((top << 13) | (rest >> 19)) & _LOW
     # Q = (2/3 + (1/2 + (2/5 + (1/3 + 2/7 Y / 64) Y / 64) ...) Y / 64) Y, v; then S = 2^-13 (Y^2 + 2^-6 Y^2 Q).
-    series = _thirty(1 / 3) + ((limbs[0] * np.uint32(round(2 / 7 * 2**15))) >> 6)
-    series = _thirty(2 / 5) + ((limbs[0] * (series >> 15)) >> 6)
+    series = _low_thirty_bits(1 / 3) + ((limbs[0] * np.uint32(round(2 / 7 * 2**15))) >> 6)
+    series = _low_thirty_bits(2 / 5) + ((limbs[0] * (series >> 15)) >> 6)
     for coefficient in (1 / 2, 2 / 3):
-        series = _thirty(coefficient) + (word_product(limbs, _halves(series)) >> 6)
-    squared = square(limbs)
+        series = _low_thirty_bits(coefficient) + (word_product(limbs, _halves(series)) >> 6)
+    squared = square_limbs(limbs)
     more = short_product(squared, _halves(word_product(limbs, _halves(series))))  # in 2^-64 of S
     most = (squared[0] << 15) | squared[1]  # in 2^-43 of S
     last = logarithm[2] + ((low >> 7) & _LOW_19) + ((most & 0x1F) << 14) + (squared[2] >> 1)
@@ -214,8 +214,8 @@ def sine(words: Sequence[jax.Array], second: jax.Array) -> tuple[Limbs, jax.Arra
     high, low = ((c << 3) | (low >> 29)) ^ back, (low << 3) ^ back
     w = high >> 17, (high >> 2) & _LOW, ((high << 13) | (low >> 19)) & _LOW
     even = ((eighth + 1) & 2) != 0
-    value = _polynomial(product(w, w), even)
-    return product(tuple(jnp.where(even, _LOW, limb) for limb in w), value), eighth >= 4
+    value = _polynomial(product_limbs(w, w), even)
+    return product_limbs(tuple(jnp.where(even, _LOW, limb) for limb in w), value), eighth >= 4
 
 
 def _polynomial(squared: Limbs, even: jax.Array) -> Limbs:
@@ -234,27 +234,27 @@ def _polynomial(squared: Limbs, even: jax.Array) -> Limbs:
             first, second = chosen(number, shifts[number], 30)
             value = _halves(((first << 15) | second) - (word_product(squared, value) >> shift))
         else:
-            high, middle, low = (product if len(value) == 3 else short_product)(squared, value)
+            high, middle, low = (product_limbs if len(value) == 3 else short_product)(squared, value)
             less = high >> shift, ((high << (15 - shift)) & _LOW) | (middle >> shift), None
             low = ((middle << (15 - shift)) & _LOW) | (low >> shift)
             value = _difference(chosen(number, shifts[number], 45), (less[0], less[1], low))
     return value
 
 
-def product(x: Limbs, y: Limbs) -> Limbs:
+def product_limbs(x: Limbs, y: Limbs) -> Limbs:
     """x y in u, at most 1.0001 u below it."""
     low = x[2] * y[0] + x[1] * y[1] + x[0] * y[2] + ((x[1] * y[2] + x[2] * y[1]) >> 15)
-    return _carried(x[0] * y[0], x[0] * y[1] + x[1] * y[0], low)
+    return _carry_limbs(x[0] * y[0], x[0] * y[1] + x[1] * y[0], low)
 
 
 def short_product(x: Limbs, y: Limbs) -> Limbs:
     """x y in u, at most 2.0001 u below it, for a y of two limbs."""
-    return _carried(x[0] * y[0], x[0] * y[1] + x[1] * y[0], x[1] * y[1] + x[2] * y[0])
+    return _carry_limbs(x[0] * y[0], x[0] * y[1] + x[1] * y[0], x[1] * y[1] + x[2] * y[0])
 
 
-def square(x: Limbs) -> Limbs:
+def square_limbs(x: Limbs) -> Limbs:
     """x^2 in u, at most 3.0001 u below it."""
-    return _carried(x[0] * x[0], 2 * x[0] * x[1], 2 * x[2] * x[0] + x[1] * x[1])
+    return _carry_limbs(x[0] * x[0], 2 * x[0] * x[1], 2 * x[2] * x[0] + x[1] * x[1])
 
 
 def word_product(x: Limbs, y: Limbs) -> jax.Array:
@@ -262,7 +262,7 @@ def word_product(x: Limbs, y: Limbs) -> jax.Array:
     return x[0] * y[0] + ((x[0] * y[1] + x[1] * y[0]) >> 15)
 
 
-def _carried(high: jax.Array, middle: jax.Array, low: jax.Array) -> Limbs:
+def _carry_limbs(high: jax.Array, middle: jax.Array, low: jax.Array) -> Limbs:
     middle = middle + (low >> 15)
     high = high + (middle >> 15)
     return high >> 15, high & _LOW, middle & _LOW
@@ -279,7 +279,7 @@ def _halves(word: jax.Array) -> Limbs:
     return word >> 15, word & _LOW
 
 
-def _thirty(x: float) -> np.uint32:
+def _low_thirty_bits(x: float) -> np.uint32:
     return np.uint32(round(x * 2**30))
 
 
@@ -291,16 +291,16 @@ def _limbs(x: float, bits: int) -> list[np.uint32]:
 def _sum(x: Limbs, y: Limbs) -> Limbs:
     """x + y of 64 bits, modulo 2^64."""
     low = x[1] + y[1]
-    return x[0] + y[0] + _bit(low < y[1]), low
+    return x[0] + y[0] + _bit_of(low < y[1]), low
 
 
 def _signed(x: Limbs, negative: jax.Array) -> Limbs:
     flipped = jnp.where(negative, np.uint32(0xFFFFFFFF), np.uint32(0))
     low = (x[1] ^ flipped) - flipped
-    return (x[0] ^ flipped) + _bit(negative & (low == 0)), low
+    return (x[0] ^ flipped) + _bit_of(negative & (low == 0)), low
 
 
-def _bit(condition: jax.Array) -> jax.Array:
+def _bit_of(condition: jax.Array) -> jax.Array:
     return condition.astype(jnp.uint32)
 
 

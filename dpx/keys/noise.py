@@ -193,7 +193,7 @@ def release_leaves(
         return in_leaves(made, step, places, shapes)
 
     def at_once(highs, lows) -> list[jax.Array]:
-        made = of_leaf(_flat(highs), None if lows is None else _flat(lows), places[0])
+        made = of_leaf(_flat_leaves(highs), None if lows is None else _flat_leaves(lows), places[0])
         return in_leaves(made, step, places, shapes)
 
     if as_integers:
@@ -201,7 +201,7 @@ def release_leaves(
     return jax.lax.platform_dependent(highs, lows, cpu=by_chunks, default=at_once)
 
 
-def _flat(leaves: list[jax.Array], padding: int = 0) -> jax.Array:
+def _flat_leaves(leaves: list[jax.Array], padding: int = 0) -> jax.Array:
     zeros = [jnp.zeros(padding, jnp.float32)] if padding else []
     return jnp.concatenate([*(leaf.reshape(-1) for leaf in leaves), *zeros])
 
@@ -209,11 +209,11 @@ def _flat(leaves: list[jax.Array], padding: int = 0) -> jax.Array:
 def in_rows(leaves: list[jax.Array], places: tuple[Position, ...], chunks: int = 1) -> jax.Array:
     """The leaves one after another, and zeros up to a multiple of this many chunks, float32 (2 * chunks, half)."""
     size, half = sum(leaf.size for leaf in leaves), places[0].half
-    return _flat(leaves, -size % (2 * half * chunks)).reshape(-1, half)
+    return _flat_leaves(leaves, -size % (2 * half * chunks)).reshape(-1, half)
 
 
 def in_leaves(made: jax.Array, step, places: tuple[Position, ...], shapes: list[tuple[int, ...]]) -> list[jax.Array]:
-    """The leaves of what `_flat` or `in_rows` has made."""
+    """The leaves of what `_flat_leaves` or `in_rows` has made."""
     made, starts = made.reshape(-1), [at.start for at in places]
     if len(shapes) - len(set(shapes)) >= REPEATED:
         # XLA compiles equal kernels once. With starts that are constants, each leaf has a kernel of its own. With
@@ -241,10 +241,10 @@ def noisy_in_chunks(words, step, deviation, high: jax.Array, low: jax.Array | No
 
         def draw():
             pair = number_here.astype(jnp.uint32) * np.uint32(half) + lane
-            first, pair, stream, last = _block(step_here, pair, 0)
+            first, pair, stream, last = _cipher_blocks(step_here, pair, 0)
             behind = lane >= half
             block = first, jnp.where(behind, 1, pair), stream, jnp.where(behind, RARE, last)
-            words = _at_once(threefry4x32(words_here, block))
+            words = _computed_at_once(threefry4x32(words_here, block))
             rare, words = words[0][half], [word[:half] for word in words]
             with jax.enable_x64(True):
                 polar = jax.lax.optimization_barrier(radius_and_angle(words, rare))  # once for both numbers of a pair
@@ -272,12 +272,12 @@ def _noisy_in_integers(words, step, deviation, high: jax.Array, low: jax.Array |
     def make(number, made):
         row, column = (jax.lax.broadcasted_iota(jnp.uint32, rows, axis) for axis in (0, 1))
         pair = (number.astype(jnp.uint32) * np.uint32(rows[0]) + row) * np.uint32(half) + column
-        polar = _polar(words, step, pair, 0, rare) if drawn else None
+        polar = _polar_pairs(words, step, pair, 0, rare) if drawn else None
         for second in (False, True):
             start = number * rows[0], second * half
             high = jax.lax.dynamic_slice(made, start, rows)
             more = None if low is None else jax.lax.dynamic_slice(low, start, rows)
-            of_rows = _of_integers(deviation, high, more, polar, jnp.full(rows, second))
+            of_rows = _release_of_integers(deviation, high, more, polar, jnp.full(rows, second))
             made = jax.lax.dynamic_update_slice(made, of_rows, start)
         return made
 
@@ -295,15 +295,17 @@ def _leaves_in_integers(drawing: tuple, highs, lows, places: tuple[Position, ...
     made = list(highs)
 
     def noisy(high, low, pair, second, stream) -> jax.Array:
-        polar = _polar(words, step, pair, stream, rare) if drawn else None
-        return _of_integers(deviation, high, low, polar, second)
+        polar = _polar_pairs(words, step, pair, stream, rare) if drawn else None
+        return _release_of_integers(deviation, high, low, polar, second)
 
     small = [number for number, high in enumerate(highs) if 0 < high.size < SMALL_LEAF]
     if small:
-        each = [_pairs(places[n], highs[n].shape) for n in small]
-        pair, second = (_flat([pairs[part] for pairs in each]) for part in (0, 1))
+        each = [_pairs_of_leaf(places[n], highs[n].shape) for n in small]
+        pair, second = (_flat_leaves([pairs[part] for pairs in each]) for part in (0, 1))
         stream = jnp.concatenate([jnp.full(highs[n].size, places[n].stream, jnp.uint32) for n in small])
-        high, low = (None if leaves[0] is None else _flat([leaves[n] for n in small]) for leaves in (highs, lows))
+        high, low = (
+            None if leaves[0] is None else _flat_leaves([leaves[n] for n in small]) for leaves in (highs, lows)
+        )
         ends = np.cumsum([highs[n].size for n in small])[:-1]
         for number, part in zip(small, jnp.split(noisy(high, low, pair, second, stream), ends), strict=True):
             made[number] = part.reshape(highs[number].shape)
@@ -311,7 +313,7 @@ def _leaves_in_integers(drawing: tuple, highs, lows, places: tuple[Position, ...
         if high.size >= SMALL_LEAF:
 
             def of_block(high, low, first, strides, at=at):
-                return noisy(high, low, *_pairs(at, high.shape, first, strides), at.stream)
+                return noisy(high, low, *_pairs_of_leaf(at, high.shape, first, strides), at.stream)
 
             made[number] = _by_blocks(of_block, high, low, devices)
     return made
@@ -355,15 +357,15 @@ def _by_blocks(of_block: Callable, high: jax.Array, low: jax.Array | None, devic
     return jax.lax.fori_loop(0, -(-view[axis] // length), make, high).reshape(shape)
 
 
-def _polar(words, step, pair: jax.Array, stream: jax.Array | int, rare: jax.Array) -> tuple:
-    """The blocks of these pairs, and their `integer_normals.radius`. With the barriers, one kernel is three, of a size
-    that a TPU's compiler can plan."""
-    block = jax.lax.optimization_barrier(threefry4x32(words, _block(step, pair, stream)))
-    return block, jax.lax.optimization_barrier(integer_normals.radius(block, rare))
+def _polar_pairs(words, step, pair: jax.Array, stream: jax.Array | int, rare: jax.Array) -> tuple:
+    """The blocks of these pairs, and their `integer_normals.polar_radius`. With the barriers, one kernel is three, of a
+    size that a TPU's compiler can plan."""
+    block = jax.lax.optimization_barrier(threefry4x32(words, _cipher_blocks(step, pair, stream)))
+    return block, jax.lax.optimization_barrier(integer_normals.polar_radius(block, rare))
 
 
-def _of_integers(deviation, high: jax.Array, low: jax.Array | None, polar: tuple | None, second: jax.Array):
-    """`round_to_grid` in integers. polar: `_polar` of the pairs; None for no noise. second: of `normal`."""
+def _release_of_integers(deviation, high: jax.Array, low: jax.Array | None, polar: tuple | None, second: jax.Array):
+    """`round_to_grid` in integers. polar: `_polar_pairs` of the pairs; None for no noise. second: of `normal`."""
     bits = jax.lax.bitcast_convert_type(deviation, jnp.uint32)
     noise, scale = None, (bits & np.uint32(0x7FFFFF)) | np.uint32(0x800000)
     if polar is not None:
@@ -373,7 +375,7 @@ def _of_integers(deviation, high: jax.Array, low: jax.Array | None, polar: tuple
     return jnp.where(exponent == 0, high if low is None else high + low, made)
 
 
-def _pairs(
+def _pairs_of_leaf(
     at: Position, shape: tuple[int, ...], first: ArrayLike = 0, strides: Sequence[int] = ()
 ) -> tuple[jax.Array, jax.Array]:
     """Of each number of a leaf of this shape: the number of its pair, uint32, and whether it is the second, bool.
@@ -396,12 +398,12 @@ def _pairs(
 
 def _normals(words, step, at: Position, shape: tuple[int, ...], compact: bool = False) -> jax.Array:
     """The normals of a leaf of this shape, float64, each made from its place. compact: of one axis."""
-    lax, (pair, second) = jax.lax, _pairs(at, shape)
-    block, rare = threefry4x32(words, _block(step, pair, at.stream)), rare_word(words, step)
+    lax, (pair, second) = jax.lax, _pairs_of_leaf(at, shape)
+    block, rare = threefry4x32(words, _cipher_blocks(step, pair, at.stream)), rare_word(words, step)
     # The barriers keep a CPU from computing the cipher again for each word, and for each use of the radius. A GPU would
     # write every word of it to memory for them, which is 8 times that of the numbers.
     barrier = lax.optimization_barrier if current_place().platform == "cpu" else lambda arrays: arrays
-    block, rare = barrier((_at_once(block) if compact else block, rare))
+    block, rare = barrier((_computed_at_once(block) if compact else block, rare))
     with jax.enable_x64(True):
         radius, theta = barrier(radius_and_angle(block, rare))
         return normal(radius, theta, second)
@@ -418,7 +420,7 @@ def _float32_normals(words, step, places: tuple[Position, ...], shapes: tuple[tu
     return [flat[at.start : end].reshape(shape) for at, end, shape in zip(places, ends, shapes, strict=True)]
 
 
-def _block(step: jax.Array, pair: jax.Array, stream: jax.Array | int) -> list[jax.Array]:
+def _cipher_blocks(step: jax.Array, pair: jax.Array, stream: jax.Array | int) -> list[jax.Array]:
     """The block of every pair, uint32 like `pair`."""
     first = jax.lax.broadcast(step.astype(jnp.uint32) + np.uint32(1), pair.shape)
     return [first, pair, jnp.full_like(pair, stream), jnp.zeros_like(pair)]
@@ -429,7 +431,7 @@ def rare_word(words, step: jax.Array) -> jax.Array:
     return derive_key(words, step.astype(jnp.uint32) + np.uint32(1), RARE)[0]
 
 
-def _at_once(arrays: list[jax.Array]) -> list[jax.Array]:
+def _computed_at_once(arrays: list[jax.Array]) -> list[jax.Array]:
     """The uint32 (n,) arrays, computed in one program on a CPU: the results of one reduction, of every number with
     itself. Else what they have in common is computed for each, which was a quarter of the time.
     """

@@ -66,17 +66,17 @@ def radius_and_angle(words: Sequence[jax.Array], rare: jax.Array) -> tuple[jax.A
     a, b, c, d = words
     small = lax.eq(a, _constant_like(a, 0, jnp.uint32))
 
-    def either(if_small, otherwise) -> jax.Array:
+    def choose(if_small, otherwise) -> jax.Array:
         return lax.select(small, if_small, otherwise)
 
     def constant(if_small: float, otherwise: float) -> jax.Array:
-        return either(_constant_like(a, if_small, jnp.float64), _constant_like(a, otherwise, jnp.float64))
+        return choose(_constant_like(a, if_small, jnp.float64), _constant_like(a, otherwise, jnp.float64))
 
-    first = either(b, a)
+    first = choose(b, a)
     high = lax.mul(_float64(first), constant(2.0**-64, 2.0**-32))
     within = lax.broadcast((_float64(rare) + 0.5) * 2.0**-32, a.shape)
     within = lax.select(lax.eq(first, _constant_like(a, 0, jnp.uint32)), within, _constant_like(a, 0.5, jnp.float64))
-    low = _float64(either(lax.shift_right_logical(d, _constant_like(d, 4, jnp.uint32)), b)) + within
+    low = _float64(choose(lax.shift_right_logical(d, _constant_like(d, 4, jnp.uint32)), b)) + within
     low = lax.mul(low, constant(2.0**-92, 2.0**-64))
     # log p = exponent log 2 + log m with m in [sqrt(1/2), sqrt(2)), and log m = 2 atanh((m - 1) / (m + 1)).
     bits = lax.bitcast_convert_type(high + low, jnp.int64)
@@ -85,7 +85,7 @@ def radius_and_angle(words: Sequence[jax.Array], rare: jax.Array) -> tuple[jax.A
     less_one = lax.select(exponent == 0, (high - 1.0) + low, m - 1.0)  # near 1, p has lost digits that p - 1 still has
     s = lax.div(less_one, m + 1.0)
     squared = s * _polynomial(LOGARITHM, s * s) - exponent.astype(jnp.int32).astype(jnp.float64) * (2 * math.log(2))
-    rest = either(lax.shift_left(d, _constant_like(d, 28, jnp.uint32)) + np.uint32(2**27), d)
+    rest = choose(lax.shift_left(d, _constant_like(d, 28, jnp.uint32)) + np.uint32(2**27), d)
     theta = _float64(lax.bitcast_convert_type(c, jnp.int32)) * 2.0**-32 + (_float64(rest) + 0.5) * 2.0**-64
     return lax.sqrt(squared), theta  # above 0, because p - 1 is below 0
 

@@ -45,7 +45,7 @@ def secret_key(seed: int | np.integer | bytes | None = None) -> jax.Array:
         kind = type(seed).__name__  # a seed is a secret, even a wrong one
         got = f"another {kind}" if isinstance(seed, int | np.integer | bytes) else f"a {kind}"
         raise ValueError(f"seed must be a whole number in [0, 2^128) or 16 bytes, got {got}")
-    return _typed(jnp.asarray(np.frombuffer(seed, ">u4").astype(np.uint32)))
+    return _typed_key(jnp.asarray(np.frombuffer(seed, ">u4").astype(np.uint32)))
 
 
 def require_key(key: jax.Array) -> jax.Array:
@@ -100,7 +100,7 @@ def fold_in(key: jax.Array, number: jax.Array | int) -> jax.Array:
     """The "threefry4x32" key, (), derived from a key, (), and a number in [0, 2^32), int (). `jax.random.fold_in` would
     share a block of the cipher with `jax.random.bits`. Raises OverflowError for a known number outside this range."""
     word = number.astype(jnp.uint32) if isinstance(number, jax.Array) else np.uint32(int(number))
-    return _typed(cipher.derive_key(key_words(key), word))
+    return _typed_key(cipher.derive_key(key_words(key), word))
 
 
 def key_words(key: jax.Array) -> jax.Array:
@@ -127,7 +127,7 @@ def public_key(key: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(key_words(key)[2:], impl="threefry2x32")
 
 
-def _typed(data: jax.Array) -> jax.Array:
+def _typed_key(data: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(data, impl="threefry4x32")
 
 

@@ -109,7 +109,7 @@ def adaptive_clipping(
         release=release,
         event=event,
         supports_ghost_norms=False,
-        stages=_stages(initial_clip_norm, quantile, inner, indicator_noise),
+        stages=_stages_of_pipeline(initial_clip_norm, quantile, inner, indicator_noise),
     )
 
 
@@ -127,7 +127,7 @@ def _require_cheap_indicator(multipliers: np.ndarray, indicator_noise: float):
         raise ValueError(f"noise_multiplier must be {domain}, got {multipliers[step]:g} at step {step}")
 
 
-def _stages(clip_norm: float, quantile: float, inner: Mechanism, indicator_noise: float) -> tuple[str, ...]:
+def _stages_of_pipeline(clip_norm: float, quantile: float, inner: Mechanism, indicator_noise: float) -> tuple[str, ...]:
     def gradient_multiplier(step):
         return value_at(inner.noise_multiplier, step) / _shares(inner.noise_multiplier, indicator_noise, step)[0]
 

@@ -111,7 +111,7 @@ def dp_sgd(
         noise_multiplier=noise_multiplier,
         key=key,
         supports_ghost_norms=True,
-        stages=_stages(clip_norm, noise_multiplier, sampling),
+        stages=_stages_of_pipeline(clip_norm, noise_multiplier, sampling),
     )
 
 
@@ -140,7 +140,7 @@ def require_noise(multipliers: np.ndarray):
         raise ValueError(f"noise_multiplier must be 0 or in [2^-55, 2^45], got {multipliers[step]:g} at step {step}")
 
 
-def _stages(clip_norm: Tree, noise_multiplier: ScalarOrSchedule, sampling: Sampling) -> tuple[str, ...]:
+def _stages_of_pipeline(clip_norm: Tree, noise_multiplier: ScalarOrSchedule, sampling: Sampling) -> tuple[str, ...]:
     clip = f"clip to norm {describe_groups(clip_norm)}"
     noise = f"add noise of standard deviation {describe(noise_multiplier)} x clip norm"
     if not jax.tree_util.all_leaves([clip_norm]):

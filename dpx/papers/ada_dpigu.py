@@ -196,7 +196,7 @@ def importance_mask(
         mask = lax.cond(changes, lambda: mask_of_largest(score, kept), lambda: state.mask)
         return updates, ImportanceState(step, score, mask, inner_state)
 
-    name, undo = _words(keep, warmup, inner)
+    name, undo = _pipeline_words(keep, warmup, inner)
     return Coordinates(
         init=init,
         encode=encode,
@@ -204,11 +204,11 @@ def importance_mask(
         name=name,
         undo=undo,
         supports_ghost_norms=inner is None,
-        check=lambda steps: _check(keep, warmup, inner, steps),
+        check=lambda steps: _require_keep(keep, warmup, inner, steps),
     )
 
 
-def _check(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None, steps: int):
+def _require_keep(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None, steps: int):
     """Raises ValueError if `keep` leaves (0, 1] or falls after the warm-up in the first `steps`, or as `inner` does."""
     require_fraction("keep", keep, "(0, 1]", steps)
     kept = values_over(keep, steps)[warmup:]
@@ -219,7 +219,7 @@ def _check(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None, steps
         inner.check(steps)
 
 
-def _words(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None) -> tuple[str, str]:
+def _pipeline_words(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None) -> tuple[str, str]:
     """`encode` and `decode` in words, for the printed pipeline."""
     name = f"after {warmup} steps keep the most important coordinates: {describe_share(keep)}"
     if inner is None:

@@ -128,7 +128,9 @@ def random_freeze(*, freeze_rate: ScalarOrSchedule, every: int, posterior: bool 
         return lax.cond(step % every == 0, lambda: begin(step, like), lambda: state._replace(step=step))
 
     words = f"of the coordinates, drawn at random {describe_period(require_whole('every', every))}"
-    frozen = _freeze(freeze_rate, lambda params: begin(jnp.zeros((), jnp.int32), params), following, words)
+    frozen = _freezing_coordinates(
+        freeze_rate, lambda params: begin(jnp.zeros((), jnp.int32), params), following, words
+    )
     if not posterior:
         return frozen
     return frozen._replace(encode=lambda grad, state: grad, name=f"draw a mask for after the clip: {frozen.name}")
@@ -177,10 +179,14 @@ def ranked_freeze(*, freeze_rate: ScalarOrSchedule, every: int) -> Coordinates:
         return lax.cond(step % every == 0, begin, lambda: RankedFreezeState(step, total, state.mask))
 
     period = describe_period(require_whole("every", every))
-    return _freeze(freeze_rate, init, following, f"of the coordinates, those that moved least, ranked {period}")
+    return _freezing_coordinates(
+        freeze_rate, init, following, f"of the coordinates, those that moved least, ranked {period}"
+    )
 
 
-def _freeze(freeze_rate: ScalarOrSchedule, init: Callable, following: Callable, words: str) -> Coordinates:
+def _freezing_coordinates(
+    freeze_rate: ScalarOrSchedule, init: Callable, following: Callable, words: str
+) -> Coordinates:
     """Coordinates that freeze what the mask of the state says. following: (released, state, like) -> next state."""
     return Coordinates(
         init=init,

@@ -19,12 +19,12 @@ def attack_curve(curve: Sequence[tuple[float, float]], unit: str) -> str:
         1e-4 is not drawn. unit: whom epsilon protects, in words.
     """
     drawn = [pair for pair in curve if min(pair) >= 10.0**-_DECADES]
-    points = " ".join(f"{_x(wrong):.1f},{_y(right):.1f}" for wrong, right in drawn)
+    points = " ".join(f"{_x_of_rate(wrong):.1f},{_y_of_bound(right):.1f}" for wrong, right in drawn)
     title = html.escape(f"The largest true-positive rate of any attack on one {unit}, at each false-positive rate")
     bottom, right = _TOP + _HEIGHT, _LEFT + _WIDTH
     parts = [f"<title>{title}</title>"]
     for power in range(-_DECADES, 1):
-        x, y, words = _x(10.0**power), _y(10.0**power), f"{100 * 10.0**power:g} %"
+        x, y, words = _x_of_rate(10.0**power), _y_of_bound(10.0**power), f"{100 * 10.0**power:g} %"
         parts.append(f'<path d="M{x:.1f} {_TOP}V{bottom}M{_LEFT} {y:.1f}H{right}" stroke="#ddd" fill="none"/>')
         parts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{words}</text>')
         parts.append(f'<text x="{_LEFT - 8}" y="{y + 5:.1f}" text-anchor="end">{words}</text>')
@@ -32,8 +32,9 @@ def attack_curve(curve: Sequence[tuple[float, float]], unit: str) -> str:
     parts.append(f'<path d="M{_LEFT} {bottom}L{right} {_TOP}" {dotted}/>')
     parts.append(f'<polyline points="{points}" stroke="{_LINE}" stroke-width="2.5" fill="none"/>')
     wrong, most = drawn[len(drawn) // 3]
-    parts.append(f'<text x="{_x(wrong):.1f}" y="{_y(most) - 8:.1f}" text-anchor="end" fill="{_LINE}">any attack</text>')
-    parts.append(f'<text x="{_x(0.02):.1f}" y="{_y(0.02) + 22:.1f}" fill="{_GUESS}">guessing</text>')
+    x, y = _x_of_rate(wrong), _y_of_bound(most) - 8
+    parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="end" fill="{_LINE}">any attack</text>')
+    parts.append(f'<text x="{_x_of_rate(0.02):.1f}" y="{_y_of_bound(0.02) + 22:.1f}" fill="{_GUESS}">guessing</text>')
     middle = _TOP + _HEIGHT / 2
     parts.append(f'<text x="{_LEFT + _WIDTH / 2}" y="{bottom + 42}" text-anchor="middle">false-positive rate</text>')
     turned = f'transform="rotate(-90 16 {middle})" text-anchor="middle"'
@@ -42,11 +43,11 @@ def attack_curve(curve: Sequence[tuple[float, float]], unit: str) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {box} width="100%">{"".join(parts)}</svg>'
 
 
-def _x(rate: float) -> float:
+def _x_of_rate(rate: float) -> float:
     return _LEFT + _WIDTH * (1 + math.log10(rate) / _DECADES)
 
 
-def _y(rate: float) -> float:
+def _y_of_bound(rate: float) -> float:
     """Rounded up, so that what is drawn is not below the bound."""
     return math.floor(10 * (_TOP - _HEIGHT * math.log10(rate) / _DECADES)) / 10
 

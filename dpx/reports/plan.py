@@ -102,40 +102,39 @@ class SamplingPlan:
 
     def __str__(self) -> str:
         head = f"Samplings at {self._budget}:"
-        noise = f"epsilon at {_up(self.runs[0].noise_multiplier):.4f}"
+        noise = f"epsilon at {_round_up_noise(self.runs[0].noise_multiplier):.4f}"
         titles = f"{'sampling':36} {'noise multiplier':>16} {noise:>17} {'rows':>6}"
-        return "\n".join([head, titles, *map(_line, self.runs), "", *self.sentences()])
+        return "\n".join([head, titles, *map(_line_of_run, self.runs), "", *self.sentences()])
 
     def sentences(self) -> list[str]:
         """The recommendation, what fixed shapes cost, and the combinations that are refused."""
         best, first = self.recommended, self.runs[0]
-        words = f"Take {_name(best)}: "
+        words = f"Take {_name_of_run(best)}: "
         if self.records > 1:
             words += "the cost of several records is known for no other sampling of this batch size."
         elif best is first:
             words += "no other sampling needs noticeably less noise."
         else:
-            words += (
-                f"the run has {1 - best.noise_of_run / first.noise_of_run:.1%} less noise than with {_name(first)}."
-            )
+            less = 1 - best.noise_of_run / first.noise_of_run
+            words += f"the run has {less:.1%} less noise than with {_name_of_run(first)}."
         found = [words]
         cut = [run for run in self.runs if run.sampling.truncates]
         if cut:
             more = cut[-1].noise_multiplier / first.noise_multiplier - 1
-            words = f"Batches of one shape, {cut[-1].rows} rows: {_name(cut[-1])}, for {max(more, 0):.1%} more noise."
-            found.append(words)
+            words = f"Batches of one shape, {cut[-1].rows} rows: {_name_of_run(cut[-1])}, "
+            found.append(f"{words}for {max(more, 0):.1%} more noise.")
         if self.records == 1:
             found.append("Where one cannot sample: FixedOrder, with noise that is correlated over the steps.")
         refused = REFUSED if self.records == 1 else (*OF_SEVERAL, *REFUSED)
         return [*found, "Refused, because the cost is not known:", *(f"  {words}" for words in refused)]
 
 
-def _up(noise: float) -> float:
+def _round_up_noise(noise: float) -> float:
     """Rounded up to the four digits that are printed."""
     return math.ceil(1e4 * noise) / 1e4
 
 
-def _name(run: PlannedSampling) -> str:
+def _name_of_run(run: PlannedSampling) -> str:
     """The record, with what distinguishes it from others of its class."""
     words = type(run.sampling).__name__
     if run.sampling.truncates:
@@ -147,10 +146,10 @@ def _name(run: PlannedSampling) -> str:
     return words
 
 
-def _line(run: PlannedSampling) -> str:
+def _line_of_run(run: PlannedSampling) -> str:
     words = "" if run.sampling.truncates else WORDS[type(run.sampling)]
-    numbers = f"{_up(run.noise_multiplier):16.4f} {rounded_up(run.epsilon, 4):>17} {run.rows:6}"
-    return f"{_name(run):36} {numbers}  {words}".rstrip()
+    numbers = f"{_round_up_noise(run.noise_multiplier):16.4f} {rounded_up(run.epsilon, 4):>17} {run.rows:6}"
+    return f"{_name_of_run(run):36} {numbers}  {words}".rstrip()
 
 
 def samplings(examples: int, batch_size: int) -> tuple[Sampling, ...]:
@@ -196,12 +195,12 @@ def plan_samplings(
     if require_whole("batch_size", batch_size) > examples:
         raise ValueError(f"batch_size must be in [1, {examples}], got {batch_size}")
     require_number("epochs", epochs, minimum=0, exclusive=True)
-    budget = _budget(epsilon, delta, accountant, records, numbers)
+    budget = _checked_budget(epsilon, delta, accountant, records, numbers)
     choices = samplings(examples, batch_size)
     runs: list[PlannedSampling] = []
     for sampling in choices if records == 1 else choices[:1]:
         steps = sampling.steps(epochs=epochs)
-        cost = _cost(sampling, steps, **budget)
+        cost = _epsilon_of_noise(sampling, steps, **budget)
         start = runs[0].noise_multiplier if runs else math.sqrt(records)
         noise = least_noise_within(cost, budget["epsilon"], _TOLERANCE_OF_TABLE, start)
         runs.append(PlannedSampling(sampling, steps, noise, cost(start if runs else noise), sampling.usual_rows))
@@ -210,7 +209,7 @@ def plan_samplings(
     )
 
 
-def _budget(epsilon: Any, delta: Any, accountant: Any, records: Any, numbers: Any) -> dict[str, Any]:
+def _checked_budget(epsilon: Any, delta: Any, accountant: Any, records: Any, numbers: Any) -> dict[str, Any]:
     """The arguments that both plans share, checked and converted. Raises ValueError for one outside its range."""
     checks.require_accountant(accountant)
     return {
@@ -222,7 +221,7 @@ def _budget(epsilon: Any, delta: Any, accountant: Any, records: Any, numbers: An
     }
 
 
-def _cost(
+def _epsilon_of_noise(
     sampling: Sampling, steps: int, *, epsilon: float, delta: float, accountant: Accountant, records: int, numbers: int
 ) -> Callable[[float], float]:
     """(noise multiplier) -> epsilon of this many steps, for a person with up to `records` records."""
@@ -303,7 +302,7 @@ class NoisePlan:
         run = self.suggested
         return (
             f"NoisePlan({self._budget}, {self.examples} examples, {len(self.runs)} runs; suggested: batch size "
-            f"{run.batch_size}, {run.steps} steps, noise multiplier {_up(run.noise_multiplier):.4f}; "
+            f"{run.batch_size}, {run.steps} steps, noise multiplier {_round_up_noise(run.noise_multiplier):.4f}; "
             "print it for the table)"
         )
 
@@ -311,7 +310,7 @@ class NoisePlan:
         head = f"{self._budget}, {self.examples} examples, Poisson sampling; "
         head += "the noise of the mean gradient is divided by the clip norm"
         rows = [
-            f"{run.batch_size:10} {run.epochs:8.4g} {run.steps:7} {_up(run.noise_multiplier):16.4f} "
+            f"{run.batch_size:10} {run.epochs:8.4g} {run.steps:7} {_round_up_noise(run.noise_multiplier):16.4f} "
             f"{run.step_noise:11.3e} {run.epoch_noise:11.3e} {run.noise_of_run:11.3e}"
             for run in self.runs
         ]
@@ -377,7 +376,7 @@ def plan_noise(
     Raises ValueError for arguments outside these ranges.
     """
     require_whole("examples", examples)
-    budget = _budget(epsilon, delta, accountant, records, numbers)
+    budget = _checked_budget(epsilon, delta, accountant, records, numbers)
     each = epochs if isinstance(epochs, Iterable) else (epochs,)
     many = tuple(require_number("epochs", number, minimum=0, exclusive=True) for number in each)
     powers = [2**power for power in range(_SMALLEST_BATCH.bit_length() - 1, examples.bit_length())]
@@ -407,4 +406,4 @@ def _least_noise(examples: int, size: int, steps: int, budget: dict[str, Any]) -
         return calibrate_schedule([1.0], sampling_rate=size / examples, counts=[steps], **of_one).scale
     sizes: Any = {"examples": examples}
     sampling = FullBatch(**sizes) if size == examples else PoissonSampling(**sizes, batch_size=size)
-    return least_noise_within(_cost(sampling, steps, **budget), epsilon, _TOLERANCE, 1.0)
+    return least_noise_within(_epsilon_of_noise(sampling, steps, **budget), epsilon, _TOLERANCE, 1.0)

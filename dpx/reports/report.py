@@ -108,13 +108,13 @@ class PrivacyReport:
     def to_json(self) -> str:
         """The report as valid JSON; an infinite epsilon is the string "inf"."""
 
-        def finite(value: Any) -> Any:
+        def finite_number(value: Any) -> Any:
             if isinstance(value, dict):
-                return {name: finite(inner) for name, inner in value.items()}
+                return {name: finite_number(inner) for name, inner in value.items()}
             return "inf" if value == math.inf else value
 
         fields = asdict(self) | {"attacks": self.attacks._asdict()}
-        return json.dumps(finite(fields), indent=2, allow_nan=False)
+        return json.dumps(finite_number(fields), indent=2, allow_nan=False)
 
     def to_markdown(self) -> str:
         """The report as a Markdown page; a notebook shows it."""

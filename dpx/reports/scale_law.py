@@ -52,7 +52,7 @@ class ScaleLaw:
         numbers = parameters, steps, step_noise
         if outside := self._outside(numbers):
             raise ValueError(outside)
-        return _between(self.levels, self.losses, numbers)
+        return _interpolated_loss(self.levels, self.losses, numbers)
 
     def _outside(self, numbers: Sequence[float]) -> str:
         """In words, the first number that is outside of the measured ones; "" if there is none."""
@@ -72,7 +72,7 @@ class ScaleLaw:
                 for at in itertools.product(*map(range, self.losses.shape)):
                     if at[axis] == place:
                         numbers = [one[number] for one, number in zip(self.levels, at, strict=True)]
-                        missed.append(_between(others, kept, numbers) - self.losses[at])
+                        missed.append(_interpolated_loss(others, kept, numbers) - self.losses[at])
         return float(np.sqrt(np.mean(np.square(missed)))) if missed else math.nan
 
     def plan(
@@ -92,7 +92,7 @@ class ScaleLaw:
             if size * run.batch_size * run.steps <= compute
         ]
         runs = [
-            ScaledRun(numbers[0], run, _between(self.levels, self.losses, numbers))
+            ScaledRun(numbers[0], run, _interpolated_loss(self.levels, self.losses, numbers))
             for run, numbers in within
             if not self._outside(numbers)
         ]
@@ -173,5 +173,5 @@ def fit_scale_law(runs: Iterable[MeasuredRun]) -> ScaleLaw:
     return ScaleLaw(levels=levels, losses=losses)
 
 
-def _between(levels: Sequence[Any], losses: np.ndarray, numbers: Sequence[float]) -> float:
+def _interpolated_loss(levels: Sequence[Any], losses: np.ndarray, numbers: Sequence[float]) -> float:
     return float(RegularGridInterpolator([np.log(one) for one in levels], losses)(np.log(numbers)).item())

@@ -97,11 +97,11 @@ def allocate_examples(words: bytes, examples: int, steps: int) -> tuple[np.ndarr
     It is kept in memory, because every step of an epoch needs the same one.
     """
     counts = np.zeros(steps, np.int64)
-    for _, own in _steps(words, examples, steps):
+    for _, own in _steps_of_examples(words, examples, steps):
         counts += np.bincount(own, minlength=steps)
     starts = np.concatenate([[0], np.cumsum(counts)])
     lists, filled = np.empty(examples, np.int32), starts[:-1].copy()
-    for first, own in _steps(words, examples, steps):
+    for first, own in _steps_of_examples(words, examples, steps):
         order = np.argsort(own, kind="stable")
         sorted_steps, counts = own[order], np.bincount(own, minlength=steps)
         within = np.arange(len(own)) - (np.cumsum(counts) - counts)[sorted_steps]
@@ -110,7 +110,7 @@ def allocate_examples(words: bytes, examples: int, steps: int) -> tuple[np.ndarr
     return lists, starts
 
 
-def _steps(words: bytes, examples: int, steps: int) -> Iterator[tuple[int, np.ndarray]]:
+def _steps_of_examples(words: bytes, examples: int, steps: int) -> Iterator[tuple[int, np.ndarray]]:
     """The first example of each part of 2^20, int, and the steps of the examples in it, int64 (examples of the part,).
 
     Each part has a key of its own, that of its number.

@@ -22,7 +22,7 @@ from dpx.sampling.draws import (
     record_draw,
     require_known,
     require_rows,
-    scatter,
+    scatter_examples,
     usual_rows,
 )
 from dpx.sampling.read_rows import rows_of, unit_of
@@ -266,4 +266,4 @@ class VaryingSize(Sampling):
         if size is None:
             size = fitting_rows(len(drawn), self.usual_rows)
         require_rows(drawn, size)
-        return scatter(drawn, size, key)
+        return scatter_examples(drawn, size, key)

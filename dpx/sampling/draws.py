@@ -146,7 +146,7 @@ def fitting_rows(drawn: int, usual: int) -> int:
     return usual if drawn <= usual else round_up(drawn, max(1, usual // 8))
 
 
-def pad(drawn: np.ndarray, size: int) -> Draw:
+def pad_examples(drawn: np.ndarray, size: int) -> Draw:
     """The drawn examples in arrays of `size` rows. Raises ValueError if they are more."""
     require_rows(drawn, size)
     indices = np.zeros(size, np.int32)
@@ -154,7 +154,7 @@ def pad(drawn: np.ndarray, size: int) -> Draw:
     return Draw(indices, np.arange(size) < len(drawn))
 
 
-def scatter(drawn: np.ndarray, size: int, key: jax.Array) -> Draw:
+def scatter_examples(drawn: np.ndarray, size: int, key: jax.Array) -> Draw:
     """The drawn examples in uniformly random rows of arrays of `size` rows, which are at least as many.
 
     That keeps the rounding of sums private. If a coin leaves an example out, the others are in the same rows with the
@@ -211,10 +211,10 @@ def permutation(key: jax.Array, examples: int) -> np.ndarray:
 
     The last two orders are kept in memory, because every step of an epoch needs the same one.
     """
-    return _permutation(np.asarray(keys.key_words(key)).tobytes(), examples)
+    return _permutation_of_words(np.asarray(keys.key_words(key)).tobytes(), examples)
 
 
 @functools.lru_cache(maxsize=2)
-def _permutation(words: bytes, examples: int) -> np.ndarray:
+def _permutation_of_words(words: bytes, examples: int) -> np.ndarray:
     key = jax.random.wrap_key_data(jnp.asarray(np.frombuffer(words, np.uint32)), impl="threefry4x32")
     return random_order(key, examples, examples)

@@ -167,7 +167,7 @@ def made_ahead(items: Iterator[Any], depth: int) -> Generator[Any]:
     end = object()
     settings = {name: getattr(jax.config, f"jax_{name}") for name in SETTINGS}
 
-    def fill():
+    def fill_queue():
         try:
             with contextlib.ExitStack() as stack:
                 for name, value in settings.items():
@@ -179,7 +179,7 @@ def made_ahead(items: Iterator[Any], depth: int) -> Generator[Any]:
         except BaseException as error:  # raised again where the item is asked for
             ready.put((end, error))
 
-    thread = threading.Thread(target=fill, name="dpx batches", daemon=True)
+    thread = threading.Thread(target=fill_queue, name="dpx batches", daemon=True)
 
     def stop():
         stopped.set()

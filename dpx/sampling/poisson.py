@@ -168,7 +168,7 @@ class PoissonSampling(VaryingSize):
             drawn = np.flatnonzero(by_weight.toss_weighted_coins(own, self._heads))
         if len(drawn) > self.most_rows:
             fitting = fitting_rows(len(drawn), usual_rows(self.examples, self.probability))
-            drawn = _subset(drawn, int(self.most_rows), keys.fold_in(own, _KEPT), fitting)
+            drawn = _random_subset(drawn, int(self.most_rows), keys.fold_in(own, _KEPT), fitting)
         return self.scattered(drawn, size, keys.fold_in(own, _ROWS))
 
     def takes_part(self, key: jax.Array, steps: int) -> jax.Array:
@@ -184,7 +184,7 @@ class PoissonSampling(VaryingSize):
         )
 
 
-def _subset(drawn: np.ndarray, count: int, key: jax.Array, fitting: int) -> np.ndarray:
+def _random_subset(drawn: np.ndarray, count: int, key: jax.Array, fitting: int) -> np.ndarray:
     """A uniformly random subset of the drawn examples, int (count,), rising.
 
     The first of the drawn would be those of the lowest numbers, for which no cost is known.

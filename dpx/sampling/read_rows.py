@@ -49,12 +49,14 @@ def rows_of(data: Any, examples: int, key: jax.Array) -> Rows:
             def of_leaf(leaf):
                 if isinstance(leaf, jax.Array):
                     return _taken(leaf, indices, included)
-                return _blanked(read_rows(leaf, indices), included)
+                return _zeros_in_place(read_rows(leaf, indices), included)
 
             return jax.tree.map(of_leaf, data)
 
         return rows_of_arrays
-    return lambda indices, included, step: jax.tree.map(lambda leaf: _blanked(leaf, included), read(indices, step))
+    return lambda indices, included, step: jax.tree.map(
+        lambda leaf: _zeros_in_place(leaf, included), read(indices, step)
+    )
 
 
 def _checking_repeats(source: Any, read: Callable[[np.ndarray, int], Tree]) -> Callable[[np.ndarray, int], Tree]:
@@ -106,7 +108,7 @@ def zeros_excluded(rows: jax.Array, included: jax.Array | np.ndarray) -> jax.Arr
 _taken = jax.jit(lambda array, indices, included: zeros_excluded(array[indices], included))
 
 
-def _blanked(rows: Any, included: np.ndarray) -> Any:
+def _zeros_in_place(rows: Any, included: np.ndarray) -> Any:
     """The same; in place for an array of numpy, which nobody else holds."""
     if isinstance(rows, jax.Array):
         return zeros_excluded(rows, included)

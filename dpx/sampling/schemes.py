@@ -22,7 +22,16 @@ from dp_accounting import DpEvent, GaussianDpEvent
 
 from dpx import keys
 from dpx.sampling.base import Sampling as Sampling
-from dpx.sampling.draws import Draw, once_an_epoch, pad, permutation, random_order, require_step, step_key, store_sizes
+from dpx.sampling.draws import (
+    Draw,
+    once_an_epoch,
+    pad_examples,
+    permutation,
+    random_order,
+    require_step,
+    step_key,
+    store_sizes,
+)
 from dpx.sampling.events import compose_releases
 from dpx.validation import require_whole
 
@@ -55,7 +64,7 @@ class FixedSizeSampling(Sampling):
 
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         own = step_key(key, require_step(key, step))
-        return pad(random_order(own, self.examples, self.batch_size), size or self.batch_size)
+        return pad_examples(random_order(own, self.examples, self.batch_size), size or self.batch_size)
 
     def takes_part(self, key: jax.Array, steps: int) -> jax.Array:
         return jax.random.randint(keys.public_key(key), (steps,), 0, self.examples) < self.batch_size
@@ -111,7 +120,7 @@ class _Epochs(Sampling):
         epoch, position = divmod(require_step(key, step), self.steps_per_epoch)
         start = position * self.batch_size
         stop = min(start + self.batch_size, self.examples)
-        return pad(self.part(key, epoch, start, stop), size or self.batch_size)
+        return pad_examples(self.part(key, epoch, start, stop), size or self.batch_size)
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         starts = np.arange(0, len(multipliers), self.steps_per_epoch)
@@ -195,7 +204,7 @@ class FullBatch(Sampling):
 
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         require_step(key, step)
-        return pad(np.arange(self.examples), size or self.examples)
+        return pad_examples(np.arange(self.examples), size or self.examples)
 
     def takes_part(self, key: jax.Array, steps: int) -> jax.Array:
         return jnp.ones(steps, bool)

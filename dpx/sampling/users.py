@@ -160,7 +160,7 @@ def records_to_keep(owners: Any, *, most_records: int, first: First = "order") -
     require_whole("most_records", most_records)
     if first not in ("order", "fewest_owners"):
         raise ValueError(f'first must be "order" or "fewest_owners", got {first!r}')
-    flat, starts = _rows(owners)
+    flat, starts = _rows_by_owner(owners)
     _, numbers = np.unique(owner_array(flat), return_inverse=True)
     of_each = [set(numbers[begin:end].tolist()) for begin, end in zip(starts[:-1], starts[1:], strict=True)]
     order = range(len(of_each))
@@ -175,7 +175,7 @@ def records_to_keep(owners: Any, *, most_records: int, first: First = "order") -
     return np.array(sorted(kept), np.int64)
 
 
-def _rows(owners: Any) -> tuple[Any, np.ndarray]:
+def _rows_by_owner(owners: Any) -> tuple[Any, np.ndarray]:
     """All owners in one sequence, and where those of each record begin, int64 (N + 1,)."""
     if isinstance(owners, tuple) and len(owners) == 2 and all(hasattr(part, "dtype") for part in owners):
         flat, starts = owners[0], np.asarray(owners[1])  # not as a plain array, which would lose a mask

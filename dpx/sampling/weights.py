@@ -69,10 +69,10 @@ def coin_thresholds(rates: np.ndarray) -> CoinThresholds:
 
 def toss_weighted_coins(key: jax.Array, heads: CoinThresholds) -> np.ndarray:
     """Which examples take part, bool (examples,). At equal rates, these are the coins of `draws.toss_coins`."""
-    return np.asarray(_coins(keys.key_words(key), heads))
+    return np.asarray(_coins_below(keys.key_words(key), heads))
 
 
 @jax.jit
-def _coins(words: jax.Array, heads: CoinThresholds) -> jax.Array:
+def _coins_below(words: jax.Array, heads: CoinThresholds) -> jax.Array:
     high, low, _, _ = cipher.draw_bits(words, len(heads.high))
     return (high < heads.high) | (high == heads.high) & (low < heads.low) | heads.always

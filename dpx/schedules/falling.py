@@ -39,7 +39,7 @@ def growing_mu(*, noise_multiplier: float, rho_mu: float, steps: int) -> Schedul
 
     Raises ValueError outside these domains. Source: Dynamic DP-SGD, Du et al. 2021, https://arxiv.org/abs/2111.00173.
     """
-    return _geometric("noise_multiplier", noise_multiplier, "rho_mu", rho_mu, steps)
+    return _geometric_decay("noise_multiplier", noise_multiplier, "rho_mu", rho_mu, steps)
 
 
 def sensitivity_decay(*, clip_norm: float, rho_c: float, steps: int) -> Schedule:
@@ -49,10 +49,10 @@ def sensitivity_decay(*, clip_norm: float, rho_c: float, steps: int) -> Schedule
 
     Raises ValueError outside these domains. Source: Dynamic DP-SGD, Du et al. 2021, https://arxiv.org/abs/2111.00173.
     """
-    return _geometric("clip_norm", clip_norm, "rho_c", rho_c, steps)
+    return _geometric_decay("clip_norm", clip_norm, "rho_c", rho_c, steps)
 
 
-def _geometric(name: str, init_value: float, rho_name: str, rho: float, steps: int) -> Schedule:
+def _geometric_decay(name: str, init_value: float, rho_name: str, rho: float, steps: int) -> Schedule:
     """init_value * rho^(-t/T) at the t-th of T steps."""
     require_number(name, init_value, minimum=0)
     require_number(rho_name, rho, minimum=1)

@@ -55,11 +55,11 @@ def require_scalar_or_schedule(
     """Returns a number as it is, and wraps a schedule so that jax caches it and its constants are frozen. Raises
     ValueError for a number as `require_number` does, and for a function that depends on more than the step."""
     if callable(value):
-        return _unchanging(name, value)
+        return _with_fixed_constants(name, value)
     return require_number(name, value, minimum=minimum, maximum=maximum)
 
 
-def _unchanging(name: str, schedule: Schedule) -> Schedule:
+def _with_fixed_constants(name: str, schedule: Schedule) -> Schedule:
     """`schedule` as it is now, with copies of the NumPy arrays that it reads: a function that no other schedule equals.
 
     Clip, noise and cost are compiled at different times, and jax keeps what it compiled for a function. So an array, a

@@ -97,7 +97,7 @@ class Noise:
 
     def rounding(self, low: int, high: int) -> float:
         """The most by which a release is rounded, beyond what `half_width` has."""
-        return 0.0 if self.kind == "gaussian" else 2.0 ** (_grid(self.scale, low, high)[2] - 1)
+        return 0.0 if self.kind == "gaussian" else 2.0 ** (_laplace_grid(self.scale, low, high)[2] - 1)
 
     def release(self, key: jax.Array, sums: np.ndarray, low: int, high: int) -> np.ndarray:
         """The sums, int64 (n,), with noise, float64 (n,). key: of this release alone. low, high: of all such sums."""
@@ -116,14 +116,14 @@ def key_of_query(key: jax.Array, query: str, sums: np.ndarray) -> jax.Array:
     return functools.reduce(keys.fold_in, np.frombuffer(digest, np.uint32), keys.stream(key, "statistic"))
 
 
-def padded(numbers: int) -> int:
+def padded_size(numbers: int) -> int:
     """How many numbers are drawn for a release of `numbers` numbers."""
     return max(_LEAST_SIZE, 1 << (numbers - 1).bit_length())
 
 
 def _with_gaussian(key: jax.Array, sums: np.ndarray, deviation: float) -> np.ndarray:
     gamma = 1 << (math.frexp(deviation)[1] - 1 - GRID)  # as `dpx.keys.release` has it
-    rest = np.zeros(padded(len(sums)), np.int64)
+    rest = np.zeros(padded_size(len(sums)), np.int64)
     rest[: len(sums)] = sums % gamma
     high = rest.astype(np.float32)
     low = (rest.astype(np.float64) - high).astype(np.float32)  # exact, because rest is below 2^48
@@ -145,14 +145,14 @@ def laplace_from(
 ) -> np.ndarray:
     """The releases, float64 (n,), of sums and their noise, int64 (n,). free: uint64 (n, 2), which decide the uniform
     part. scale, low, high: as for `Noise.release`."""
-    first, span, coarse = _grid(scale, low, high)
+    first, span, coarse = _laplace_grid(scale, low, high)
     place = (np.clip(sums + noise, first, first + span) - first) >> coarse
     uniform = (free[:, 1] % np.uint64((span >> coarse) + 1)).astype(np.int64)
     place = np.where(free[:, 0] < np.uint64(1 << _SHARE), uniform, place)
     return first + (place << coarse) + ((1 << coarse) - 1) / 2
 
 
-def _grid(scale: float, low: int, high: int) -> tuple[int, int, int]:
+def _laplace_grid(scale: float, low: int, high: int) -> tuple[int, int, int]:
     """The least release, the largest one less it, and the logarithm of the size of a cell, ints."""
     more = math.ceil(_WIDER * scale)
     span = high - low + 2 * more
@@ -173,13 +173,15 @@ def random_words(key: jax.Array, count: int) -> np.ndarray:
     """128 random bits for each of `count` places: uint64 (count, 2), the high half first."""
     parts = []
     for number in range(-(-count // _BLOCKS)):
-        a, b, c, d = (np.asarray(word).astype(np.uint64) for word in _drawn(keys.key_words(keys.fold_in(key, number))))
+        a, b, c, d = (
+            np.asarray(word).astype(np.uint64) for word in _draw_bits(keys.key_words(keys.fold_in(key, number)))
+        )
         parts.append(np.stack([a << 32 | b, c << 32 | d], axis=-1))
     return np.concatenate(parts)[:count]
 
 
 @jax.jit
-def _drawn(words: jax.Array) -> list[jax.Array]:
+def _draw_bits(words: jax.Array) -> list[jax.Array]:
     return cipher.draw_bits(words, _BLOCKS)
 
 

@@ -95,13 +95,13 @@ def release_quantiles(
         raise ValueError(f"quantiles must be rising numbers in [0, 1], got {described(quantiles)}")
     points = require_whole("points", points, minimum=2, maximum=2**20)
     whole = np.rint(shares * SHARES).astype(int).tolist()
-    multiplier = asked.multiplier(records, lambda each: _event(each, len(shares)), 1)
+    multiplier = asked.multiplier(records, lambda each: _event_of_quantiles(each, len(shares)), 1)
     epsilon = 1 / multiplier - _SPARE
     if epsilon < _SPARE:
         raise ValueError(f"noise_multiplier must be at most {1 / _SPARE / 2:.3g}, got {multiplier}")
     counts = counts_at(records.values[:, 0], low, high, points)
     query = f"quantiles {whole} {low} {high} {points} {multiplier} {records.most}"
-    event, own = asked.begin(records, lambda each: _event(each, len(shares)), multiplier, 1, query, counts)
+    event, own = asked.begin(records, lambda each: _event_of_quantiles(each, len(shares)), multiplier, 1, query, counts)
     drawn = [
         _weighted_draw(keys.fold_in(own, a), weights_of(rank_distances(counts, a), a, epsilon, records.most))
         for a in whole
@@ -112,7 +112,7 @@ def release_quantiles(
     return Quantiles(value=value, words=words, unit=records.unit, scale=scale, points=points, **facts)
 
 
-def _event(multiplier: float, quantiles: int) -> DpEvent:
+def _event_of_quantiles(multiplier: float, quantiles: int) -> DpEvent:
     one = PureDpEvent(1 / multiplier)
     return one if quantiles == 1 else SelfComposedDpEvent(one, quantiles)
 

@@ -17,7 +17,7 @@ from dpx.accounting.events import event_epsilon, profile_of_run
 from dpx.accounting.pure import PureDpEvent
 from dpx.sampling.schemes import FullBatch
 from dpx.sampling.users import UserData
-from dpx.statistics.noise import LARGEST_SUM, Effect, Noise, key_of_query, padded
+from dpx.statistics.noise import LARGEST_SUM, Effect, Noise, key_of_query, padded_size
 from dpx.trees import described, require_arrays
 from dpx.validation import require_floats, require_number, require_open_fraction, require_words
 
@@ -172,7 +172,7 @@ class StatisticRequest:
         found = []
         for kind in kinds:
             multiplier = self.multiplier(
-                records, lambda multiplier, kind=kind: event_of_noise(kind, multiplier), padded(size)
+                records, lambda multiplier, kind=kind: event_of_noise(kind, multiplier), padded_size(size)
             )
             found.append((Noise.of_multiplier(kind, multiplier, effect), multiplier))
         return min(found, key=lambda each: each[0].deviation)
@@ -204,7 +204,7 @@ class StatisticRequest:
             effect.one * records.most, effect.two * records.most, min(sums.size, effect.moves * records.most)
         )
         noise, multiplier = self.noise_for(records, effect, sums.size)
-        numbers, query = padded(sums.size), f"{query} {noise} {effect}"
+        numbers, query = padded_size(sums.size), f"{query} {noise} {effect}"
         event, own = self.begin(
             records, lambda each: event_of_noise(noise.kind, each), multiplier, numbers, query, sums
         )

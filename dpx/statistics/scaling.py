@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from dpx.accounting.budget import Budget
 from dpx.statistics.noise import Effect
 from dpx.statistics.released import Statistic, StatisticRequest, bounds_of, ratio_bounds, records_of, safe_ratio
-from dpx.statistics.sums import QUANTA, cells_of
+from dpx.statistics.sums import QUANTA, spread_in_cells
 
 _LARGEST_VARIANCE = 0.25  # of values in [0, 1]
 
@@ -66,7 +66,7 @@ def standardize(
     asked = StatisticRequest(words, key, noise_multiplier, noise, ledger, part)
     records = records_of(data)
     low, high = bounds_of(low, high, records)
-    cells, columns, most = cells_of(records, low, high, 2), records.values.shape[1], QUANTA * records.most_rows
+    cells, columns, most = spread_in_cells(records, low, high, 2), records.values.shape[1], QUANTA * records.most_rows
     effect = Effect(QUANTA * columns, QUANTA * math.sqrt(columns), 3 * columns)
     query = f"standardize {low.tolist()} {high.tolist()}"
     records = records.public

@@ -65,7 +65,9 @@ def release_count(
     there = records.values if records.values.dtype.kind == "b" else ~np.isnan(records.values)
     columns = there.shape[1]
     effect = Effect(WHOLE * columns, WHOLE * math.sqrt(columns), columns)
-    return _counts(asked, records, WHOLE * there.sum(axis=0, dtype=np.int64), effect, "count", records.public.shaped)
+    return _release_counts(
+        asked, records, WHOLE * there.sum(axis=0, dtype=np.int64), effect, "count", records.public.shaped
+    )
 
 
 def release_histogram(
@@ -122,10 +124,10 @@ def release_histogram(
         inside = public[places] == values
     sums = WHOLE * np.bincount(places[inside], minlength=bins).astype(np.int64)
     query = f"histogram {public.dtype} {public.tolist()}"
-    return _counts(asked, records, sums, Effect(WHOLE, WHOLE, 1), query, lambda found: found)
+    return _release_counts(asked, records, sums, Effect(WHOLE, WHOLE, 1), query, lambda found: found)
 
 
-def _counts(
+def _release_counts(
     asked: StatisticRequest, records: StatisticRecords, sums: np.ndarray, effect: Effect, query: str, shaped: Any
 ) -> Statistic:
     """Counts, which are sums of WHOLE for each."""
@@ -235,7 +237,7 @@ def release_mean(
         quanta = _in_quanta((np.clip(records.values, low, high) - middle) / half)
         found = _spread_sum(asked, records, quanta, half / (QUANTA * rows), middle, query)
         return _cut_to_bounds(found, records.public, low, high)
-    cells, columns, most = cells_of(records, low, high, 1), records.values.shape[1], QUANTA * records.most_rows
+    cells, columns, most = spread_in_cells(records, low, high, 1), records.values.shape[1], QUANTA * records.most_rows
     effect = Effect(QUANTA * columns, QUANTA * math.sqrt(columns), 2 * columns)
     records = records.public
     noisy, added, facts = asked.noisy(records, cells, effect, 0, most, query=query)
@@ -262,7 +264,7 @@ def _cut_to_bounds(found: Statistic, records: StatisticRecords, low: np.ndarray,
     return Statistic(**vars(found) | {"value": cut(found.value), "interval_at": interval_at})
 
 
-def cells_of(records: StatisticRecords, low: np.ndarray, high: np.ndarray, degree: int) -> np.ndarray:
+def spread_in_cells(records: StatisticRecords, low: np.ndarray, high: np.ndarray, degree: int) -> np.ndarray:
     """The sums of the quanta that a record spreads, int64 (degree + 1, columns): the basis of Bernstein's polynomials,
     whose terms are at least 0 and add up to 1, so that the quanta of a record that is there add up to QUANTA."""
     there = ~np.isnan(records.values)

@@ -67,10 +67,10 @@ def weighted_rows(factors: jax.Array, rows: Tree) -> Tree:
     """`rows`, (B, ...), but 0 where the factor, float32 (B,), is 0, because an excluded example may hold NaN. Called
     for the rows of one block, because a loop over blocks would keep such a copy of all rows."""
 
-    def select(rows):
+    def select_rows(rows):
         return zero_excluded(rows, factors != 0) if jnp.issubdtype(rows.dtype, jnp.floating) else rows
 
-    return jax.tree.map(select, rows)
+    return jax.tree.map(select_rows, rows)
 
 
 def repeat_to_shape(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -96,7 +96,7 @@ def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
 
         def sum_block(some):
             return jnp.sum(
-                functools.reduce(jnp.add, [scaled_rows(f, weighted_rows(f, x)) for f, x in _parts(*some)]), 0
+                functools.reduce(jnp.add, [scaled_rows(f, weighted_rows(f, x)) for f, x in _parts_of_rows(*some)]), 0
             )
 
         return sum_in_blocks(sum_block, (factors, rows), math.prod(rows.shape[1:]) if on_cpu else 0)
@@ -114,7 +114,7 @@ def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.sum(jax.lax.optimization_barrier(parts), 0)
 
 
-def _parts(factors: jax.Array, rows: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+def _parts_of_rows(factors: jax.Array, rows: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
     """The factors and rows of a block in parts of equal size, which a TPU adds element by element, because it reads
     several arrays at a time: a sum along the rows alone takes 2.6 times the cycles."""
     large = current_place().platform == "tpu" and math.prod(rows.shape[1:]) >= SMALL_PARTS

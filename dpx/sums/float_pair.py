@@ -7,7 +7,7 @@ bounds it, relative to the clip norm C:
     if one row is replaced by zeros in its place, the computed sum moves by at most C (1 + ETA) in 2-norm.
 
 A coin of Poisson sampling does just that when it leaves an example out, because the others stay in their rows
-(`dpx.sampling.draws.scatter`). Amplification by sampling needs both.
+(`dpx.sampling.draws.scatter_examples`). Amplification by sampling needs both.
 
 PROOF, for rows z_1 ... z_r whose computed contributions have norms of at most C, and u = 2^-24.
 
@@ -113,7 +113,7 @@ def add_pairs(total: FloatPair, more: FloatPair | Tree) -> FloatPair:
     # The barrier: with a product in `more`, each addition could become a fused multiply-add, of different numbers.
     high, low = jax.lax.optimization_barrier((more.high, more.low))
     parts = [total.high, high, *(part for part in (total.low, low) if part is not None)]
-    pairs = [_plus(*leaves) for leaves in zip(*map(jax.tree.leaves, parts), strict=True)]
+    pairs = [_sum_with_error(*leaves) for leaves in zip(*map(jax.tree.leaves, parts), strict=True)]
     structure = jax.tree.structure(total.high)
     return FloatPair(*(structure.unflatten(pair[number] for pair in pairs) for number in range(2)))
 
@@ -123,7 +123,7 @@ def with_low(total: FloatPair) -> FloatPair:
     return total if total.low is not None else FloatPair(total.high, jax.tree.map(jnp.zeros_like, total.high))
 
 
-def _plus(high: jax.Array, more: jax.Array, *lows: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _sum_with_error(high: jax.Array, more: jax.Array, *lows: jax.Array) -> tuple[jax.Array, jax.Array]:
     whole = high + more
     of_more = whole - high
     low = (high - (whole - of_more)) + (more - of_more)
@@ -144,12 +144,12 @@ def chain_error(terms: int, more: int) -> float:
 def block_error(rows: int, unit: Unit = FLOAT32) -> float:
     """What the additions in a block of `rows` rows move, in units of 2 u C, by the worst adder that `unit` may have."""
 
-    def by(adder):
+    def move_by_adder(adder):
         if adder.products == 1:
             return chain_error(rows, PRODUCTS)
         return math.sqrt(rows * sum(math.ceil(row / adder.products) ** 2 for row in range(1, rows + 1)))
 
-    return max(adder.move * by(adder) for adder in unit.adders)
+    return max(adder.move * move_by_adder(adder) for adder in unit.adders)
 
 
 def rounding_share(rows: int, blocks: int = 1, loops: tuple[int, ...] = (), unit: Unit = FLOAT32) -> float:

@@ -56,16 +56,16 @@ def sum_over_microbatches(
         outputs.append(output)
         if groups and groups[-1][0] < group:
             count, before = groups[-1]
-            return [*groups[:-1], (count + 1, _add(before, sums))]
+            return [*groups[:-1], (count + 1, _add_after(before, sums))]
         return [*_sum_of_groups(groups), (1, sums)]
 
     def add_in_loop(sums, rows):
         results = in_loop(traced)(*jax.tree.leaves(rows))  # traced once, for the shapes and for the loop
         more, output = jax.tree.unflatten(jax.tree.structure(shapes), results)
-        return _add(sums, more), output
+        return _add_after(sums, more), output
 
     def add_group(add, sums, rows):
-        more, output = _loop(add_in_loop, shapes[0], rows, like)
+        more, output = _sum_in_loop(add_in_loop, shapes[0], rows, like)
         return add(sums, more), output
 
     # (how many sums, their sum): the last group, and one for all before it
@@ -78,11 +78,11 @@ def sum_over_microbatches(
         shape = (each, microbatch_size) if each == whole else (whole // each, each, microbatch_size)
         head = jax.tree.map(lambda leaf: leaf[:stop].reshape(*shape, *leaf.shape[1:]), rows)
         if each == whole:
-            sums, stacked = _loop(add_in_loop, shapes[0], head, like)
+            sums, stacked = _sum_in_loop(add_in_loop, shapes[0], head, like)
         elif may_add_in_float32(microbatch_size, loops=(each, whole // each), unit=unit):
-            sums, stacked = _loop(functools.partial(add_group, _add), shapes[0], head, like)
+            sums, stacked = _sum_in_loop(functools.partial(add_group, _add_after), shapes[0], head, like)
         else:
-            sums, stacked = _loop(functools.partial(add_group, _plus_pairs), _with_low(shapes[0]), head, like)
+            sums, stacked = _sum_in_loop(functools.partial(add_group, _plus_pairs), _with_low(shapes[0]), head, like)
         groups = [(whole if each == whole else math.inf, sums)]
         outputs.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(shape) :]), stacked))
     for start in range(stop, size, microbatch_size):
@@ -92,7 +92,9 @@ def sum_over_microbatches(
     return sums, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *outputs)
 
 
-def _loop(add: Callable[[Tree, Tree], tuple[Tree, Tree]], shapes: Tree, rows: Tree, like: Tree) -> tuple[Tree, Tree]:
+def _sum_in_loop(
+    add: Callable[[Tree, Tree], tuple[Tree, Tree]], shapes: Tree, rows: Tree, like: Tree
+) -> tuple[Tree, Tree]:
     """The sums, of these shapes, and the stacked outputs of `add(sums, rows) -> (sums, output)`, in a loop from 0."""
     alike: dict[tuple, list[tuple]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(like):
@@ -119,7 +121,7 @@ def _sum_of_groups(groups: list) -> list:
     return groups if len(groups) < 2 else [(math.inf, _plus_pairs(groups[0][1], groups[1][1]))]
 
 
-def _add(sums: Tree, more: Tree) -> Tree:
+def _add_after(sums: Tree, more: Tree) -> Tree:
     """The sum of two. The barrier keeps matrix products from starting with the sum so far."""
     return jax.tree.map(jnp.add, sums, jax.lax.optimization_barrier(more))
 

@@ -30,7 +30,7 @@ def norm(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.
     None."""
     parts, roundings, devices = [], 0, current_place().devices
     for number, x in enumerate(arrays):
-        if x.size and devices == 1 and (count := _parts(x.shape)) > 1:
+        if x.size and devices == 1 and (count := _number_of_parts(x.shape)) > 1:
             parts.append(_of_parts(x if scales is None else x * scales[number], count))
             roundings = max(roundings, count + x.size // x.shape[-1] // count)
             continue
@@ -40,7 +40,7 @@ def norm(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.
             parts.append(squares)
             roundings = max(roundings, rounded)
         elif x.size:
-            width = _width(x.size)
+            width = _row_width(x.size)
             # Without the barrier, XLA squares before it reshapes, and the sum is ten times slower on a CPU.
             rows = lax.optimization_barrier(_in_rows(x, width))
             if scales is not None:
@@ -83,7 +83,7 @@ def _along_axes(x: jax.Array, scale: jax.Array | None, devices: int) -> tuple[ja
     return lax.reshape(squares, (1,)), roundings
 
 
-def _parts(shape: tuple[int, ...]) -> int:
+def _number_of_parts(shape: tuple[int, ...]) -> int:
     """In how many parts a TPU squares the rows along the last axis. Their sizes are multiples of its registers' 8."""
     rows = math.prod(shape[:-1])
     count = 1 if rows % 8 or current_place().platform != "tpu" else math.gcd(rows // 8, MOST_PARTS)
@@ -99,7 +99,7 @@ def _of_parts(x: jax.Array, count: int) -> jax.Array:
     return lax.reduce_sum(functools.reduce(lax.add, squares), (0,))
 
 
-def _width(size: int) -> int:
+def _row_width(size: int) -> int:
     """How many numbers a row has: all of few; otherwise a number that divides the size, if there is one."""
     if size <= SINGLE:
         return size

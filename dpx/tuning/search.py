@@ -112,9 +112,9 @@ def search(
     )
     plan = SearchPlan.from_settings(settings)
     cost, winner, best = plan.cost, None, -math.inf
-    with _opened(checkpoints, plan) as folder:
+    with _opened_folder(checkpoints, plan) as folder:
         if ledger is not None:
-            processes.from_first_process(lambda: _pay(ledger, plan, unit or "example", words, folder))
+            processes.from_first_process(lambda: _pay_ledger(ledger, plan, unit or "example", words, folder))
         for number in range(draw_trials(keys.stream(key, "number of trials"), cost.trials, SHAPES[distribution])):
             trial, params, state = plan.run(train, number, folder)
             value = plan.scored(params, number) if folder is None else _stored_score(plan, params, number, folder)
@@ -128,7 +128,7 @@ def search(
     return SearchResult(trial.configuration, params, best, steps_taken(state), epsilon, plan.delta, cost, report)
 
 
-def _pay(ledger: PrivacyLedger, plan: SearchPlan, unit: str, words: str, folder: Path | None) -> None:
+def _pay_ledger(ledger: PrivacyLedger, plan: SearchPlan, unit: str, words: str, folder: Path | None) -> None:
     """Raises ValueError for a ledger of other neighbors or records, and where it does not allow the search."""
     cost, terms = plan.cost, ledger.terms
     if (cost.relation, cost.records) != (terms.relation, terms.records):
@@ -141,7 +141,7 @@ def _pay(ledger: PrivacyLedger, plan: SearchPlan, unit: str, words: str, folder:
 
 
 @contextlib.contextmanager
-def _opened(folder: str | Path | None, plan: SearchPlan) -> Iterator[Path | None]:
+def _opened_folder(folder: str | Path | None, plan: SearchPlan) -> Iterator[Path | None]:
     """The folder of one search, which this program holds meanwhile. Raises ValueError for another search's folder."""
     if folder is None:
         yield None

@@ -27,7 +27,7 @@ def spread_marks(jaxpr: Any, marks: Marks, visit: Visit, constants: Marks = ()) 
 
     for equation in jaxpr.eqns:
         inputs = [marks_of(v) for v in equation.invars]
-        outputs, control = _through(equation, inputs, visit)
+        outputs, control = _marks_through(equation, inputs, visit)
         visit(equation, inputs, control)
         known |= dict(zip(equation.outvars, outputs, strict=True))
     return [marks_of(v) for v in jaxpr.outvars]
@@ -37,7 +37,7 @@ def join_marks(marks: Marks) -> int:
     return functools.reduce(operator.or_, marks, 0)
 
 
-def _through(equation: core.JaxprEqn, inputs: list[int], visit: Visit) -> tuple[list[int], int]:
+def _marks_through(equation: core.JaxprEqn, inputs: list[int], visit: Visit) -> tuple[list[int], int]:
     """The marks of the results of one equation, and of what decides its course."""
     name, params = equation.primitive.name, equation.params
     if name == "cond":
@@ -45,12 +45,14 @@ def _through(equation: core.JaxprEqn, inputs: list[int], visit: Visit) -> tuple[
         return [join_marks([*each, inputs[0]]) for each in zip(*results, strict=True)], inputs[0]
     if name == "while":
         ahead, constants = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        outputs = _loop(params["body_jaxpr"], inputs[ahead:constants], inputs[constants:], (), visit)
+        outputs = _marks_of_loop(params["body_jaxpr"], inputs[ahead:constants], inputs[constants:], (), visit)
         return outputs, join_marks(spread_marks(params["cond_jaxpr"], [*inputs[:ahead], *outputs], visit))
     if name == "scan":
         constants, count = parts_of_scan(params)
         carried = constants + count
-        return _loop(params["jaxpr"], inputs[:constants], inputs[constants:carried], inputs[carried:], visit), 0
+        return _marks_of_loop(
+            params["jaxpr"], inputs[:constants], inputs[constants:carried], inputs[carried:], visit
+        ), 0
     called, outputs = params.get("jaxpr", params.get("call_jaxpr")), [join_marks(inputs)] * len(equation.outvars)
     for body in inner_bodies(equation):
         if len(body.invars) == len(inputs):
@@ -59,7 +61,7 @@ def _through(equation: core.JaxprEqn, inputs: list[int], visit: Visit) -> tuple[
     return outputs, 0
 
 
-def _loop(body: Any, constants: Marks, carried: Marks, rest: Marks, visit: Visit) -> list[int]:
+def _marks_of_loop(body: Any, constants: Marks, carried: Marks, rest: Marks, visit: Visit) -> list[int]:
     """The marks of the results of a loop after any number of rounds."""
     while True:
         outputs = spread_marks(body, [*constants, *carried, *rest], visit)

@@ -45,7 +45,7 @@ def identity_of_program(jaxpr: Any) -> tuple:
 
     def operand(v: Any) -> Any:
         if isinstance(v, core.Literal):
-            return "literal", *type_of(v), _plain(v.val if np.ndim(v.val) == 0 else None)
+            return "literal", *type_of(v), _plain_value(v.val if np.ndim(v.val) == 0 else None)
         return places.setdefault(v, len(places))
 
     inputs = [(operand(v), *type_of(v)) for v in (*jaxpr.constvars, *jaxpr.invars)]
@@ -56,7 +56,7 @@ def identity_of_program(jaxpr: Any) -> tuple:
 def identity_of_equation(equation: core.JaxprEqn) -> tuple:
     """An equation as plain values, without the names of its variables."""
     types = tuple(type_of(v) for v in (*equation.invars, *equation.outvars))
-    return equation.primitive.name, types, _plain(equation.params)
+    return equation.primitive.name, types, _plain_value(equation.params)
 
 
 def type_of(variable: Any) -> tuple:
@@ -65,15 +65,17 @@ def type_of(variable: Any) -> tuple:
     return str(getattr(aval, "dtype", aval)), getattr(aval, "shape", ()), getattr(aval, "weak_type", False)
 
 
-def _plain(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if _is_jaxpr(value):
         return identity_of_program(value)
     if isinstance(value, dict):
-        return tuple((str(name), _plain(part)) for name, part in sorted(value.items(), key=lambda item: str(item[0])))
+        return tuple(
+            (str(name), _plain_value(part)) for name, part in sorted(value.items(), key=lambda item: str(item[0]))
+        )
     if isinstance(value, tuple | list):
-        return tuple(map(_plain, value))
+        return tuple(map(_plain_value, value))
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
         return ("key",) if is_key else (str(value.dtype), value.shape, np.asarray(value).tobytes().hex())

@@ -34,7 +34,7 @@ def rows_apart(function: Callable) -> Callable:
     def apart(*arguments):
         # A new function, because for the same one JAX may return an old jaxpr that closes over old values.
         closed, shapes = jax.make_jaxpr(lambda *given: function(*given), return_shape=True)(*arguments)
-        results = evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(arguments), _apart)
+        results = evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(arguments), _rewritten_apart)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return apart
@@ -43,7 +43,7 @@ def rows_apart(function: Callable) -> Callable:
 def may_mix_rows(jaxpr: Any, *, tangents: bool = True) -> bool:
     """Whether the gradient may need `rows_apart`. tangents: whether derivatives by `jax.custom_jvp` count."""
 
-    def may(equation):
+    def may_mix(equation):
         name = equation.primitive.name
         if name == "conv_general_dilated":
             return equation.params["feature_group_count"] > 1 or equation.params["batch_group_count"] > 1
@@ -51,7 +51,7 @@ def may_mix_rows(jaxpr: Any, *, tangents: bool = True) -> bool:
             return tangents and _may_mix_tangents(equation)
         return iterates_together(equation) or name.startswith("custom_vjp_call")  # its derivative may hold anything
 
-    return any(map(may, equations(jaxpr)))
+    return any(map(may_mix, equations(jaxpr)))
 
 
 def iterates_together(equation: core.JaxprEqn) -> bool:
@@ -78,7 +78,7 @@ def _may_mix_tangents(equation: core.JaxprEqn) -> bool:
         return True  # a derivative that cannot be inspected
 
 
-def _apart(equation: core.JaxprEqn, operands: list) -> list[jax.Array]:
+def _rewritten_apart(equation: core.JaxprEqn, operands: list) -> list[jax.Array]:
     if equation.primitive.name == "conv_general_dilated":
         return [_in_feature_groups(*operands, **equation.params)]
     if iterates_together(equation):
@@ -97,7 +97,7 @@ def _body_apart(value: Any) -> Any:
     jaxpr, constants = (value.jaxpr, value.consts) if isinstance(value, core.ClosedJaxpr) else (value, ())
     avals: list[Any] = [variable.aval for variable in jaxpr.invars]
     inputs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
-    made = jax.make_jaxpr(lambda *given: evaluate(jaxpr, constants, given, _apart))(*inputs)
+    made = jax.make_jaxpr(lambda *given: evaluate(jaxpr, constants, given, _rewritten_apart))(*inputs)
     return made if isinstance(value, core.ClosedJaxpr) else made.jaxpr
 
 
@@ -111,10 +111,10 @@ def _in_feature_groups(data: jax.Array, kernel: jax.Array, *, batch_group_count:
     if batch_group_count == 1:
         return bind(data, kernel)
     (batch, *_), (outputs, *_), (_, features, *_) = params["dimension_numbers"]
-    data, kernel = (_split(x, axis, batch_group_count) for x, axis in ((data, batch), (kernel, outputs)))
+    data, kernel = (_split_axis(x, axis, batch_group_count) for x, axis in ((data, batch), (kernel, outputs)))
     made = jax.vmap(bind, (batch, outputs), features)(data, kernel)
     return made.reshape(*made.shape[:features], -1, *made.shape[features + 2 :])
 
 
-def _split(x: jax.Array, axis: int, groups: int) -> jax.Array:
+def _split_axis(x: jax.Array, axis: int, groups: int) -> jax.Array:
     return x.reshape(*x.shape[:axis], groups, x.shape[axis] // groups, *x.shape[axis + 1 :])

@@ -62,10 +62,10 @@ def bucketed_gaussians(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray
         merged = smallest / math.sqrt(np.sum(counts[plain] * (smallest / sigmas[plain]) ** 2))
         sigmas, rates = np.append(sigmas[~plain], merged), np.append(rates[~plain], 1.0)
         counts = np.append(counts[~plain], 1)
-    return bucketed(sigmas, rates, counts, buckets)
+    return bucketed_steps(sigmas, rates, counts, buckets)
 
 
-def bucketed(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, buckets: int) -> Buckets:
+def bucketed_steps(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, buckets: int) -> Buckets:
     """At most `buckets` groups of the steps, of about equal rounding cost; exact if there are no more distinct steps.
 
     sigmas, rates: float64 (T,). counts: int64 (T,). Rates are grouped first, because more than sqrt(buckets) distinct

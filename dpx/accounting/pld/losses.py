@@ -191,7 +191,7 @@ def dominating_pmf(upper: np.ndarray, lower: np.ndarray, first: int, grid: float
     (Doroshenko et al. 2022, https://arxiv.org/abs/2207.04380). This form uses the masses of the cells instead of
     differences of hockey-stick divergences, because masses conserve probability to the last bit.
     """
-    ends = _exponentials(first, len(upper) - 1, grid)
+    ends = _exp_of_grid(first, len(upper) - 1, grid)
     cells = upper[1:-1]
     left = np.clip((lower[1:-1] * ends[1:] - cells) / math.expm1(grid), 0, cells)
     probabilities = np.zeros(len(upper) - 1)
@@ -213,7 +213,7 @@ def dominated_pmf(upper: np.ndarray, lower: np.ndarray, first: int, grid: float)
     down to the point gives a lower bound too. Little must be rounded, because the shares balance except for the
     curvature of the density.
     """
-    points = _exponentials(first, len(upper) - 1, grid)
+    points = _exp_of_grid(first, len(upper) - 1, grid)
     cells, others = upper[1:-1], lower[1:-1]
     lacking = np.maximum(others * points[1:] - cells, 0)[:-1]  # of the cell below, at points 1 .. n-2
     spare = np.maximum(cells - others * points[:-1], 0)[1:]  # of the cell above
@@ -229,7 +229,7 @@ def dominated_pmf(upper: np.ndarray, lower: np.ndarray, first: int, grid: float)
     return Pmf(first, probabilities, 0.0)
 
 
-def _exponentials(first: int, count: int, grid: float) -> np.ndarray:
+def _exp_of_grid(first: int, count: int, grid: float) -> np.ndarray:
     return np.exp(np.minimum(grid * np.arange(first, first + count), 700))
 
 

@@ -54,7 +54,7 @@ def renyi_of_removal(noise: Noise, steps_per_epoch: int, order: int) -> float:
     logs = k * (k - 1) / (2 * sigmas**2) - special.gammaln(k + 1)  # (distinct noise multipliers, order + 1)
     others = steps_per_epoch - float(counts.sum())
 
-    def terms(log_radius: float) -> tuple[np.ndarray, np.ndarray]:
+    def terms_of_series(log_radius: float) -> tuple[np.ndarray, np.ndarray]:
         """The terms of each f_i, and ln of what they were divided by, so that the largest is 1."""
         scaled = logs + k * log_radius
         largest = scaled.max(axis=1, keepdims=True)
@@ -63,11 +63,11 @@ def renyi_of_removal(noise: Noise, steps_per_epoch: int, order: int) -> float:
     low, high = -order / sigmas.min() ** 2 - math.log(steps_per_epoch) - 1.0, math.log(order) + 1.0
     while high - low > _RADIUS / order:  # the degree of the terms of f at the best radius has the mean n
         middle = (low + high) / 2
-        shares, _ = terms(middle)
+        shares, _ = terms_of_series(middle)
         degree = others * math.exp(middle) + np.sum(counts[:, 0] * (shares @ k) / shares.sum(axis=1))
         low, high = (middle, high) if degree < order else (low, middle)
     points = max(_LEAST_POINTS, 4 * 2 ** math.ceil(math.log2(order + 1)))
-    shares, largest = terms(high)
+    shares, largest = terms_of_series(high)
     angles = 2j * math.pi * np.arange(points) / points
     on_circle = np.fft.ifft(shares, points, axis=1) * points
     means = on_circle / shares.sum(axis=1, keepdims=True)

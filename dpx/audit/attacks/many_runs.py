@@ -177,13 +177,15 @@ def simulator(attack: Attack, chunk: int) -> Callable[..., Iterator[ObservedRuns
     """
 
     @functools.partial(jax.jit, static_argnums=3)
-    def many(run_keys, present, always, noises):
+    def simulate_chunk(run_keys, present, always, noises):
         return jax.vmap(lambda key: observed_run(attack, key, present, always, noises))(run_keys)
 
     def simulate(key: jax.Array, runs: int, *, present: bool, always: bool, noises: int) -> Iterator[ObservedRuns]:
         for number in range(-(-runs // chunk)):
             run_keys = jax.random.split(keys.public_key(keys.fold_in(key, number)), chunk)
-            yield ObservedRuns(*map(np.asarray, many(run_keys, jnp.bool_(present), jnp.bool_(always), noises)))
+            yield ObservedRuns(
+                *map(np.asarray, simulate_chunk(run_keys, jnp.bool_(present), jnp.bool_(always), noises))
+            )
 
     return simulate
 
@@ -251,7 +253,7 @@ class PilotStatistic(NamedTuple):
 
     def scores(self, found: CanaryCounts) -> np.ndarray:
         """The score of each run, float64 (runs,)."""
-        weights = _weights(found.moves, self.moves, self.gain)
+        weights = _precision_weights(found.moves, self.moves, self.gain)
         residuals = ((_flat_counts(found.counts) - self.center) * _flat_counts(weights)) @ self.whitening.T
         if self.columns is not None:
             return self._of_groups(residuals.reshape(found.counts.shape), self.columns)
@@ -284,8 +286,8 @@ def fit_statistic(
     moves = without.moves.astype(np.float64).mean(axis=0)
     center = _flat_counts(without.counts).mean(axis=0)
     residuals = _flat_counts(without.counts) - center
-    gain = _gain(residuals, _flat_counts(_weights(without.moves, moves, 1.0)))
-    residuals *= _flat_counts(_weights(without.moves, moves, gain))
+    gain = _gain_of_moves(residuals, _flat_counts(_precision_weights(without.moves, moves, 1.0)))
+    residuals *= _flat_counts(_precision_weights(without.moves, moves, gain))
     covariance = residuals.T @ residuals / len(residuals)
     scale = np.maximum(np.diag(covariance), 1e-30)
     whitening = np.linalg.inv(np.linalg.cholesky(covariance + _REGULAR * np.diag(scale)))
@@ -300,7 +302,7 @@ def fit_statistic(
     elif (rates < 1).any():  # each batch is its own guess, and the canary adds 1 to the counts of its batch alone
         signal = np.einsum("tftg,tg->tf", own, one)
     else:
-        shifts = (_flat_counts(with_.counts) - center) * _flat_counts(_weights(with_.moves, moves, gain))
+        shifts = (_flat_counts(with_.counts) - center) * _flat_counts(_precision_weights(with_.moves, moves, gain))
         signal = (whitening @ shifts.mean(axis=0)).reshape(moves.shape)
     return PilotStatistic(center, whitening, signal, moves, gain, rates, period, groups, columns)
 
@@ -309,13 +311,13 @@ def _flat_counts(counts: np.ndarray) -> np.ndarray:
     return counts.reshape(len(counts), -1).astype(np.float64)
 
 
-def _weights(moves: np.ndarray, mean: np.ndarray, gain: float) -> np.ndarray:
+def _precision_weights(moves: np.ndarray, mean: np.ndarray, gain: float) -> np.ndarray:
     """How precise the counts are, relative to the mean move; 0 where the canary moves nothing."""
     moved = (moves > 0) & (mean > 0)
     return np.where(moved, np.divide(moves, mean, out=np.ones(moves.shape), where=moved) ** gain, 0.0)
 
 
-def _gain(residuals: np.ndarray, relative_moves: np.ndarray) -> float:
+def _gain_of_moves(residuals: np.ndarray, relative_moves: np.ndarray) -> float:
     """How fast the residuals shrink as the moves grow: the slope of -ln |residual| against ln move between runs.
 
     It is 0 if the moves hardly differ between runs, and at most 1, the gain if the noise does not depend on the move.
@@ -431,25 +433,27 @@ def canary_scores(
     params = {"w": jnp.zeros(2)} if params is None else params
     billed = getattr(make(keys.stream(key, "billed mechanism")), "sampling", None)
     truth = billed if sampling_truth is None else sampling_truth
-    canary, instead = _gradients(canary, instead, params, truth if billed is None else billed)
+    canary, instead = _canary_gradients(canary, instead, params, truth if billed is None else billed)
     attack = Attack(make, params, steps, canary, instead, others, takes_part(truth), observe)
     period, groups = 0, 1
     if isinstance(truth, Sampling) and truth.one_key:  # its key draws in which step of an epoch the canary takes part
         period, groups = truth.epoch, truth.groups
-    return _scores(attack, key, runs, period, groups)
+    return _scores_of_runs(attack, key, runs, period, groups)
 
 
-def _scores(attack: Attack, key: jax.Array, runs: int, period: int, groups: int) -> tuple[np.ndarray, np.ndarray]:
+def _scores_of_runs(
+    attack: Attack, key: jax.Array, runs: int, period: int, groups: int
+) -> tuple[np.ndarray, np.ndarray]:
     """The scores with and without the canary, float64 (runs,) each. period: int, steps of an epoch, or 0. groups: int,
     of cyclic sampling, or 1."""
     pilots = min(max(_LEAST_PILOT_RUNS, runs // _PILOT_SHARE), _MOST_PILOT_RUNS)
     simulate = simulator(attack, min(pilots, max(1, _MOST_NUMBERS_AT_ONCE // attack.steps)))
 
-    def pilot(world: str, present: bool, noises: int) -> ObservedRuns:
+    def pilot_runs(world: str, present: bool, noises: int) -> ObservedRuns:
         chunks = simulate(keys.stream(key, world), pilots, present=present, always=present, noises=noises)
         return _require_finite(ObservedRuns(*map(np.concatenate, zip(*chunks, strict=True))))
 
-    without = pilot("pilot without", False, 2)
+    without = pilot_runs("pilot without", False, 2)
     moves = moves_of(without)
     if moves.noisy.any():
         warnings.warn(
@@ -459,7 +463,7 @@ def _scores(attack: Attack, key: jax.Array, runs: int, period: int, groups: int)
             stacklevel=3,
         )
     noises = int(moves.known.any())
-    with_ = pilot("pilot with", True, noises)
+    with_ = pilot_runs("pilot with", True, noises)
     batch_keys = jax.random.split(keys.public_key(keys.stream(key, "pilot batches")), pilots)
     taken = jax.jit(jax.vmap(lambda key: attack.takes_part(key, attack.steps)))(batch_keys)
     rates = np.asarray(taken, np.float64).mean(axis=0)  # how often the canary takes part at each step
@@ -472,7 +476,7 @@ def _scores(attack: Attack, key: jax.Array, runs: int, period: int, groups: int)
     return scores("runs with", True), scores("runs without", False)
 
 
-def _gradients(canary: Any, instead: Any, params: Tree, sampling: Any) -> tuple[Any, Any]:
+def _canary_gradients(canary: Any, instead: Any, params: Tree, sampling: Any) -> tuple[Any, Any]:
     """The gradients of the canary and of what replaces it, as functions; None if nothing does."""
     if canary is None:
         size = sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -25,7 +25,7 @@ from dpx.accounting.groups import GroupGaussianDpEvent
 from dpx.accounting.ledger import from_event
 from dpx.audit.contract.draws import chi_square_over_freedom
 from dpx.audit.contract.report import Broken, NotChecked
-from dpx.audit.contract.trial import Trial, own_event
+from dpx.audit.contract.trial import Trial, name_of_own_event
 from dpx.sampling.base import Sampling
 from dpx.sampling.cyclic import CyclicPoissonSampling
 from dpx.sampling.draws import Draw
@@ -74,7 +74,7 @@ def billed_releases(trial: Trial) -> str:
             if steps > MUST:
                 break
             raise NotChecked(f"{steps} steps have no event: {error}") from None
-        name, last = own_event(event, mechanism.sampling), steps
+        name, last = name_of_own_event(event, mechanism.sampling), steps
         if name or mechanism.correlated is not None:
             _require_plausible(event, trial.multipliers[:steps], mechanism.sampling)
             own = own or name
@@ -104,7 +104,9 @@ def _require_plausible(event: DpEvent, multipliers: np.ndarray, sampling: Sampli
     of the record that draws and at least of its rate, have all releases, and noise of at most the multiplier.
     """
     steps, parts = len(multipliers), list(_releases_of(event))
-    if foreign := sorted({type(part).__name__ for part in parts if isinstance(part, OF_SAMPLINGS)} - _kinds(sampling)):
+    if foreign := sorted(
+        {type(part).__name__ for part in parts if isinstance(part, OF_SAMPLINGS)} - _sampling_types(sampling)
+    ):
         raise Broken(f"{steps} steps count {', '.join(foreign)}, which is not of the sampling that draws, {sampling}")
     drawn = (getattr(part, _PROBABILITY, None) for part in _releases_of(sampling.event(np.ones(1))))
     rate = max((rate for rate in drawn if rate is not None), default=1.0)
@@ -120,7 +122,7 @@ def _require_plausible(event: DpEvent, multipliers: np.ndarray, sampling: Sampli
         raise Broken(f"{steps} steps are counted as {most} releases of noisy numbers")
 
 
-def _kinds(sampling: Sampling) -> set[str]:
+def _sampling_types(sampling: Sampling) -> set[str]:
     return {type(part).__name__ for part in _releases_of(sampling.event(np.ones(1)))}
 
 
@@ -155,12 +157,12 @@ def _missing_release(expected: dict[DpEvent, int], billed: dict[DpEvent, int]) -
 def _sorted_counts(counts: dict[DpEvent, int]) -> list[tuple[DpEvent, int]]:
     """The events of positive counts, by their types and then by their numbers."""
 
-    def order(event):
+    def sort_key(event):
         parts = [getattr(event, field.name) for field in attrs.fields(type(event))]
-        inner = [order(part) for part in parts if isinstance(part, DpEvent)]
+        inner = [sort_key(part) for part in parts if isinstance(part, DpEvent)]
         return type(event).__name__, [part for part in parts if isinstance(part, int | float | tuple)], inner
 
-    return sorted(((event, count) for event, count in counts.items() if count > 0), key=lambda item: order(item[0]))
+    return sorted(((event, count) for event, count in counts.items() if count > 0), key=lambda item: sort_key(item[0]))
 
 
 def same_event(one: Any, other: Any) -> bool:

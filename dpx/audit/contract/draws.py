@@ -98,11 +98,11 @@ class NoiseDraws:
             both = (zeros[0], vector) if traced.normals else (vector, zeros[1])
             return traced.public(*both, state, self.subject.params, mechanism)[0]
 
-        def moved(mechanism, state):
+        def moved_by_noise(mechanism, state):
             return jax.jvp(lambda v: floats(mechanism, state, v), (vector,), (vector,))[1]
 
         given = self.subject.mechanism, self.rebuild
-        if not with_other_keys(moved, *given, (state,))[1]:
+        if not with_other_keys(moved_by_noise, *given, (state,))[1]:
             return None
         return _maps_of(with_other_keys(floats, *given, (state, vector))[0], vector)
 
@@ -157,7 +157,7 @@ def obvious_fault(traced: TracedRelease) -> str:
     return ""
 
 
-def whitened(draws: NoiseDraws, step: int, release: Release) -> np.ndarray:
+def whitened_draws(draws: NoiseDraws, step: int, release: Release) -> np.ndarray:
     """The draws of a step, float64 (count, r): standard normals if the mechanism's noise is what its trace says."""
     rows = release.affine.copy()
     if rows[: release.updates].all():
@@ -269,7 +269,7 @@ def with_other_keys(
         assert rebuild is not None
         return function(rebuild(key), *arguments)
 
-    run = of_built if rebuild is not None else _replacing(function, mechanism, arguments)
+    run = of_built if rebuild is not None else _with_key_argument(function, mechanism, arguments)
     closed = jax.make_jaxpr(run)(jax.random.key(0), arguments)
 
     def replay(key, arguments):
@@ -279,7 +279,7 @@ def with_other_keys(
     return replay, inputs_read(closed.jaxpr)[0]
 
 
-def _replacing(function: Callable, mechanism: Mechanism, arguments: tuple) -> WithKey:
+def _with_key_argument(function: Callable, mechanism: Mechanism, arguments: tuple) -> WithKey:
     closed = jax.make_jaxpr(lambda *given: function(mechanism, *given))(*arguments)
     words = [np.asarray(jax.random.key_data(leaf)).tobytes() if is_key(leaf) else b"" for leaf in closed.consts]
     marks = [np.uint32(zlib.crc32(of_key)) for of_key in words]

@@ -89,13 +89,13 @@ def with_garbage(rows: Tree, position: int) -> Tree:
     """`rows` with other values on axis 0 at `position`: NaN, 1e30 or -inf in floats; whole numbers stay."""
     value = (math.nan, 1e30, -math.inf)[position % 3]
 
-    def change(leaf):
+    def replace_leaf(leaf):
         leaf = np.array(leaf)
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             leaf[position] = value
         return leaf
 
-    return jax.tree.map(change, rows)
+    return jax.tree.map(replace_leaf, rows)
 
 
 def product_loss(params: Tree, example: Tree) -> jax.Array:
@@ -139,7 +139,7 @@ def take_rows(tree: Tree, rows: np.ndarray | slice) -> Tree:
     return jax.tree.map(lambda leaf: np.asarray(leaf)[rows], tree)
 
 
-def flattened(tree: Tree, axes: int = 0) -> np.ndarray:
+def flattened_leaves(tree: Tree, axes: int = 0) -> np.ndarray:
     """All leaves as vectors on one last axis, float64; the first `axes` axes stay."""
     leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)]
     return np.concatenate([leaf.reshape(*leaf.shape[:axes], -1) for leaf in leaves], axis=-1)

@@ -54,8 +54,8 @@ def _require_at_most(norms: np.ndarray, clip_norm: float, where: str):
 
 def _require_zero(trial: Trial, sums, replaced, where: str):
     """A row that is not finite contributes zero, or as much as with any other value in that place."""
-    broken = ~np.isfinite(inputs.flattened(trial.with_loud(trial.hostile[0]), 1)).all(1)
-    found, by_zero, by_one = (inputs.flattened(tree, 1) for tree in (sums, *replaced))
+    broken = ~np.isfinite(inputs.flattened_leaves(trial.with_loud(trial.hostile[0]), 1)).all(1)
+    found, by_zero, by_one = (inputs.flattened_leaves(tree, 1) for tree in (sums, *replaced))
     scale = np.abs(by_zero).max(1) * 1e-5
     unread = (np.abs(by_zero - by_one).max(1) <= scale) & (np.abs(found - by_zero).max(1) <= scale)
     if (np.abs(found).max(1) > 0)[broken & ~unread].any():
@@ -113,7 +113,7 @@ def adjacent(trial: Trial) -> str:
                 everyones, _ = path(rows, trial.state(step), all_included())
                 for missing in range(inputs.ROWS):
                     others, _ = path(rows, trial.state(step), all_but_one(missing))
-                    change = inputs.flattened(everyones) - inputs.flattened(others)
+                    change = inputs.flattened_leaves(everyones) - inputs.flattened_leaves(others)
                     size = release.size_of_update(change)
                     if not size <= most:
                         raise Broken(
@@ -196,12 +196,12 @@ def divisor(trial: Trial) -> str:
     state, tried = trial.state(0), []
     one = jax.tree.map(lambda g: np.concatenate([0.01 * g[:1]] * inputs.ROWS), trial.problems[0].rows)
     for name, path in trial.problems[0].paths.items():
-        silent = inputs.flattened(path(one, state, np.zeros(inputs.ROWS, bool))[0])
+        silent = inputs.flattened_leaves(path(one, state, np.zeros(inputs.ROWS, bool))[0])
         for rows, copies in ((inputs.ROWS, 3), (inputs.ROWS, inputs.ROWS), (inputs.ROWS - 2, inputs.ROWS - 2)):
             if rows < inputs.ROWS and name != "update":
                 continue
             updates, _ = path(inputs.take_rows(one, np.arange(rows)), state, np.arange(rows) < copies)
-            tried.append((inputs.flattened(updates) - silent) / copies)
+            tried.append((inputs.flattened_leaves(updates) - silent) / copies)
             if not np.abs(tried[-1] - tried[0]).max() <= 1e-3 * np.abs(tried[0]).max():
                 raise Broken(f"{copies} copies of an example in {rows} rows do not move the update so often ({name})")
     return f"the signal of an example is the same in {len(tried)} batches of other sizes"

@@ -24,8 +24,8 @@ from dpx.audit.contract.draws import (
     require_no_pattern,
     require_no_repeats,
     require_standard,
-    whitened,
     whitened_by_itself,
+    whitened_draws,
     with_other_keys,
 )
 from dpx.audit.contract.report import Broken, NotChecked, numbers_in_words
@@ -103,7 +103,7 @@ def _test_draws(trial: Trial) -> str:
     columns: dict[int, np.ndarray] = {}
     steps = STEPS if trial.noise.noise_maps is None else FULLY  # random coordinates take long
     for step in steps:
-        standard = whitened if trial.draws_by_dpx else whitened_by_itself
+        standard = whitened_draws if trial.draws_by_dpx else whitened_by_itself
         columns[step] = standard(trial.noise, step, trial.release(step))
     directions = max(found.shape[1] for found in columns.values())
     if not directions:
@@ -193,7 +193,7 @@ class LargeBatch:
         included = np.zeros((SETS, MANY_ROWS), bool)
         for number, rows in enumerate(sets):
             included[number, list(rows)] = True
-        return inputs.flattened(self.program(grads, self.state, included), 1)[: len(sets)]
+        return inputs.flattened_leaves(self.program(grads, self.state, included), 1)[: len(sets)]
 
 
 large = functools.lru_cache(maxsize=1)(LargeBatch)  # of a trial, compiled once

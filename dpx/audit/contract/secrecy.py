@@ -44,10 +44,10 @@ def secrecy(trial: Trial) -> str:
         return _same_without_exchange(trial)
     for step in STEPS:
         sums = inputs.take_rows(trial.contributions(step)["update"], slice(inputs.RANDOM))  # of some loud gradients
-        sums = inputs.flattened(jax.tree.map(lambda rows: rows.sum(0), sums)).astype(np.float32)
+        sums = inputs.flattened_leaves(jax.tree.map(lambda rows: rows.sum(0), sums)).astype(np.float32)
         # No data where a mask has zeros.
         change = np.where(sums == 0, 0, inputs.wave_numbers(trial.traced.numbers, 1.0, 0.3))
-        exchange = _exchange(trial, step)
+        exchange = _noise_that_offsets(trial, step)
         if exchange is None:
             raise NotChecked("the update has no derivative, and its noise has another shape than the sums")
         change *= np.float32(SHIFT / max(np.abs(exchange @ change).max(), 1e-30))
@@ -64,7 +64,7 @@ def secrecy(trial: Trial) -> str:
     return f"data moved by {SHIFT:g} deviations and the noise back: the same public values at {len(STEPS)} steps"
 
 
-def _exchange(trial: Trial, step: int) -> np.ndarray | None:
+def _noise_that_offsets(trial: Trial, step: int) -> np.ndarray | None:
     """The noise that offsets a change of the sums; without derivatives, for the stated multiplier, as for a number that
     only says what to keep of the others."""
     release = trial.release(step)
@@ -97,11 +97,11 @@ def _require_own_event_for_unreleased(trial: Trial):
         return
     shown = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(publishable_state(state))}
 
-    def moved(path, leaf):
+    def moved_leaf(path, leaf):
         hidden = jax.tree_util.keystr(path) not in shown and jnp.issubdtype(leaf.dtype, jnp.floating)
         return leaf + 1 if hidden else leaf
 
-    other = jax.tree_util.tree_map_with_path(moved, state)
+    other = jax.tree_util.tree_map_with_path(moved_leaf, state)
     nobody = np.zeros(inputs.ROWS, bool)
     rows = trial.problems[0].rows
     found, expected = [public_part(trial.update(rows, given, nobody)) for given in (other, state)]
@@ -226,14 +226,14 @@ def require_small_rounding(trial: Trial) -> str:
     multiplier = trial.multiplier(0)
     if not multiplier > 0:
         return ""
-    rows, state = _hostile(trial), trial.state(0)
+    rows, state = _cancelling_gradients(trial), trial.state(0)
 
     def update(grads, included):
         return trial.mechanism.update(grads, state, trial.params, included=included)
 
     handed, every = recording_releases(update), np.arange(LONG)
     sets = (every >= 0, every != REMOVED, every == REMOVED, every < 0)
-    whole, others, alone, none = (handed(_nulled(rows, included), included) for included in sets)
+    whole, others, alone, none = (handed(_nulled_rows(rows, included), included) for included in sets)
     squares = [
         np.sum(((a.total - b.total) - (c.total - d.total)) ** 2) / a.deviation**2
         for a, b, c, d in zip(whole, others, alone, none, strict=True)
@@ -260,7 +260,7 @@ def recording_releases(function: Callable) -> Callable[..., list[ReleaseArgument
 
         def record(key, step, total, deviation):
             high, low = with_low(as_pair(total))
-            jax.debug.callback(functools.partial(_keep, next(numbers)), high, low, jnp.float32(deviation))
+            jax.debug.callback(functools.partial(_keep_arguments, next(numbers)), high, low, jnp.float32(deviation))
             return jax.tree.map(jnp.add, high, low)
 
         with replacing_key_functions(release=record):
@@ -283,11 +283,11 @@ _seen: dict[int, ReleaseArguments] = {}  # of the last run; not in a closure, be
 _ONE_RUN = threading.Lock()
 
 
-def _keep(number, high, low, deviation):
-    _seen[number] = ReleaseArguments(inputs.flattened(high) + inputs.flattened(low), float(deviation))
+def _keep_arguments(number, high, low, deviation):
+    _seen[number] = ReleaseArguments(inputs.flattened_leaves(high) + inputs.flattened_leaves(low), float(deviation))
 
 
-def _hostile(trial: Trial) -> Tree:
+def _cancelling_gradients(trial: Trial) -> Tree:
     """Gradients, float32 (LONG, ...). In every coordinate, the first add up to a bit more than a power of two, and to
     less without one of them. Some others are below half a unit of the sum above that power, so they are rounded away;
     below it, each counts (Casacuberta et al. 2022, https://arxiv.org/abs/2207.10635)."""
@@ -302,5 +302,5 @@ def _hostile(trial: Trial) -> Tree:
     return split(np.broadcast_to(np.float32(unit * column[:, None]), (LONG, size)), trial.params)
 
 
-def _nulled(rows: Tree, included: np.ndarray) -> Tree:
+def _nulled_rows(rows: Tree, included: np.ndarray) -> Tree:
     return jax.tree.map(lambda g: g * included.reshape(-1, *[1] * (g.ndim - 1)), rows)

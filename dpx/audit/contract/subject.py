@@ -242,11 +242,11 @@ class Release(NamedTuple):
 
     def size_of_sums(self, sums: Tree) -> np.ndarray:
         """The sizes of changes of the sums, with the rows on axis 0, in units of the noise; float64 (rows,)."""
-        return np.linalg.norm(inputs.flattened(sums, 1) @ self.exchange.T, axis=1)
+        return np.linalg.norm(inputs.flattened_leaves(sums, 1) @ self.exchange.T, axis=1)
 
     def size_of_update(self, change: Tree) -> float:
         """The size of a change of the updates in units of the noise; inf if the noise cannot make such a change."""
-        change, noise = inputs.flattened(change), self.noise[: self.updates]
+        change, noise = inputs.flattened_leaves(change), self.noise[: self.updates]
         needed, *_ = np.linalg.lstsq(noise, change, rcond=SMALL)
         missing = np.abs(noise @ needed - change).max(initial=0)
         return np.inf if missing > 1e-3 * np.abs(change).max(initial=0) else float(np.linalg.norm(needed))

@@ -98,7 +98,7 @@ class Trial(Subject):
 
     def norms(self, step: int, sums: tuple[Tree, ...]) -> np.ndarray:
         """The norms of the contributions to the released sums, float64 (rows,)."""
-        return np.linalg.norm(inputs.flattened(self.released(step, sums), 1), axis=1)
+        return np.linalg.norm(inputs.flattened_leaves(self.released(step, sums), 1), axis=1)
 
     def _clip_norm(self, step: int) -> float:
         """The norm of the contribution of a very large gradient: the median of some."""
@@ -116,7 +116,7 @@ class Trial(Subject):
     @functools.cached_property
     def billed_by_multiplier(self) -> bool:
         """Whether the cost of a release follows from its noise multiplier, relative to what one example moves."""
-        return not own_event(self.event(1), self.mechanism.sampling)
+        return not name_of_own_event(self.event(1), self.mechanism.sampling)
 
     @property
     def moves_by_multiplier(self) -> bool:
@@ -137,7 +137,7 @@ class Trial(Subject):
         return release
 
 
-def own_event(event: DpEvent, sampling: Sampling) -> str:
+def name_of_own_event(event: DpEvent, sampling: Sampling) -> str:
     """The name of an event in which a Gaussian release moves the sum by more than the clip norm; otherwise ""."""
     known = {type(release).__name__ for release in from_event(sampling.event(np.ones(1))).events}
     names = sorted({type(release).__name__ for release in from_event(event).events} - known - {"NonPrivateDpEvent"})

@@ -78,7 +78,7 @@ def measure_batch(
             losses, grads = jax.vmap(value_and_gradient(loss), (None, 0))(ordered(params), examples)
             sums, norms = sum_contributions(mechanism, grads, state, included)
             shares = jax.vmap(contributions)(grads) / jnp.where(some == 0, jnp.inf, some)[None]
-            sizes = jax.vmap(lambda grad: _sizes(grad, flags))(grads)
+            sizes = jax.vmap(lambda grad: _largest_of_leaves(grad, flags))(grads)
             counts = included & in_range(norms)
             of_each = losses, jax.vmap(optax.tree.norm)(norms), counts, jnp.max(shares, axis=1, initial=0), sizes
             return sums[0], of_each
@@ -115,7 +115,7 @@ def _contributions(mechanism: Mechanism, state: Tree, grad: Tree) -> jax.Array:
     return jnp.abs(jnp.stack(jax.tree.leaves(norms)) * jnp.stack(jax.tree.leaves(factors)))
 
 
-def _sizes(grad: Tree, flags: Tree) -> jax.Array:
+def _largest_of_leaves(grad: Tree, flags: Tree) -> jax.Array:
     """The largest absolute value in each leaf, float32 (L,); 0 where it is not trained."""
     leaves = zip(jax.tree.leaves(grad), jax.tree.leaves(flags), strict=True)
     return jnp.stack([jnp.float32(jnp.max(jnp.abs(g), initial=0) if flag else 0) for g, flag in leaves])
@@ -127,7 +127,7 @@ def one_row(loss: Callable, flags: Tree, examples: Tree) -> Callable[[Tree, int]
     @jax.jit
     def alone(params, example):
         value, grad = value_and_gradient(loss)(params, example)
-        return value, _sizes(grad, flags)
+        return value, _largest_of_leaves(grad, flags)
 
     def of_row(params, row):
         value, leaves = alone(params, jax.tree.map(lambda leaf: leaf[row], examples))

@@ -21,11 +21,11 @@ LARGE = 2**20  # bytes of an array that is worth a note
 def loss_of_one_example(loss: Callable, *, with_key: bool, has_aux: bool) -> Callable[[Tree, Tree], jax.Array]:
     """`loss(params, example)` as one number; a key is constant, because the run's own randomness must not be used."""
 
-    def value(params, example):
+    def loss_value(params, example):
         result = loss(params, example, jax.random.key(0)) if with_key else loss(params, example)
         return result[0] if has_aux else result
 
-    return value
+    return loss_value
 
 
 def trace_or_finding(loss: Callable, params: Tree, example: Tree) -> core.ClosedJaxpr | Finding:
@@ -42,7 +42,7 @@ def trace_or_finding(loss: Callable, params: Tree, example: Tree) -> core.Closed
 def find_constants(closed: core.ClosedJaxpr, example: Tree, rows: int, examples: int) -> Finding:
     """Arrays in the loss's closure that may be training data. rows: of the batch. examples: of the data set."""
     shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(example)}
-    found = [(jnp.shape(array), _bytes(array)) for array in jaxprs.constants(closed)]
+    found = [(jnp.shape(array), _bytes_of(array)) for array in jaxprs.constants(closed)]
     suspects = [shape for shape, _ in found if _like_data(shape, shapes, rows, examples)]
     size = sum(size for _, size in found)
     numbers = {"arrays": len(found), "bytes": size, "suspects": len(suspects)}
@@ -101,7 +101,7 @@ def _like_data(shape: tuple[int, ...], example_shapes: set, rows: int, examples:
     return shape[0] == examples or (shape[1:] in example_shapes and (len(shape) > 1 or shape[0] == rows))
 
 
-def _bytes(array: Any) -> int:
+def _bytes_of(array: Any) -> int:
     return math.prod(jnp.shape(array)) * jnp.result_type(array).itemsize if hasattr(array, "dtype") else 0
 
 

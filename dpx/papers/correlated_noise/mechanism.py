@@ -89,18 +89,18 @@ def correlated_noise(
     clip_norm = require_number("clip_norm", clip_norm, minimum=SMALLEST_CLIP_NORM, maximum=LARGEST_CLIP_NORM)
     noise_multiplier = require_number("noise_multiplier", noise_multiplier, minimum=0, exclusive=True)
     _require_sampling(sampling, strategy)
-    inner, noise_key = dp_sgd(**common), _stream(keys.warn_if_guessable(key), strategy)
+    inner, noise_key = dp_sgd(**common), _noise_stream(keys.warn_if_guessable(key), strategy)
 
     def event(steps):
         return _event(strategy, noise_multiplier, sampling, steps)
 
-    weights = _weights(strategy)
+    weights = _weights_of_past(strategy)
     return inner.wrap(
         begin=lambda params: _first_state(params, len(weights)),
         release=_with_memory(inner, strategy, noise_key, noise_multiplier * clip_norm * (1 + ETA)),
         event=event,
         correlated=strategy,
-        stages=_stages(inner.stages, strategy),
+        stages=_stages_of_pipeline(inner.stages, strategy),
     )
 
 
@@ -127,7 +127,7 @@ def _event(strategy: Strategy, noise_multiplier: float, sampling: Sampling, step
         strategy.column(steps),
         strategy.inverse_column(steps),
         banded=strategy.bands is not None,
-        terms=len(_weights(strategy)),
+        terms=len(_weights_of_past(strategy)),
         steps=len(strategy.coefficients) if cyclic else steps,
         noise_multiplier=noise_multiplier,
     )
@@ -142,7 +142,7 @@ def _event(strategy: Strategy, noise_multiplier: float, sampling: Sampling, step
 
 def _with_memory(inner: Mechanism, strategy: Strategy, noise_key: jax.Array, deviation: float) -> Callable:
     """A release that keeps and uses past noise. inner: dp_sgd. deviation: of the fresh noise."""
-    weights, banded = _weights(strategy), strategy.bands is not None
+    weights, banded = _weights_of_past(strategy), strategy.bands is not None
 
     def with_past(parts) -> FloatPair:
         sums, state = parts
@@ -165,14 +165,14 @@ def _with_memory(inner: Mechanism, strategy: Strategy, noise_key: jax.Array, dev
     return release
 
 
-def _weights(strategy: Strategy) -> np.ndarray:
+def _weights_of_past(strategy: Strategy) -> np.ndarray:
     """What the last noises are multiplied by: -c_1, -c_2, ... of a banded C, or d_1, d_2, ... of a banded inverse."""
     if strategy.bands is None:
         return np.array(strategy.inverse_coefficients[1:])
     return -np.array(strategy.coefficients[1:])
 
 
-def _stream(key: jax.Array, strategy: Strategy) -> jax.Array:
+def _noise_stream(key: jax.Array, strategy: Strategy) -> jax.Array:
     """The key of the noise, (). It depends on C. Otherwise the releases of one batch under two Cs would differ by less
     noise than they are charged for, and by none at step 0, where both have z_0."""
     stream = keys.stream(key, "noise")
@@ -190,7 +190,7 @@ def _require_sampling(sampling: Sampling, strategy: Strategy) -> None:
         raise ValueError(f"sampling must be {words}, got {described(sampling)}")
 
 
-def _stages(stages: tuple[str, ...], strategy: Strategy) -> tuple[str, ...]:
+def _stages_of_pipeline(stages: tuple[str, ...], strategy: Strategy) -> tuple[str, ...]:
     *before, noise, divide = stages
     if strategy.bands is None:
         weights = strategy.inverse_coefficients
@@ -220,11 +220,13 @@ def _first_state(params: Tree, steps: int) -> CorrelatedNoiseState:
     """The state before the first release, sharded like the parameters. steps: w, int, at least 1."""
     require_float64("correlated noise")
 
-    def ring(p: jax.Array) -> jax.Array:
+    def empty_ring(p: jax.Array) -> jax.Array:
         zeros = jnp.zeros_like(p, dtype=jnp.float32)
         return jnp.stack([zeros] * steps)
 
-    return CorrelatedNoiseState(ReleaseState.empty(params), FloatPair(*(jax.tree.map(ring, params) for _ in range(2))))
+    return CorrelatedNoiseState(
+        ReleaseState.empty(params), FloatPair(*(jax.tree.map(empty_ring, params) for _ in range(2)))
+    )
 
 
 def _weighted_past_noise(state: CorrelatedNoiseState, weights: np.ndarray) -> Tree:

@@ -45,9 +45,9 @@ def sensitivity(strategy: Strategy, *, steps: int, participations: int = 1, sepa
     steps, separation = require_whole("steps", steps), require_whole("separation", separation)
     most = min(require_whole("participations", participations), -(-steps // separation))
     column = strategy.column(steps)
-    bounds = [_decreasing(_envelope(column), most, separation)]
+    bounds = [_sensitivity_if_decreasing(_envelope(column), most, separation)]
     if strategy.bands is not None:
-        bounds.append(_by_distance(column[: strategy.bands], most, separation))
+        bounds.append(_sensitivity_by_distance(column[: strategy.bands], most, separation))
     return math.sqrt(min(bounds))
 
 
@@ -84,7 +84,7 @@ def _envelope(column: np.ndarray) -> np.ndarray:
     return np.maximum.accumulate(np.abs(column)[::-1])[::-1]
 
 
-def _decreasing(column: np.ndarray, most: int, separation: int) -> float:
+def _sensitivity_if_decreasing(column: np.ndarray, most: int, separation: int) -> float:
     """sum_t (sum_(i < most) c_(t - i separation))^2, for c >= 0 and non-increasing, in O(steps)."""
     rows = -(-len(column) // separation)
     moved = np.concatenate([column, np.zeros(rows * separation - len(column))]).reshape(rows, separation)
@@ -93,7 +93,7 @@ def _decreasing(column: np.ndarray, most: int, separation: int) -> float:
     return float(np.sum(np.square(moved.reshape(-1)[: len(column)])))
 
 
-def _by_distance(column: np.ndarray, most: int, separation: int) -> float:
+def _sensitivity_by_distance(column: np.ndarray, most: int, separation: int) -> float:
     """The bound by the distances. column: the coefficients that may differ from 0."""
     bands = len(column)
     distances = [np.abs(np.cumsum(column[: bands - lag] * column[lag:])).max() for lag in range(bands)]

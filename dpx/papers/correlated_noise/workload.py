@@ -180,7 +180,7 @@ def optimized(
 
 
 def objective(workload: Workload, steps: int, error: str) -> tuple[np.ndarray, Quadratic]:
-    """The series a(x) by its denominator, and the quadratic form of u. Raises ValueError as `optimized` does."""
+    """The series a(x) by its denominator, and the quadratic form of u. Raises as `optimized` does."""
     rates = workload.rates(steps)
     if error not in ("mean", "largest"):
         raise ValueError(f'error must be "mean" or "largest", got {error!r}')
@@ -192,16 +192,16 @@ def objective(workload: Workload, steps: int, error: str) -> tuple[np.ndarray, Q
         raise ValueError('error must be "mean" with learning rates that change, got "largest"')
     if steps > LONGEST_SCHEDULE:
         raise ValueError(f"steps must be at most {LONGEST_SCHEDULE} with learning rates that change, got {steps}")
-    matrix = _scheduled(rates) / steps
+    matrix = _workload_with_rates(rates) / steps
 
-    def quadratic(u: np.ndarray) -> tuple[float, np.ndarray]:
+    def quadratic_form(u: np.ndarray) -> tuple[float, np.ndarray]:
         product = matrix @ u
         return float(u @ product), product
 
-    return workload.momentum_series, quadratic
+    return workload.momentum_series, quadratic_form
 
 
-def _scheduled(rates: np.ndarray) -> np.ndarray:
+def _workload_with_rates(rates: np.ndarray) -> np.ndarray:
     """The matrix H with u' H u = |P diag(h) U|^2 for the lower triangular Toeplitz matrix U of u, (steps, steps).
 
     H_ij = sum_s h_(s+i) h_(s+j) (n - s - max(i, j)), so H_ij = H_(i+1, j+1) + h_i h_j (n - max(i, j)).

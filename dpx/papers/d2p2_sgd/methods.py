@@ -59,9 +59,9 @@ def d2p2_sgd(
     sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
     Raises ValueError for an unknown order, and for numbers outside their domains.
     """
-    falling = _falling(noise_multiplier, power, every)
+    falling = _falling_noise(noise_multiplier, power, every)
     projection = {"rank": rank, "reduction_rate": reduction_rate, "kind": kind}
-    return _projected(_automatic(falling, stability, sampling, key), order, projection, key)
+    return _with_projection(_automatic_clipping(falling, stability, sampling, key), order, projection, key)
 
 
 @accepts_budget
@@ -90,7 +90,7 @@ def dp2_sgd(
     Raises ValueError for an unknown order, and for numbers outside their domains.
     """
     projection = {"rank": rank, "reduction_rate": reduction_rate, "kind": kind}
-    return _projected(_automatic(noise_multiplier, stability, sampling, key), order, projection, key)
+    return _with_projection(_automatic_clipping(noise_multiplier, stability, sampling, key), order, projection, key)
 
 
 @accepts_budget
@@ -116,23 +116,25 @@ def d2p_sgd(
     sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
     Raises ValueError for numbers outside their domains.
     """
-    return _automatic(_falling(noise_multiplier, power, every), stability, sampling, key)
+    return _automatic_clipping(_falling_noise(noise_multiplier, power, every), stability, sampling, key)
 
 
-def _falling(noise_multiplier: float, power: float, every: int) -> ScalarOrSchedule:
+def _falling_noise(noise_multiplier: float, power: float, every: int) -> ScalarOrSchedule:
     """The noise multiplier of D2P-SGD, a schedule of the step."""
     require_number("noise_multiplier", noise_multiplier, minimum=0, exclusive=True)
     falling = schedules.inverse_power(init_value=noise_multiplier, power=power)
     return schedules.every(falling, steps=require_whole("every", every))
 
 
-def _automatic(noise_multiplier: ScalarOrSchedule, stability: float, sampling: Sampling, key: jax.Array) -> Mechanism:
+def _automatic_clipping(
+    noise_multiplier: ScalarOrSchedule, stability: float, sampling: Sampling, key: jax.Array
+) -> Mechanism:
     """Automatic clipping, which bounds every example by 1, before Gaussian noise."""
     gaussian = dp_sgd(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
     return normalized(gaussian, stability=stability)
 
 
-def _projected(mechanism: Mechanism, order: Order, projection: dict[str, Any], key: jax.Array) -> Mechanism:
+def _with_projection(mechanism: Mechanism, order: Order, projection: dict[str, Any], key: jax.Array) -> Mechanism:
     """`mechanism` with a fresh projection at every step, of each example or of the clipped sum."""
     if order == "project_then_clip":
         return in_coordinates(mechanism, random_projection(**projection, key=key))

@@ -24,7 +24,7 @@ from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
 from dpx.accounting.ledger import from_event
 from dpx.accounting.loss import Loss, in_deviations
-from dpx.accounting.pld.buckets import bucketed
+from dpx.accounting.pld.buckets import bucketed_steps
 from dpx.accounting.pld.losses import Pmf, SampledGaussian, StepLoss, mix_pmfs
 from dpx.sampling.events import compose_events
 
@@ -93,7 +93,7 @@ def projected_event_of(event: dp_accounting.DpEvent, *, rank: int, blocks: int =
     if not losses:
         return dp_accounting.NoOpDpEvent()
     sigmas, rates = np.array([(loss.noise_multiplier, loss.rate) for loss in losses]).T
-    steps = bucketed(sigmas, rates, np.array(list(losses.values())), _DISTINCT_NOISE_MULTIPLIERS)
+    steps = bucketed_steps(sigmas, rates, np.array(list(losses.values())), _DISTINCT_NOISE_MULTIPLIERS)
     columns = zip(steps.smallest_noise.tolist(), steps.largest_rate.tolist(), steps.counts.tolist(), strict=True)
     return compose_events(
         (ProjectedGaussianDpEvent(sigma, rate, rank, blocks), count) for sigma, rate, count in columns

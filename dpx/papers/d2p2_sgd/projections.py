@@ -168,7 +168,7 @@ def _gaussian_project(key: jax.Array, segments: Segments, rank: int) -> Segments
     def block(_, number):
         return None, jnp.dot(_block_of_rows(key, number, vector.size, rank), vector, precision=EXACT)
 
-    _, coordinates = jax.lax.scan(block, None, jnp.arange(_blocks(vector.size, rank)))
+    _, coordinates = jax.lax.scan(block, None, jnp.arange(_numbered_blocks(vector.size, rank)))
     return [coordinates.reshape(-1)[:rank] / math.sqrt(rank)]
 
 
@@ -179,7 +179,7 @@ def _gaussian_lift(key: jax.Array, coordinates: Segments, sizes: Sequence[int], 
         number, chunk = numbered
         return total + jnp.dot(chunk, _block_of_rows(key, number, size, rank), precision=EXACT), None
 
-    blocks, height = _blocks(size, rank), _rows_at_once(size, rank)
+    blocks, height = _numbered_blocks(size, rank), _rows_at_once(size, rank)
     chunks = jnp.pad(coordinates[0], (0, blocks * height - rank)).reshape(blocks, height)
     total, _ = jax.lax.scan(block, jnp.zeros(size), (jnp.arange(blocks), chunks))
     return split_vector(total / math.sqrt(rank), sizes)
@@ -190,7 +190,7 @@ def _rows_at_once(size: int, rank: int) -> int:
     return max(1, min(rank, DRAWN_AT_ONCE // size))
 
 
-def _blocks(size: int, rank: int) -> int:
+def _numbered_blocks(size: int, rank: int) -> int:
     return -(-rank // _rows_at_once(size, rank))
 
 
@@ -238,18 +238,18 @@ def _transformed(segment: jax.Array, signs: jax.Array, kept: jax.Array, *, scale
 
     segment, signs: float32 (size,). kept: bool (padded size,).
     """
-    block = _block(segment.size)
+    block = _block_size(segment.size)
     signed = jnp.pad(segment * signs, (0, kept.size - segment.size)).reshape(-1, block)
     return hadamard_transform(signed).reshape(-1) * jnp.where(kept, scale / math.sqrt(block), 0)
 
 
-def _block(size: int) -> int:
+def _block_size(size: int) -> int:
     """The block size for a segment: the least power of 2 that is at least its size, but at most HADAMARD_BLOCK."""
     return min(HADAMARD_BLOCK, 1 << (size - 1).bit_length())
 
 
 def _padded(size: int) -> int:
-    return _block(size) * math.ceil(size / _block(size))
+    return _block_size(size) * math.ceil(size / _block_size(size))
 
 
 HADAMARD = Sketch(_hadamard_project, transposed(_hadamard_project), _hadamard_stretch)
@@ -397,7 +397,7 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
 
         return jax.tree.map(of_group, numbers, ranks, *trees)
 
-    def dimensions(configured, leaves) -> tuple[list[int], int, float]:
+    def dimensions_of_group(configured, leaves) -> tuple[list[int], int, float]:
         """The sizes of a group's layers, its rank, and the divisor of its coordinates."""
         sizes = [math.prod(leaf.shape) for leaf in leaves]
         rank = rank_of(configured, sum(sizes))
@@ -408,10 +408,10 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
             leaves, structure = jax.tree.flatten(group)
             if not leaves:
                 return group
-            _, rank, divisor = dimensions(configured, leaves)
+            _, rank, divisor = dimensions_of_group(configured, leaves)
             coordinates = sketch.project(key, [_at_least_float32(leaf).reshape(-1) for leaf in leaves], rank)
             coordinates = [segment / divisor for segment in coordinates]
-            return _like(coordinates, leaves, structure) if sketch.supports_ghost_norms else coordinates
+            return _as_tree(coordinates, leaves, structure) if sketch.supports_ghost_norms else coordinates
 
         return each_group(encode_group, state, grad)
 
@@ -420,9 +420,9 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
             leaves, structure = jax.tree.flatten(shapes)
             if not leaves:
                 return group
-            sizes, rank, divisor = dimensions(configured, leaves)
+            sizes, rank, divisor = dimensions_of_group(configured, leaves)
             coordinates = [segment.reshape(-1) * divisor for segment in jax.tree.leaves(group)]
-            return _like(sketch.lift(key, coordinates, sizes, rank), leaves, structure)
+            return _as_tree(sketch.lift(key, coordinates, sizes, rank), leaves, structure)
 
         return each_group(decode_group, state, released, like), ProjectionState(state.step + 1)
 
@@ -476,6 +476,6 @@ def _at_least_float32(leaf: jax.Array) -> jax.Array:
     return leaf if leaf.dtype == np.float64 else leaf.astype(jnp.float32)
 
 
-def _like(segments: Segments, leaves: list, structure: Any) -> Tree:
+def _as_tree(segments: Segments, leaves: list, structure: Any) -> Tree:
     """The segments in the shapes of the leaves, as a tree."""
     return jax.tree.unflatten(structure, [s.reshape(leaf.shape) for s, leaf in zip(segments, leaves, strict=True)])

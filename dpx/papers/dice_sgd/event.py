@@ -66,11 +66,11 @@ class ErrorFeedbackDpEvent(DpEvent, Loss):
         listed = ", ".join(f"{name}: {rounded_up(value, 6)}" for name, value in epsilons.items())
         return (
             "Error feedback is one event of all its steps, by dpx's own bounds. No privacy loss distribution "
-            f'is known, so "pld" gives the least of them. Used: {least}. All: {listed}. {_rounding(self)}'
+            f'is known, so "pld" gives the least of them. Used: {least}. All: {listed}. {_rounding_of_run(self)}'
         )
 
 
-def _rounding(event: ErrorFeedbackDpEvent) -> str:
+def _rounding_of_run(event: ErrorFeedbackDpEvent) -> str:
     covered = rounding.proof_covers(
         steps=event.steps,
         reset_every=event.reset_every,

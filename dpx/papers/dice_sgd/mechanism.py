@@ -100,14 +100,14 @@ def dice_sgd(
         words = "because error feedback has no known cost for them"
         raise ValueError(f"sampling must have no most_rows and no weights, {words}; got {sampling}")
     noise_key = keys.stream(keys.warn_if_guessable(key), "noise")
-    clip_norm = _rounded("clip_norm", clip_norm, SMALLEST_CLIP_NORM)
+    clip_norm = _as_float32("clip_norm", clip_norm, SMALLEST_CLIP_NORM)
     if not (isinstance(outer_clip_norm, float) and outer_clip_norm == math.inf):
-        outer_clip_norm = _rounded("outer_clip_norm", outer_clip_norm, clip_norm)
-    feedback_norm = _rounded("feedback_norm", feedback_norm, SMALLEST_CLIP_NORM)
-    noise_multiplier = _rounded("noise_multiplier", noise_multiplier, 0)
+        outer_clip_norm = _as_float32("outer_clip_norm", outer_clip_norm, clip_norm)
+    feedback_norm = _as_float32("feedback_norm", feedback_norm, SMALLEST_CLIP_NORM)
+    noise_multiplier = _as_float32("noise_multiplier", noise_multiplier, 0)
     require_noise(np.array([noise_multiplier]))
     reset_every = None if reset_every is None else require_whole("reset_every", reset_every)
-    stability = None if stability is None else _rounded("stability", stability, 1e-6)
+    stability = None if stability is None else _as_float32("stability", stability, 1e-6)
     run = _Run(clip_norm, feedback_norm, outer_clip_norm, noise_multiplier, sampling, reset_every, stability, noise_key)
     return Mechanism(
         begin=_begin,
@@ -235,7 +235,7 @@ class _Run(NamedTuple):
         )
 
 
-def _rounded(name: str, value: float, minimum: float) -> float:
+def _as_float32(name: str, value: float, minimum: float) -> float:
     """`value` rounded to float32, as it is used and paid for. Raises ValueError outside [minimum, 1e15]."""
     rounded = float(np.float32(require_number(name, value, minimum=0)))
     return require_number(name, rounded, minimum=minimum, maximum=LARGEST_CLIP_NORM)

@@ -115,7 +115,7 @@ def log_moment(
     """
     if steps == 0:
         return 0.0
-    grid = _grid(max(2, most_participations(steps, rate, tail)))
+    grid = _grid_of_moves(max(2, most_participations(steps, rate, tail)))
     moves = error_shift * grid.moves
     gain = (order - 1) / (2 * noise_multiplier**2)
     shifts = gain * (2 * moves * (grid.fed + error_shift * grid.kept) + error_shift**2)
@@ -160,7 +160,7 @@ class _Grid(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16)
-def _grid(most: int) -> _Grid:
+def _grid_of_moves(most: int) -> _Grid:
     middles, halves = (_ANGLES[1:] + _ANGLES[:-1]) / 2, (_ANGLES[1:] - _ANGLES[:-1]) / 2
     fed, kept = np.sin(middles) / np.cos(halves), np.cos(middles) / np.cos(halves)
 

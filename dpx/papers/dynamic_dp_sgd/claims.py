@@ -118,8 +118,8 @@ def first_mu(*, epsilon: float, delta: float, sampling_rate: float, steps: int, 
     if growth == 1:
         return largest
 
-    def beyond(first: float) -> float:
+    def exceeds_budget(first: float) -> float:
         return math.log(mu_total(1 / (first * powers), sampling_rate=rate)) - log_target
 
-    found: Any = optimize.brentq(beyond, largest / growth, largest, xtol=1e-14, rtol=np.float64(1e-14))
+    found: Any = optimize.brentq(exceeds_budget, largest / growth, largest, xtol=1e-14, rtol=np.float64(1e-14))
     return float(found)
