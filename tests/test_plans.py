@@ -50,8 +50,8 @@ def test_the_columns(planned):
         np.testing.assert_allclose(run.epoch_noise, run.noise_of_run * math.sqrt(run.epochs))
     assert planned.runs[1].noise_of_run < planned.runs[0].noise_of_run  # whole batches have the least noise
     lines = str(planned).splitlines()
-    assert "epsilon 2 at delta 1e-05" in lines[0] and lines.index("") == 2 + len(planned.runs)
-    printed = float(lines[2].split()[3])  # rounded up, so that a run with it is within the budget
+    assert "epsilon 2 at delta 1e-05" in lines[0] and lines.index("") == 3 + len(planned.runs)
+    printed = float(lines[3].split()[3])  # rounded up, so that a run with it is within the budget
     assert 0 <= printed - planned.runs[0].noise_multiplier < 1e-4
 
 

@@ -1,8 +1,12 @@
 """Two processes of four devices each train as one device does, and resume after one of them was killed."""
 
 import json
+import re
 import signal
 import socket
+import subprocess
+import sys
+import time
 
 import jax
 import numpy as np
@@ -10,14 +14,19 @@ import pytest
 
 import dpx
 from tests import kills, processes
+from tests.problems import ROOT
 
 pytestmark = pytest.mark.xdist_group("processes")  # one process of pytest, because the tests share their runs
 
 
-def start(folder, how):
+def free_port():
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def start(folder, how):
+    port = free_port()
     workers = [kills.server().Process(target=processes.run, args=(rank, port, folder, how)) for rank in range(2)]
     for worker in workers:
         worker.start()
@@ -82,6 +91,40 @@ def test_sharded_parameters_and_a_run_by_hand_that_resumes(runs, one_device, fol
     require_same(read(folder, "wide"), one_device)
     for name, array in runs["whole"].items():
         np.testing.assert_array_equal(read(folder, "resumed")[name], array)
+
+
+@pytest.mark.long
+def test_the_program_of_the_page_resumes(tmp_path, monkeypatch):
+    """docs/devices.md: both processes are killed after a checkpoint, and started again by the same command."""
+    (code,) = re.findall(r"`train.py`.*?```py\n(.*?)```", (ROOT / "docs" / "devices.md").read_text(), re.DOTALL)
+    assert code.count("localhost:2345") == 1
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("SEED", str(2**100 + 1))
+
+    def begin():
+        (tmp_path / "train.py").write_text(code.replace("localhost:2345", f"localhost:{free_port()}"))
+        how = {"cwd": tmp_path, "text": True, "stdout": subprocess.PIPE}
+        return [subprocess.Popen([sys.executable, "train.py", str(rank)], **how) for rank in range(2)]
+
+    running, limit = begin(), time.monotonic() + 300
+    try:
+        while not (tmp_path / "shared" / "30").is_dir():
+            assert time.monotonic() < limit and all(process.poll() is None for process in running)
+            time.sleep(0.05)
+        stop(running)
+        assert not (tmp_path / "shared" / "100").exists()
+        running = begin()
+        said = [process.communicate(timeout=300)[0].splitlines()[-1] for process in running]
+    finally:
+        stop(running)
+    assert said[0] == said[1] and said[0].startswith("100 steps: ")
+
+
+def stop(running):
+    for process in running:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 def test_correlated_noise_in_two_processes_is_that_of_one_device(runs, folder):

@@ -90,7 +90,7 @@ def converted(lines: list[str], names: set[str] = frozenset()) -> list[str]:  # 
             elif entry[0].startswith("* "):
                 result += [f"* {prose([entry[0][2:], *entry[1:]])}", ""]
             elif len(paragraph) > 1 and len(entry) == 1 and entry[0].endswith(":"):
-                result += [f"**{prose(entry)}**", ""]  # the name of a group of arguments
+                result += [prose(entry) if "`" in entry[0] else f"**{prose(entry)}**", ""]  # of a group of arguments
             else:
                 result += [prose(entry), ""]
     return result
@@ -100,6 +100,12 @@ def process(app, what, name, obj, options, lines) -> None:
     lines[:] = converted(lines, names_of(obj))
 
 
+def is_bare_field(app, what, name, obj, skip, options) -> bool | None:
+    """Leaves out the fields of a NamedTuple, which have no text of their own: the docstring of the class has it."""
+    return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field number") else None
+
+
 def setup(app):
     app.connect("autodoc-process-docstring", process)
+    app.connect("autodoc-skip-member", is_bare_field)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,4 +1,4 @@
-"""`python -m docs._site.errors > docs/errors.md`: how the messages of dpx's ValueErrors begin, and the ways out."""
+"""`python -m docs._site.errors > docs/errors.md`: how dpx's errors and warnings begin, and the ways out."""
 
 import re
 import sys
@@ -6,12 +6,13 @@ import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
-from docs._site.messages import messages
+from docs._site.messages import WARNING, messages
 
-INTRODUCTION = """# Error messages
+INTRODUCTION = """# Error messages and warnings
 
 dpx refuses a run that its epsilon would not describe. Each message says what must be, and what was given. To find
 yours, search this page for its first words; if they are filled in (a name, a number), search for those that follow.
+A `UserWarning` lets the run go on, because dpx cannot tell whether what it names is a mistake.
 """
 SHOWN = 5  # words of a message
 SELF_EXPLAINED = "Other arguments"  # the group whose messages say all that there is to say
@@ -56,9 +57,10 @@ def placed() -> list[tuple[WayOut, list[str]]]:
 
 def beginning(message: str) -> str:
     """The first words of a message after what is filled in, which a reader can search for; "" if there are none."""
-    words = re.sub(r"^(\.\.\.\W*)+", "", message).split(" ")
-    cut = " ".join(words[:SHOWN]).split("...")[0].rstrip(" ,:;('\"=")
-    return cut if cut.count(" ") else ""
+    sign = WARNING if message.startswith(WARNING) else ""
+    parts = (re.sub(r"^\W+", "", part).split(" ") for part in message.removeprefix(sign).split("..."))
+    cut = (" ".join(words[:SHOWN]).rstrip(" ,:;('\"=") for words in parts)
+    return next((sign + words for words in cut if words.count(" ")), "")
 
 
 def page() -> str:

@@ -1,4 +1,4 @@
-"""The messages of the library's ValueErrors, read from its source."""
+"""The messages of the library's ValueErrors and warnings, read from its source."""
 
 import ast
 import re
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+WARNING = "UserWarning: "  # how a warning begins where Python prints it
 
 
 def text_of(node: ast.AST) -> str:
@@ -20,15 +21,16 @@ def text_of(node: ast.AST) -> str:
 
 
 def messages() -> Iterator[tuple[str, str]]:
-    """(file, message) of each `raise ValueError(...)` in dpx/, in the order of the files and lines."""
+    """(file, message) of each `raise ValueError(...)` and `warnings.warn(...)` in dpx/, in the order of the files and
+    lines."""
     for path in sorted((ROOT / "dpx").rglob("*.py")):
-        raised = [
-            node.exc
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.Raise)
-            and isinstance(node.exc, ast.Call)
-            and getattr(node.exc.func, "id", None) == "ValueError"
-        ]
-        for call in sorted(raised, key=lambda call: call.lineno):
-            text = re.sub(r"\s+", " ", text_of(call.args[0]))
-            yield path.relative_to(ROOT / "dpx").as_posix(), re.sub(r"\.{4,}", "...", text)
+        tree = ast.parse(path.read_text())
+        named = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+        raised = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise)]
+        errors = [node for node in raised if isinstance(node, ast.Call) and ast.unparse(node.func) == "ValueError"]
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        warned = [node for node in calls if ast.unparse(node.func) == "warnings.warn"]
+        for call in sorted([*errors, *warned], key=lambda call: call.lineno):
+            said = text_of(named.get(ast.unparse(call.args[0]), call.args[0]))
+            text = re.sub(r"\.{4,}", "...", re.sub(r"\s+", " ", said))
+            yield path.relative_to(ROOT / "dpx").as_posix(), WARNING * (call in warned) + text

@@ -70,8 +70,7 @@ def warn_of_large_delta(value: Any, sampling: Any) -> None:
         words = f"above {_LARGEST_USUAL_DELTA}: with that probability nothing is promised"
     else:
         return
-    advice = "choose one far below 1 divided by the number of examples"
-    warnings.warn(f"delta = {delta:g} is {words}; {advice}", stacklevel=3)
+    warnings.warn(f"delta = {delta:g} is {words}; choose one far below 1 / the number of examples", stacklevel=3)
 
 
 def require_accountant(value: Any) -> Accountant:

@@ -41,6 +41,7 @@ from dpx.accounting.ledger import from_event
 from dpx.accounting.loss import event_of_loss
 from dpx.fitting import processes
 from dpx.fitting.facts import (
+    FIRST_EXAMPLE,
     KERNELS,
     MEMORY,
     PROGRAM,
@@ -133,13 +134,17 @@ class Folder:
             facts[MEMORY] = stored[MEMORY]  # with the microbatches that it began with, a run rounds as before
             names.remove(MEMORY)
             differ.remove(MEMORY)
+        of_keys = [name for name in names if name.startswith("key")]
+        if of_keys:  # which change these marks too, so they say nothing
+            differ = [name for name in differ if name not in (PROGRAM, FIRST_EXAMPLE)]
         if names and not (self._on_other_devices and all(map(is_about_rounding, names))):
             words = [f"{n} was {stored.get(n)}, now {facts.get(n)}" for n in differ if n != KERNELS]
             listing = "; ".join(words)
-            if PROGRAM in names:
+            if PROGRAM in differ:
                 listing += " (for example another learning rate, or another version of dpx)"
-            if any(name.startswith("key") for name in names):
-                listing += ". (A key of dpx.secret_key() without a seed cannot be made again: keep the seed)"
+            if of_keys:
+                listing += ". To continue it, make its key again with dpx.secret_key(seed), from the seed of its first "
+                listing += "program; without that seed, begin another run in a new folder"
             if all(map(is_about_rounding, names)):
                 listing += ". (on_other_devices=True continues it, and skips the steps that may have been made already)"
             raise ValueError(
@@ -176,7 +181,7 @@ class Folder:
         if plan:
             rows = [row | {"epsilon": self._run.epsilon(carry.state)} for row in rows]
         if skips:
-            warnings.warn(_skip_in_words(self._changed, carry.step, reach), stacklevel=2)
+            _warn_of_skipped(self._changed, carry.step, reach)
             first, carry = carry.step, skip_steps(carry, self._run, reach)
             rows = [*rows, {"step": reach, "epsilon": self._run.epsilon(carry.state), "skipped": reach - first}]
             self.save(carry, rows)
@@ -395,11 +400,12 @@ def skip_steps(carry: Carry, run: RunPlan, reach: int) -> Carry:
     return carry._replace(state=map_states(count_skipped, carry.state, ReleaseState))
 
 
-def _skip_in_words(changed: list[str], first: int, reach: int) -> str:
+def _warn_of_skipped(changed: list[str], first: int, reach: int):
     others = f"with another value of {', '.join(changed)}" if changed else "where other devices may have been before"
-    return (
+    warnings.warn(
         f"the run continues {others}. Its steps {first + 1} to {reach} may have been made before. So they count as "
-        "made, and change no parameters"
+        "made, and change no parameters",
+        stacklevel=3,
     )
 
 

@@ -23,7 +23,8 @@ INSTEAD = "pass them as parameters that dpx.coordinates.trainable freezes: docs/
 
 WHERE = (
     "It sees one example, without a batch axis, and a key of its own with with_key=True: docs/loops.md#by-hand. A "
-    "model of Flax is split outside of it, and merged inside: docs/flax.md"
+    "model of Flax is split outside of it, and merged inside. If an nnx module keeps its random numbers, merge it with "
+    "copy=True and call nnx.reseed(module, dropout=key): docs/flax.md#nnx"
 )
 
 

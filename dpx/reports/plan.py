@@ -307,8 +307,8 @@ class NoisePlan:
         )
 
     def __str__(self) -> str:
-        head = f"{self._budget}, {self.examples} examples, Poisson sampling; "
-        head += "the noise of the mean gradient is divided by the clip norm"
+        head = f"{self._budget}, {self.examples} examples, Poisson sampling\n"
+        head += f"{'noise of the mean gradient, in clip norms':>80}"
         rows = [
             f"{run.batch_size:10} {run.epochs:8.4g} {run.steps:7} {_round_up_noise(run.noise_multiplier):16.4f} "
             f"{run.step_noise:11.3e} {run.epoch_noise:11.3e} {run.noise_of_run:11.3e}"

@@ -133,8 +133,10 @@ def find_constant_keys_in(closed: core.ClosedJaxpr, fixed: int) -> Finding:
     if draws:
         words = (
             "the loss draws random numbers from a constant key: all examples and steps have the same ones, such as one "
-            "dropout mask. Take the key of the example: with_key=True and loss(params, example, key). Numbers that are "
-            "meant to be fixed, such as random features, are right: draw them before the loss, and this row is silent"
+            "dropout mask. Take the key of the example: with_key=True and loss(params, example, key). If an nnx module "
+            "keeps its random numbers, build it with nnx.Rngs(params=0, dropout=1), because nnx.reseed(module, "
+            "dropout=key) changes only a stream of that name (docs/flax.md#nnx). Numbers that are meant to be fixed, "
+            "such as random features, are right: draw them before the loss, and this row is silent"
         )
         return Finding("randomness", "warning", words, {"constant": len(draws)})
     return Finding("randomness", "ok", "the loss draws no random numbers from a constant key", {"constant": 0})
