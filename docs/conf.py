@@ -17,7 +17,7 @@ project, author, copyright = "dpx", "The dpx authors", "The dpx authors"
 version = release = dpx.__version__
 root_doc = "docs/index"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.intersphinx", "sphinx_copybutton"]
-extensions += ["_site.code", "_site.docstrings", "_site.names"]
+extensions += ["_site.code", "_site.docstrings", "_site.names", "_site.search"]
 include_patterns = ["docs/**", "benchmarks/results/**", "examples/README.md", "examples/notebooks/*", "*.md"]
 exclude_patterns = ["README.md", ".venv", ".git", "runs", "dist", "tests", "dpx", "docs/_site", "**.ipynb_checkpoints"]
 

@@ -11,7 +11,7 @@ import re
 import pytest
 
 import dpx
-from docs._site import errors
+from docs._site import errors, search
 from tests.problems import ROOT, run_page
 
 DOCS = ROOT / "docs"
@@ -197,6 +197,18 @@ def test_tasks_are_found(words):
     assert all(word in text for word in words.split())
     linked = re.findall(r"\]\(([^)#]+)", (DOCS / "start.md").read_text())
     assert path in [(DOCS / target).resolve() for target in linked]
+
+
+def test_a_word_that_people_type_finds_one_heading():
+    """If a page or a heading gets another name, its words must move along."""
+    found = []
+    for page, headings in search.WORDS.items():
+        source = [(ROOT / f"{page}.md").read_text()]
+        search.add_entries(None, page, source)
+        for heading, words in headings.items():
+            found += words.split(", ")
+            assert f"# {heading}\n\n```{{index}} ! {words.split(', ')[0]}" in source[0], heading
+    assert len(found) == len(set(found)) > 80
 
 
 def test_every_page_is_in_the_menu():
