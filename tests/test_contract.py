@@ -25,7 +25,6 @@ from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
 import dpx
 from dpx import catalog, keys
-from dpx.accounting.bill import numbers_of
 from dpx.audit.contract import inputs
 from dpx.audit.contract.check import LINES
 from dpx.audit.contract.line_checks import require_same_program
@@ -37,7 +36,7 @@ from dpx.audit.stand_ins import with_quick_noise
 from dpx.mechanisms import masks
 from dpx.papers.dice_sgd.rounding import ERROR
 from dpx.sampling.events import RandomAllocationDpEvent
-from dpx.states.reading import release_state
+from dpx.states.reading import read_run, release_state
 from dpx.sums.float_pair import ETA, as_pair
 from dpx.xla.place import full_precision
 from tests import broken
@@ -211,7 +210,7 @@ def facts_of_cost(case: Case):
         for one, other in zip(billed, sorted(expected, key=in_order), strict=True):
             assert flat(one) == pytest.approx(flat(other), rel=1e-6)
     state = jax.tree.map(np.asarray, trial(case).state(4))  # as from a checkpoint
-    planned = dpx.epsilon(mechanism, 4, delta=1e-5, numbers=numbers_of(mechanism, state))
+    planned = dpx.epsilon(mechanism, 4, delta=1e-5, numbers=read_run(state).numbers)
     assert dpx.epsilon(case.make(mechanism.key), state, delta=1e-5) == planned
     counted = sum(float(np.float32(case.multiplier(t))) ** -2 for t in range(4))
     assert float(release_state(state).precision[0]) == pytest.approx(counted, rel=1e-6)

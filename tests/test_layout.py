@@ -17,7 +17,7 @@ xla: trees
 guards: trees xla
 sums: trees xla
 keys: trees validation xla sums
-states: trees xla keys
+states: trees validation xla keys
 schedules: validation
 sampling: trees validation keys states
 accounting: trees validation xla keys states schedules sampling

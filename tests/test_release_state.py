@@ -16,8 +16,8 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import dpx
-from dpx.accounting.bill import numbers_of
 from dpx.states import reading
+from dpx.states.reading import read_run
 from dpx.states.record import LARGEST_WEIGHT, RECORD_VERSION, ReleaseState, noise_order
 from tests.mechanisms import ALL, PARAMS
 
@@ -29,7 +29,7 @@ EVERYONE = jnp.ones(ROWS, bool)
 
 def of_steps(mechanism, steps, state):
     """The bill of a number of steps, for the numbers that `state` has."""
-    return dpx.epsilon(mechanism, steps, delta=1e-5, numbers=numbers_of(mechanism, state))
+    return dpx.epsilon(mechanism, steps, delta=1e-5, numbers=read_run(state).numbers)
 
 
 def dp_sgd(**changes):

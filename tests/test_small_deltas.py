@@ -10,11 +10,11 @@ import pytest
 
 import dpx
 from dpx import accounting
-from dpx.accounting.bill import numbers_of
 from dpx.accounting.events import event_epsilon, profile_of_run
+from dpx.accounting.run_cost import cost_of_run
 from dpx.keys.noise import LARGEST_RELEASE, count_release, counting_releases
 from dpx.reports import curves
-from dpx.states.reading import release_state
+from dpx.states.reading import read_run, release_state
 from dpx.states.record import ReleaseState, release_and_count
 from tests.mechanisms import MECHANISMS
 from tests.mechanisms import PARAMS as OF_CASES
@@ -85,9 +85,9 @@ def test_a_state_knows_its_numbers():
     made = mechanism()
     for init in (made.init, jax.jit(made.init)):
         state = init(PARAMS)
-        assert int(state.numbers) == 15 == numbers_of(made, state) and numbers_of(made, 7) == 2**32
+        assert int(state.numbers) == 15 == read_run(state).numbers and cost_of_run(made, 7).numbers == 2**32
     taken = stepped(made)
-    assert numbers_of(made, taken) == 15
+    assert read_run(taken).numbers == 15
     spent = [dpx.epsilon(made, taken, delta=1e-12), dpx.epsilon(made, 1, delta=1e-12)]
     assert spent[0] < spent[1] and spent[0] == dpx.epsilon(made, 1, delta=1e-12, numbers=15)
     assert dpx.epsilon(made, taken, delta=1e-12, numbers=2**32) == spent[1]
@@ -121,10 +121,11 @@ def test_a_release_of_more_numbers_than_init_knew_counts():
     state = made.init(PARAMS)
     total = ({"grad": PARAMS, "more": jnp.zeros(100)},)
     _, state = made.release_once(total, state, PARAMS, jnp.int32(2))
-    assert numbers_of(made, state) == 115
+    assert read_run(state).numbers == 115
     unseen = release_and_count(lambda: (None, ReleaseState.empty(PARAMS)), budget=None)
     assert int(unseen[1].numbers) == 0  # not known: 2^32
-    assert numbers_of(inner, inner.release_once((PARAMS,), ReleaseState.empty(), PARAMS, jnp.int32(2))[1]) == 2**32
+    state = inner.release_once((PARAMS,), ReleaseState.empty(), PARAMS, jnp.int32(2))[1]
+    assert read_run(state).numbers == 2**32
 
 
 def test_a_budget_states_the_number_of_every_bill():

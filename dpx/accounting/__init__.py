@@ -38,13 +38,13 @@ each line that makes it a bound.
 
 from dpx.accounting import gdp
 from dpx.accounting.best_of import Selection, best_of
-from dpx.accounting.bill import delta, epsilon
 from dpx.accounting.budget import Budget, accepts_budget
 from dpx.accounting.calibration import CalibratedSchedule, calibrate, calibrate_schedule, max_steps
 from dpx.accounting.compose import Composition, compose_runs
 from dpx.accounting.events import event_delta, event_epsilon
 from dpx.accounting.loss import Loss
 from dpx.accounting.pure import PureDpEvent
+from dpx.accounting.run_cost import delta, epsilon
 from dpx.accounting.schedule import Interval, dp_sgd_epsilon, schedule_delta, schedule_epsilon
 from dpx.states.reading import steps_taken
 

@@ -9,12 +9,14 @@ from dp_accounting.dp_event import RepeatAndSelectDpEvent
 
 from dpx.accounting import renyi
 from dpx.accounting.arithmetic import worst_sampler
-from dpx.accounting.bill import event_of, marks_of_batches, normals_for
 from dpx.accounting.checks import Relation, require_relation
 from dpx.accounting.compose import Composition, common_records, require_one_unit
 from dpx.accounting.ledger import from_event
 from dpx.accounting.loss import as_hashable
+from dpx.accounting.run_cost import RunCost, cost_of_run
 from dpx.accounting.selection import SHAPES, OneOfDpEvent, trial_loss
+from dpx.keys.noise import LARGEST_RELEASE
+from dpx.states.reading import read_run
 from dpx.trees import described
 from dpx.validation import require_number
 
@@ -84,14 +86,14 @@ def best_of(
     score = _score_event(score_on, records)
     if not candidates:
         raise ValueError("best_of needs at least one (mechanism, steps or state) or event, got none")
-    runs = [_event_of_candidate(candidate, relation, records) for candidate in candidates]
-    units = tuple(marks_of_batches(candidate[1])[1] if isinstance(candidate, tuple) else 0 for candidate in candidates)
+    runs = [_cost_of_candidate(candidate, relation, records) for candidate in candidates]
+    units = tuple(run.record.unit for run in runs)
     examples = tuple(candidate[0].sampling.examples for candidate in candidates if isinstance(candidate, tuple))
     require_one_unit(units, examples)
-    stated = runs[0][1]
-    if len(relations := {each for _, each in runs}) > 1:
+    stated = runs[0].relation
+    if len(relations := {run.relation for run in runs}) > 1:
         raise ValueError(f"candidates must have one neighboring relation, got {sorted(relations)}")
-    events = tuple(as_hashable(event) for event, _ in runs)
+    events = tuple(as_hashable(run.event) for run in runs)
     trial = events[0] if all(event == events[0] for event in events) else OneOfDpEvent(events)
     scored = trial if score is None else dp_accounting.ComposedDpEvent((trial, score))  # pyrefly: ignore
     trial_loss(from_event(scored), stated).renyi(renyi.ORDERS)  # refuses what has no bill
@@ -101,7 +103,7 @@ def best_of(
         units=units,
         examples=examples,
         records=records,
-        numbers=worst_sampler(normals_for(*(each if isinstance(each, tuple) else (None, 0))) for each in candidates),
+        numbers=worst_sampler(run.normals for run in runs),
         trial=trial,
         trials=trials,
         distribution=distribution,
@@ -110,11 +112,12 @@ def best_of(
     )
 
 
-def _event_of_candidate(candidate: Any, relation: Relation | None, records: int) -> tuple[DpEvent, Relation]:
+def _cost_of_candidate(candidate: Any, relation: Relation | None, records: int) -> RunCost:
     if isinstance(candidate, DpEvent):
-        return from_event(candidate).of_records(records), require_relation(relation or "zero_out")
+        event, stated = from_event(candidate).of_records(records), require_relation(relation or "zero_out")
+        return RunCost(event, stated, records, LARGEST_RELEASE, read_run(0))
     if isinstance(candidate, tuple) and len(candidate) == 2:
-        return event_of(*candidate, relation, records=records)
+        return cost_of_run(*candidate, relation, records=records)
     raise ValueError(f"a candidate must be a (mechanism, steps or state) or an event, got {described(candidate)}")
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from dpx.accounting import checks
-from dpx.accounting.bill import event_of, normals_for, require_billable
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.events import profile_of_run, reachable_epsilon
+from dpx.accounting.events import reachable_epsilon
 from dpx.accounting.ledger import DISTINCT, FEW
 from dpx.accounting.pld.buckets import BUCKETS, Buckets, bucketed_gaussians
+from dpx.accounting.run_cost import cost_of_run, require_billable
 from dpx.accounting.schedule import Interval, implemented_profile, lower_profile, upper_profile
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.validation import require_whole
@@ -65,9 +65,9 @@ def calibrate(
     costs: dict[float, float] = {}
 
     def cost(noise_multiplier: float, distinct: int = DISTINCT, **options: Any) -> float:
-        event, stated = event_of(make(noise_multiplier), steps, relation, records=records, distinct=distinct)
-        options |= {"accountant": accountant, "relation": stated, "numbers": normals_for(None, steps, numbers)}
-        costs[noise_multiplier] = reachable_epsilon(profile_of_run(event, **options), epsilon, delta)
+        given: Any = {"records": records, "numbers": numbers, "distinct": distinct}
+        profile = cost_of_run(make(noise_multiplier), steps, relation, **given).profile(accountant, **options)
+        costs[noise_multiplier] = reachable_epsilon(profile, epsilon, delta)
         return costs[noise_multiplier]
 
     def rough(noise_multiplier: float) -> float:
@@ -265,13 +265,12 @@ def max_steps(
 
     def affordable(steps: int) -> bool:
         try:
-            event, stated = event_of(optimizer, steps, relation, records=records)
+            spent = cost_of_run(optimizer, steps, relation, records=records)
         except ValueError:
             if steps == 1:
                 raise
             return False  # beyond the schedule
-        numbers = normals_for(optimizer, steps)
-        return profile_of_run(event, accountant=accountant, relation=stated, numbers=numbers).epsilon(delta) <= epsilon
+        return spent.profile(accountant).epsilon(delta) <= epsilon
 
     low, high = 0, 1
     while affordable(high):

@@ -13,13 +13,14 @@ import numpy as np
 from dpx import keys
 from dpx.accounting import checks
 from dpx.accounting.arithmetic import NormalSampler, worst_sampler
-from dpx.accounting.bill import billed_steps, event_of, event_of_records, marks_of_batches, normals_for, records_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import profile_of_run
 from dpx.accounting.profiles import PickedProfile, Profile
+from dpx.accounting.run_cost import cost_of_run, event_of_records, records_of
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.schedules.scalars import values_over
 from dpx.states.identity import fingerprint, identity_of
+from dpx.states.reading import read_run
 from dpx.states.record import SEVERAL_KEYS
 from dpx.trees import described
 from dpx.validation import require_bool, require_whole
@@ -173,16 +174,15 @@ def _composition_of_run(run: Any, records: int) -> Composition:
     if not isinstance(run, tuple | list) or len(run) != 2:
         raise ValueError(f"a run must be a pair (mechanism, steps or state) or a Composition, got {described(run)}")
     mechanism, spent = run
-    event, relation = event_of(mechanism, spent, None, records=records)
-    batch_key, unit = marks_of_batches(spent)
+    cost = cost_of_run(mechanism, spent, records=records)
     return Composition(
-        event,
-        relation,
+        cost.event,
+        cost.relation,
         keys=(mechanism.key,),
-        batch_keys=(batch_key,) if batch_key else (),
-        units=(unit,),
+        batch_keys=(cost.record.batch_key,) if cost.record.batch_key else (),
+        units=(cost.record.unit,),
         examples=(mechanism.sampling.examples,),
-        numbers=normals_for(mechanism, spent),
+        numbers=cost.normals,
     )
 
 
@@ -230,11 +230,11 @@ def _on_shared_batches(runs, events, records: int) -> dp_accounting.DpEvent:
     if any(isinstance(run, Composition) for run in runs):
         raise ValueError("a Composition did not share its batches with another run: pass shared_batches=False")
     sampling = runs[0][0].sampling
-    precision = np.zeros(max(billed_steps(spent) for _, spent in runs))
-    for (mechanism, spent), event in zip(runs, events, strict=True):
+    steps_of_runs = [read_run(spent).steps for _, spent in runs]
+    precision = np.zeros(max(steps_of_runs))
+    for (mechanism, _), steps, event in zip(runs, steps_of_runs, events, strict=True):
         if identity_of(mechanism.sampling) != identity_of(sampling):
             raise ValueError(f"runs with shared batches must have one sampling, got {sampling}, {mechanism.sampling}")
-        steps = billed_steps(spent)
         multipliers = values_over(mechanism.noise_multiplier, steps)
         if event != sampling.event(multipliers):
             raise ValueError(f"runs with shared batches must release one Gaussian a step, got {mechanism}")

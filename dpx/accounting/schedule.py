@@ -11,7 +11,6 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 
 from dpx.accounting import checks
 from dpx.accounting.arithmetic import NormalSampler, RunProfile, normal_sampler
-from dpx.accounting.bill import event_of_records
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import profile_of_run
 from dpx.accounting.groups import require_zero_out
@@ -26,6 +25,7 @@ from dpx.accounting.profiles import (
     loss_profile,
     unsampled_profile,
 )
+from dpx.accounting.run_cost import event_of_records
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.sampling.events import compose_events
 from dpx.sampling.poisson import PoissonSampling

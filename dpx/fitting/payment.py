@@ -6,13 +6,14 @@ from typing import Any
 
 from dp_accounting import DpEvent
 
-from dpx.accounting.bill import billed_steps, event_of, numbers_of
 from dpx.accounting.filters import NOTHING
+from dpx.accounting.run_cost import cost_of_run
 from dpx.accounting.wording import rounded_up
 from dpx.fitting import processes
 from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import Carry
 from dpx.ledgers import PrivacyLedger
+from dpx.states.reading import read_run
 from dpx.trees import described
 
 _PAID = (
@@ -43,7 +44,7 @@ class Payment:
     def _event(self, steps: int) -> DpEvent:
         assert self.ledger is not None
         terms = self.ledger.terms
-        return event_of(self.run.optimizer, steps, terms.relation, records=terms.records)[0]
+        return cost_of_run(self.run.optimizer, steps, terms.relation, records=terms.records).event
 
     def pay(self, carry: Carry, folder: Any):
         """Pays for all steps that are planned; a run that continues in its folder has paid. In every process.
@@ -51,15 +52,15 @@ class Payment:
         Raises ValueError if the ledger does not allow the run.
         """
         if self.ledger is not None:
-            self.planned = max(self.run.steps, billed_steps(carry.state))
+            self.planned = max(self.run.steps, read_run(carry.state).steps)
             self.number = processes.from_first_process(lambda: self._pay(self.ledger, carry, folder))
 
     def _pay(self, ledger: Any, carry: Carry, folder: Any) -> int:
-        optimizer, run = self.run.optimizer, self.run
+        run = self.run
         entry = ledger.spend(
             self._event(self.planned),
-            key=[optimizer.key, run.key],
-            numbers=numbers_of(optimizer, carry.state),
+            key=[run.optimizer.key, run.key],
+            numbers=read_run(carry.state).numbers,
             holder=folder.mark,
             **self.given,
         )

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from dpx import keys
-from dpx.accounting.bill import epsilon, records_of
 from dpx.accounting.checks import Accountant
+from dpx.accounting.run_cost import epsilon, records_of
 from dpx.guards import FLAX, require_params
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.reports.report import require_names

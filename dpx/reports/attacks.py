@@ -8,11 +8,10 @@ import numpy as np
 from scipy import special
 
 from dpx.accounting import checks
-from dpx.accounting.bill import event_of, normals_for, records_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.compose import Composition
-from dpx.accounting.events import profile_of_run
 from dpx.accounting.profiles import Profile
+from dpx.accounting.run_cost import cost_of_run
 from dpx.accounting.wording import for_whom, owner_of, rounded_up
 from dpx.reports.pages import draw_guessing, labeled
 from dpx.trees import described
@@ -106,17 +105,9 @@ def attack_bounds(
             )
         profile, records = run.profile(accountant, curve=True), run.records
     else:
-        profile, records = profile_of(run, steps_or_state, accountant, relation, records), records_of(run, records)
+        cost = cost_of_run(run, steps_or_state, relation, records=records)
+        profile, records = cost.profile(accountant, curve=True), cost.records
     return bounds_of(profile, delta, rates.tolist())._replace(records=records)
-
-
-def profile_of(
-    mechanism: Any, steps_or_state: Any, accountant: Accountant, relation: Relation | None, records: int | None
-) -> Profile:
-    """The profile of a run, for deltas at many epsilons. The arguments are as for `dpx.epsilon`."""
-    event, stated = event_of(mechanism, steps_or_state, relation, records=records)
-    numbers = normals_for(mechanism, steps_or_state)
-    return profile_of_run(event, accountant=accountant, relation=stated, curve=True, numbers=numbers)
 
 
 def bounds_of(profile: Profile, delta: float, false_positive_rates: Sequence[float]) -> AttackBounds:

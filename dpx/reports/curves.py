@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dpx.accounting import checks
-from dpx.accounting.bill import event_of, normals_for, records_of
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.events import profile_of_run
 from dpx.accounting.pld.buckets import BUCKETS
+from dpx.accounting.run_cost import cost_of_run, records_of
 from dpx.accounting.wording import for_whom, rounded_up
-from dpx.reports.attacks import bounds_of, profile_of
+from dpx.reports.attacks import bounds_of
 from dpx.reports.pages import draw_guessing, labeled
 from dpx.trees import outlined
 from dpx.validation import require_floats, require_whole
@@ -101,10 +100,9 @@ def epsilon_over_steps(
     steps_shown = np.unique(np.append(1, np.minimum(ends.round().astype(np.int64) * epoch, steps)))
     spent = []
     for step in steps_shown.tolist():
-        event, stated = event_of(mechanism, step, relation, records=records)
-        buckets = BUCKETS if step == steps else _BUCKETS
-        options: Any = {"buckets": buckets, "numbers": normals_for(mechanism, step)}
-        spent.append(profile_of_run(event, accountant=accountant, relation=stated, **options).epsilon(delta))
+        cost = cost_of_run(mechanism, step, relation, records=records)
+        profile = cost.profile(accountant, buckets=BUCKETS if step == steps else _BUCKETS)
+        spent.append(profile.epsilon(delta))
     spent = np.minimum.accumulate(spent[::-1])[::-1]  # fewer steps cost no more
     return EpsilonOverSteps(steps_shown, spent, checks.require_delta(delta), epoch > 1, records_of(mechanism, records))
 
@@ -126,10 +124,11 @@ def delta_over_epsilon(
     """
     given = np.atleast_1d(require_floats("epsilons", epsilons))
     values = np.array([checks.require_epsilon(value) for value in given])
-    profile = profile_of(mechanism, steps_or_state, accountant, relation, records)
+    cost = cost_of_run(mechanism, steps_or_state, relation, records=records)
+    profile = cost.profile(accountant, curve=True)
     deltas = {value: profile.delta(value) for value in sorted(values.tolist())}
     of_values = np.array([deltas[value] for value in values.tolist()])
-    return DeltaOverEpsilon(values, of_values, records_of(mechanism, records))
+    return DeltaOverEpsilon(values, of_values, cost.records)
 
 
 def trade_off(
@@ -150,9 +149,10 @@ def trade_off(
     Raises ValueError for fewer points, and as `dpx.accounting.delta` does.
     """
     type_one = np.linspace(0, 1, require_whole("points", points, minimum=2))
-    profile = profile_of(mechanism, steps_or_state, accountant, relation, records)
+    cost = cost_of_run(mechanism, steps_or_state, relation, records=records)
+    profile = cost.profile(accountant, curve=True)
     most = np.array(bounds_of(profile, _NEGLIGIBLE_DELTA, type_one.tolist()).true_positive_rates)
-    return TradeOff(type_one, 1 - most, records_of(mechanism, records))
+    return TradeOff(type_one, 1 - most, cost.records)
 
 
 def plot_epsilon_over_steps(curve: EpsilonOverSteps, *, axes: Any = None, label: str | None = None) -> Any:

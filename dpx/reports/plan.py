@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dpx.accounting import checks
-from dpx.accounting.bill import event_of_records
 from dpx.accounting.calibration import calibrate_schedule, least_noise_within
 from dpx.accounting.checks import Accountant
 from dpx.accounting.events import profile_of_run
+from dpx.accounting.run_cost import event_of_records
 from dpx.accounting.wording import for_whom, rounded_up
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.reports.pages import labeled

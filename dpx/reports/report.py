@@ -10,24 +10,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from dp_accounting import DpEvent
-
 from dpx.accounting import checks
-from dpx.accounting.arithmetic import EpsilonParts, normal_sampler
+from dpx.accounting.arithmetic import EpsilonParts
 from dpx.accounting.best_of import Selection
-from dpx.accounting.bill import (
-    billed_steps,
-    event_of,
-    made_steps,
-    marks_of_batches,
-    normals_for,
-    records_of,
-    require_billable,
-)
 from dpx.accounting.budget import Budget
-from dpx.accounting.checks import Relation
-from dpx.accounting.events import profile_of_run
 from dpx.accounting.ledger import from_event
+from dpx.accounting.run_cost import RunCost, cost_of_run, require_billable
 from dpx.accounting.wording import for_whom, owner_of, rounded_up
 from dpx.reports.attacks import AttackBounds, bounds_and_curve
 from dpx.reports.pages import Section, as_html, as_markdown, as_text, attack_curve
@@ -180,28 +168,23 @@ def privacy_report(
     """
     require_billable(mechanism)
     checks.warn_of_large_delta(delta, mechanism.sampling)
-    steps, (made, planned) = billed_steps(steps_or_state), made_steps(steps_or_state)
-    records = records_of(mechanism, records)
-    event, relation = event_of(mechanism, steps_or_state, None, records=records)
-    drawn = _unit_of(marks_of_batches(steps_or_state)[1], unit)
-    event, words = _with_tuning(event, relation, records, tuning, subject := owner_of(records, drawn))
-    normals = tuning.numbers if isinstance(tuning, Selection) else normals_for(mechanism, steps_or_state, numbers)
+    cost = cost_of_run(mechanism, steps_or_state, records=records, numbers=numbers)
+    drawn = _unit_of(cost.record.unit, unit)
+    cost, words = _with_tuning(cost, tuning, subject := owner_of(cost.records, drawn))
+    event, relation, records, _, (steps, made, planned, *_) = cost
     answers: dict[str, EpsilonParts] = {}
     refusals = []
     for accountant in ("pld", "rdp"):
         try:
-            profile = profile_of_run(event, accountant=accountant, relation=relation, numbers=normals)
-            answers[accountant] = profile.answer(delta)
+            answers[accountant] = cost.profile(accountant).answer(delta)
         except ValueError as error:
             refusals.append(error)
     if not answers:
         raise refusals[0]
     least, possible = min(answers.values()), {}
-    if math.isinf(least.epsilon) and (
-        of_run := profile_of_run(event, relation=relation, numbers=normals).least_delta(delta)
-    ):
+    if math.isinf(least.epsilon) and (of_run := cost.profile().least_delta(delta)):
         possible = {"least delta": of_run}
-    attacks, curve = bounds_and_curve(profile_of_run(event, relation=relation, curve=True, numbers=normals), delta)
+    attacks, curve = bounds_and_curve(cost.profile(curve=True), delta)
     return PrivacyReport(
         mechanism=str(mechanism),
         steps=steps,
@@ -219,7 +202,7 @@ def privacy_report(
         events=from_event(event).words(),
         versions={"python": platform.python_version()} | {p.removesuffix("-jax"): version_of(p) for p in _PACKAGES},
         caveats=(
-            *caveats(drawn, relation, records, on_a_tpu=normal_sampler(normals).slope > 0),
+            *caveats(drawn, relation, records, on_a_tpu=cost.normals.slope > 0),
             *((run.explain(delta, relation),) if (run := from_event(event).whole_run) else ()),
         ),
         date=datetime.now(UTC).date().isoformat(),
@@ -261,15 +244,15 @@ def _ending(made: int, steps: int, planned: bool, unit: str) -> str:
     return "" if planned else f"{words} alone decided where the run ended, and nothing that depends on one {unit}"
 
 
-def _with_tuning(event: DpEvent, relation: Relation, records: int, tuning: Any, unit: str) -> tuple[DpEvent, str]:
-    """The event whose cost is stated, and whether that includes the choice of hyper-parameters, in words."""
+def _with_tuning(cost: RunCost, tuning: Any, unit: str) -> tuple[RunCost, str]:
+    """The cost that is stated, and whether that includes the choice of hyper-parameters, in words."""
     if isinstance(tuning, Selection):
-        if (tuning.relation, tuning.records) != (relation, records) or not tuning.covers(event):
-            raise ValueError(f"the run must be one that the search counted, got {event}; {tuning}")
-        return tuning.event, str(tuning)
+        if (tuning.relation, tuning.records) != (cost.relation, cost.records) or not tuning.covers(cost.event):
+            raise ValueError(f"the run must be one that the search counted, got {cost.event}; {tuning}")
+        return cost._replace(event=tuning.event, numbers=tuning.numbers), str(tuning)
     if not (tuning is None or isinstance(tuning, str)) or tuning not in (None, "public"):
         raise ValueError(f'tuning must be "public", a dpx.accounting.Selection or None, got {described(tuning)}')
-    return event, _TUNING[tuning].format(unit=unit)
+    return cost, _TUNING[tuning].format(unit=unit)
 
 
 def version_of(package: str) -> str:

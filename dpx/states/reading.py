@@ -2,17 +2,20 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from dpx.keys.noise import LARGEST_RELEASE
 from dpx.states.identity import fingerprint
 from dpx.states.record import LARGEST_PRECISION, LARGEST_WEIGHT, REASONS, RECORD_VERSION, ReleaseState, noise_order
 from dpx.trees import Tree
+from dpx.validation import require_whole
 
+_TRACED = "state must be known, got one that jax is tracing: read its steps and its cost outside of jit"
 TOLERANCE = 1e-5  # relative, between the precisions of a state and a mechanism, because float32 rounds
 
 
@@ -23,6 +26,8 @@ def release_state(state: Tree) -> ReleaseState:
         flax's TrainState or nnx.Optimizer. Raises ValueError for none, for several, and if a transform before the
         mechanism or a wrapper around it can change how much one example moves the release.
     """
+    if isinstance(state, jax.core.Tracer):
+        raise ValueError(_TRACED)
     releases = _search(state, ())
     if len(releases) != 1:
         advice = "Restore a stored state into the structure of optimizer.init(params)."
@@ -31,7 +36,7 @@ def release_state(state: Tree) -> ReleaseState:
     for holder, key in holders:
         _require_plain(holder, key)
     if isinstance(release.step, jax.core.Tracer):
-        raise ValueError("state must be known, got one that jax is tracing: read its steps and its cost outside of jit")
+        raise ValueError(_TRACED)
     if jnp.shape(release.step) != ():
         raise ValueError(
             f"state must be of one run, got {jnp.shape(release.step)} runs. Runs of one key share their noise: give "
@@ -103,8 +108,14 @@ def steps_taken(state: Tree) -> int:
     return int(release_state(state).step)
 
 
-def steps_billed(state: Tree) -> int:
-    """How many steps the cost of an optimizer state covers: those made or those planned, whichever are more.
+class RunRecord(NamedTuple):
+    """What a number of steps, or an optimizer state, says about its run.
+
+    steps: ints, those that the cost covers; made: of them, those that were made. planned: whether a plan says that the
+        run ends there, or later.
+    numbers: int, the most that a release has; None where it is not known. in_integers: whether a TPU drew the noise.
+    batch_key, unit: the marks of the key that drew the batches, and of what these hold, ints; 0 where not known.
+    state: the optimizer state; None for a number of steps.
 
     The decision to end a run may depend on the data: on the releases themselves, if a callback or a person looks at
     them. Then there is no proof for only the steps that were made, but there is one for all steps that the run could
@@ -112,8 +123,34 @@ def steps_billed(state: Tree) -> int:
     budget, because someone could plan fewer steps, look, and then plan more. Without a plan, nobody knows where the run
     could have ended, and it costs the steps that were made.
     """
-    release = release_state(state)
-    return max(int(release.step), int(release.plan))
+
+    steps: int
+    made: int
+    planned: bool = True
+    numbers: int | None = None
+    in_integers: bool = False
+    batch_key: int = 0
+    unit: int = 0
+    state: Tree = None
+
+
+def read_run(steps_or_state: Any) -> RunRecord:
+    """Raises ValueError for a number of steps that is not whole, and as `release_state` does."""
+    if not isinstance(steps_or_state, bool | int | float | np.generic):
+        release = release_state(steps_or_state)
+        made, plan = int(release.step), int(release.plan)
+        return RunRecord(
+            max(made, plan),
+            made,
+            made < plan or made in (0, plan, int(release.planned_steps)),
+            int(release.numbers) or LARGEST_RELEASE,
+            int(release.in_integers) > 0,
+            int(release.batch_key),
+            int(release.unit),
+            steps_or_state,
+        )
+    steps = require_whole("steps", steps_or_state, minimum=0)
+    return RunRecord(steps, made=steps)
 
 
 def next_steps(state: Tree, sampling: Any, steps: int | None, *, beyond_budget: bool) -> range:

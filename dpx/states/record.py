@@ -64,7 +64,7 @@ class ReleaseState(NamedTuple):
     order:         uint32 (), the sum of `noise_order` over them, which another order of the multipliers changes.
     fingerprints:  uint32 (2,), of the sampling record, and of the event without its noise multipliers.
     planned_steps: int32 (), the steps of the budget that the noise was calibrated for; 0 without a budget.
-    plan:          int32 (), the steps that the run planned, which all count (`reading.steps_billed`); 0 if nobody
+    plan:          int32 (), the steps that the run planned, which all count (`reading.RunRecord`); 0 if nobody
                    planned any, or if public information alone decides where the run ends.
     numbers:       uint32 (), the most numbers that a release has, as the cost assumes; 0 is 2^32.
     in_integers:   int32 (), 1 after a release whose noise was drawn in integers, as on a TPU; otherwise 0.

@@ -14,14 +14,14 @@ from dp_accounting import DpEvent, GaussianDpEvent
 
 from dpx import keys
 from dpx.accounting.best_of import Distribution, Selection, best_of
-from dpx.accounting.bill import event_of
 from dpx.accounting.budget import Budget
 from dpx.accounting.calibration import least_noise_within
 from dpx.accounting.checks import require_delta
 from dpx.accounting.compose import same_key
 from dpx.accounting.loss import as_hashable
+from dpx.accounting.run_cost import cost_of_run
 from dpx.mechanism import Mechanism, require_mechanism
-from dpx.states.reading import release_state, steps_billed
+from dpx.states.reading import release_state
 from dpx.sums.float_pair import ETA, FloatPair
 from dpx.trees import Tree, described, outlined
 from dpx.validation import require_floats, require_function, require_number, require_whole
@@ -207,8 +207,7 @@ class SearchPlan:
         result = train(trial)
         if not isinstance(result, tuple) or len(result) < 2:
             raise ValueError(f"train must return the result of dpx.fit, or (params, state), got {type(result)}")
-        event_of(trial.optimizer, result[1], None)
-        if (steps := steps_billed(result[1])) > most:
+        if (steps := cost_of_run(trial.optimizer, result[1]).record.steps) > most:
             raise ValueError(f"a trial must make and plan at most the {most} steps that are paid for, got {steps}")
         if int(stream := release_state(result[1]).batch_key) not in (0, int(keys.mark_of_key(trial.optimizer.key))):
             raise ValueError(

@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend import core
 from scipy import special
 
-from dpx.audit.contract import inputs as inputs
+from dpx.audit.contract import inputs
 from dpx.audit.contract.report import Broken
 from dpx.audit.contract.subject import SMALL, Release, TracedRelease
 from dpx.audit.stand_ins import without_grid

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from dpx.audit.contract import inputs as inputs
+from dpx.audit.contract import inputs
 from dpx.audit.contract.draws import FULLY
 from dpx.audit.contract.noise import require_rows_alone
 from dpx.audit.contract.report import Broken, numbers_in_words

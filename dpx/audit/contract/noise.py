@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import get_opaque_trace_state as trace_state
 from scipy import linalg, special
 
-from dpx.audit.contract import inputs as inputs
+from dpx.audit.contract import inputs
 from dpx.audit.contract.draws import (
     AT_LEAST,
     FULLY,

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from dpx.audit.contract import inputs as inputs
+from dpx.audit.contract import inputs
 from dpx.audit.contract.report import Broken, NotChecked
 from dpx.audit.contract.subject import STEPS, all_but_one, all_included
 from dpx.audit.contract.trial import Trial

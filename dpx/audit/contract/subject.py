@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from dpx.audit.contract import inputs as inputs
+from dpx.audit.contract import inputs
 from dpx.audit.contract.report import NotChecked
 from dpx.audit.stand_ins import drawing_normals_by, with_quick_noise
 from dpx.gradients import private_updates

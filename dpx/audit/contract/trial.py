@@ -8,7 +8,7 @@ import numpy as np
 from dp_accounting import DpEvent
 
 from dpx.accounting.ledger import from_event
-from dpx.audit.contract import inputs as inputs
+from dpx.audit.contract import inputs
 from dpx.audit.contract.draws import FULLY, NoiseDraws, measured_release, obvious_fault
 from dpx.audit.contract.report import NotChecked
 from dpx.audit.contract.subject import STEPS, Release, Subject, TracedRelease

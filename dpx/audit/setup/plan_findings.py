@@ -10,10 +10,8 @@ import numpy as np
 
 from dpx import keys
 from dpx.accounting import epsilon
-from dpx.accounting.bill import normals_for
-from dpx.accounting.checks import require_relation
-from dpx.accounting.events import profile_of_run
 from dpx.accounting.ledger import without_truncation
+from dpx.accounting.run_cost import cost_of_run
 from dpx.accounting.wording import for_whom, rounded_up
 from dpx.audit.setup.report import Finding
 from dpx.mechanism import Mechanism
@@ -107,9 +105,9 @@ def find_truncation(optimizer: Mechanism, steps: int | None, delta: float | None
     """What it costs that the sampling truncates batches (`most_rows`); nothing for other samplings."""
     if steps is None or delta is None or not optimizer.sampling.truncates:
         return []
-    event, relation = optimizer.event(steps), require_relation(optimizer.sampling.relation)
-    options: Any = {"relation": relation, "numbers": normals_for(optimizer, steps)}
-    spent, without = (profile_of_run(e, **options).epsilon(delta) for e in (event, without_truncation(event)))
+    cost = cost_of_run(optimizer, steps, records=1)
+    spent = cost.profile().epsilon(delta)
+    without = cost._replace(event=without_truncation(cost.event)).profile().epsilon(delta)
     more = spent / without - 1 if 0 < without < math.inf else 0.0
     words = f"cutting batches to most_rows = {optimizer.sampling.most_rows} costs {more:.2%} of epsilon"
     numbers = {"epsilon": spent, "epsilon of batches that are not cut": without}

@@ -1,22 +1,20 @@
 """The cost of a mechanism: the epsilon and delta of the steps of a run, before or after it."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import dp_accounting
-import numpy as np
 
 from dpx.accounting import checks
-from dpx.accounting.arithmetic import NormalSampler, normal_sampler
+from dpx.accounting.arithmetic import NormalSampler, RunProfile, normal_sampler
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import profile_of_run
 from dpx.accounting.groups import require_zero_out
 from dpx.accounting.ledger import DISTINCT, from_event
-from dpx.accounting.loss import Loss
-from dpx.accounting.loss import event_of_loss as event_of_loss
+from dpx.accounting.loss import Loss, event_of_loss
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.sampling.base import Sampling
 from dpx.sampling.poisson import PoissonSampling
-from dpx.states.reading import release_state, steps_billed
+from dpx.states.reading import RunRecord, read_run
 from dpx.trees import described
 from dpx.validation import require_whole
 
@@ -61,10 +59,9 @@ def epsilon(
         >>> dpx.epsilon(mechanism, 200, delta=1e-5)
         4.765...
     """
-    event, relation = event_of(optimizer, steps_or_state, relation, records=records, weight=weight)
+    cost = cost_of_run(optimizer, steps_or_state, relation, records=records, weight=weight, numbers=numbers)
     checks.warn_of_large_delta(delta, optimizer.sampling)
-    normals = normals_for(optimizer, steps_or_state, numbers)
-    return profile_of_run(event, accountant=accountant, relation=relation, numbers=normals).epsilon(delta)
+    return cost.profile(accountant).epsilon(delta)
 
 
 def delta(
@@ -92,39 +89,65 @@ def delta(
         9.98...e-05
     """
     epsilon = checks.require_epsilon(epsilon)
-    event, relation = event_of(optimizer, steps_or_state, relation, records=records, weight=weight)
-    normals = normals_for(optimizer, steps_or_state, numbers)
-    return profile_of_run(event, accountant=accountant, relation=relation, numbers=normals).delta(epsilon)
+    cost = cost_of_run(optimizer, steps_or_state, relation, records=records, weight=weight, numbers=numbers)
+    return cost.profile(accountant).delta(epsilon)
 
 
-def event_of(
+class RunCost(NamedTuple):
+    """What a run releases, and who is protected: all that its profile depends on.
+
+    event: of the steps, for a unit that owns `records` records. relation: that the event is billed under.
+    numbers: the most that one release has, or what draws them. record: what its steps or its state say.
+    """
+
+    event: dp_accounting.DpEvent
+    relation: Relation
+    records: int
+    numbers: int | NormalSampler
+    record: RunRecord
+
+    @property
+    def normals(self) -> NormalSampler:
+        return normal_sampler(self.numbers, self.record.in_integers)
+
+    def profile(self, accountant: Accountant = "tightest", **options: Any) -> RunProfile:
+        """See `profile_of_run`, which takes the options."""
+        given = {"accountant": accountant, "relation": self.relation, "numbers": self.normals}
+        return profile_of_run(self.event, **given, **options)
+
+
+def cost_of_run(
     optimizer: Any,
     steps_or_state: Any,
-    relation: Relation | None,
+    relation: Relation | None = None,
     *,
     records: int | None = None,
     weight: float | None = None,
+    numbers: int | None = None,
     distinct: int = DISTINCT,
-) -> tuple[dp_accounting.DpEvent, Relation]:
-    """The event of the steps, for the unit that is billed, and the relation that it is billed under.
+) -> RunCost:
+    """The cost of the steps. The arguments are as for `epsilon`; distinct: int, of `event_of_records`.
 
-    distinct: int, of `event_of_records`.
-
-    Raises ValueError for a state that another mechanism made, for a relation that the event is not true for, and for
-    records and a weight whose cost is not known.
+    Raises ValueError for a state that another mechanism made, for a relation that the event is not true for, for
+    records and a weight whose cost is not known, and for fewer numbers than are known of the run.
     """
     require_billable(optimizer)
-    steps = billed_steps(steps_or_state)
-    if _is_number(steps_or_state):
-        event = optimizer.event(steps) if steps else dp_accounting.NoOpDpEvent()
+    record, sampling = read_run(steps_or_state), optimizer.sampling
+    if record.state is None:
+        event = optimizer.event(record.steps) if record.steps else dp_accounting.NoOpDpEvent()
     elif hasattr(optimizer, "event_matching"):
-        event = optimizer.event_matching(steps_or_state, steps)
+        event = optimizer.event_matching(record.state, record.steps)
     else:
         raise ValueError(f"a state must be read by the dpx Mechanism that made its releases, got {type(optimizer)}")
-    relation = _relation_of(event, optimizer.sampling, relation)
-    event = event if weight is None else _event_of_weight(event, optimizer.sampling, weight)
+    relation = _relation_of(event, sampling, relation)
+    event = event if weight is None else _event_of_weight(event, sampling, weight)
     records = records_of(optimizer, records)
-    return event_of_records(event, optimizer.sampling, relation, records, distinct=distinct), relation
+    event = event_of_records(event, sampling, relation, records, distinct=distinct)
+    known = record.numbers if record.state is not None else getattr(getattr(optimizer, "budget", None), "numbers", None)
+    if numbers is not None and known is not None and numbers < known:
+        raise ValueError(f"numbers must be at least the {known} of the run, got {described(numbers)}")
+    numbers = (known or LARGEST_RELEASE) if numbers is None else checks.require_numbers(numbers)
+    return RunCost(event, relation, records, numbers, record)
 
 
 def records_of(optimizer: Any, records: int | None) -> int:
@@ -133,28 +156,6 @@ def records_of(optimizer: Any, records: int | None) -> int:
     if records is None:
         return 1 if budget is None else budget.records
     return require_whole("records", records)
-
-
-def numbers_of(optimizer: Any, steps_or_state: Any, numbers: int | None = None) -> int:
-    """How many numbers of a release are billed: those of the state, or of the budget; or more, if `numbers` says so.
-
-    Raises ValueError for fewer `numbers`.
-    """
-    if _is_number(steps_or_state):
-        known = getattr(getattr(optimizer, "budget", None), "numbers", None)
-    else:
-        known = int(release_state(steps_or_state).numbers) or LARGEST_RELEASE
-    if numbers is None:
-        return known or LARGEST_RELEASE
-    if known is not None and numbers < known:
-        raise ValueError(f"numbers must be at least the {known} of the run, got {described(numbers)}")
-    return checks.require_numbers(numbers)
-
-
-def normals_for(optimizer: Any, steps_or_state: Any, numbers: int | None = None) -> NormalSampler:
-    """What draws the `numbers_of` a run: after a release on a TPU, in integers."""
-    in_integers = not _is_number(steps_or_state) and int(release_state(steps_or_state).in_integers) > 0
-    return normal_sampler(numbers_of(optimizer, steps_or_state, numbers), in_integers)
 
 
 def _relation_of(event: dp_accounting.DpEvent, sampling: Sampling, relation: Relation | None) -> Relation:
@@ -213,32 +214,3 @@ def require_billable(optimizer: Any) -> None:
             "optimizer must be a dpx Mechanism, which has an event and a sampling; of an optax.chain, give the one in "
             f"it. Got {type(optimizer)}"
         )
-
-
-def billed_steps(steps_or_state: Any) -> int:
-    """A number of steps as it is, or how many of a state are billed: those that were made, and all planned ones."""
-    if _is_number(steps_or_state):
-        return require_whole("steps", steps_or_state, minimum=0)
-    return steps_billed(checks.require_concrete("state", steps_or_state))
-
-
-def made_steps(steps_or_state: Any) -> tuple[int, bool]:
-    """How many of the billed steps were made, and whether a plan says that the run ends there, or later."""
-    billed = billed_steps(steps_or_state)
-    if _is_number(steps_or_state):
-        return billed, True
-    release = release_state(steps_or_state)
-    made = int(release.step)
-    return made, made < billed or made in (0, int(release.plan), int(release.planned_steps))
-
-
-def marks_of_batches(steps_or_state: Any) -> tuple[int, int]:
-    """The mark of the key that a state's batches were drawn with, and that of their unit, ints; 0 if not known."""
-    if _is_number(steps_or_state):
-        return 0, 0
-    release = release_state(steps_or_state)
-    return int(release.batch_key), int(release.unit)
-
-
-def _is_number(steps_or_state: Any) -> bool:
-    return isinstance(steps_or_state, bool | int | float | np.generic)
