@@ -207,6 +207,20 @@ def test_events_that_are_not_found_at_every_reading_are_refused(collect):
         accounting.best_of(dp_accounting.GaussianDpEvent(5.0), trials=5, score_on=event)
 
 
+@pytest.mark.parametrize("counts", [[2**62] * 4, [2**53, 2], np.array([2**63 + 1], np.uint64)])
+def test_more_releases_than_float64_counts_are_refused(counts):
+    """2^64 of them wrapped around to none, whose epsilon is 0."""
+    noise = [1e9] * len(counts)
+    for accountant in ("pld", "rdp"):
+        with pytest.raises(ValueError, match="releases must be at most 9007199254740992"):
+            accounting.schedule_epsilon(noise, counts=counts, sampling_rate=0.1, delta=1e-5, accountant=accountant)
+    release = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(1e9))
+    event = dp_accounting.ComposedDpEvent([dp_accounting.SelfComposedDpEvent(release, int(count)) for count in counts])
+    with pytest.raises(ValueError, match="releases must be at most 9007199254740992"):
+        accounting.event_epsilon(event, delta=1e-5)
+    assert accounting.schedule_epsilon(1e9, counts=2**53, sampling_rate=0.1, delta=1e-5, exact_noise=True).upper > 0.02
+
+
 def test_other_events_go_to_dp_accounting():
     assert accounting.event_epsilon(dp_accounting.LaplaceDpEvent(2.0), delta=1e-9) == pytest.approx(0.5, abs=1e-3)
     with pytest.raises(ValueError, match="knows no cost of"):

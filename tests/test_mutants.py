@@ -1,5 +1,7 @@
 """The list of deliberate faults fits the sources; `make mutants` runs it."""
 
+import ast
+
 import pytest
 
 from tests.faults import FAULTS
@@ -10,6 +12,12 @@ def test_every_fault_fits_its_file():
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 60
     for fault in FAULTS:
         assert source_of(fault) != (ROOT / fault.file).read_text(), fault.name
+
+
+@pytest.mark.long
+def test_every_fault_is_a_program():
+    for fault in FAULTS:
+        ast.parse(source_of(fault), fault.name)
 
 
 def test_a_fault_that_does_not_fit_is_refused():

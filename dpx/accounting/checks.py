@@ -17,6 +17,7 @@ Relation = Literal["add_or_remove", "zero_out", "replace_one"]
 ACCOUNTANTS = ("tightest", "pld", "rdp")
 RELATIONS = ("add_or_remove", "zero_out", "replace_one")
 
+MOST_RELEASES = 2**53
 _LARGEST_USUAL_DELTA = 0.1  # a larger one warns even if the number of examples is not known
 
 
@@ -87,7 +88,8 @@ def require_relation(value: Any) -> Relation:
 def require_schedule(multipliers: Any, sampling_rate: Any, counts: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(noise multipliers, sampling rates, counts) as arrays (T,): float64, float64, int64.
 
-    Raises ValueError for other shapes, for functions or traced values, and for numbers outside their domains.
+    Raises ValueError for other shapes, for functions or traced values, for numbers outside their domains, and for more
+    than 2^53 steps.
     """
     given = {"noise_multipliers": multipliers, "sampling_rate": sampling_rate, "counts": counts}
     for name, values in given.items():
@@ -106,7 +108,14 @@ def require_schedule(multipliers: Any, sampling_rate: Any, counts: Any) -> tuple
         raise ValueError(f"sampling_rate must be in (0, 1], got {rate}")
     if repeats.dtype.kind not in "iu" or np.any(repeats < 0):
         raise ValueError(f"counts must be integers of at least 0, got {described(counts)}")
+    require_countable(repeats.sum(dtype=np.float64))
     return sigmas, rates, repeats.astype(np.int64)
+
+
+def require_countable(releases: float):
+    """Raises ValueError for more releases than float64 counts one by one, in which integers of 64 bits may overflow."""
+    if not releases <= MOST_RELEASES:
+        raise ValueError(f"the releases must be at most {MOST_RELEASES}, which float64 counts, got {releases:.6g}")
 
 
 def _broadcast(name: str, values: np.ndarray, like: np.ndarray) -> np.ndarray:

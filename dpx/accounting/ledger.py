@@ -20,7 +20,7 @@ from dp_accounting.dp_event import (
 )
 
 from dpx.accounting.arithmetic import NormalSampler, RunProfile, normal_sampler
-from dpx.accounting.checks import Accountant, Relation
+from dpx.accounting.checks import Accountant, Relation, require_countable
 from dpx.accounting.delegated import Delegated, delegated_profile
 from dpx.accounting.groups import GroupGaussianDpEvent, Mixture
 from dpx.accounting.loss import Loss, ReleaseCount, as_hashable, event_of_loss, in_deviations
@@ -137,6 +137,7 @@ class Ledger:
         """The profile, for noise of real numbers; see `events.event_profile`."""
         if not self.private:
             return UNBOUNDED
+        require_countable(sum(self.counts.values()))
         if (run := self.whole_run) is not None:
             return run.profile(accountant, relation)
         if not self.readable:
