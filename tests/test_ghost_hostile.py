@@ -181,6 +181,12 @@ CASES = {
         (f32(2, 5, 5, 2), f32(2, 5, 5, 3)),
         {"product"},
     ),
+    "branch": Case(
+        lambda w, e: lax.cond(e[0][0] > 0, lambda: dense(w, e), lambda: jnp.sum(jnp.sqrt(e[0]))),
+        f32(7, 5),
+        (f32(7), f32(5)),
+        {"outer"},
+    ),
     "stack": Case(stack, f32(3, 7, 5), (f32(3, 7), f32(3, 5)), {"outer"}),
     "stack of few positions": Case(stack, f32(2, 30, 40), (f32(2, 2, 30), f32(2, 2, 40)), {"gram"}),
     "stack of many positions": Case(stack, f32(2, 3, 4), (f32(2, 16, 3), f32(2, 16, 4)), {"product"}),
@@ -345,6 +351,7 @@ MASKED = (
     + [(name, "normalized") for name in (*ONCE, *MADE)],
 )
 @pytest.mark.long_cases(  # each way to a norm has a case in `make test`
+    "branch-",
     "complex-clipped",
     "convolution, few",
     "convolution in every",

@@ -627,7 +627,7 @@ def stack_in_a_scan_that_repeats():
     return layer(apply, normal(1, 2, 4, 4), 3, 4)
 
 
-@animal("gradient")
+@animal("outer")
 def slice_in_a_branch():
     def body(h, w):
         return lax.cond(h[0] > 0, lambda: jnp.tanh(h @ w), lambda: h), None

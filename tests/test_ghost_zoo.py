@@ -576,9 +576,31 @@ row("repeated_before_data", "small")(
     lambda: layer(lambda b, x: x + jnp.broadcast_to(jnp.tanh(b)[:, None], (3, 4)), normal(1, 3), 3, 4)
 )
 row("kernel_of_running_sums", "product")(lambda: layer(lambda w, x: x @ jnp.cumsum(w, 0), normal(1, 3, 4), 3))
-row("used_in_a_branch", "gradient")(
-    lambda: layer(lambda w, x: lax.cond(x[0] > 0, lambda: x @ w, lambda: -2.0 * (x @ w)), normal(1, 3, 4), 3)
+row("used_in_a_branch", "shared")(
+    lambda: layer(lambda w, x: lax.cond(x[0] > 0, lambda: x @ w, lambda: -2.0 * (x @ w)), normal(1, 30, 40), 30)
 )
+row("divides_in_a_branch", "gradient")(
+    lambda: layer(lambda w, x: lax.cond(x[0] > 0, lambda: x @ w, lambda: x @ (x[:, None] / w)), normal(1, 3, 4), 3)
+)
+
+
+@animal("outer rows")
+def branches_that_only_some_examples_may_take():
+    """All numbers are NaN, and their gradients, in the branch of a root and a logarithm, where it is not taken."""
+
+    def loss(p, example):
+        x, t = example
+        s = jnp.sum(jnp.tanh(x @ p["in"]))
+
+        def root():
+            return jnp.sqrt(s) * jnp.tanh((jnp.log(s) * x) @ p["w"]) + p["table"][t]
+
+        return score(lax.switch((s > 0).astype(jnp.int32), [lambda: jax.jit(jnp.dot)(x, p["v"]), root]))
+
+    params = {"in": normal(1, 9, 12), "w": normal(2, 9, 12), "v": normal(3, 9, 12), "table": normal(4, 6, 12)}
+    return loss, params, (normal(5, SIZE, 9), tokens(6))
+
+
 row("used_under_remat", "outer")(
     lambda: layer(
         lambda p, x: jax.checkpoint(lambda w, x: jnp.tanh(x @ w))(p[0], x) @ p[1], (normal(1, 3, 4), normal(2, 4, 2)), 3

@@ -2,9 +2,9 @@
 
 An equation that moves the elements of a parameter, places them among others, or computes a number from each, is a step
 of a view of it; any other equation of a parameter is a use. A parameter is followed through its views to its uses, also
-into functions that the loss calls, into parts under `jax.checkpoint`, which the backward pass computes again, and into
-the bodies of scans. A parameter that a scan takes slice by slice, such as the stacked weights of equal layers, is
-followed in its slices.
+into functions that the loss calls, into branches that the data choose, into parts under `jax.checkpoint`, which the
+backward pass computes again, and into the bodies of scans. A parameter that a scan takes slice by slice, such as the
+stacked weights of equal layers, is followed in its slices.
 
 A value is public if it depends on parameters and constants only, and so is the same for all examples.
 """
@@ -65,6 +65,73 @@ def slices_of_split(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
         return [lax.index_in_dim(x, place, axis, keepdims=False) for place in range(x.shape[axis])]
 
     return jax.make_jaxpr(parts)(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+
+
+CONSTANT, PARAMETER, DATA = 0, 1, 2  # what a value in a branch depends on, at most
+IN_BRANCHES = ("dot_general", "conv_general_dilated", "gather", "dynamic_slice", "add", "sub", "mul")
+
+
+class _NotFollowed(Exception):
+    """A branch is not followed."""
+
+
+def every_branch(equation: core.JaxprEqn, kinds: list[int]) -> core.ClosedJaxpr | None:
+    """A branch that the data choose, as all branches and a choice of their results, which `jax.vmap` makes of it too;
+    None if it is not followed. kinds: of the operands.
+
+    Whatever a branch computes that is not taken, it has no gradient: none passes what enters it, nor what a parameter
+    meets, and that is 0 there. So neither a NaN nor an infinity of such a branch reaches a record or a gradient.
+    """
+
+    def every(index, *operands):
+        results = []
+        for number, branch in enumerate(equation.params["branches"]):
+            taken = index == number
+            entering = [_if_taken(taken, x) if kind == DATA else x for x, kind in zip(operands, kinds[1:], strict=True)]
+            results.append(_branch(branch, entering, kinds[1:], taken)[0])
+        return [lax.select_n(index, *each) for each in zip(*results, strict=True)]
+
+    types: list[Any] = [variable.aval for variable in equation.invars]
+    try:
+        return jax.make_jaxpr(every)(*(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in types))
+    except _NotFollowed:
+        return None
+
+
+def _if_taken(taken: jax.Array, x: jax.Array) -> jax.Array:
+    """`x`, with a gradient only if this branch is taken."""
+    return lax.select_n(taken, lax.stop_gradient(x), x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+
+def _branch(closed: core.ClosedJaxpr, operands: list, kinds: list[int], taken: jax.Array) -> tuple[list, list[int]]:
+    """The results of a branch, and their kinds."""
+    jaxpr, consts = closed.jaxpr, [(value, CONSTANT) for value in closed.consts]
+    env: dict[Any, tuple[Any, int]] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env |= dict(zip(jaxpr.invars, zip(operands, kinds, strict=True), strict=True))
+
+    def read(atoms):
+        found = [(atom.val, CONSTANT) if isinstance(atom, core.Literal) else env[atom] for atom in atoms]
+        return [value for value, _ in found], [kind for _, kind in found]
+
+    for equation in jaxpr.eqns:
+        values, of_values = read(equation.invars)
+        body, kind = equation.params.get(CALLS.get(equation.primitive.name, "")), max(of_values, default=CONSTANT)
+        if isinstance(body, core.ClosedJaxpr):
+            outputs, of_outputs = _branch(body, values, of_values, taken)
+        else:
+            meets = kind == DATA and PARAMETER in of_values
+            if equation.effects or (meets and equation.primitive.name not in IN_BRANCHES):
+                raise _NotFollowed
+            if meets:
+                values = [_zero_if_not(taken, x) if k == DATA else x for x, k in zip(values, of_values, strict=True)]
+            outputs = Equation(equation, (), ()).bind(*values)
+            outputs, of_outputs = [_if_taken(taken, y) if meets else y for y in outputs], [kind] * len(outputs)
+        env |= dict(zip(equation.outvars, zip(outputs, of_outputs, strict=True), strict=True))
+    return read(jaxpr.outvars)
+
+
+def _zero_if_not(taken: jax.Array, x: jax.Array) -> jax.Array:
+    return lax.select_n(taken, jnp.zeros_like(x), x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
 
 class Constant(NamedTuple):
@@ -291,6 +358,7 @@ class _Tracer:
         self.depends: dict[int, frozenset[int]] = {leaf: frozenset([leaf]) for leaf in range(leaves)}
         self.of_kernels: dict[int, list[Use]] = {}
         self.count = inputs
+        self.of_data = set(range(leaves, inputs))
         self.block: list[int] = []  # the equations of the block that it walks through
         self.counts: tuple[int, ...] = ()  # and the iterations of the scans around it
 
@@ -316,7 +384,14 @@ class _Tracer:
             return self.walk(body.jaxpr, [Constant(value) for value in body.consts], inputs)
         if (followed or of_kernels) and (parts := slices_of_split(equation)):
             return self.walk(parts.jaxpr, [], inputs)
+        if name == "cond" and (followed or of_kernels) and self.of_data & _numbers(inputs[:1]):
+            kinds = [PARAMETER if i in (*followed, *of_kernels) else CONSTANT for i in range(len(inputs))]
+            kinds = [kind if self.is_public(x) or kind else DATA for kind, x in zip(kinds, inputs, strict=True)]
+            if every := every_branch(equation, kinds):
+                return self.walk(every.jaxpr, [Constant(value) for value in every.consts], inputs)
         outputs = self.numbered(len(equation.outvars))
+        if self.of_data & _numbers(inputs):
+            self.of_data.update(outputs)
         number = self.append(Equation(equation, tuple(inputs), outputs, counts=self.counts))
         if all(map(self.is_public, inputs)):
             self.public.update(dict.fromkeys(outputs, number))
@@ -471,6 +546,8 @@ class _Tracer:
             self.counts = (*self.counts, length)
         arguments, is_public = self.numbered(len(equation.inputs)), all(map(self.is_public, equation.inputs))
         for i, value in enumerate(equation.inputs):
+            if self.of_data & _numbers([value]):
+                self.of_data.add(arguments[i])
             if i < first and self.is_public(value):
                 self.public[arguments[i]] = SameValue(value)
             if known := self.iterated(equation, body, i):
