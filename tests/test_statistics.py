@@ -581,6 +581,20 @@ def test_a_private_metric_is_a_release_for_each_model():
         metric({"share": np.float32(1.0)})
 
 
+def test_a_metric_of_some_examples_must_not_show_how_many():
+    """A release of a precision showed how many predictions are positive: the noise is on a grid that N divides."""
+    positive = np.arange(200) < 80
+    budget = dpx.Budget(epsilon=40.0, delta=1e-5, steps=2)
+    some = statistics.PrivateMetric(lambda share: positive[: int(share)], noise_multiplier=budget, key=next(KEYS))
+    some(np.float32(100))
+    with pytest.raises(ValueError, match="must have a value of each example at every call"):
+        some(np.float32(160))
+    assert len(some.released) == 1
+    chosen = {"noise_multiplier": budget, "key": next(KEYS), "complete": False}
+    precision = statistics.PrivateMetric(lambda share: np.where(np.arange(200) < share, positive, np.nan), **chosen)
+    np.testing.assert_allclose([precision(np.float32(share)) for share in (100, 160)], [0.8, 0.5], atol=0.05)
+
+
 # ------------------------------------------------------------------ refusals
 
 

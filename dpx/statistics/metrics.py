@@ -14,7 +14,7 @@ from dpx import keys
 from dpx.accounting.budget import Budget
 from dpx.accounting.events import profile_of_run
 from dpx.sampling.users import UserData
-from dpx.statistics.released import RELATION, Statistic
+from dpx.statistics.released import RELATION, Statistic, records_of
 from dpx.statistics.sums import release_mean
 from dpx.trees import Tree, path_of
 from dpx.validation import require_function
@@ -52,12 +52,13 @@ class PrivateMetric:
     run that is interrupted and repeats its steps releases nothing twice.
 
     metric: (params) -> a value of each example, (N,), which depends on that example and on `params` alone; or a
-        `dpx.UserData` of the values of records. The metric is their mean. A value that is not a number is left out.
+        `dpx.UserData` of the values of records. The metric is their mean. A value that is not a number is left out: for
+        a mean over some of the examples, such as a precision, take NaN for the others, and complete=False.
     low, high: floats, public bounds, to which values are clipped.
     noise_multiplier: float, of one call; or a `dpx.Budget` whose steps are the number of calls.
     complete: as for `release_mean`: True if every example has a value, which is then not NaN.
     The other arguments and errors are those of `dpx.statistics`. With a budget, the call after the last one raises
-    ValueError.
+    ValueError, and so does a call with another number of examples than before, because that number is public.
 
         >>> budget = dpx.Budget(epsilon=0.5, delta=1e-5, steps=10)
         >>> metric = dpx.statistics.PrivateMetric(lambda params: np.ones(500, bool), noise_multiplier=budget, key=key)
@@ -84,6 +85,7 @@ class PrivateMetric:
         self.most = noise_multiplier.steps if isinstance(noise_multiplier, Budget) else None
         self._given = {"low": low, "high": high, "complete": complete, "words": words, "ledger": ledger, "part": part}
         self._noise = {"noise_multiplier": noise_multiplier, "noise": noise}
+        self._units: int | None = None  # how many examples a call measured
         self._released: dict[bytes, Statistic] = {}
         self._earlier: Counter[Hashable] = Counter()  # of other programs
 
@@ -98,10 +100,22 @@ class PrivateMetric:
         if digest not in self._released:
             self.require(self._made + 1)
             key = functools.reduce(keys.fold_in, np.frombuffer(digest, np.uint32), keys.stream(self._key, "metric"))
-            found = release_mean(self._metric(params), key=key, **self._noise, **self._given)
+            values = self._metric(params)
+            self._require_all(records_of(values).units)
+            found = release_mean(values, key=key, **self._noise, **self._given)
             self._noise = {"noise_multiplier": found.noise_multiplier, "noise": found.noise}
             self._released[digest] = found
         return self._released[digest].value
+
+    def _require_all(self, units: int):
+        """Raises ValueError for another number of examples than in the first call: a release shows its divisor."""
+        self._units = units if self._units is None else self._units
+        if units != self._units:
+            raise ValueError(
+                "a private metric must have a value of each example at every call, because their number is public, but "
+                "this call has another number of values than the first one. For a mean over some of the examples, "
+                "return NaN for the others, with complete=False"
+            )
 
     @property
     def _made(self) -> int:
