@@ -146,18 +146,18 @@ def test_operands_are_short_and_never_longer_than_they_may_be(unit):
     assert np.all(
         np.abs(found[finite] - HOSTILE[finite]) <= np.maximum(2.0**-unit.fraction * np.abs(HOSTILE[finite]), 2.0**-126)
     )
-    for short in (found, np.asarray(jax.jit(unit.rounded)(HOSTILE))):
-        assert np.array_equal(np.asarray(unit.rounded(jnp.asarray(short))), short, equal_nan=True)
-        kept = np.asarray(unit.stored(jnp.asarray(short)).astype(jnp.float32))
+    for short in (found, np.asarray(jax.jit(unit.round_operand)(HOSTILE))):
+        assert np.array_equal(np.asarray(unit.round_operand(jnp.asarray(short))), short, equal_nan=True)
+        kept = np.asarray(unit.round_stored(jnp.asarray(short)).astype(jnp.float32))
         assert np.array_equal(kept, short, equal_nan=True)
         digits = np.frexp(short[np.isfinite(short) & (np.abs(short) >= 2.0**-100)])[0] * 2 ** (unit.fraction + 1)
         assert np.array_equal(digits, np.round(digits))
     whole = jnp.array([2**24 + 1, 257, -3], jnp.int32)
-    assert unit.stored(whole) is whole and unit.rounded(whole).dtype == jnp.float32
+    assert unit.round_stored(whole) is whole and unit.round_operand(whole).dtype == jnp.float32
 
 
 def test_a_float32_unit_leaves_numbers_alone():
-    assert FLOAT32.truncated(HOSTILE) is HOSTILE and FLOAT32.stored(HOSTILE) is HOSTILE
+    assert FLOAT32.truncate_operand(HOSTILE) is HOSTILE and FLOAT32.round_stored(HOSTILE) is HOSTILE
 
 
 def test_the_unit_follows_the_platform_and_the_precision_of_jax():
@@ -340,7 +340,7 @@ def test_a_cpu_rounds_nothing():
     lines = products_of("cpu", "transformer")
     assert not any("reduce_precision" in line or "algorithm" in line for line in lines)
     with traced_for(platform="cpu"):
-        assert current_place().unit == FLOAT32 and math.isclose(FLOAT32.within, 1)
+        assert current_place().unit == FLOAT32 and math.isclose(FLOAT32.rounding_factor, 1)
 
 
 @pytest.mark.parametrize(("platform", "dtype"), [("tpu", jnp.bfloat16), ("cuda", jnp.float32)])

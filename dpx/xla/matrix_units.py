@@ -18,8 +18,8 @@ loses nothing: a product has 22 bits or fewer, a partial sum 24. So its error is
 i on, the sum is off by at most u sum_i C_i |z_i|; one piece is the worst, because k products of another cost more than
 the float32 addition of their sum. Float32 additions have C_i = T + 1, T + 1, T, ..., 3, if each product is rounded
 twice before (`PRODUCTS`). Of both, the largest C_i and the root of the sum of all C_i^2 bound a sum in terms of sum
-|z_i| and of the root of sum z_i^2, and those of a tensor core are less than `within` = 1.6 times as large: a test
-evaluates T up to 700, and both ratios tend to 1 / k + 2^-e times 2, at most 1.5.
+|z_i| and of the root of sum z_i^2, and those of a tensor core are less than `rounding_factor` = 1.6 times as large: a
+test evaluates T up to 700, and both ratios tend to 1 / k + 2^-e times 2, at most 1.5.
 
 The same sum with one term replaced by zero. What is dropped of a number has the number's sign, so for a product, which
 is the same in both runs or missing in one, it differs by at most 2^-(23 + e) M; for the partial sum by twice that. But

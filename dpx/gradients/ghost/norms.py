@@ -178,7 +178,7 @@ def sum_error(*positions: int) -> float:
     Cauchy-Schwarz, as in `dpx.sums.float_pair`, that is at most 2^-24 sqrt(sum D^2) sqrt(sum a_t^2 b_t^2). Over all
     elements, the squares of the last root add up to those of |a_t| |b_t|. D is the sum of the roundings in a segment,
     in the sum of segments and in that of uses, and sqrt(sum D^2) is at most the sum of the roots for each. On a matrix
-    unit, sqrt(sum D^2) is up to `within` times as large (`dpx.xla.matrix_units`).
+    unit, sqrt(sum D^2) is up to `rounding_factor` times as large (`dpx.xla.matrix_units`).
     """
     roots = (_sum_depths(count, _segments_of(count)) + (len(positions) - 1) * math.sqrt(count) for count in positions)
     return math.hypot(*roots) * ROUNDING * current_place().unit.rounding_factor
