@@ -258,14 +258,14 @@ def test_squares_that_are_lost_count():
     assert np.linalg.norm(large) == 0
 
 
-@pytest.mark.parametrize("shape", [(32, 2, 24, 192), (48, 64, 64), (6, 4096)])
+@pytest.mark.parametrize("shape", [(32, 2, 24, 192), (48, 64, 64), (6, 4096), (2, 2 * 1061, 128)])
 def test_a_tpu_adds_rows_and_squares_in_parts(shape):
     """The last of the rows hold no numbers, and do not count."""
     data = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     factors = np.random.default_rng(1).uniform(0.5, 1, len(data)).astype(np.float32)
     exact, factors[-1], data[-1] = data.astype(np.float64), 0, np.nan
     with traced_for(platform="tpu"):
-        assert len(sums._parts_of_rows(factors, data)) == math.gcd(len(data), 16)
+        assert len(sums._parts_of_rows(factors, data)) == (math.gcd(len(data), 16) if len(data) > 8 else 1)
         total = jax.jit(sums.weighted_sum)(factors, data)
         of_rows = jax.jit(jax.vmap(lambda x: norms.norm([x])))(exact.astype(np.float32))
         of_scaled = jax.jit(jax.vmap(lambda x: norms.norm([x], [jnp.full_like(x, 3)])))(exact.astype(np.float32))

@@ -22,6 +22,7 @@ LARGEST = 2.0**63
 LONG_VECTOR = 2**14  # numbers
 SMALL_SUMS = 2**16  # numbers: up to here all block sums are made at once, because a loop takes longer to compile
 MOST_PARTS, SMALL_PARTS = 16, 2**12  # of the rows, and numbers of a smaller row, on a TPU
+REGISTER = 8  # rows of a TPU's register
 AT_ONCE = 2**20  # the same where a matrix unit rounds: a kernel there takes as long as 10^5 numbers do
 AT_ONCE_ON_A_GPU = 2**24  # whose turns have five kernels, which do not begin before the last one has ended
 EXACT = jax.lax.Precision.HIGHEST  # float32 products, even where the hardware would round them
@@ -116,9 +117,10 @@ def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
 
 def _parts_of_rows(factors: jax.Array, rows: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
     """The factors and rows of a block in parts of equal size, which a TPU adds element by element, because it reads
-    several arrays at a time: a sum along the rows alone takes 2.6 times the cycles."""
+    several arrays at a time: a sum along the rows alone takes 2.6 times the cycles. But rows that fill one register of
+    it may lie there side by side, and then a row alone takes as long to read as all."""
     large = current_place().platform == "tpu" and math.prod(rows.shape[1:]) >= SMALL_PARTS
-    if not large or (count := math.gcd(len(rows), MOST_PARTS)) == 1:
+    if not large or len(rows) <= REGISTER or (count := math.gcd(len(rows), MOST_PARTS)) == 1:
         return [(factors, rows)]
     return list(zip(*(jax.lax.split(x, [len(x) // count] * count) for x in (factors, rows)), strict=True))
 

@@ -22,6 +22,7 @@ WIDTH = 128  # numbers in a sum
 SINGLE = 1024  # up to here one sum, because more sums take longer to compile
 WIDEST = 512  # numbers in a sum along rows that divide an array, because other arrays must be padded
 MOST_PARTS = 16  # of an array on a TPU; 8 take a tenth longer (estimated for a v5e)
+SHORT = 64  # rows of a long array that a TPU adds; a multiple of its registers' 8
 MARGIN = 16  # units
 
 
@@ -31,8 +32,9 @@ def norm(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.
     parts, roundings, devices = [], 0, current_place().devices
     for number, x in enumerate(arrays):
         if x.size and devices == 1 and (count := _number_of_parts(x.shape)) > 1:
-            parts.append(_of_parts(x if scales is None else x * scales[number], count))
-            roundings = max(roundings, count + x.size // x.shape[-1] // count)
+            squares, rounded = _of_parts(x if scales is None else x * scales[number], count)
+            parts += squares
+            roundings = max(roundings, rounded)
             continue
         x = lax.convert_element_type(x, np.float32)
         if x.size and devices > 1:
@@ -86,17 +88,34 @@ def _along_axes(x: jax.Array, scale: jax.Array | None, devices: int) -> tuple[ja
 def _number_of_parts(shape: tuple[int, ...]) -> int:
     """In how many parts a TPU squares the rows along the last axis. Their sizes are multiples of its registers' 8."""
     rows = math.prod(shape[:-1])
-    count = 1 if rows % 8 or current_place().platform != "tpu" else math.gcd(rows // 8, MOST_PARTS)
-    return count if rows <= WIDEST * count else 1
+    if current_place().platform != "tpu":
+        return 1
+    count = 1 if rows % 8 else math.gcd(rows // 8, MOST_PARTS)
+    if rows > WIDEST * count:
+        return MOST_PARTS if rows >= MOST_PARTS * SHORT and shape[-1] >= WIDTH else 1
+    return count
 
 
-def _of_parts(x: jax.Array, count: int) -> jax.Array:
+def _of_parts(x: jax.Array, count: int) -> tuple[list[jax.Array], int]:
     """The sums of the squares along all axes but the last: of one part plus the next, element by element, and then
-    along the rows. A TPU reads several parts at a time, and takes three times as long for sums along the last axis."""
+    along WIDEST rows or fewer, or SHORT rows of long parts; the rows that are left are apart. Also how often a square
+    is rounded at most. A TPU reads several parts at a time. Sums along the last axis take it three times as long, and
+    rows of another length, which it writes first, seven times as long for an array of 50,257 x 768."""
     rows = x.size // x.shape[-1]
-    parts = lax.split(lax.reshape(x, (rows, x.shape[-1])), [rows // count] * count)
-    squares = [lax.square(lax.convert_element_type(part, np.float32)) for part in parts]
-    return lax.reduce_sum(functools.reduce(lax.add, squares), (0,))
+    width = rows // count if rows <= WIDEST * count else SHORT
+    whole = rows - rows % (count * width)
+    x = lax.reshape(x, (rows, x.shape[-1]))
+    first, left = lax.split(x, [whole, rows - whole]) if whole < rows else (x, None)
+    squares = [
+        lax.square(lax.convert_element_type(part, np.float32)) for part in lax.split(first, [whole // count] * count)
+    ]
+    sums = lax.reduce_sum(
+        lax.reshape(functools.reduce(lax.add, squares), (whole // count // width, width, x.shape[-1])), (1,)
+    )
+    found = [lax.reshape(sums, (sums.size,))]
+    if left is not None:
+        found.append(lax.reduce_sum(lax.square(lax.convert_element_type(left, np.float32)), (0,)))
+    return found, max(count + width, rows - whole)
 
 
 def _row_width(size: int) -> int:
