@@ -392,6 +392,6 @@ def test_a_matrix_unit_picks_the_numbers_of_patches(sizes, taps, strides, dilati
     )
     patches = rules.Patches(4, groups, taps, strides, dilations, padding, spatial)
     data = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, *sizes, 4)), jnp.bfloat16).astype(jnp.float32)
-    assert np.array_equal(patches.matrix(data, by_unit=True), patches.matrix(data))
-    far = np.asarray(patches.matrix(data.at[1].set(3e38).at[1, 0].set(jnp.nan), by_unit=True))
-    assert np.array_equal(far[0], patches.matrix(data)[0])  # no number of another example is in it
+    assert np.array_equal(patches.patch_matrix(data, by_unit=True), patches.patch_matrix(data))
+    far = np.asarray(patches.patch_matrix(data.at[1].set(3e38).at[1, 0].set(jnp.nan), by_unit=True))
+    assert np.array_equal(far[0], patches.patch_matrix(data)[0])  # no number of another example is in it

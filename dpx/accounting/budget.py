@@ -113,14 +113,16 @@ def accepts_budget(build: Callable[..., M]) -> Callable[..., M]:
         if not isinstance(budget, Budget):
             return build(*args, **kwargs)
 
-        def make(noise_multiplier: float):
+        def make_with_noise(noise_multiplier: float):
             arguments.arguments["noise_multiplier"] = noise_multiplier
             return build(*arguments.args, **arguments.kwargs)
 
-        budget = budget.for_sampling(make(1.0).sampling)
+        budget = budget.for_sampling(make_with_noise(1.0).sampling)
         bill = {"accountant": budget.accountant, "records": budget.records, "numbers": budget.numbers}
-        noise_multiplier = calibrate(make, steps=budget.steps, epsilon=budget.epsilon, delta=budget.delta, **bill)
-        return make(noise_multiplier).replace(budget=budget)
+        noise_multiplier = calibrate(
+            make_with_noise, steps=budget.steps, epsilon=budget.epsilon, delta=budget.delta, **bill
+        )
+        return make_with_noise(noise_multiplier).replace(budget=budget)
 
     parameters = [p if p.name != "noise_multiplier" else _accepting_budget(p) for p in signature.parameters.values()]
     vars(builder)["__signature__"] = signature.replace(parameters=parameters)

@@ -230,7 +230,7 @@ def noisy_in_chunks(words, step, deviation, high: jax.Array, low: jax.Array | No
     """`high + low` with noise on the grid, float32 like both, (2 * chunks, half), made in the memory of `high`."""
     half = high.shape[1]
 
-    def make(number, made):
+    def make_chunk(number, made):
         # The lanes behind those of the pairs make the rare word. A cipher of its own would take .04 s more to compile.
         lane = jax.lax.iota(jnp.uint32, half + RARE_LANES)
         row = jax.lax.broadcasted_iota(jnp.uint32, (2, half), 0)
@@ -261,7 +261,7 @@ def noisy_in_chunks(words, step, deviation, high: jax.Array, low: jax.Array | No
     def parts(made):
         return (made,) if low is None else (made, low)
 
-    return jax.lax.fori_loop(0, len(high) // 2, make, high)
+    return jax.lax.fori_loop(0, len(high) // 2, make_chunk, high)
 
 
 def _noisy_in_integers(words, step, deviation, high: jax.Array, low: jax.Array | None, chunks: int, drawn) -> jax.Array:
@@ -269,7 +269,7 @@ def _noisy_in_integers(words, step, deviation, high: jax.Array, low: jax.Array |
     half = high.shape[1]
     rows, rare = (chunks, half), rare_word(words, step)
 
-    def make(number, made):
+    def make_rows(number, made):
         row, column = (jax.lax.broadcasted_iota(jnp.uint32, rows, axis) for axis in (0, 1))
         pair = (number.astype(jnp.uint32) * np.uint32(rows[0]) + row) * np.uint32(half) + column
         polar = _polar_pairs(words, step, pair, 0, rare) if drawn else None
@@ -282,7 +282,7 @@ def _noisy_in_integers(words, step, deviation, high: jax.Array, low: jax.Array |
         return made
 
     high, low = high.reshape(-1, 2 * half), None if low is None else low.reshape(-1, 2 * half)
-    return jax.lax.fori_loop(0, len(high) // rows[0], make, high)
+    return jax.lax.fori_loop(0, len(high) // rows[0], make_rows, high)
 
 
 def _leaves_in_integers(drawing: tuple, highs, lows, places: tuple[Position, ...], devices: int, drawn: bool) -> list:
@@ -338,7 +338,7 @@ def _by_blocks(of_block: Callable, high: jax.Array, low: jax.Array | None, devic
     strides = [math.prod(view[number + 1 :]) for number in range(len(view))]
     high, low = high.reshape(view), None if low is None else low.reshape(view)
 
-    def make(number, made):
+    def make_block(number, made):
         number = jax.lax.optimization_barrier(number)
         first = jnp.minimum(number * length, view[axis] - length)
         before, *more = (
@@ -354,7 +354,7 @@ def _by_blocks(of_block: Callable, high: jax.Array, low: jax.Array | None, devic
 
     if length == view[axis]:
         return of_block(high, low, np.uint32(0), strides).reshape(shape)
-    return jax.lax.fori_loop(0, -(-view[axis] // length), make, high).reshape(shape)
+    return jax.lax.fori_loop(0, -(-view[axis] // length), make_block, high).reshape(shape)
 
 
 def _polar_pairs(words, step, pair: jax.Array, stream: jax.Array | int, rare: jax.Array) -> tuple:

@@ -75,11 +75,11 @@ def random_directions(*, count: int, key: jax.Array) -> Coordinates:
         return jax.tree.map(lambda leaf: leaf / math.sqrt(count), normals)
 
     def encode(grad, state):
-        def number(_, k):
+        def derivative_along(_, k):
             products = jax.tree.map(lambda u, g: jnp.sum(u * g), direction(k, state, grad), grad)
             return None, sum(jax.tree.leaves(products))
 
-        return jax.lax.scan(number, None, jnp.arange(count, dtype=jnp.int32))[1]
+        return jax.lax.scan(derivative_along, None, jnp.arange(count, dtype=jnp.int32))[1]
 
     def decode(released, state, like):
         def add(total, numbered):

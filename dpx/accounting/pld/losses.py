@@ -126,12 +126,12 @@ class SampledGaussian(GaussianStep):
     def grid_points(self, grid: float, tail: float, largest: float) -> tuple[int, np.ndarray]:
         """The first index, and the grid points, float64 (n,), outside of which the probability is at most `tail`."""
         farthest = -float(special.ndtri(tail / 4)) * self.noise_multiplier
-        ends = self._losses(np.array([-farthest - 1, farthest + 1]))
+        ends = self._losses_at(np.array([-farthest - 1, farthest + 1]))
         first, last = np.clip(ends, -largest, largest) / grid
         first, last = math.floor(first), math.ceil(last)
         return first, np.arange(first, last + 1) * grid
 
-    def _losses(self, x: np.ndarray) -> np.ndarray:
+    def _losses_at(self, x: np.ndarray) -> np.ndarray:
         """The privacy loss ln(upper / lower) at outputs x, float64 (n,); it increases with x."""
         s2, log_q = self.noise_multiplier**2, math.log(self.rate)
         log_p = math.log1p(-self.rate) if self.rate < 1 else -math.inf

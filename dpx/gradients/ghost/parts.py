@@ -33,7 +33,7 @@ def part_norm(choice: Choice, scale: jax.Array | None, records: Any) -> tuple[An
         scale, records = rows
         return choice.algorithm.norm(choice.uses, scale, records)
 
-    kept, found = _of_slices(of_slice, choice, at_once=_are_small(choice, records))((scale, records))
+    kept, found = _over_slices(of_slice, choice, at_once=_are_small(choice, records))((scale, records))
     return kept, norm_of_all(found.reshape(-1, found.shape[-1]))
 
 
@@ -56,7 +56,7 @@ def part_sum(
 
         return total_of_rows(of_few, (records, factors))
 
-    return _of_slices(of_slice, choice)((scale, records))
+    return _over_slices(of_slice, choice)((scale, records))
 
 
 def joined_parts(of_views: list[views.View], totals: list[FloatPair], shape: tuple[int, ...]) -> FloatPair:
@@ -76,7 +76,7 @@ def _are_small(choice: Choice, records: Any) -> bool:
     return math.prod(rows) * choice.uses.together**2 <= AT_ONCE
 
 
-def _of_slices(function: Callable, choice: Choice, *, at_once: bool = False) -> Callable:
+def _over_slices(function: Callable, choice: Choice, *, at_once: bool = False) -> Callable:
     """`function` of arrays without the axes of a part's slices, for all of them at once or in a loop."""
     for _ in choice.view.slices:
 

@@ -48,7 +48,7 @@ class Patches(NamedTuple):
     padding: tuple[tuple[int, int, int], ...]
     spatial: tuple[int, ...]
 
-    def matrix(self, data: jax.Array, *, by_unit: bool = False) -> jax.Array:
+    def patch_matrix(self, data: jax.Array, *, by_unit: bool = False) -> jax.Array:
         """A, float32 (B, K, T, I), of data, float32 (B, images, *sizes, features). by_unit: whether a matrix unit that
         takes bfloat16 makes them, of data that are such numbers."""
         x = self._padded(data.reshape(-1, *data.shape[2:]))
@@ -61,7 +61,7 @@ class Patches(NamedTuple):
         return dy.reshape(len(dy), -1, self.groups, dy.shape[-1] // self.groups).transpose(0, 2, 1, 3)
 
     def products(self, data: jax.Array, dy: jax.Array) -> jax.Array:
-        """A^T B, float32 (B, K, I, O), of A = `matrix(data)` and B = `cotangents(dy)`."""
+        """A^T B, float32 (B, K, I, O), of A = `patch_matrix(data)` and B = `cotangents(dy)`."""
         # On several devices, the examples may be sharded. With one tap, the patches are the data.
         if current_place().devices > 1 or math.prod(self.taps) == 1:
             return self._at_once(data, dy)
@@ -70,12 +70,12 @@ class Patches(NamedTuple):
         return lax.platform_dependent(data, dy, cpu=self._one_by_one, default=apart)
 
     def _at_once(self, data: jax.Array, dy: jax.Array) -> jax.Array:
-        return gradients_of_product(self.matrix(data), self.cotangents(dy))
+        return gradients_of_product(self.patch_matrix(data), self.cotangents(dy))
 
     def _apart(self, data: jax.Array, dy: jax.Array, *, by_unit: bool = False) -> jax.Array:
         # The barrier, because XLA finds no tiles on a GPU for a product that makes its patches itself.
         return gradients_of_product(
-            *lax.optimization_barrier((self.matrix(data, by_unit=by_unit), self.cotangents(dy)))
+            *lax.optimization_barrier((self.patch_matrix(data, by_unit=by_unit), self.cotangents(dy)))
         )
 
     def _one_by_one(self, data: jax.Array, dy: jax.Array) -> jax.Array:
@@ -430,7 +430,7 @@ def _convolution(use: Use, equation) -> Site | str:
 
     def matrices(inputs, dy):
         data, dy = features_last(inputs[0][None], lhs), features_last(dy[None], out)
-        return patches.matrix(data)[0], patches.cotangents(dy)[0]
+        return patches.patch_matrix(data)[0], patches.cotangents(dy)[0]
 
     def products(inputs, dy):
         return patches.products(features_last(inputs[0], lhs), features_last(dy, out))
