@@ -214,7 +214,8 @@ def adapted(
         tokens = tokens_of(texts, folder, options["length"])
         compute = functools.partial(states_of, tokens, folder, first, pool=blocks == 0)
         weights = (folder / "model.safetensors").stat().st_size
-        return kept(compute, tokens, name, f"encoder-v1-{folder.name}-{weights}-{sizes}-{blocks}", Path(cache_dir))
+        settings = f"encoder-v1-{folder.name}-{weights}-{sizes_of(folder)}-{blocks}"
+        return kept(compute, tokens, name, settings, Path(cache_dir))
 
     def init(key: jax.Array) -> Any:
         params = jax.jit(lambda key: nnx.split(make(nnx.Rngs(key)))[1])(key)

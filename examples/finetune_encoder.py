@@ -38,6 +38,7 @@ DATASETS = {MOVIES: (32, 6.0), "newsgroups": (64, 3.0)}  # tokens that are read 
 COMMON: dict[str, Any] = dict(task="text", model="encoder", optimizer="adam")
 PROBE: dict[str, Any] = COMMON | dict(epochs=25.0, batch_size=1024)
 BLOCKS: dict[str, Any] = COMMON | dict(batch_size=512)
+SHORT: dict[str, Any] = BLOCKS | dict(epochs=2.0)  # for two blocks, on states that are computed once
 ZEROTH: dict[str, Any] = dict(method="zeroth_order_sgd", optimizer="sgd")
 WITHOUT: dict[str, Any] = dict(noise_multiplier=1e-6, clip_norm=1e3)  # clips nothing, and no digit of noise is seen
 SCORE = dp_accounting.GaussianDpEvent(20.0)  # noise on the number of right answers, in a search that is paid for
@@ -54,8 +55,8 @@ class Row(NamedTuple):
     epsilons: tuple[float, ...] = EPSILONS
 
 
-def of_blocks(trained: str) -> dict[str, Any]:
-    return {"blocks": 6, "trained": trained, "lora_rank": 4}
+def of_blocks(trained: str, blocks: int = 6) -> dict[str, Any]:
+    return {"blocks": blocks, "trained": trained, "lora_rank": 4}
 
 
 ROWS = [
@@ -63,6 +64,7 @@ ROWS = [
     Row("BitFit", BLOCKS, of_blocks("biases"), (1e-3, 3e-3, 1e-2)),
     Row("LoRA", BLOCKS, of_blocks("lora"), (1e-3, 3e-3, 1e-2)),
     Row("full", BLOCKS, of_blocks("all"), (1e-4, 3e-4, 1e-3)),
+    Row("BitFit, two blocks", SHORT, of_blocks("biases", 2), (1e-2,), (2.0,)),
     Row(
         "linear probe, zeroth order",
         PROBE | ZEROTH | {"method_options": {"directions": 16}},
@@ -81,10 +83,10 @@ ROWS = [
 
 
 def rows_of(dataset: str) -> list[Row]:
-    """Those of a data set; zeroth order is on film reviews alone."""
+    """Those of a data set; zeroth order and two blocks are on film reviews alone."""
     length, epochs = DATASETS[dataset]
     found = []
-    for row in (row for row in ROWS if dataset == MOVIES or "zeroth" not in row.words):
+    for row in (row for row in ROWS if dataset == MOVIES or "," not in row.words):
         config = {"dataset": dataset, "epochs": epochs} | row.config
         found.append(row._replace(config=config, options=row.options | {"length": length}))
     return found
@@ -108,12 +110,12 @@ def trials_of(row: Row, epsilon: float) -> dict[float, tuple[str, Config]]:
     return {rate: (name_of(*each), config_of(*each)) for rate, each in of.items()}
 
 
-def best_trial(runs: Runs, row: Row, epsilon: float) -> tuple[float, float] | None:
-    """The accuracy and the rate of the best trial, or None where a trial is missing."""
+def best_rate(runs: Runs, row: Row, epsilon: float) -> float | None:
+    """The rate of the best trial, or None where a trial is missing."""
     found = {rate: runs.documents([name]) for rate, (name, _) in trials_of(row, epsilon).items()}
     if not all(found.values()):
         return None
-    return max((documents[0]["result"]["accuracy"], rate) for rate, documents in found.items())
+    return max((documents[0]["result"]["accuracy"], rate) for rate, documents in found.items())[1]
 
 
 def train(runs: Runs, rows: Sequence[Row], epsilons: Sequence[float], seeds: Sequence[int]) -> None:
@@ -125,8 +127,8 @@ def train(runs: Runs, rows: Sequence[Row], epsilons: Sequence[float], seeds: Seq
                     trials = trials_of(row, epsilon)
                     for name, config in trials.values():
                         runs.result(name, config)
-                    if seed is not None and (best := best_trial(runs, row, epsilon)):
-                        of = (epsilon, best[1], seed)
+                    if seed is not None and (rate := best_rate(runs, row, epsilon)):
+                        of = (epsilon, rate, seed)
                         runs.result(name_of(row, *of), config_of(row, *of))
                 if seed is not None and math.inf in epsilons and row.config["dataset"] == MOVIES:
                     plan_memory(runs, row)
@@ -138,9 +140,9 @@ def lines_of(runs: Runs, dataset: str) -> Iterator[str]:
     for row in rows_of(dataset):
         finished, rates = {}, {}
         for epsilon in row.epsilons:
-            if best := best_trial(runs, row, epsilon):
-                rates[epsilon] = best[1]
-                finished[epsilon] = runs.documents(name_of(row, epsilon, best[1], seed) for seed in SEEDS)
+            if rate := best_rate(runs, row, epsilon):
+                rates[epsilon] = rate
+                finished[epsilon] = runs.documents(name_of(row, epsilon, rate, seed) for seed in SEEDS)
         results = {epsilon: [one["result"] for one in found] for epsilon, found in finished.items() if found}
         means = {epsilon: statistics.mean(one["accuracy"] for one in found) for epsilon, found in results.items()}
         for epsilon, found in results.items():
@@ -187,18 +189,20 @@ HEAD = """{heading}
 
 all-MiniLM-L6-v2 has 22.7 million parameters, and the list of its public training data does not name these texts.
 `linear probe` trains a linear layer on the embeddings, which are computed once. The others train that layer and a part
-of the six blocks: `BitFit` their biases, `LoRA` matrices of rank 4 beside queries and values, `full` all of their 10.6
-million parameters, but not the table of words. `zeroth order` is `zeroth_order_sgd`, with 16 directions for the linear
-layer and 4 for the blocks. All take clip norm 1, delta 1e-5, Poisson sampling and PLD, and Adam, or SGD for zeroth
-order. The linear probe has 25 epochs of batches of 1,024. The blocks have 6 epochs of film reviews or 3 of newsgroups,
-in batches of 512, or of 128 for zeroth order, because passes through them take long.
+of the six blocks: `BitFit` their biases, or those of the last two, `LoRA` matrices of rank 4 beside queries and values,
+`full` all of their 10.6 million parameters, but not the table of words. `zeroth order` is `zeroth_order_sgd`,
+with 16 directions for the linear layer and 4 for the blocks. All take clip norm 1, delta 1e-5, Poisson sampling and
+PLD, and Adam, or SGD for zeroth order. The linear probe has 25 epochs of batches of 1,024. Six blocks have 6 epochs of
+film reviews or 3 of newsgroups, in batches of 512, or of 128 for zeroth order, because passes through them take long.
+Two blocks have 2 epochs in batches of 512, on states that are computed once, a ninth of the work.
 
-Each row had three trials of its learning rate at epsilon 2, whose choice is taken at every epsilon, and three without
-privacy. A trial trains on four fifths of the training texts and is judged on the other fifth, so that the test texts
-chose nothing. The choice is not covered by the column `epsilon`, because the texts are public. The column `with a
-search` is epsilon if each run were the winner of `dpx.tuning.search` with three trials on average, judged on private
-texts with noise of 20 right answers. `inf` is without privacy: a clip norm of 1,000, which clips nothing, and a noise
-multiplier of 1e-6. Runs were made on {runs}, trials on {trials}. Seconds are those of a run on a shared machine.
+Each row but two blocks had three trials of its learning rate at epsilon 2, whose choice is taken at every epsilon, and
+three without privacy. Two blocks had one trial, at epsilon 2. A trial trains on four fifths of the training texts and
+is judged on the other fifth, so that the test texts chose nothing. The choice is not covered by the column `epsilon`,
+because the texts are public. The column `with a search` is epsilon if each run were the winner of `dpx.tuning.search`
+with three trials on average, judged on private texts with noise of 20 right answers. `inf` is without privacy: a clip
+norm of 1,000, which clips nothing, and a noise multiplier of 1e-6. Runs were made on {runs}, trials on {trials}.
+Seconds are those of a run on a shared machine.
 """
 TITLES = {
     MOVIES: "## Film reviews: positive or negative\n\n10,605 sentences, rated by people, from the source package of "
@@ -223,7 +227,7 @@ Larger encoders reach 93.9 on SST-2 at epsilon 3 (RoBERTa-large, fastDP) and 87.
 that are 8 to 46 times as large. SST-2 has the same kind of sentences, but clear labels only. A label here is whether a
 mean rating is above 0, and many ratings are near 0.
 
-With `--seed 0` the runs at epsilon 1 are
+With `--seed 0`, the runs of each row at its least epsilon are
 """
 
 
@@ -275,8 +279,8 @@ def page(runs: Runs) -> str:
     text += "\n## Published\n\n" + filled(TAIL)
     text += "\n```\n"
     for row in rows_of(MOVIES):
-        if found := best_trial(runs, row, 1.0):
-            text += command(config_of(row, 1.0, found[1], 0)) + "\n"
+        if rate := best_rate(runs, row, row.epsilons[0]):
+            text += command(config_of(row, row.epsilons[0], rate, 0)) + "\n"
     return text + "```\n"
 
 
