@@ -147,8 +147,8 @@ class PrivacyLedger:
         key: of its noise, (), used for no other release; of several, such as those of noise and batches, a list.
         words: what it is, in one line, for the report.
         numbers: int, at most 2^32, how many numbers one release of the event has at most.
-        part: the name of a part of the data that it is computed from, of a partition that is public. Releases of other
-            parts cost its members nothing.
+        part: the name of a part of the data that it is computed from, of a partition that is public and has each unit
+            in one part alone. Releases of other parts cost its members nothing.
         unit: what the data hold, in words, to compare with the ledger's; None does not compare.
         holder: a mark of the folder whose run it is. The run may continue there, and pays once.
 
