@@ -7,8 +7,9 @@ Each step is compiled three times: without privacy, by hand (`jax.vmap`, clippin
 `jax.random.normal`), and with dpx; and with Adam for eight chips, where an array of 2^14 numbers or more is sharded
 (FSDP), without the row by hand. Of each, the table has the temporary memory, the bytes that its kernels read and
 write, and the seconds to compile. For a TPU it has the cycles that the compiler estimates; for a GPU, the operations of
-its products, weighed by the peak rate of the unit that computes them. Loops count once a turn. Nothing runs, so no
-number is a time. Every program is compiled in a process of its own, because a compiler may end it.
+its products, weighed by the peak rate of the unit that computes them. Loops count once a turn, and of an array that a
+kernel cuts, the part counts; bytes that were counted in another way are left out. Nothing runs, so no number is a
+time. Every program is compiled in a process of its own, because a compiler may end it.
 
 Peak rates are those of the makers' data sheets, dense. The facts of a GPU are what XLA asks the driver for. Figures are
 kept in benchmarks/results/accelerators.jsonl, so a command replaces the lines of its own models; all lines together
@@ -236,7 +237,7 @@ def table(device: str, results: dict[str, dict[str, Any]]) -> str:
     """A line for each model and row, with each figure, and its ratio to that of the step without privacy."""
 
     def figure(row: dict[str, Any], name: str) -> float:
-        return weighed(device, row["flops"]) if name == "weighed" else row[name]
+        return weighed(device, row["flops"]) if name == "weighed" else row.get(name, math.nan)
 
     main = "cycles" if DEVICES[device].topology else "weighed"
     columns = {main: "million cycles" if main == "cycles" else "us at peak rates"}
@@ -252,8 +253,8 @@ def table(device: str, results: dict[str, dict[str, Any]]) -> str:
                     continue
                 own, plain = figure(rows[row], name), rows[PLAIN]
                 of_plain = 0.0 if row == PLAIN or "failure" in plain else figure(plain, name)
-                ratio = f" ({own / of_plain:.2f})" if of_plain else ""
-                cells.append(f"{own * scale.get(name, 1):.3g}{ratio}")
+                ratio = f" ({own / of_plain:.2f})" if of_plain > 0 else ""
+                cells.append("" if math.isnan(own) else f"{own * scale.get(name, 1):.3g}{ratio}")
             lines.append(cells)
     return report.grid(["model, batch", *columns.values()], lines)
 
