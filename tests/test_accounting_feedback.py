@@ -238,7 +238,7 @@ def test_participations_that_are_left_out_are_paid_for(monkeypatch):
     assert found >= 4 * min(tails) * (1 - 1e-9) > 0  # steps 0-5, 6-11, 12-17 and 18, 19
     most = energy.most_participations(20, 0.3, 0.01)
     monkeypatch.setattr(energy, "TAIL", 0.01)
-    deltas = energy.deltas_at_random(
+    deltas = energy.delta_of_random_participations(
         rate=0.3, error_shift=0.0, feedback_shift=0.0, noise_multiplier=1e3, steps=20, reset_every=20
     )
     assert deltas(50.0) >= stats.binom.sf(most, 20, 0.3) * (1 - 1e-9) > 1e-3

@@ -16,7 +16,7 @@ import dpx
 from benchmarks import sum_rounding
 from dpx.audit.setup import plan_findings
 from dpx.mechanisms.dp_sgd import tree_norm
-from dpx.papers.d2p2_sgd.clip_then_project import _projected
+from dpx.papers.d2p2_sgd.clip_then_project import _project_sum
 from dpx.sums import float_pair as bounds
 from dpx.sums.clipped_sum import sum_contributions
 from dpx.sums.float_pair import ETA, MOST_ROWS, RESERVE, FloatPair
@@ -280,7 +280,7 @@ def test_products_of_a_sum_have_full_precision(rows):
 
 def test_a_projected_sum_keeps_its_low_numbers():
     """A compiler may remove a conversion to float32 and back (xla_allow_excess_precision), so there is none."""
-    made = jax.jit(lambda total: _projected(lambda tree, state: jax.tree.map(lambda x: 3 * x, tree), total, ()))
+    made = jax.jit(lambda total: _project_sum(lambda tree, state: jax.tree.map(lambda x: 3 * x, tree), total, ()))
     total = FloatPair(jnp.asarray(RNG.standard_normal(100), jnp.float32))
     found = made(FloatPair(total.high, total.high * 2.0**-26))
     expected = 3 * (1 + 2.0**-26) * np.asarray(total.high, np.float64)

@@ -246,7 +246,7 @@ class RunProfile:
     releases: int
     mean: float
     shift: float = math.inf
-    normals: NormalSampler = NORMALS
+    normal_sampler: NormalSampler = NORMALS
 
     def epsilon(self, delta: float) -> float:
         return self.answer(delta).epsilon
@@ -260,8 +260,8 @@ class RunProfile:
 
         The least bound of both is never above that of the most, which is what a budget's noise is found for.
         """
-        most = replace(self.normals, pairs=pairs_of(LARGEST_RELEASE))
-        return (self.normals, most) if 0 < self.normals.pairs < most.pairs else (self.normals,)
+        most = replace(self.normal_sampler, pairs=pairs_of(LARGEST_RELEASE))
+        return (self.normal_sampler, most) if 0 < self.normal_sampler.pairs < most.pairs else (self.normal_sampler,)
 
     def _answer(self, delta: float, normals: NormalSampler) -> EpsilonParts:
         """Where `far` depends on epsilon, bounds of it are tried."""

@@ -103,7 +103,7 @@ def best_of(
         units=units,
         examples=examples,
         records=records,
-        numbers=worst_sampler(run.normals for run in runs),
+        numbers=worst_sampler(run.normal_sampler for run in runs),
         trial=trial,
         trials=trials,
         distribution=distribution,

@@ -182,7 +182,7 @@ def _composition_of_run(run: Any, records: int) -> Composition:
         batch_keys=(cost.record.batch_key,) if cost.record.batch_key else (),
         units=(cost.record.unit,),
         examples=(mechanism.sampling.examples,),
-        numbers=cost.normals,
+        numbers=cost.normal_sampler,
     )
 
 

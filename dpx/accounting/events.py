@@ -72,7 +72,7 @@ def event_delta(
     relation: Relation = "add_or_remove",
     buckets: int = BUCKETS,
 ) -> float:
-    """An upper bound of delta at `epsilon` (at least 0) for an event; arguments and errors as for `event_epsilon`."""
+    """An upper bound on delta at `epsilon` (at least 0) for an event; arguments and errors as for `event_epsilon`."""
     epsilon = checks.require_epsilon(epsilon)
     return event_profile(event, accountant=accountant, relation=relation, buckets=buckets).delta(epsilon)
 
@@ -121,9 +121,10 @@ def reachable_epsilon(run: RunProfile, epsilon: float, delta: float) -> float:
     if (least := at_best.epsilon(delta)) > epsilon:
         possible = 2 * (at_best.least_delta(delta) or 0.0)  # for noise of a usual size
         advice = f"Delta must be at least about {possible:.1g} for them" if possible else "Allow a larger epsilon"
+        numbers = 2 * run.normal_sampler.pairs
         raise ValueError(
             f"epsilon={epsilon} at delta={delta} cannot be met by any noise: that of a program has finitely many "
-            f"values, which alone costs {least:.3g} in {run.releases} releases of {2 * run.normals.pairs} numbers. "
+            f"values, which alone costs {least:.3g} in {run.releases} releases of {numbers} numbers. "
             f"{advice}, or state fewer `numbers`"
         )
     return run.epsilon(delta)

@@ -107,12 +107,13 @@ class RunCost(NamedTuple):
     record: RunRecord
 
     @property
-    def normals(self) -> NormalSampler:
+    def normal_sampler(self) -> NormalSampler:
+        """What draws the normals of a release, for the cost of their arithmetic."""
         return normal_sampler(self.numbers, self.record.in_integers)
 
     def profile(self, accountant: Accountant = "tightest", **options: Any) -> RunProfile:
         """See `profile_of_run`, which takes the options."""
-        given = {"accountant": accountant, "relation": self.relation, "numbers": self.normals}
+        given = {"accountant": accountant, "relation": self.relation, "numbers": self.normal_sampler}
         return profile_of_run(self.event, **given, **options)
 
 

@@ -202,7 +202,7 @@ def privacy_report(
         events=from_event(event).words(),
         versions={"python": platform.python_version()} | {p.removesuffix("-jax"): version_of(p) for p in _PACKAGES},
         caveats=(
-            *caveats(drawn, relation, records, on_a_tpu=cost.normals.slope > 0),
+            *caveats(drawn, relation, records, on_a_tpu=cost.normal_sampler.slope > 0),
             *((run.explain(delta, relation),) if (run := from_event(event).whole_run) else ()),
         ),
         date=datetime.now(UTC).date().isoformat(),

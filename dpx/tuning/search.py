@@ -114,7 +114,7 @@ def search(
     cost, winner, best = plan.cost, None, -math.inf
     with _opened_folder(checkpoints, plan) as folder:
         if ledger is not None:
-            processes.from_first_process(lambda: _pay_ledger(ledger, plan, unit or "example", words, folder))
+            processes.from_first_process(lambda: _pay_for_search(ledger, plan, unit or "example", words, folder))
         for number in range(draw_trials(keys.stream(key, "number of trials"), cost.trials, SHAPES[distribution])):
             trial, params, state = plan.run(train, number, folder)
             value = plan.scored(params, number) if folder is None else _stored_score(plan, params, number, folder)
@@ -128,7 +128,7 @@ def search(
     return SearchResult(trial.configuration, params, best, steps_taken(state), epsilon, plan.delta, cost, report)
 
 
-def _pay_ledger(ledger: PrivacyLedger, plan: SearchPlan, unit: str, words: str, folder: Path | None) -> None:
+def _pay_for_search(ledger: PrivacyLedger, plan: SearchPlan, unit: str, words: str, folder: Path | None) -> None:
     """Raises ValueError for a ledger of other neighbors or records, and where it does not allow the search."""
     cost, terms = plan.cost, ledger.terms
     if (cost.relation, cost.records) != (terms.relation, terms.records):

@@ -244,7 +244,7 @@ def sampling(trial: Trial) -> str:
             count = _require_cyclic(lambda step: record.draw(key, step), record.examples, bands, rate)
             return f"{count} batches are drawn as the event says: each example in the steps of one of {bands} groups"
         if (rates := getattr(record, "rates", None)) is not None and rates.min() < rates.max():
-            _require_weighted(batches, rates, rate)
+            _require_weighted_poisson(batches, rates, rate)
             return f"{DRAWN} batches are drawn as the weights say, at rates of at most that of the event"
         _require_poisson(batches, record.examples, rate)
         return f"{DRAWN} batches are drawn as the event says: each example at rate {rate:.4g}"
@@ -319,7 +319,7 @@ def _require_alike(taken: np.ndarray, trials: int, rate: float):
         raise Broken(f"some examples take part more often than others: {scatter / len(taken):.3g} times the variance")
 
 
-def _require_weighted(batches: list[np.ndarray], rates: np.ndarray, billed: float):
+def _require_weighted_poisson(batches: list[np.ndarray], rates: np.ndarray, billed: float):
     """Examples of low and of high rates, and those shared with the next batch, fit independent coins."""
     if rates.max() > billed * (1 + 1e-12):
         raise Broken(f"an example takes part at rate {rates.max():.6g}, and {billed:.6g} is paid for")

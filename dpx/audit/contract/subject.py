@@ -323,7 +323,7 @@ class TracedRelease:
     def release_at(self, state: Tree, params: Tree) -> Release:
         """The release after this state."""
         points = [(np.zeros(self.numbers, np.float32), np.zeros(self.normals, np.float32)), *self._somewhere()]
-        every = self._slopes([near for one in points for near in (one, *_nearby_points(*one))], state, params)
+        every = self._slopes([near for one in points for near in (one, *_points_within_rounding(*one))], state, params)
         first, first_sums, first_noise = origin = next(every)
         affine, data, noise = np.ones(len(first), bool), [], []
         # A transform that cuts has no slope at some points, so the derivatives of several points are joined.
@@ -365,7 +365,7 @@ def _sizes_of_derivatives(by_sums: np.ndarray, by_noise: np.ndarray) -> np.ndarr
     return np.abs(by_sums).max(1, initial=0) + np.abs(by_noise).max(1, initial=0)
 
 
-def _nearby_points(*point: np.ndarray) -> list[list[np.ndarray]]:
-    """Points so near that only rounding differs. Numbers change independently, because differences show rounding."""
+def _points_within_rounding(*point: np.ndarray) -> list[list[np.ndarray]]:
+    """Points so near that only rounding differs. Each number changes by itself, so that rounding shows."""
     random = np.random.default_rng(1)
     return [[x * (1 + random.uniform(-NEAR, NEAR, x.shape)).astype(np.float32) for x in point] for _ in range(NEARBY)]

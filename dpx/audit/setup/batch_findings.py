@@ -214,7 +214,7 @@ def find_not_finite(measured: MeasuredBatch, included: np.ndarray) -> Finding:
     return Finding("finite", "ok", f"all {rows} rows have finite losses and gradients", numbers)
 
 
-def find_clipping(measured: MeasuredBatch) -> Finding:
+def find_clipped_rows(measured: MeasuredBatch) -> Finding:
     """How many examples are clipped, and the quantiles of the norms."""
     counts, bound = np.asarray(measured.counts), float(measured.bound)
     norms, shares = np.asarray(measured.norms)[counts], np.asarray(measured.shares)[counts]

@@ -92,7 +92,7 @@ def check_setup(
         batch_findings.find_spreading_nan(found, closed),
         batch_findings.find_zero_gradients(found, params, flags, alone, some_rows),
         batch_findings.find_not_finite(found, included),
-        batch_findings.find_clipping(found),
+        batch_findings.find_clipped_rows(found),
         batch_findings.find_noise(found, optimizer, steps),
         batch_findings.find_low_precision(once, params, flags, found.losses),
     )

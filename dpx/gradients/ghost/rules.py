@@ -320,7 +320,7 @@ def _of_one_hot(use: Use, equation: Equation, made: Mapping[Any, Equation]) -> S
     weight, data = use.operand, 1 - use.operand
     contracted, batch = jaxpr.params["dimension_numbers"]
     value, table = equation.inputs[data], jaxpr.invars[weight].aval.shape
-    if batch[0] or len(contracted[0]) != 1 or _axis_of_index(_maker(value, made), made) != contracted[data][0]:
+    if batch[0] or len(contracted[0]) != 1 or _axis_of_one_hot(_maker(value, made), made) != contracted[data][0]:
         return None
     (along,), (axis,) = contracted[data], contracted[weight]
     slices = tuple(size for number, size in enumerate(jaxpr.invars[data].aval.shape) if number != along)
@@ -342,10 +342,10 @@ def _maker(operand: Any, made: Mapping[Any, Any]) -> Any:
     return None if isinstance(operand, core.Literal | Constant) else made.get(operand)
 
 
-def _axis_of_index(equation: Any, made: Mapping[Any, Any]) -> int | None:
-    """The axis along which a value is True, or 1, where an index says, and 0 elsewhere, as of `jax.nn.one_hot`; None
-    for any other value. equation: makes the value. made: by operand, the equation that makes it; of a `Program`, or of
-    a jaxpr that it calls."""
+def _axis_of_one_hot(equation: Any, made: Mapping[Any, Any]) -> int | None:
+    """The axis along which a value has a single True, or 1, at a computed index, as `jax.nn.one_hot` does, and is 0
+    elsewhere; None for any other value. equation: makes the value. made: by operand, the equation that makes it; of a
+    `Program`, or of a jaxpr that it calls."""
     jaxpr = getattr(equation, "jaxpr", equation)
     if jaxpr is None:
         return None
@@ -354,11 +354,11 @@ def _axis_of_index(equation: Any, made: Mapping[Any, Any]) -> int | None:
     if name in CALLS and len(jaxpr.outvars) == 1:
         body = jaxpr.params[CALLS[name]].jaxpr
         inside = {variable: each for each in body.eqns for variable in each.outvars}
-        return _axis_of_index(inside.get(body.outvars[0]), inside) if body.outvars[0] in inside else None
+        return _axis_of_one_hot(inside.get(body.outvars[0]), inside) if body.outvars[0] in inside else None
     if name == "convert_element_type":
-        return _axis_of_index(_maker(inputs[0], made), made)
+        return _axis_of_one_hot(_maker(inputs[0], made), made)
     if name == "transpose":
-        axis = _axis_of_index(_maker(inputs[0], made), made)
+        axis = _axis_of_one_hot(_maker(inputs[0], made), made)
         return None if axis is None else jaxpr.params["permutation"].index(axis)
     if name != "eq":
         return None

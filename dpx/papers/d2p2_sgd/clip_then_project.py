@@ -86,7 +86,7 @@ def clip_then_project(
 
     def release(sums, state, params):
         total = as_pair(sums[0])
-        encoded = _projected(coordinates.encode, total, state.projection)
+        encoded = _project_sum(coordinates.encode, total, state.projection)
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), encoded.high)
         released, inner = mechanism.release((encoded,), state.inner, shapes)
         updates, next_projection = coordinates.decode(released, state.projection, total.high)
@@ -103,7 +103,7 @@ def clip_then_project(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _projected(encode: Callable[[Tree, Tree], Tree], total: FloatPair, state: ProjectionState) -> FloatPair:
+def _project_sum(encode: Callable[[Tree, Tree], Tree], total: FloatPair, state: ProjectionState) -> FloatPair:
     """The projection `encode` of a sum, computed in float64.
 
     In float32, rounding would be relative to the sum, so in a batch of 65,536 an example could move it by half a clip
@@ -113,12 +113,12 @@ def _projected(encode: Callable[[Tree, Tree], Tree], total: FloatPair, state: Pr
         return doubles.as_float_pair(encode(doubles.as_float64(total), state))
 
 
-@_projected.defjvp
-def _projected_change(encode, primals, tangents):
+@_project_sum.defjvp
+def _project_change(encode, primals, tangents):
     """A projection is linear, so the change is projected, in float32. Only `dpx.audit` asks for it, never training."""
     (total, state), (change, _) = primals, tangents
     changed = encode(jax.tree.map(lambda *leaf: sum(leaf), *(part for part in change if part is not None)), state)
-    return _projected(encode, total, state), FloatPair(changed, jax.tree.map(jnp.zeros_like, changed))
+    return _project_sum(encode, total, state), FloatPair(changed, jax.tree.map(jnp.zeros_like, changed))
 
 
 def _require_fresh_and_ranked(rank: int | Tree | None, reduction_rate: float | Tree | None, every: int | None):

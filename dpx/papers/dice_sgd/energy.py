@@ -84,7 +84,7 @@ def most_participations(steps: int, rate: float, tail: float) -> int:
     return int(np.argmax(stats.binom.sf(np.arange(steps + 1), steps, rate) <= tail))
 
 
-def deltas_at_random(
+def delta_of_random_participations(
     *, steps: int, rate: float, reset_every: int, error_shift: float, feedback_shift: float, noise_multiplier: float
 ) -> Callable[[float], float]:
     """delta as a function of epsilon: its mean over random participations, as if these were known."""

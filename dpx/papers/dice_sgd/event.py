@@ -111,7 +111,7 @@ def bounds_by_name(event: ErrorFeedbackDpEvent, accountant: Accountant, relation
     rate = sampling.divisor / sampling.examples
     profiles: dict[str, Profile] = {}
     if accountant != "rdp":
-        deltas = feedback_energy.deltas_at_random(
+        deltas = feedback_energy.delta_of_random_participations(
             rate=rate, feedback_shift=event.feedback_shift, noise_multiplier=noise, **run
         )
         profiles["random participations as if known, not amplified"] = DeltaProfile(deltas)
