@@ -365,7 +365,8 @@ def open_folder(
 
 
 def require_skippable(run: RunPlan, state: Tree, first: int, reach: int):
-    """Raises ValueError unless steps after `first` may be skipped up to `reach`, and one is left. state: any step's."""
+    """Raises ValueError unless the steps after `first`, up to `reach`, may be skipped, and another one is left to make.
+    state: of any step."""
     unproved = [event_of_loss(loss) for loss in from_event(run.optimizer.event(1)).counts if not loss.fresh]
     private = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state) if "unreleased" in path_of(path)]
     if run.optimizer.correlated is not None:

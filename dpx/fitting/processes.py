@@ -67,7 +67,7 @@ def require_same(facts: dict[str, Any]):
 
 
 def as_readable(array: Any) -> Any:
-    """`array` with numbers that this process can read. One with parts in other processes becomes a numpy array."""
+    """`array` as this process can read it. An array with parts in other processes becomes a numpy array."""
     if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
         return array
     return multihost_utils.process_allgather(array, tiled=True)

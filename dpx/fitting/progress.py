@@ -1,4 +1,4 @@
-"""Looks at a run every few steps: its metrics, cost, callbacks and progress bar; and the result of a run."""
+"""What happens every few steps of a run: metrics, cost, callbacks and the progress bar; and the result of a run."""
 
 import contextlib
 import math

@@ -196,7 +196,7 @@ def _require_sums(sums):
 
 
 def _plus_chunk(sums: AccumulatedSums, one: AccumulatedSums) -> AccumulatedSums:
-    """The sums with one more chunk, whose `ordered` says whether it begins where they end."""
+    """The sums with the chunk `one` added. Its `ordered` says whether it begins where the sums end."""
     ordered = sums.ordered & one.ordered & (sums.step == one.step) & (sums.mechanism == one.mechanism)
     ordered &= _equal_up_to_rounding(sums.clipping, one.clipping)
     if sums.unreleased_drawn is not None and one.unreleased_drawn is not None:

@@ -39,8 +39,8 @@ def zeroth_order_sgd(
 
     The privacy holds as the papers say: the directions do not depend on the data, and only the numbers are released.
 
-    directions: K, at least 1. The time of a step grows with it, its memory does not; the error of the update falls as
-        d / K, so that small models learn slowly, and pretrained ones well if few directions matter.
+    directions: K, at least 1. The time of a step grows with it, but not its memory. The error of the update grows
+        with d / K, so small models learn slowly, but pretrained ones learn well if few directions matter.
     clip_norm: of the K numbers of an example, in the units of the gradient; a number or a schedule of the step.
     noise_multiplier: the noise's standard deviation on the sum, in clip norms; a number, a schedule, or a `dpx.Budget`.
     sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.

@@ -122,10 +122,10 @@ class Statistic(Release):
     interval_at: Callable[[float], Any] = field(repr=False)
 
     def interval(self, confidence: float = 0.95) -> tuple[Any, Any]:
-        """Bounds of the true statistic of these records, each float or float64 (...), as `value`.
+        """Bounds on the true statistic of these records, each a float or float64 (...), like `value`.
 
-        They count the noise and the rounding of the release, and not that the records are a sample of a population: for
-        that, add the variance of the sample. Each number has this confidence by itself.
+        They cover the noise and the rounding of the release, but not that the records are a sample of a population: for
+        that, add the variance of the sample. The confidence is that of each number by itself.
 
         confidence: in (0, 1). Raises ValueError for other numbers.
         """

@@ -9,8 +9,8 @@ A record is rounded to a public grid before it is summed, and spreads its quanta
     histogram    one number a bin, 2^10 quanta for the bin of the value
 
 So a record moves the sum of all absolute values by its quanta at most, and the 2-norm by no more, although a mean needs
-two numbers and a variance three. A missing value (NaN) has no quanta: it moves nothing, and is not counted. Infinite
-and large values are those at the bounds.
+two numbers and a variance three. A missing value (NaN) has no quanta: it moves nothing, and is not counted. Values
+beyond the bounds, also infinite ones, count as the bounds.
 """
 
 import math

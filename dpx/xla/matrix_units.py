@@ -12,20 +12,21 @@ for TF32 (Xie et al. 2025, arXiv:2511.10909, and their simulator; an H200 gives 
 by more than a float32 addition, but adds more. Let u = 2^-24, and M the sum of the absolute values of all terms so far,
 which bounds all numbers in an instruction.
 
-One sum, of T products z_i, in pieces of at least k whose sums are added in float32. The number of the largest exponent
-loses nothing: a product has 22 bits or fewer, a partial sum 24. So its error is at most 2 u (1 + n 2^-e) M, and 2 u (1
-+ (n - 1) 2^-e) M for the first of a piece. With C_i the sum of these factors over the instructions from that of product
-i on, the sum is off by at most u sum_i C_i |z_i|; one piece is the worst, because k products of another cost more than
-the float32 addition of their sum. Float32 additions have C_i = T + 1, T + 1, T, ..., 3, if each product is rounded
-twice before (`PRODUCTS`). Of both, the largest C_i and the root of the sum of all C_i^2 bound a sum in terms of sum
-|z_i| and of the root of sum z_i^2, and those of a tensor core are less than `rounding_factor` = 1.6 times as large: a
-test evaluates T up to 700, and both ratios tend to 1 / k + 2^-e times 2, at most 1.5.
+One sum, of T products z_i, in pieces of at least k whose sums are added in float32. The number with the largest
+exponent loses nothing: a product has 22 bits or fewer, a partial sum 24. So an instruction's error is at most 2 u (1 +
+n 2^-e) M, and 2 u (1 + (n - 1) 2^-e) M for the first of a piece. Let C_i be the sum of these factors over the
+instruction that adds product i and all later ones. Then the sum is off by at most u sum_i C_i |z_i|; one piece is the
+worst case, because k products of another cost more than the float32 addition of their sum. Float32 additions have C_i =
+T + 1, T + 1, T, ..., 3, if each product is rounded twice before (`PRODUCTS`). For either adder, the largest C_i bounds
+the error in terms of sum |z_i|, and the root of the sum of all C_i^2 in terms of the root of sum z_i^2. A tensor core's
+are less than `rounding_factor` = 1.6 times those of float32 additions: a test evaluates T up to 700, and both ratios
+tend to 2 (1 / k + 2^-e), which is at most 1.5.
 
 The same sum with one term replaced by zero. What is dropped of a number has the number's sign, so for a product, which
 is the same in both runs or missing in one, it differs by at most 2^-(23 + e) M; for the partial sum by twice that. But
-one number loses nothing: together at most n + 1 times 2^-(23 + e) M, whichever is the largest in each run. What is
-dropped of the result differs by at most 2^-23 M, as results of different signs are as far apart as both together. If
-D_i instructions are made from that of row i on, all this is at most
+one number loses nothing, so together it is at most n + 1 times 2^-(23 + e) M, whichever number is the largest in each
+run. What is dropped of the result differs by at most 2^-23 M, as results of different signs are as far apart as both
+together. Let D_i count the instruction that adds row i and all later ones. Then all this is at most
 
     2 u c sum_i D_i |z_i|,   c = 1 + (k + 1) 2^-e,
 
@@ -33,12 +34,12 @@ where a float32 addition, off by u M in each run, has k = 1 and c = 1. `dpx.sums
 coordinates and orders. For blocks of up to 96 rows it is less than for float32 additions, so a tensor core needs no
 other blocks.
 
-ASSUMED. Of a TPU, nobody has published the adder. dpx assumes that its unit multiplies bfloat16 numbers exactly, and
-that the sum of their products is as exact as one by additions that are off by 4 u M each; and that its vector unit adds
-and multiplies float32 numbers as IEEE says, but for denormal ones. Of GPUs with float32 products, that they are made of
-fused multiply-adds; of newer tensor cores, that their additions are those of an H100 or better.
+ASSUMED. Nobody has published the adder of a TPU. dpx assumes that its unit multiplies bfloat16 numbers exactly, that
+the sum of their products is as exact as one by additions that are each off by 4 u M, and that its vector unit adds and
+multiplies float32 numbers as IEEE says, except for denormal ones. It assumes that GPUs with float32 products make them
+by fused multiply-adds, and that newer tensor cores add as exactly as an H100, or better.
 
-Nothing is rounded where products are float32's: on CPUs, on GPUs without TF32, and on any GPU under
+Nothing is rounded where products are made in float32: on CPUs, on GPUs without TF32, and on any GPU under
 `jax.default_matmul_precision("highest")`, with which JAX's own products do not round either.
 """
 

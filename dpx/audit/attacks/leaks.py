@@ -124,17 +124,17 @@ _ROUNDING = 1e-12  # relative: a hundredth of 300 others are 3, not 2
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """How well scores tell the members of a run from others, as counted in one run, beside the cost that it states.
+    """How well scores tell the members of one run from others, beside the cost that the run states.
 
     false_positive_rates: n floats, as asked for. true_positive_rates: n floats, the share of the members whose scores
-        are above a threshold that at most this share of the others exceeds.
-    lower, upper: n floats each, Clopper and Pearson's bounds for a given threshold, each with `confidence`, as if the
-        scores were independent. The threshold comes from the same others, so they are approximate.
+        exceed a threshold that at most this share of the others exceeds.
+    lower, upper: n floats each, Clopper and Pearson's bounds on the true-positive rates, each with `confidence`, as if
+        the threshold were given and the scores independent. It comes from the same others, so they are approximate.
     advantage: float, the largest true-positive rate minus the false-positive rate. area: float, the area under the
-        curve, the probability that a member has a larger score than another, ties as one half.
+        curve, the probability that a member has a larger score than another, where a tie counts one half.
     members, others: int, how many scores.
     limits: n floats, the largest true-positive rates that the stated cost allows, for one unit over the coins of the
-        run; None if it is not known.
+        run; None if the cost is not known.
     roc: all error rates; type_one of the others, type_two of the members.
     """
 

@@ -107,7 +107,7 @@ def d2p_sgd(
 
     noise multiplier_k = noise_multiplier / k^power,  k = 1, 2, ... counting blocks of `every` steps (an epoch)
 
-    The paper claims a bound with open constants. dpx composes all Gaussian releases, which holds.
+    The paper's bound leaves its constants open. dpx composes all Gaussian releases instead, and that bound holds.
 
     stability: at least 1e-6, in the units of the gradient; a gradient g becomes g / (|g| + stability), of norm below 1.
     power: at least 0; 1/2 in the paper's theorems, 1/4 per epoch in its experiments.
