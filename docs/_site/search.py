@@ -26,7 +26,8 @@ WORDS = {
         "A pandas table with missing values, categories and users": "pandas, dataframe, missing values",
         "Streams: grain, torch DataLoader, tf.data": "dataloader, torch dataloader, tf.data, grain, dataset",
         "safetensors, PEFT adapters and torch weights": "safetensors, peft, torch, pytorch",
-        "Gradient accumulation": "gradient accumulation, multisteps",
+        "Gradient accumulation": "gradient accumulation, multisteps, large batch, microbatch",
+        "Freeze layers, or train the biases alone": "freeze, freeze layers, frozen, bitfit, biases",
         "Mixed precision": "mixed precision, bfloat16",
         "Private accuracy": "accuracy, validation",
         "Pairs and contrastive losses": "contrastive, pairs, siamese",
@@ -56,8 +57,13 @@ WORDS = {
     "docs/sharp_edges": {"Keys": "secret key, seed, random seed", "Models": "nan, inf"},
     "docs/ship_it": {"What to ship": "privacy report, report, publish"},
     "docs/tuning": {"A search": "hyper-parameters, hyperparameters, hyperparameter search, tuning"},
-    "docs/auditing": {"What a trained model leaks": "membership inference, membership, canary, leak"},
-    "docs/statistics": {"A table with missing values": "mean, median, quantiles, histogram, count"},
+    "docs/auditing": {
+        "Check the contract": "custom mechanism, check_contract",
+        "What a trained model leaks": "membership inference, membership, canary, leak",
+    },
+    "docs/ledger": {"One budget for a data set": "ledger, privacy ledger, composition, total budget"},
+    "docs/speed": {"What `dpx.explain_norms` says": "explain_norms, gram matrices, per-example gradients, ghost norms"},
+    "docs/statistics": {"A table with missing values": "mean, private mean, median, quantiles, histogram, count"},
 }
 
 

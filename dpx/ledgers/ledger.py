@@ -291,8 +291,9 @@ class PrivacyLedger:
             budget = f"epsilon={self.terms.epsilon} at delta={self.terms.delta}"
             raise ValueError(
                 f"the budget of {self.path}, {budget}, must allow a release before it is made, but not "
-                f"{given['event']}: epsilon is {self.epsilon:.4g} before it. `least_noise` finds what fits; Gaussian "
-                "releases, and those that are all reserved before the first one is made, cost less"
+                f"{given['words']!r}, {from_event(given['event']).in_one_line()}: epsilon is {self.epsilon:.4g} before "
+                "it. `least_noise` finds what fits; Gaussian releases, and those that are all reserved before the "
+                "first one is made, cost less"
             )
         return chosen
 
