@@ -5,6 +5,7 @@ import inspect
 import re
 
 DOCUMENTED = re.compile(r"^\.\. auto(?:function|class):: (\S+)$", re.MULTILINE)
+LINKED = re.compile(r'(<td><p><a [^>]*><code class="xref py[^>]*><span class="pre">)([\w.]+)')
 SENTENCE = re.compile(r"(?:[^.]|\.(?! [A-Z`]| \w+: |$))+")  # up to a period that ends it
 
 
@@ -36,6 +37,13 @@ def add_table(app, docname, source) -> None:
         source[0] = f"{before}\n{table(source[0])}\n{heading}{after}"
 
 
+def break_names(app, pagename, templatename, context, doctree) -> None:
+    """Lets names in the tables break after a dot or an underscore."""
+    if pagename.startswith("docs/api/") and "body" in context:
+        context["body"] = LINKED.sub(lambda m: m[1] + re.sub(r"([._])(?=\w)", r"\1<wbr>", m[2]), context["body"])
+
+
 def setup(app):
     app.connect("source-read", add_table)
+    app.connect("html-page-context", break_names)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

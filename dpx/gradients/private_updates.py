@@ -189,6 +189,8 @@ def explain_norms(
 ) -> ghost.Explanation:
     """A printable table of how `private_updates` computes the norms of each parameter, and why.
 
+    docs/speed.md says what each line means.
+
     loss: (params, example) -> float (), of one example without a batch axis. optimizer: a `dpx.Mechanism`.
     params, batch: as for the step; both may hold `jax.ShapeDtypeStruct`s instead of arrays.
     norms, with_key, has_aux, platform: as for `private_updates`. Raises ValueError for arguments that it refuses.
