@@ -155,7 +155,7 @@ def test_a_step_releases_the_sum_in_the_basis_of_c_with_fresh_noise(strategy, mo
 @pytest.mark.parametrize("scale", [1.0, 1e6])
 def test_the_rounding_of_the_memory_moves_less_than_is_billed(strategy, scale):
     """Two neighbors with equal releases: what they hand to `keys.release` differs by C (S - S'), but for rounding."""
-    weights, banded = module._weights(strategy), strategy.bands is not None
+    weights, banded = module._weights_of_past(strategy), strategy.bands is not None
     rng, numbers, steps = np.random.default_rng(1), 2000, 12
     sums = rng.normal(size=(steps, numbers)).astype(np.float32) * np.float32(scale / 40)
     other = sums.copy()
