@@ -116,7 +116,7 @@ def test_the_sum_is_clipped_and_released_with_the_noise(strategy):
 
 
 def stream_of(strategy, key=KEY):
-    return module._stream(key, strategy)
+    return module._noise_stream(key, strategy)
 
 
 @ALL
@@ -161,13 +161,13 @@ def test_the_rounding_of_the_memory_moves_less_than_is_billed(strategy, scale):
     other = sums.copy()
     other[2] += rng.normal(size=numbers).astype(np.float32) / np.float32(50)  # about one clip norm of 1
     releases, given = [], ([], [])
-    states = [module._empty({"w": jnp.zeros(numbers)}, len(weights)) for _ in range(2)]
+    states = [module._first_state({"w": jnp.zeros(numbers)}, len(weights)) for _ in range(2)]
     for step in range(steps):
         handed = []
         with jax.enable_x64(True):
             for world, rows in enumerate((sums, other)):
                 exact = {"w": jnp.asarray(rows[step], jnp.float64)}
-                back = module._added(states[world], weights)
+                back = module._weighted_past_noise(states[world], weights)
                 handed.append((exact, doubles.as_float64(doubles.as_float_pair(jax.tree.map(jnp.add, exact, back)))))
                 given[world].append(np.asarray(handed[-1][1]["w"]))
             releases.append(np.float32(given[0][-1] + rng.normal(size=numbers)))
@@ -175,7 +175,7 @@ def test_the_rounding_of_the_memory_moves_less_than_is_billed(strategy, scale):
                 before = doubles.as_float_pair(exact if banded else total)
                 noise = doubles.difference_to_total({"w": jnp.asarray(releases[-1])}, before)
                 record = states[world].inner._replace(step=jnp.int32(step + 1))
-                states[world] = module._after(states[world], noise, record)
+                states[world] = module._next_state(states[world], noise, record)
     column, inverse = strategy.column(steps), strategy.inverse_column(steps)
     moved = [
         sum(column[j] * (other[t - j].astype(np.float64) - sums[t - j]) for j in range(t + 1)) for t in range(steps)
