@@ -193,7 +193,10 @@ def test_sums_that_were_clipped_to_another_norm_have_no_bill():
     one, two = without_record([ONE, TWO])
     step, other = (dpx.private_updates_in_chunks(loss, made, with_key=True, has_aux=True) for made in (billed, later))
     add, more, release = jax.jit(step.add), jax.jit(other.add), jax.jit(step.release)
-    for wrong in (more(params, one, state), more(params, two, state, add(params, one, state))):
+    sums = add(params, one, state)
+    larger = sums._replace(clipping=400 * sums.clipping)  # what the fingerprint of the mechanism does not show
+    wrongs = more(params, one, state), more(params, two, state, sums), larger
+    for wrong in (*wrongs, add(params, two, state, larger)._replace(clipping=sums.clipping)):
         _, after = release(params, wrong, state)
         with pytest.raises(ValueError, match="the clip norm and the state"):
             dpx.epsilon(billed, after, delta=1e-5)
