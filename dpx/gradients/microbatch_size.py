@@ -12,7 +12,7 @@ import jax
 from jax.extend import core
 
 from dpx.gradients import ghost
-from dpx.gradients.ghost.trace import REMAT
+from dpx.gradients.ghost.program import REMAT
 from dpx.trees import Tree, described
 from dpx.xla.convolutions import CALLS
 from dpx.xla.jaxprs import convolves, inner_bodies

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from dpx.gradients.ghost import parts
 from dpx.gradients.ghost.plan import Choice, GhostPlan
-from dpx.gradients.ghost.trace import REMAT
+from dpx.gradients.ghost.program import REMAT
 from dpx.gradients.ghost.views import View
 from dpx.gradients.ghost.weighted_sums import shortening_factors
 from dpx.sums.float_pair import FloatPair

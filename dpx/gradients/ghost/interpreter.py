@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.gradients.ghost.trace import Block, Constant, Equation, Program, count_scan_operands
+from dpx.gradients.ghost.program import Block, Constant, Equation, Program, count_scan_operands
 from dpx.trees import Tree
 from dpx.xla.ordering import opaque_false, with_cotangent_computed_once
 from dpx.xla.place import current_place

@@ -16,8 +16,8 @@ from jax.extend import core
 
 from dpx.gradients.ghost import rules
 from dpx.gradients.ghost.norms import EXACT, gradients_of_product
+from dpx.gradients.ghost.program import CALLS, Constant, Equation, Program, Use
 from dpx.gradients.ghost.rules import Record, Site
-from dpx.gradients.ghost.trace import CALLS, Constant, Equation, Program, Use
 from dpx.gradients.ghost.views import ELEMENTWISE, ElementwiseStep, View
 from dpx.xla import jaxprs
 

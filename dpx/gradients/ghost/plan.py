@@ -13,6 +13,7 @@ from dpx.gradients.ghost import algorithms, kernels, rules, trace, views
 from dpx.gradients.ghost.algorithms import Algorithm, Uses
 from dpx.gradients.ghost.made_kernels import MadeKernels
 from dpx.gradients.ghost.made_kernels import find_made_kernels as find_made
+from dpx.gradients.ghost.program import Equation, Program, Use
 from dpx.mechanism import Mechanism
 from dpx.sums.float_pair import ETA
 from dpx.trees import Tree, float32_like
@@ -63,7 +64,7 @@ class GhostPlan(NamedTuple):
     encoded: the leaves of the mechanism's encoded gradient. structure: its treedef.
     """
 
-    program: trace.Program
+    program: Program
     choices: tuple[tuple[Choice, ...], ...]
     encoded: tuple[EncodedLeaf, ...]
     structure: Any
@@ -142,7 +143,7 @@ def make_plan(
     made = {value: equation for equation in program.equations for value in equation.outputs}
     scaled = {encoded_leaf.leaf: encoded_leaf.scaled for encoded_leaf in encoded}
 
-    def choose(leaf: int, uses: tuple[trace.Use, ...]) -> tuple[Choice, ...]:
+    def choose(leaf: int, uses: tuple[Use, ...]) -> tuple[Choice, ...]:
         if leaf not in scaled:
             return (Choice(algorithms.NOT_TRAINED),)
         if not uses:
@@ -168,8 +169,8 @@ def make_plan(
 
 def _with_made(
     choices: tuple[tuple[Choice, ...], ...],
-    program: trace.Program,
-    made: Mapping[Any, trace.Equation],
+    program: Program,
+    made: Mapping[Any, Equation],
     shapes: list[tuple[int, ...]],
     *,
     force: bool,
@@ -185,7 +186,7 @@ def _with_made(
     return tuple(found.values())
 
 
-def _is_small(leaf: int, program: trace.Program, size: int) -> bool:
+def _is_small(leaf: int, program: Program, size: int) -> bool:
     """Whether a parameter of this size, such as a bias, a scale or a table of positions, has no more numbers than the
     cotangents where it meets data, which the backward pass of a batch holds for each example anyway. Ghost norms would
     read these in place of the gradient, so they can save nothing."""
@@ -208,10 +209,10 @@ Followed = list[tuple[views.View, Uses]]
 
 
 def _follow(
-    uses: tuple[trace.Use, ...],
+    uses: tuple[Use, ...],
     parts: list[views.Part],
-    program: trace.Program,
-    made: Mapping[Any, trace.Equation],
+    program: Program,
+    made: Mapping[Any, Equation],
     shape: tuple[int, ...],
     *,
     scaled: bool,

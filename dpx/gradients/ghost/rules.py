@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend import core
 
 from dpx.gradients.ghost.norms import EXACT, gradients_of_product
-from dpx.gradients.ghost.trace import CALLS, Constant, Equation, Program, Use
+from dpx.gradients.ghost.program import CALLS, Constant, Equation, Program, Use
 from dpx.sums.clipped_sum import repeat_to_shape
 from dpx.xla.ordering import opaque_false
 from dpx.xla.place import current_place

@@ -1,12 +1,10 @@
-"""The loss of one example as a list of equations, and the equations that use each parameter.
+"""Finds the equations of a loss that use each parameter.
 
 An equation that moves the elements of a parameter, places them among others, or computes a number from each, is a step
 of a view of it; any other equation of a parameter is a use. A parameter is followed through its views to its uses, also
 into functions that the loss calls, into branches that the data choose, into parts under `jax.checkpoint`, which the
 backward pass computes again, and into the bodies of scans. A parameter that a scan takes slice by slice, such as the
 stacked weights of equal layers, is followed in its slices.
-
-A value is public if it depends on parameters and constants only, and so is the same for all examples.
 """
 
 import itertools
@@ -20,6 +18,20 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from dpx.gradients.ghost.branches import CONSTANT, DATA, PARAMETER, every_branch
+from dpx.gradients.ghost.program import (
+    CALLS,
+    REMAT,
+    Block,
+    Constant,
+    Equation,
+    Kernel,
+    Origin,
+    Program,
+    SameValue,
+    Use,
+    count_scan_operands,
+)
 from dpx.gradients.ghost.views import (
     PLACES,
     ElementwiseStep,
@@ -34,10 +46,6 @@ from dpx.gradients.ghost.views import (
 )
 from dpx.trees import Tree
 from dpx.xla import jaxprs
-
-CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
-REMAT = ("checkpoint", "remat", "remat2")  # the names of `jax.checkpoint` in jaxprs
-
 
 INTEGERS: dict[str, Callable] = {  # of the numbers that say where an iteration looks
     "add": np.add,
@@ -65,181 +73,6 @@ def slices_of_split(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
         return [lax.index_in_dim(x, place, axis, keepdims=False) for place in range(x.shape[axis])]
 
     return jax.make_jaxpr(parts)(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-
-
-CONSTANT, PARAMETER, DATA = 0, 1, 2  # what a value in a branch depends on, at most
-IN_BRANCHES = ("dot_general", "conv_general_dilated", "gather", "dynamic_slice", "add", "sub", "mul")
-
-
-class _NotFollowed(Exception):
-    """A branch is not followed."""
-
-
-def every_branch(equation: core.JaxprEqn, kinds: list[int]) -> core.ClosedJaxpr | None:
-    """A branch that the data choose, as all branches and a choice of their results, which `jax.vmap` makes of it too;
-    None if it is not followed. kinds: of the operands.
-
-    Whatever a branch computes that is not taken, it has no gradient: none passes what enters it, nor what a parameter
-    meets, and that is 0 there. So neither a NaN nor an infinity of such a branch reaches a record or a gradient.
-    """
-
-    def every(index, *operands):
-        results = []
-        for number, branch in enumerate(equation.params["branches"]):
-            taken = index == number
-            entering = [_if_taken(taken, x) if kind == DATA else x for x, kind in zip(operands, kinds[1:], strict=True)]
-            results.append(_branch(branch, entering, kinds[1:], taken)[0])
-        return [lax.select_n(index, *each) for each in zip(*results, strict=True)]
-
-    types: list[Any] = [variable.aval for variable in equation.invars]
-    try:
-        return jax.make_jaxpr(every)(*(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in types))
-    except _NotFollowed:
-        return None
-
-
-def _if_taken(taken: jax.Array, x: jax.Array) -> jax.Array:
-    """`x`, with a gradient only if this branch is taken."""
-    return lax.select_n(taken, lax.stop_gradient(x), x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
-
-
-def _branch(closed: core.ClosedJaxpr, operands: list, kinds: list[int], taken: jax.Array) -> tuple[list, list[int]]:
-    """The results of a branch, and their kinds."""
-    jaxpr, consts = closed.jaxpr, [(value, CONSTANT) for value in closed.consts]
-    env: dict[Any, tuple[Any, int]] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env |= dict(zip(jaxpr.invars, zip(operands, kinds, strict=True), strict=True))
-
-    def read(atoms):
-        found = [(atom.val, CONSTANT) if isinstance(atom, core.Literal) else env[atom] for atom in atoms]
-        return [value for value, _ in found], [kind for _, kind in found]
-
-    for equation in jaxpr.eqns:
-        values, of_values = read(equation.invars)
-        body, kind = equation.params.get(CALLS.get(equation.primitive.name, "")), max(of_values, default=CONSTANT)
-        if isinstance(body, core.ClosedJaxpr):
-            outputs, of_outputs = _branch(body, values, of_values, taken)
-        else:
-            meets = kind == DATA and PARAMETER in of_values
-            if equation.effects or (meets and equation.primitive.name not in IN_BRANCHES):
-                raise _NotFollowed
-            if meets:
-                values = [_zero_if_not(taken, x) if k == DATA else x for x, k in zip(values, of_values, strict=True)]
-            outputs = Equation(equation, (), ()).bind(*values)
-            outputs, of_outputs = [_if_taken(taken, y) if meets else y for y in outputs], [kind] * len(outputs)
-        env |= dict(zip(equation.outvars, zip(outputs, of_outputs, strict=True), strict=True))
-    return read(jaxpr.outvars)
-
-
-def _zero_if_not(taken: jax.Array, x: jax.Array) -> jax.Array:
-    return lax.select_n(taken, jnp.zeros_like(x), x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
-
-
-class Constant(NamedTuple):
-    value: Any
-
-
-class Block(NamedTuple):
-    """Equations that run one after another: all of the loss, or those in the body of a scan or of a checkpoint.
-
-    inputs: numbers of the values that it is given. equations: their numbers. outputs: numbers of values, or constants
-    stop: equations inside it, at any depth, have smaller numbers
-    """
-
-    inputs: tuple[int, ...]
-    equations: tuple[int, ...]
-    outputs: tuple[int | Constant, ...]
-    stop: int
-
-
-class Equation(NamedTuple):
-    """One equation of the jaxpr, in a program whose values are numbered.
-
-    jaxpr: None if the body of a scan, or of a checkpoint, hands on its input. inputs: numbers of the operands, or
-    constants. outputs: numbers of the results. body: of a scan or checkpoint that a parameter enters
-    counts: the numbers of iterations of the scans around it, the outermost first
-    """
-
-    jaxpr: core.JaxprEqn | None
-    inputs: tuple[int | Constant, ...]
-    outputs: tuple[int, ...]
-    body: Block | None = None
-    counts: tuple[int, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return "the result of a loop or checkpoint" if self.jaxpr is None else self.jaxpr.primitive.name
-
-    def bind(self, *values):
-        if self.jaxpr is None:
-            return list(values)
-        with self.jaxpr.ctx.manager:
-            outputs = self.jaxpr.primitive.bind(*values, **self.jaxpr.primitive.get_bind_params(self.jaxpr.params))
-        return outputs if self.jaxpr.primitive.multiple_results else [outputs]
-
-
-class Use(NamedTuple):
-    """Parameter leaf number `leaf` is operand number `operand` of equation number `equation`, which is -1 if the
-    parameter is the loss itself. view: what moves its elements before this use, in order"""
-
-    leaf: int
-    view: View
-    equation: int
-    operand: int
-
-    def of_kernel(self) -> "Use":
-        """The use of the kernel that `view` makes, which loops alone see."""
-        return self._replace(view=View(tuple(step for step in self.view.steps if isinstance(step, LoopStep))))
-
-
-class Kernel(NamedTuple):
-    """A public value that the loss makes of parameters, or a parameter, and all uses of it that are not public.
-
-    value: its number. leaves: of the parameters that it has a gradient by. uses: their views begin at the value
-    """
-
-    value: int
-    leaves: frozenset[int]
-    uses: tuple[Use, ...]
-
-
-class Program(NamedTuple):
-    """The loss of one example. Values 0, 1, ... are the leaves of the parameters, then those of the example.
-
-    equations: all of them. block: those outside of all bodies; its outputs are the loss's value, and what the loss
-    returns beside it, a tree of structure `aux`. uses: for each parameter leaf, those that the loss depends on
-    public: by number of a public value, where it comes from: an equation, by number, or None for a parameter; in a
-        body, the same value outside
-    kernels: those that the loss depends on
-    data: the numbers of values that depend on the example
-    """
-
-    equations: tuple[Equation, ...]
-    block: Block
-    aux: Any
-    uses: tuple[tuple[Use, ...], ...]
-    public: dict[int, "Origin"]
-    kernels: tuple[Kernel, ...]
-    data: frozenset[int] = frozenset()
-
-    def source(self, value: int | Constant) -> int | Constant:
-        """The number of a value where it was computed; that of another one where a body has it from outside."""
-        while isinstance(value, int) and isinstance(origin := self.public.get(value), SameValue):
-            value = origin.value
-        return value
-
-    def output(self, equation: int) -> jax.ShapeDtypeStruct:
-        """The shape and the dtype of the first output of an equation, with an axis for each scan around it."""
-        found = self.equations[equation]
-        assert found.jaxpr is not None
-        aval: Any = found.jaxpr.outvars[0].aval
-        return jax.ShapeDtypeStruct((*found.counts, *aval.shape), aval.dtype)
-
-
-class SameValue(NamedTuple):
-    value: int | Constant
-
-
-Origin = int | None | SameValue
 
 
 class KnownIntegers(NamedTuple):
@@ -300,12 +133,6 @@ def _of_data(equations: list[Equation], example: tuple[int, ...]) -> frozenset[i
                 found.update(itertools.compress(body.inputs, read))
                 found.update(itertools.compress(body.inputs[first:], handed_on))
     return frozenset(found)
-
-
-def count_scan_operands(equation: Equation) -> tuple[int, int]:
-    """How many operands of a scan stay the same, and how many iterations hand on; of a checkpoint, all and none."""
-    assert equation.jaxpr is not None
-    return jaxprs.parts_of_scan(equation.jaxpr.params) if equation.name == "scan" else (len(equation.inputs), 0)
 
 
 def _numbers(values) -> set[int]:
