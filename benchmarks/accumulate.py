@@ -113,8 +113,8 @@ def main():
         "accumulate",
         report.heading("benchmarks.accumulate", ("jax", "jaxlib", "optax")),
         f"{options.model}: the largest batch whose step needs at most {options.limit:g} MiB has {size} examples. "
-        f"{options.steps} steps over a batch of {CHUNKS * size}, in {CHUNKS} chunks, are billed as {options.steps}; "
-        f"each took {found['seconds']:.1f} s.",
+        f"{options.steps} steps over a batch of {CHUNKS * size}, in {CHUNKS} chunks, count in the cost as "
+        f"{options.steps}; each took {found['seconds']:.1f} s.",
         report.grid(("", "MiB"), rows.items()),
     )
     print(page)

@@ -17,12 +17,12 @@ SEED = 20261122
 MU = 0.83  # without sampling, DP-SGD's run costs as much as one release of noise multiplier 1 / MU
 POISSON_NOISE = 1.3
 REPETITIONS = 200
-LEAST_SHARE = 0.7  # of the bill; a bound below it needs a reason
-EMBEDDED = "the sum of embedding and residual hides part of both; the bill is for both seen apart"
+LEAST_SHARE = 0.7  # of the cost; a bound below it needs a reason
+EMBEDDED = "the sum of embedding and residual hides part of both; the cost is for both seen apart"
 DRAWN = "two directions, which rarely are the canary's"
 COUNTED = "the counts of rows, of a fifth of the privacy, are not looked at"
 FEEDBACK = "no attack is known that reaches the bound on how the error of one step moves all later releases"
-STRETCH = "the largest stretch is billed, and a canary reaches it by chance only, because the draw is secret"
+STRETCH = "the cost counts the largest stretch, and a canary reaches it by chance only, because the draw is secret"
 
 
 class Audit(NamedTuple):
@@ -31,7 +31,7 @@ class Audit(NamedTuple):
     noise: its multiplier at step 0, divided by DP-SGD's for the same number of steps.
     size: of the parameters, numbers or a shape. options: of `canary_scores`.
     runs: relative to the plan's; more than those in the first plan only.
-    reason: why a bound is far below the bill, if it is.
+    reason: why a bound is far below the cost, if it is.
     """
 
     name: str
@@ -199,7 +199,7 @@ class FullBatches(NamedTuple):
 
 
 def broken() -> list[tuple[str, Plan, Audit, dict[str, Any]]]:
-    """Mechanisms whose bill is wrong, and how their batches are truly drawn."""
+    """Mechanisms whose cost is wrong, and how their batches are truly drawn."""
     import jax
     import jax.numpy as jnp
 
@@ -233,16 +233,16 @@ def broken() -> list[tuple[str, Plan, Audit, dict[str, Any]]]:
     epoch = Plan("one epoch of 20 batches", 20, dpx.PoissonSampling(examples=100, batch_size=5), 0.8, 0)
     once = {"sampling_truth": dpx.ShuffledEpochs(examples=100, batch_size=5), "instead": {"w": jnp.zeros(2)}}
     return [
-        ("noise of 2/3 of what is billed", all_data, Audit("", too_little_noise), {}),
+        ("noise of 2/3 of what the cost counts", all_data, Audit("", too_little_noise), {}),
         ("no clip, a gradient of norm 3", all_data, Audit("", without_clip), {"canary": {"w": jnp.array([3.0, 0.0])}}),
         ("the same noise in every run", all_data, Audit("", one_key), {}),
         ("the same noise at every step", poisson, Audit("", same_noise), {}),
-        ("shuffled batches, billed as Poisson", epoch, Audit("", shuffled), once),
+        ("shuffled batches, at the cost of Poisson", epoch, Audit("", shuffled), once),
     ]
 
 
 def scores_of(plan: Plan, audit: Audit, runs: int, **options: Any):
-    """The scores of an audit, and the bill of its mechanism at each delta."""
+    """The scores of an audit, and the cost of its mechanism at each delta."""
     import jax
     import jax.numpy as jnp
 
@@ -266,18 +266,18 @@ def rows_of_methods(scale: float) -> tuple[list[list[str]], list[list[str]]]:
         for audit in audits():
             start = time.process_time()
             runs = int(scale * plan.runs * (audit.runs if plan is every[0] else min(1.0, audit.runs)))
-            scores, bills = scores_of(plan, audit, runs)
-            for delta, bill in zip(DELTAS, bills, strict=True):
-                bound = lower_bound_from_scores(*scores, delta=delta, cost=bill)
-                raw, gaussian = bound.epsilon / bill, bound.gaussian_epsilon / bill
+            scores, costs = scores_of(plan, audit, runs)
+            for delta, cost in zip(DELTAS, costs, strict=True):
+                bound = lower_bound_from_scores(*scores, delta=delta, cost=cost)
+                raw, gaussian = bound.epsilon / cost, bound.gaussian_epsilon / cost
                 reason = "" if raw >= LEAST_SHARE else audit.reason or "few runs"
-                row = [audit.name, plan.name, f"{delta:g}", f"{bound.runs[0]:,}", f"{bill:.3f}"]
+                row = [audit.name, plan.name, f"{delta:g}", f"{bound.runs[0]:,}", f"{cost:.3f}"]
                 row += [f"{bound.epsilon:.3f} ({raw:.0%})", f"{bound.gaussian_epsilon:.3f} ({gaussian:.0%})", reason]
                 rows.append(row)
                 print(*row, f"{time.process_time() - start:.1f} s", sep=" | ", flush=True)
     for name, plan, audit, options in broken():
-        scores, bills = scores_of(plan, audit, int(scale * 400_000), **options)
-        bounds = [lower_bound_from_scores(*scores, delta=d, cost=b) for d, b in zip(DELTAS, bills, strict=True)]
+        scores, costs = scores_of(plan, audit, int(scale * 400_000), **options)
+        bounds = [lower_bound_from_scores(*scores, delta=d, cost=b) for d, b in zip(DELTAS, costs, strict=True)]
         found = [(f"{b.cost:.3f}", f"{b.epsilon:.3f}{' **wrong**' if b.exceeds_cost else ''}") for b in bounds]
         wrong.append([name, plan.name, *found[0], *found[1]])
         print(*wrong[-1], sep=" | ", flush=True)
@@ -354,26 +354,26 @@ def main() -> None:
     heading = report.heading(
         "benchmarks.audit", ("jax", "jaxlib", "optax", "scipy"), **report.load(options.core), **facts
     )
-    shares = "bounds at confidence 0.95; in brackets their share of the bill; runs are those counted in each world"
-    method_columns = ["method", "batches", "delta", "runs", "bill", "raw (proof)", "Gaussian (hypothesis)"]
+    shares = "bounds at confidence 0.95; in brackets their share of the cost; runs are those counted in each world"
+    method_columns = ["method", "batches", "delta", "runs", "cost", "raw (proof)", "Gaussian (hypothesis)"]
     method_columns += [f"why the raw bound is below {LEAST_SHARE:.0%}"]
-    wrong_columns = ["fault", "batches", "bill at 1e-3", "raw bound", "bill at 1e-5", "raw bound"]
+    wrong_columns = ["fault", "batches", "cost at 1e-3", "raw bound", "cost at 1e-5", "raw bound"]
     one_columns = ["true epsilon", "guesses", "raw (proof)", "trade-off (hypothesis)", "Gaussian (hypothesis)"]
     kinds = ["many runs, raw", "many runs, Gaussian", "one run, raw", "one run, trade-off", "one run, Gaussian"]
     coverage_columns = ["scores", "repetitions", *kinds, "5 % and two standard deviations"]
     tables = {
         f"All methods ({shares})": report.grid(method_columns, methods),
-        "Wrong bills, with DP-SGD's clip norm of 1": report.grid(wrong_columns, wrong),
+        "Wrong costs, with DP-SGD's clip norm of 1": report.grid(wrong_columns, wrong),
         "One run with 10,000 canaries of independent Gaussian scores, delta 1e-5, medians of 9 seeds": report.grid(
             one_columns, one
         ),
         "How often a bound at confidence 0.95 is above the truth": report.grid(coverage_columns, coverage),
     }
     notes = [
-        "Raw bounds are proofs: if the bill is right, a raw bound exceeds it with a probability of at most 5 %. The "
+        "Raw bounds are proofs: if the cost is right, a raw bound exceeds it with a probability of at most 5 %. The "
         "others are hypotheses: they hold if the trade-off function is that of two Gaussians, which no count shows. "
         "With Poisson sampling it is another function.",
-        "Where the reason is few runs, events of probability delta are too rare in them for a raw bound near the bill; "
+        "Where the reason is few runs, events of probability delta are too rare in them for a raw bound near the cost; "
         "without sampling, the Gaussian bound, which does not need such events, is near it.",
     ]
     name = "audit" if options.runs >= 1 else "audit_trial"

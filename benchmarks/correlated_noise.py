@@ -176,7 +176,7 @@ def main() -> None:
         "A ratio below 1 means that the prefix sums have less noise than those of DP-SGD with the same epsilon. The "
         "prefix error is not accuracy.",
         "`-`: groups of so many examples do not exist, because bands * batch exceeds the 60,000 examples.",
-        "All bills are for noise of real numbers (`event_epsilon`), to compare with the issue's.",
+        "All costs are for noise of real numbers (`event_epsilon`), to compare with the issue's.",
         "![The error against the bands and the batch size](correlated_noise.svg)",
     ]
     heading = report.heading("benchmarks.correlated_noise", ("jax", "numpy", "scipy", "dp-accounting"), delta=DELTA)

@@ -2,7 +2,7 @@
 
 `python -m benchmarks.exact` writes results/exact.md and exact.svg: chi-square of 10^7 released integers at each of
 eight fractions of a cell, the support attack (Mironov 2012) on float32 noise and on `dpx.keys.release`, and what the
-arithmetic adds to a bill.
+arithmetic adds to a cost.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def shares(multiplier: float, batch: int, size: int, numbers: np.ndarray, key: j
 
 
 def additions() -> list[tuple]:
-    """What the bill of Poisson batches at rate .001 and noise multiplier 1 contains, for 2^32 numbers a release."""
+    """What the cost of Poisson batches at rate .001 and noise multiplier 1 contains, for 2^32 numbers a release."""
     sampling, rows = dpx.PoissonSampling(examples=10**6, batch_size=1000), []
     for steps, delta in itertools.product((100, 1000, 10_000), (1e-5, 1e-6)):
         answer = profile_of_run(sampling.event(np.ones(steps)), relation="zero_out").answer(delta)

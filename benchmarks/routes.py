@@ -3,8 +3,8 @@
 `python -m benchmarks.routes` writes results/routes.md. It trains on 50,000 training images of Fashion-MNIST at epsilon
 2, and measures accuracy on the other 10,000 training images; the test images are not read. Routes with equal numbers of
 steps and features share batches and noise. The training is `simulate`, the recipe's algorithm in NumPy, because it
-trains many routes at once: its batches are slices of a permutation in place of Poisson samples. The noise is billed as
-for Poisson samples of 60,000 images. One row is `dpx.fit` itself.
+trains many routes at once: its batches are slices of a permutation in place of Poisson samples. The cost is that of
+Poisson samples of 60,000 images with the same noise. One row is `dpx.fit` itself.
 """
 
 import argparse
@@ -39,7 +39,7 @@ class Route(NamedTuple):
     smoothing: float = 0.0  # of the labels
     last_rate: float = 1.0  # of the learning rate, which falls linearly
     averaged: str = ""  # "exponential" or "last 30 %" of the weights
-    noise: float = 1.0  # times the bill's; 0 is not private
+    noise: float = 1.0  # times the cost's; 0 is not private
 
 
 class Features(NamedTuple):

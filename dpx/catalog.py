@@ -121,10 +121,10 @@ def table() -> str:
         ("Mechanisms", MECHANISMS),
         ("Samplings", SAMPLINGS.values()),
     ):
-        lines += ["", f"## {title}", "", "| name | in a sentence | code, and proof of the bound |", "|---|---|---|"]
+        lines += ["", f"## {title}", "", "| name | in a sentence, and the code that proves the bound |", "|---|---|"]
         for entry in entries:
             files = ", ".join(f"[{path}](../dpx/{path})" for path in dict.fromkeys((entry.file, entry.proof)))
-            lines.append(f"| `{entry.name}` | {entry.summary.replace('|', chr(92) + '|')} | {files} |")
+            lines.append(f"| `{entry.name}` | {entry.summary.replace('|', chr(92) + '|')} Code: {files} |")
     return "\n".join(lines) + "\n\nNext: [add your own](../CONTRIBUTING.md#add-a-method).\n"
 
 

@@ -31,7 +31,7 @@ class Config:
     """One run. Two runs with equal configurations on the same data give the same numbers.
 
     epsilon, noise_multiplier: with epsilon alone, the least noise for the planned steps is found; with the noise
-        multiplier alone, the steps are run and billed; with both, the run stops before epsilon would be overspent.
+        multiplier alone, the steps are run and paid for; with both, the run stops before epsilon would be overspent.
     epochs: planned, as a multiple of the data set's size.
     batch_size: expected; None is 256, or the whole data set with sampling "full".
     microbatch_size: how many examples are worked on at once; None leaves it to `dpx.private_updates`.

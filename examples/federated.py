@@ -28,7 +28,7 @@ HEAD = """# Federated averaging
 `python -m examples.federated {words}`, {date}.
 
 The {images} images of {name} belong to {users} users, who have {least} to {largest} of them (median {median:g}); at
-most {most} of each take part. Every run is billed as if it were the only one. The default settings were chosen by
+most {most} of each take part. The cost of each run is that of the run alone. The default settings were chosen by
 sixteen trials with two other seeds, on the same test images.
 
 | epsilon of one user | noise multiplier | test accuracy, mean (each seed) |

@@ -52,7 +52,7 @@ def run(
 ) -> Result:
     """Train as `config` says and write everything into `output_dir`; with `resume`, continue an interrupted run.
 
-    Nothing is written before everything has been checked. A resumed run has the batches, the noise, the bill and the
+    Nothing is written before everything has been checked. A resumed run has the batches, the noise, the cost and the
     parameters of a run without the interruption; at most `checkpoint_every` steps are repeated.
     """
     start_time = time.perf_counter()
@@ -140,12 +140,12 @@ def plan_of(config: Config, make, sampling, examples: int) -> dict[str, Any]:
 
 
 def affordable_steps(mechanism: dpx.Mechanism, steps: int, config: Config) -> int:
-    """The most steps, up to `steps`, whose bill is at most the configured epsilon; ValueError if not even one is."""
+    """The most steps, up to `steps`, whose cost is at most the configured epsilon; ValueError if not even one is."""
 
     def affordable(count: int) -> bool:
         assert config.epsilon is not None
-        bill = dpx.epsilon(mechanism, count, delta=config.delta, accountant=config.accountant)
-        return bill <= config.epsilon
+        cost = dpx.epsilon(mechanism, count, delta=config.delta, accountant=config.accountant)
+        return cost <= config.epsilon
 
     if affordable(steps):
         return steps

@@ -11,8 +11,9 @@ def best(epsilon: float, examples: int) -> dict[str, Any]:
     """Fields of `examples.config.Config`: a linear model on whitened patch features of scattering.
 
     Chosen on 50,000 training images of Fashion-MNIST, with the other 10,000 for the test, on another seed: not on the
-    test images, and not billed (benchmarks/results/README.md). Other data sets get the same numbers, but a learning
-    rate for their own noise: the noise of the mean gradient falls as epsilon times the number of examples grows.
+    test images, and their cost is not counted (benchmarks/results/README.md). Other data sets get the same numbers, but
+    a learning rate for their own noise: the noise of the mean gradient falls as epsilon times the number of examples
+    grows.
     """
     if not epsilon > 0:
         raise ValueError(f"epsilon must be positive, got {epsilon}")

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import dpx
 from dpx.fitting.folder import make_folder, replace_file
 
-NOT_PRIVATE = "unreleased_training_loss"  # the one number in the metrics that the privacy bill does not cover
+NOT_PRIVATE = "unreleased_training_loss"  # the one number in the metrics that the privacy cost does not cover
 
 
 def versions() -> dict[str, str]:

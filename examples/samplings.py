@@ -6,7 +6,7 @@ far. A linear run takes 11 to 50 s of CPU, a CNN run about 50 s.
 
 Every cell (model, method, batch size, epsilon) has its own learning rate: that of the best trial on the last sixth of
 the training images, with a seed of its own. Trials climb by a factor of 2 until the accuracy falls, for all methods
-from the same start. They are not billed. The seeds are public here, because the data are public.
+from the same start. Their cost is not counted. The seeds are public here, because the data are public.
 """
 
 import argparse
@@ -313,8 +313,8 @@ HEAD = (
 NOTES = (
     "Neighbors differ by a null in place of one example. Each learning rate is the best of three to five trials with "
     "another seed, on the last sixth of the training images. The trials climb by a factor of 2, from one start for all "
-    "methods. They are not billed. Bands and lambda have the least error that noise leaves in the parameters, which "
-    "depends on no data. Rows of a batch are those that are computed, padding included."
+    "methods. Their cost is not counted. Bands and lambda have the least error that noise leaves in the parameters, "
+    "which depends on no data. Rows of a batch are those that are computed, padding included."
 )
 
 

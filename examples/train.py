@@ -42,7 +42,7 @@ HELP = {
     "epsilon": "the budget; the least noise that meets it is found, unless --noise-multiplier is given too",
     "noise_multiplier": "noise standard deviation over the clip norm",
     "epochs": "planned passes over the data",
-    "sampling": "how batches are drawn; the bill follows",
+    "sampling": "how batches are drawn; the cost follows",
     "batch_size": "expected batch size (default 256)",
     "microbatch_size": "examples worked on at once (default: as dpx.private_updates chooses)",
     "per_layer": "of dp_sgd: every layer has a clip norm of its own, --clip-norm divided by the root of their number",

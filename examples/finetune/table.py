@@ -206,11 +206,11 @@ def line(kind: tuple[str, int, int], epsilon: float, rows: list[dict[str, Any]])
         mean = f"{np.mean(values):{form}}"
         return mean if len(values) == 1 else f"{mean} ({min(values):{form}} to {max(values):{form}})"
 
-    billed = f"{records.rounded_up(max(row['epsilon'] for row in rows))}" if epsilon < math.inf else "inf"
+    spent = f"{records.rounded_up(max(row['epsilon'] for row in rows))}" if epsilon < math.inf else "inf"
     cells = [
         words_of(*kind).replace("sgd", "DP-SGD").replace("adam", "DP-Adam"),
         f"{rows[0]['trained']:,}",
-        billed,
+        spent,
         f"{rows[0]['noise_multiplier']:.3f}",
         spread("test_loss", ".4f"),
         spread("exposure", ".2f"),

@@ -5,8 +5,8 @@ are there. Each finished run is a line of `--runs`, so a command that was killed
 far. A run takes 2 to 5 s of CPU. [transforms.py](transforms.py) has the formulas.
 
 Each learning rate (and the number that an optimizer has of its own) is that of the best trial on a sixth of the
-training data, with a seed of its own. Trials climb by a factor of 2 until the accuracy falls. They are not billed. The
-seeds are public here, because the data are public.
+training data, with a seed of its own. Trials climb by a factor of 2 until the accuracy falls. Their cost is not
+counted. The seeds are public here, because the data are public.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Experiments of the five papers, at their noise and at their epsilon, truly billed: `python -m examples.papers`."""
+"""Experiments of the five papers, at their noise and at their true epsilon: `python -m examples.papers`."""
 
 import argparse
 import contextlib

@@ -37,7 +37,7 @@ def _noise_by_moments(epsilon: float, delta: float, rate: float, steps: int) -> 
 
 
 def ada(**options: Any) -> dict[str, Any]:
-    """The method: a tenth of the run is its warm-up, which is billed like the rest."""
+    """The method: a tenth of the run is its warm-up, which costs like the rest."""
     return {"method": "ada_dpigu", "method_options": {"keep": 0.6, "warmup": "10%"} | options}
 
 
@@ -61,22 +61,22 @@ def of(
     ]
 
 
-BILL = (
+COST = (
     "The paper ranks the coordinates by gradients of its warm-up without noise and calls the mask independent of the "
     "data. That is a release that no epsilon covers, so its own runs have none. dpx ranks by the noisy releases of the "
-    "warm-up and bills its steps; so the rows below have an epsilon that holds."
+    "warm-up and its cost includes them; so the rows below have an epsilon that holds."
 )
 TRUTH_3 = (
-    "{bill} The noise multipliers of its Table 3: {steps}, with orders from 2 to 31.9 and an old conversion. More "
+    "{cost} The noise multipliers of its Table 3: {steps}, with orders from 2 to 31.9 and an old conversion. More "
     "than needed: by PLD, {true}."
 )
 TRUTH_4 = (
-    "{bill} Its noise is by an accountant that is sound for DP-SGD, but loose: see the true epsilon. DPSUR's rows of "
+    "{cost} Its noise is by an accountant that is sound for DP-SGD, but loose: see the true epsilon. DPSUR's rows of "
     "the table (printed: {dpsur}) are not run. It makes an update, releases whether the noisy loss fell, and takes "
-    "back the updates that failed; it bills the accepted ones only. But each attempt reads the data twice, and that "
-    "it failed is released too, so all attempts must be billed (docs/papers.md has numbers). Without privacy, the "
-    "paper has {open_:.2f} %. `handcrafted` is a linear model on scattering features, trained for 10 epochs of "
-    "batches of {batch}."
+    "back the updates that failed; its cost counts the accepted ones only. But each attempt reads the data twice, and "
+    "that it failed is released too, so the cost must count all attempts (docs/papers.md has numbers). Without "
+    "privacy, the paper has {open_:.2f} %. `handcrafted` is a linear model on scattering features, trained for 10 "
+    "epochs of batches of {batch}."
 )
 CNN: dict[str, Any] = dict(
     model="adadpigu_cnn_printed", epochs=2.0, batch_size=1024, microbatch_size=512, clip_norm=0.1, momentum=0.9
@@ -114,7 +114,7 @@ def table_4(
     rates: Sequence[float] = LEARNING_RATES,
     **more: Any,
 ) -> Experiment:
-    """The methods of the table that have a sound bill. batch: of the handcrafted features."""
+    """The methods of the table that have a sound cost. batch: of the handcrafted features."""
 
     def at(label: str) -> dict[float, float | None]:
         return dict(zip((2.0, 4.0), figures[label], strict=True))
@@ -124,7 +124,7 @@ def table_4(
     rows += of("handcrafted", HANDCRAFTED | {"batch_size": batch}, at("handcrafted"), rates=rates, real=HANDCRAFTED)
     rows += of("AdaDPIGU", ada(), at("AdaDPIGU"), noise_by_moments, rates=rates)
     truth = TRUTH_4.format(
-        bill=BILL, dpsur=dpsur, open_=open_, batch=batch if batch == 8192 else f"{batch} (--real: 8192)"
+        cost=COST, dpsur=dpsur, open_=open_, batch=batch if batch == 8192 else f"{batch} (--real: 8192)"
     )
     return Experiment(name=name, title=title, common=common, rows=tuple(rows), truth=truth, tune_at=2.0, **more)
 
@@ -134,7 +134,7 @@ TABLE_3 = table_3(
     "the noise at each epsilon, MNIST",
     DIGITS,
     TRUTH_3.format(
-        bill=BILL,
+        cost=COST,
         steps="they fit 12,000 steps at rate 1/60 (200 epochs of batches of 1,000)",
         true="4.64, 2.49, 1.79, 1.45, 1.25 and 1.12 cost 1.55, 3.24, 4.96, 6.71, 8.49 and 10.25 where the table says "
         "2, 4, 6, 8, 10 and 12",
@@ -149,7 +149,7 @@ TABLE_3_CIFAR10 = table_3(
     "the noise at each epsilon, CIFAR-10",
     COLOR,
     TRUTH_3.format(
-        bill=BILL,
+        cost=COST,
         steps="3.62, 1.98, 1.45, 1.2, 1.05 and 0.95 fit 4,900 steps at rate 1/50, or 196 epochs of batches of 512",
         true="the columns of the true epsilon show how much",
     ),
@@ -215,7 +215,7 @@ def figure(number: int, title: str, rows: list[Row], **more: Any) -> Experiment:
         title=title,
         common=DIGITS,
         rows=tuple(rows),
-        truth=BILL,
+        truth=COST,
         stand_in=STAND_IN,
         real=MNIST,
         smoke=SMOKE,

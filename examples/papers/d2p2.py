@@ -192,7 +192,7 @@ def parameters() -> Experiment:
         rows=tuple(rows),
         truth="A smaller batch at the same noise multiplier and number of epochs costs a smaller epsilon: the rows of "
         "several batch sizes are not at one epsilon, and the paper's figure compares them at one noise. The reduction "
-        "rate changes no bill. Rows that state a reduction have the largest batch, and rows that state a batch a "
+        "rate changes no cost. Rows that state a reduction have the largest batch, and rows that state a batch a "
         "reduction of 0.3.",
         real=PAPER_LENGTH,
         stand_in=SHORTER.format(epochs="half an epoch", batch=256) + " The batches are a quarter as large.",

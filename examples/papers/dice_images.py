@@ -7,10 +7,10 @@ from examples.papers.experiment import Experiment, Fields, Row
 TRUTH = (
     "The theorem from which the paper takes its noise does not hold: for 50,000 examples, batches of 1,000 and 150 "
     "steps, it claims epsilon 2 at delta 1e-5 for noise multiplier 4.07; but with one constant gradient beside "
-    "zeros, delta at epsilon 2 is then at least 0.408, and the only bill that we can prove for the published method, "
+    "zeros, delta at epsilon 2 is then at least 0.408, and the only cost that we can prove for the published method, "
     "an epsilon of 1.8e7, says nothing. So there is no run with the paper's noise. Here, the gradients that enter the "
-    "error are clipped at Cmax = 1.1 C1 and the error is set to 0 every ten steps, and dpx bills how far one example "
-    "moves it: for the paper's batches the noise multiplier is 1.12, and 0.93 for DP-SGD."
+    "error are clipped at Cmax = 1.1 C1 and the error is set to 0 every ten steps, and dpx's cost counts how far one "
+    "example moves it: for the paper's batches the noise multiplier is 1.12, and 0.93 for DP-SGD."
 )
 STAND_IN = (
     "CIFAR-{classes} and a pretrained ViT-small are not on this machine. 4,000 digits of mnist5k, a linear layer on "
@@ -48,7 +48,7 @@ SMOKE: dict[str, Any] = dict(
 
 
 def dice(clip_norm: float, feedback: float = 1.0) -> dict[str, Any]:
-    """C1, C2 as a multiple of it, and what dpx needs for a true bill."""
+    """C1, C2 as a multiple of it, and what dpx needs for a true cost."""
     options = {
         "feedback_norm": feedback * clip_norm,
         "outer_clip_norm": OUTER * clip_norm,

@@ -56,7 +56,7 @@ TABLE_4 = Experiment(
         "The paper's Table 4, at a claimed epsilon of 8: DP-SGD has BLEU 56.8, NIST 4.83, METEOR 36.2, ROUGE-L "
         "65.2, CIDEr 1.43; DiceSGD has 62.6, 7.05, 38.5, 66.6 and 1.83. Its theorem does not hold "
         "(`dpx.papers.dice_sgd.dice_theorem_noise` has a counterexample). The published method keeps an "
-        "error without a bound, for which only a trivial bill is known: every step may move by twice the feedback "
+        "error without a bound, for which only a trivial cost is known: every step may move by twice the feedback "
         "norm, and sampling does not help. The row of the bounded error clips what enters the error at 1.1 times "
         "the clip norm, and forgets the error after each epoch. METEOR here knows equal words and stems, but no "
         "synonyms."

@@ -90,8 +90,8 @@ def rows(published: Mapping[str, Sequence[float]], epsilons: Sequence[float], le
 
 TRUTH = (
     "The paper takes epsilon from a central limit theorem for many steps, which is too small: the column of the true "
-    "epsilon bills its noise by PLD. Noise decay by zCDP and tCDP, the baselines, have guarantees that hold but are "
-    "loose, so that their noise costs less than they claim; at a true epsilon they are `growing mu`."
+    "epsilon is the cost of its noise by PLD. Noise decay by zCDP and tCDP, the baselines, have guarantees that hold "
+    "but are loose, so that their noise costs less than they claim; at a true epsilon they are `growing mu`."
 )
 SMOKE = dict(dataset="random:28x28x1x10", delta=1e-5, batch_size=16, microbatch_size=None, epochs=0.75)
 CNN: dict[str, Any] = dict(

@@ -18,7 +18,7 @@ class Row:
     published: the paper's figure, in percent for accuracies. claimed: the epsilon that the paper states for it.
     noise: the noise multiplier that the paper's own accounting gives for `claimed`, or a function of (configuration,
         sampling rate, steps); None if the paper has none. "true": its accounting is exact, so its runs are those at
-        `claimed`. The run with it is billed truly.
+        `claimed`. The cost of the run with it is true.
     grid: changes of the configuration, of which the best on the tuning seed is taken.
     real: changes of config with the paper's own data.
     """

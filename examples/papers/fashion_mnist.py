@@ -43,7 +43,7 @@ ADA_DPIGU = Experiment(
         *masked("keep 0.4", kept(0.4), {2.0: None, 4.0: None}),
         *masked("keep 0.6", kept(0.6), {2.0: 86.93, 4.0: 89.92}),
     ),
-    truth=ada_dpigu.BILL + " The paper's figures are those of its Table 4.",
+    truth=ada_dpigu.COST + " The paper's figures are those of its Table 4.",
     tune_at=2.0,
     smoke=ada_dpigu.SMOKE,
 )

@@ -33,10 +33,10 @@ def frozen(rate: float, cooling: str = "") -> Fields:
 
 
 TRUTH = (
-    "Random freeze has the epsilon of DP-SGD, because its masks depend on no data. But the paper shuffles and bills "
-    "Poisson batches. Here the batches are drawn by Poisson sampling; the paper's accounting, RDP, then says a little "
-    "too much, and PLD less (the column of the true epsilon). For batches of shuffled epochs, no such amplification is "
-    "proven: {shuffled}"
+    "Random freeze has the epsilon of DP-SGD, because its masks depend on no data. But the paper shuffles, and counts "
+    "the cost of Poisson batches. Here the batches are drawn by Poisson sampling; the paper's accounting, RDP, then "
+    "says a little too much, and PLD less (the column of the true epsilon). For batches of shuffled epochs, no such "
+    "amplification is proven: {shuffled}"
 )
 
 
@@ -103,7 +103,7 @@ TABLES_1 = (
         real=PAPERS | dict(model="end_to_end_cnn"),
         smoke=TINY,
         truth=truth(
-            "at its noise 1.54 (40 epochs, claimed 3; PLD of Poisson batches: 2.75) the bill is 25.3, and the truth is "
+            "at its noise 1.54 (40 epochs, claimed 3; PLD of Poisson batches: 2.75) the cost is 25.3, and the truth is "
             "at least 5.44; at 1.10 (80 epochs, claimed 7.53; Poisson: 6.91) it is 66.9.",
             0.7,
             40,
@@ -122,9 +122,9 @@ TABLES_1 = (
         real_epochs={3.0: 80.0},
         smoke=TINY | dict(model="scatter_cnn", features="scattering"),
         truth=truth(
-            "at its noise 5.65 (B 8,000, 80 epochs, claimed 3; PLD of Poisson batches: 2.65) the bill is 7.52. Its "
-            "features are normalized by noisy statistics of the private data, which the paper bills; ours by those of "
-            "each image by itself, which cost nothing.",
+            "at its noise 5.65 (B 8,000, 80 epochs, claimed 3; PLD of Poisson batches: 2.65) the cost is 7.52. Its "
+            "features are normalized by noisy statistics of the private data, which the paper's cost includes; ours by "
+            "those of each image by itself, which cost nothing.",
             0.6,
             80,
         ),
@@ -161,8 +161,8 @@ TABLES_1 = (
         ),
         smoke=dict(model="linear", batch_size=16, epochs=0.02, public_examples=4, public_rank=2),
         truth=truth(
-            "the paper does not print the noise of this row. GEP's two releases are billed as one Gaussian, which "
-            "holds. The paper finds a new subspace of ImageNet gradients at every step; ours is found once.",
+            "the paper does not print the noise of this row. The cost of GEP's two releases is that of one Gaussian, "
+            "which holds. The paper finds a new subspace of ImageNet gradients at every step; ours is found once.",
             0.4,
             200,
         ),
@@ -181,7 +181,7 @@ TABLES_1 = (
         real=dict(dataset="features:cifar10_simclr", batch_size=1000, features="none", model="linear"),
         smoke=TINY,
         truth=truth(
-            "at its noise 2.30 (50 epochs, claimed 2; PLD of Poisson batches: 1.83) the bill is 17.2.", 0.7, 50
+            "at its noise 2.30 (50 epochs, claimed 2; PLD of Poisson batches: 1.83) the cost is 17.2.", 0.7, 50
         ),
     ),
 )
@@ -215,7 +215,7 @@ def tuned_cnn(table: int, own: str, method: str, published: dict[float, tuple[fl
         smoke=TINY,
         same_runs_as="" if table == 3 else "freeze-table-3",
         truth=TRUTH.format(
-            shuffled="at its noise 1.81 (60 epochs, claimed 3; PLD of Poisson batches: 2.75) the bill is 26.7, and at "
+            shuffled="at its noise 1.81 (60 epochs, claimed 3; PLD of Poisson batches: 2.75) the cost is 26.7, and at "
             "1.18 (100 epochs, claimed 7.53; Poisson: 6.95) it is 71.2."
         )
         + f" A share of {density(0.9, 60, 40):.2f} ({density(0.9, 100, 80):.2f}) of the coordinates is communicated.",

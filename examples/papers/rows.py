@@ -22,7 +22,7 @@ class Outcome:
     """The finished runs of a row: contents of the "result" in each result.json, a seed each.
 
     choice: of the grid; None if a trial of it was not run. at_noise: with the paper's noise; [] if it has none.
-    at_epsilon: truly billed at `claimed`.
+    at_epsilon: at the noise whose true epsilon is `claimed`.
     """
 
     row: Row

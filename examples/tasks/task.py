@@ -18,7 +18,7 @@ class Task:
     train: the private data as `dpx.fit` takes them: arrays with one leading axis, a source, or a `dpx.UserData`.
     examples: how many examples, or users, they are.
     init: (key) -> params. loss: (params, example) -> float32 (), of one example, or of one user.
-    evaluate: (params) -> metrics on PUBLIC test data: nobody bills what it reads.
+    evaluate: (params) -> metrics on PUBLIC test data: no cost counts what it reads.
     fingerprint: of the training data, to know them again when a run is resumed (`fingerprint`).
     headline: the metric that tables and plots show; those with "accuracy" in their name are shares.
     trained: (path) -> whether the parameter is trained, as `dpx.coordinates.trainable` takes it; None trains all.
