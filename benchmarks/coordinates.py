@@ -56,7 +56,7 @@ def of_coordinates(entry: catalog.Entry, **changed: Any) -> Callable[..., Any]:
 
 def clipped_first(kind: Any) -> Callable[..., Any]:
     def make(**base):
-        return dpx.mechanisms.clip_then_project(dpx.dp_sgd(**base), reduction_rate=0.3, kind=kind, key=base["key"])
+        return dpx.mechanisms.clip_then_project(dpx.dp_sgd(**base), reduction_rate=0.3, kind=kind)
 
     return make
 

@@ -92,7 +92,7 @@ def projected(kind: Any, size: int) -> Sums:
         return sums[0].high, state
 
     inner = mechanism(size).replace(release=release)
-    made = dpx.mechanisms.clip_then_project(inner, rank=16, kind=kind, key=dpx.secret_key(2**41))
+    made = dpx.mechanisms.clip_then_project(inner, rank=16, kind=kind)
 
     @jax.jit
     def update(rows, included):

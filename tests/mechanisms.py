@@ -349,7 +349,7 @@ MECHANISMS = [
     ),
     Case(
         "clip, then project",
-        lambda key: dpx.mechanisms.clip_then_project(_dp_sgd(key), rank=12, kind="gaussian", key=key),
+        lambda key: dpx.mechanisms.clip_then_project(_dp_sgd(key), rank=12, kind="gaussian"),
         event=_fresh_gaussians,
         lift=2.5,
         noised=_projected_sum,

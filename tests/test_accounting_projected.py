@@ -185,9 +185,9 @@ def test_what_is_not_billed_is_refused():
 def test_a_mechanism_is_billed_by_its_distribution_of_stretches():
     key = jax.random.key(0)
     base = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=2.0, sampling=dpx.FullBatch(examples=10), key=key)
-    mechanism = dpx.mechanisms.clip_then_project(base, rank=10, kind="gaussian", key=key)
+    mechanism = dpx.mechanisms.clip_then_project(base, rank=10, kind="gaussian")
     assert dpx.epsilon(mechanism, 1, delta=1e-5) >= 2.60584 - 1e-5 > dpx.epsilon(base, 1, delta=1e-5)
-    layers = dpx.mechanisms.clip_then_project(base, rank={"a": 10, "b": 500}, kind="gaussian", key=key)
+    layers = dpx.mechanisms.clip_then_project(base, rank={"a": 10, "b": 500}, kind="gaussian")
     assert dpx.epsilon(layers, 1, delta=1e-5) > dpx.epsilon(mechanism, 1, delta=1e-5)
 
 

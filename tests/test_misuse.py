@@ -124,7 +124,7 @@ def beyond_the_plan():
 
 
 def projected_inside(mechanism):
-    return dpx.mechanisms.clip_then_project(mechanism, rank=12, kind="gaussian", key=KEY)
+    return dpx.mechanisms.clip_then_project(mechanism, rank=12, kind="gaussian")
 
 
 @dpx.accounting.accepts_budget
@@ -371,7 +371,7 @@ ALIKE = {  # by the words of the message: programs that it refuses
     },
     "put dpx.accounting.accepts_budget on the function": {
         "a budget inside a wrapper that costs more": lambda: dpx.mechanisms.clip_then_project(
-            dp_sgd(BUDGET), rank=12, kind="gaussian", key=KEY
+            dp_sgd(BUDGET), rank=12, kind="gaussian"
         ),
         "another event for a calibrated mechanism": lambda: dp_sgd(BUDGET).replace(event=lambda steps: None),
     },

@@ -568,7 +568,7 @@ def test_correlated_noise_goes_on_where_nothing_is_skipped(tmp_path):
 def test_fresh_projections_are_refused():
     """Their draw is billed, and numbered by the steps that trained."""
     inner = dpx.dp_sgd(sampling=SAMPLING, **NOISE)
-    optimizer = dpx.mechanisms.clip_then_project(inner, rank=2, kind="gaussian", key=KEY)
+    optimizer = dpx.mechanisms.clip_then_project(inner, rank=2, kind="gaussian")
     state = optimizer.init(PARAMS)
     with pytest.raises(
         ValueError,

@@ -161,5 +161,5 @@ def test_a_mechanism_with_other_stages_can_be_wrapped():
     """The stages of somebody's own mechanism need not name the sum."""
     own = case_of("dp_sgd").mechanism.replace(stages=("my own mechanism",))
     assert dpx.mechanisms.normalized(own).stages == ("normalize to g / (|g| + 0.01)", "my own mechanism")
-    projected = dpx.mechanisms.clip_then_project(own, rank=12, kind="subset", key=KEY)
+    projected = dpx.mechanisms.clip_then_project(own, rank=12, kind="subset")
     assert projected.stages[0].startswith("project the sum") and projected.stages[-1].startswith("lift")

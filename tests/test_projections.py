@@ -159,7 +159,7 @@ def test_projections_and_noise_have_streams_of_their_own(monkeypatch):
     stream, named = keys.stream, []
     monkeypatch.setattr(keys, "stream", lambda key, name, *step: named.append(name) or stream(key, name, *step))
     dpx.coordinates.random_projection(rank=3, kind="subset", key=KEY)
-    dpx.mechanisms.clip_then_project(base(), rank=3, kind="subset", key=KEY)
+    dpx.mechanisms.clip_then_project(base(), rank=3, kind="subset")
     assert [name for name in named if name != "mark"] == ["projection", "noise", "projection of the sum"]
 
 
@@ -221,9 +221,11 @@ def test_a_subset_has_exactly_so_many():
 def test_ghost_norms_follow_what_only_scales_or_comes_after_the_clip(order):
     params, batch = model()
     projected = {
-        "project_then_clip": lambda **how: dpx.in_coordinates(base(), dpx.coordinates.random_projection(**how)),
+        "project_then_clip": lambda **how: dpx.in_coordinates(
+            base(), dpx.coordinates.random_projection(key=KEY, **how)
+        ),
         "clip_then_project": lambda **how: dpx.mechanisms.clip_then_project(base(), **how),
-    }[order](reduction_rate=0.3, kind="subset", key=KEY)
+    }[order](reduction_rate=0.3, kind="subset")
     state = projected.init(params)
     by_vmap, by_ghost = (
         jax.jit(dpx.private_updates(loss, projected, norms=clipping))(params, dpx.Batch(batch, None), state).updates
@@ -339,7 +341,7 @@ def test_calibrated_by_what_may_be_spent():
             ["hadamard projection to 0.7", "normalize", "add noise", "lift"],
         ),
         (
-            dpx.mechanisms.clip_then_project(base(), rank=5, kind="subset", key=KEY),
+            dpx.mechanisms.clip_then_project(base(), rank=5, kind="subset"),
             ["clip to", "project the sum: subset projection to rank 5, divided by", "add noise", "times its largest"],
         ),
     ],
@@ -358,9 +360,9 @@ def test_prints_its_pipeline(mechanism, words):
     ],
 )
 def test_bad_configuration(changes, message):
-    given = {"rank": 5, "kind": "subset", "key": KEY} | changes
+    given = {"rank": 5, "kind": "subset"} | changes
     with pytest.raises(ValueError, match=message):
-        dpx.coordinates.random_projection(**given)
+        dpx.coordinates.random_projection(**given, key=KEY)
     with pytest.raises(ValueError, match=message):
         dpx.mechanisms.clip_then_project(base(), **given)
 
@@ -376,10 +378,20 @@ def test_ranks_above_the_number_of_coordinates_are_refused():
 @pytest.mark.parametrize("every", [None, 2])
 def test_a_reused_gaussian_after_the_clip_is_refused(every):
     with pytest.raises(ValueError, match="fresh Gaussian projection at every step"):
-        dpx.mechanisms.clip_then_project(base(), rank=5, kind="gaussian", every=every, key=KEY)
-    assert dpx.mechanisms.clip_then_project(base(), rank=5, kind="orthonormal", every=every, key=KEY).event(
-        3
-    ) == base().event(3)
+        dpx.mechanisms.clip_then_project(base(), rank=5, kind="gaussian", every=every)
+    assert dpx.mechanisms.clip_then_project(base(), rank=5, kind="orthonormal", every=every).event(3) == base().event(3)
+
+
+def test_two_runs_never_share_their_gaussian_projections():
+    """The cost is that of a projection that the gradients do not know, and a run may know those of an earlier one."""
+    state, grads = None, jax.tree.map(lambda leaf: jnp.ones((8, *leaf.shape)), PARAMS)
+    lifted = []
+    for seed in (1, 2):
+        inner = base(key=dpx.secret_key(2**100 + seed), noise_multiplier=0.0)
+        made = dpx.mechanisms.clip_then_project(inner, rank=5, kind="gaussian")
+        state = made.init(PARAMS)
+        lifted.append(ravel_pytree(made.update(grads, state, PARAMS, included=jnp.ones(8, bool))[0])[0])
+    assert float(jnp.linalg.norm(lifted[0] - lifted[1])) > 0.1 * float(jnp.linalg.norm(lifted[0]))
 
 
 def feedback():
@@ -390,24 +402,23 @@ def feedback():
 
 def test_groups_that_are_projected_apart_are_billed_by_the_smallest_rank():
     ranks = {"kernel": 8, "bias": 2, "scale": 1}
-    made = dpx.mechanisms.clip_then_project(base(), rank=ranks, kind="gaussian", key=KEY)
+    made = dpx.mechanisms.clip_then_project(base(), rank=ranks, kind="gaussian")
     assert made.event(3) == projected_event_of(base().event(3), rank=1, blocks=3)
 
 
 def test_other_unbilled_compositions_are_refused():
     with pytest.raises(ValueError, match="say rank"):
-        dpx.mechanisms.clip_then_project(base(), reduction_rate=0.3, kind="gaussian", key=KEY)
+        dpx.mechanisms.clip_then_project(base(), reduction_rate=0.3, kind="gaussian")
     fixed = base(sampling=dpx.FixedSizeSampling(examples=100, batch_size=8))
     with pytest.raises(ValueError, match="has a cost before"):
-        dpx.mechanisms.clip_then_project(fixed, rank=5, kind="gaussian", key=KEY).event(1)
-    twice = dpx.mechanisms.clip_then_project(base(), rank=10, kind="gaussian", key=KEY)
-    with pytest.raises(ValueError, match="has a cost before"):
-        dpx.mechanisms.clip_then_project(twice, rank=5, kind="gaussian", key=KEY).event(1)
+        dpx.mechanisms.clip_then_project(fixed, rank=5, kind="gaussian").event(1)
+    twice = dpx.mechanisms.clip_then_project(base(), rank=10, kind="gaussian")
     with pytest.raises(ValueError, match="has a cost before"):
         projected_event_of(dp_accounting.ComposedDpEvent([base().event(2), feedback().event(2)]), rank=5)
     for kind in ("gaussian", "subset"):
-        with pytest.raises(ValueError, match="one clipped sum"):
-            dpx.mechanisms.clip_then_project(feedback(), rank=5, kind=kind, key=KEY)
+        for inner in (feedback(), twice):  # a projection of the same stream would depend on that of `twice`
+            with pytest.raises(ValueError, match="one clipped sum"):
+                dpx.mechanisms.clip_then_project(inner, rank=5, kind=kind)
     outer = dpx.in_coordinates(base(), dpx.coordinates.random_projection(rank=12, kind="gaussian", key=KEY))
     with pytest.raises(ValueError, match="innermost"):
-        dpx.mechanisms.clip_then_project(outer, rank=5, kind="subset", key=KEY).init(PARAMS)
+        dpx.mechanisms.clip_then_project(outer, rank=5, kind="subset").init(PARAMS)

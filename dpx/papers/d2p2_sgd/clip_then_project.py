@@ -8,6 +8,8 @@ and the noise on the lifted gradient grows by the stretch.
 A "gaussian" projection has no largest stretch. Drawn afresh at every step, it is independent of the sum that it
 projects, so the cost uses the distribution of its stretch (`projected_event.py`), and the noise does not grow. Drawn
 once and reused, it is refused, because sqrt(d/p) + 1 would bound it only with a probability that no cost contains.
+So it is drawn with the key of the mechanism. With a key of its own, two runs could share their projections: the second
+run would compute its gradients from releases that show them, and so could align them with the longest stretch.
 """
 
 import functools
@@ -44,7 +46,6 @@ def clip_then_project(
     reduction_rate: float | Tree | None = None,
     kind: ProjectionKind,
     every: int | None = 1,
-    key: jax.Array,
 ) -> Mechanism:
     """`mechanism`, but its clipped sum is projected before the noise is added, and lifted afterwards.
 
@@ -53,22 +54,22 @@ def clip_then_project(
     Guarantee: the cost is the mechanism's, because the projected sum is divided by the projection's largest stretch;
     for a fresh "gaussian", which has none, the cost of every release uses the distribution of its stretch.
 
-    mechanism: `dp_sgd` or `normalized`, without coordinates; put `in_coordinates` around the result.
+    mechanism: `dp_sgd` or `normalized`, without coordinates; put `in_coordinates` around the result. The stream
+        "projection of the sum" of its key draws the projections.
     rank: p, the number of random coordinates, in [1, d]; or one for each group of layers, a pytree prefix.
     reduction_rate: instead of the rank, 1 - p/d in [0, 1).
     kind: of the projection, as in `dpx.coordinates.random_projection`. "gaussian" needs every=1, Poisson, shuffled or
         full batches, and a `rank`, because its cost must be known before the parameters are.
     every: the number of steps that a draw is kept; None for one draw for the whole run.
-    key: a secret PRNG key, (); its "projection of the sum" stream is used.
     Raises ValueError for another kind of mechanism, for a "gaussian" without cost, and as `random_projection` does.
     Source: the order of D2P2-SGD, Jiang et al. 2025, https://arxiv.org/abs/2509.09485.
     """
-    coordinates = projection(rank, reduction_rate, kind, every, keys.stream(key, "projection of the sum"), bounded=True)
-    ranks = jax.tree.leaves(rank)
-    if from_event(mechanism.event(1)).whole_runs:
-        raise ValueError(f"clip_then_project takes a mechanism of one clipped sum, got {described(mechanism)}")
+    stream = keys.stream(mechanism.key, "projection of the sum")
+    coordinates, ranks = projection(rank, reduction_rate, kind, every, stream, bounded=True), jax.tree.leaves(rank)
     if mechanism.correlated is not None:
         raise ValueError("clip_then_project must not be around correlated noise, because its projections change")
+    if not from_event(mechanism.event(1)).all(lambda loss: loss.fresh):  # a projection in it has the same stream
+        raise ValueError(f"clip_then_project takes a mechanism of one clipped sum, got {described(mechanism)}")
     if kind == "gaussian":
         _require_fresh_and_ranked(rank, reduction_rate, every)
 

@@ -139,5 +139,5 @@ def _with_projection(mechanism: Mechanism, order: Order, projection: dict[str, A
     if order == "project_then_clip":
         return in_coordinates(mechanism, random_projection(**projection, key=key))
     if order == "clip_then_project":
-        return clip_then_project(mechanism, **projection, key=key)
+        return clip_then_project(mechanism, **projection)
     raise ValueError(f'order must be "project_then_clip" or "clip_then_project", got {described(order)}')
