@@ -214,6 +214,11 @@ def test_releases_must_be_for_the_unit_of_the_ledger(ledger, tmp_path):
     persons = dpx.PrivacyLedger(tmp_path / "persons", epsilon=1.0, delta=1e-5, records=2)
     with pytest.raises(ValueError, match="part must be None in a ledger for persons with 2 records"):
         persons.reserve(MEAN, key=key(0), words="of a part", part="north")
+    for other in (replaced, persons):  # and does not say that it affords what it would refuse
+        with pytest.raises(ValueError, match="part must be None"):
+            other.affords(MEAN, part="north")
+        with pytest.raises(ValueError, match="part must be None"):
+            other.least_noise(GaussianDpEvent, part="north")
     assert ledger.entries == replaced.entries == persons.entries == ()
     replaced.spend(MEAN, key=key(0), words="of all")
     ledger.spend(MEAN, key=key(0), words="of all")

@@ -211,9 +211,13 @@ class PrivacyLedger:
         return max(self._epsilon(entries) for entries in _by_part(self.entries))
 
     def affords(self, event: DpEvent, *, numbers: int = LARGEST_RELEASE, part: str | None = None) -> bool:
-        """Whether the budget still allows a release. Arguments as for `spend`."""
+        """Whether the budget still allows a release. Arguments as for `spend`.
+
+        Raises ValueError for a part or a number that `spend` refuses whatever the budget is.
+        """
+        event = self._hashable(event, "asked", numbers, part, None)
         try:
-            self._next(self.entries, event=as_hashable(event), words="asked", numbers=numbers, part=part, marks=())
+            self._next(self.entries, event=event, words="asked", numbers=numbers, part=part, marks=())
         except ValueError:
             return False
         return True
@@ -240,9 +244,7 @@ class PrivacyLedger:
         return found
 
     def _enter(self, event, key, words, numbers, part, unit, *, made: bool, holder: str) -> Entry:
-        event = as_hashable(event)
-        self._require_terms(event, words, part, unit)
-        checks.require_numbers(numbers)
+        event = self._hashable(event, words, numbers, part, unit)
         marks = tuple(sorted({int(keys.mark_of_key(keys.require_key(one))) for one in _keys_in_list(key)}))
         with self._lock:
             entries, lines = self.entries, []
@@ -258,7 +260,10 @@ class PrivacyLedger:
             self._append(lines)
         return entry
 
-    def _require_terms(self, event: Any, words: Any, part: Any, unit: Any) -> None:
+    def _hashable(self, event: Any, words: Any, numbers: Any, part: Any, unit: Any) -> DpEvent:
+        """`event` as a line holds it. Raises ValueError for what the ledger's terms do not allow."""
+        event = as_hashable(event)
+        checks.require_numbers(numbers)
         if not isinstance(event, DpEvent):
             raise ValueError(f"event must be a DpEvent, got {described(event)}")
         require_words("words", words)
@@ -276,6 +281,7 @@ class PrivacyLedger:
                 f"two parts add up for those who have records in both; got {part!r}. Draw persons by dpx.UserData, in "
                 "a ledger of their unit"
             )
+        return event
 
     def _next(self, entries: Sequence[Entry], **given: Any) -> Entry:
         """The entry of one more release. Raises ValueError if the budget does not allow it."""
