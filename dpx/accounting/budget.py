@@ -39,7 +39,7 @@ class Budget:
     public_stop: bool. True promises that public information alone decides after which step a run ends: no release, no
         metric of the parameters and no private data. A run that ends early then costs the steps that it made.
     numbers: int, at most 2^32, how many numbers a step releases at most: those that the model trains, and one more with
-        adaptive clipping. Every cost of the mechanism is for so many, and `init` refuses parameters with more. None:
+        adaptive clipping. Every cost is for this many, and `init` refuses more parameters. None:
         the noise is for 2^32, and the cost of a state for its own. It matters for small deltas (`docs/exact.md`).
 
     Raises ValueError for a field outside its range, unless exactly one of steps and epochs is given, and in arithmetic.

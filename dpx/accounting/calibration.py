@@ -250,7 +250,8 @@ def max_steps(
     records: int, how many of the examples the person owns at most whom epsilon is for, as for `dpx.epsilon`.
 
     A schedule may be defined for some steps only, and its event raises ValueError beyond them. The result is then at
-    most that number of steps. A cost grows with the steps, so the search doubles, then bisects: 2 log2(steps) costs.
+    most that number of steps. A cost grows with the steps, so the search doubles, then bisects, in about
+    2 log2(steps) evaluations.
 
     Guarantee: `dpx.epsilon(optimizer, max_steps(...), delta=delta)` is at most epsilon.
 

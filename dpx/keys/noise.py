@@ -132,7 +132,7 @@ def as_deviation(deviation: jax.Array | float) -> jax.Array:
 
 
 def normal_like(key: jax.Array, step: jax.Array | int, tree: Tree) -> Tree:
-    """The standard normals that `release` draws for this key and step, float32, in the shapes of `tree`: to look at.
+    """The standard normals that `release` draws for this key and step, float32, in the shapes of `tree`, to inspect.
 
     A sum plus these numbers is not private, because its bits show the sum: use `release`.
     """

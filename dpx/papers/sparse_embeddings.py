@@ -290,7 +290,7 @@ def row_updates(
     microbatch_size: int | None = None,
     **settings: Any,
 ) -> RowStep:
-    """A step of `dpx.methods.ada_fest` with time and memory for the rows that a batch reads, but a number for each row.
+    """A step of `dpx.methods.ada_fest` that computes the rows that a batch reads, and one number for each other row.
 
     The parameters are a dict whose "tables" are a pytree of arrays (V, ...). `step(params, batch, state)` returns
     updates of this structure, with a `RowUpdate` for each table, which `update.added_to(table)` adds to it.

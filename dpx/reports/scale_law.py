@@ -141,9 +141,9 @@ def fit_scale_law(runs: Iterable[MeasuredRun]) -> ScaleLaw:
         law = dpx.reports.fit_scale_law(runs)
         print(law.plan(dpx.plan_noise(examples=10**6, epsilon=2.0, delta=1e-7)))
 
-    runs: a loss for every combination of at least two numbers of parameters, of steps and step noises. Of several with
-        the same three numbers, such as several learning rates, the least loss counts. One run gives a loss after each
-        of several numbers of steps.
+    runs: a loss for every combination of at least two numbers of parameters, of steps and step noises. If several have
+        the same three numbers, such as with several learning rates, the least loss counts. One run gives a loss after
+        each of several numbers of steps.
 
     What a batch does to a private run is mostly its noise. So a small run needs no large batch: give it the step noise
     of the large run, as the noise multiplier `step_noise * batch_size`. Make the runs on public data of the same kind,

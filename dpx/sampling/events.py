@@ -1,4 +1,4 @@
-"""The events of samplings that dp-accounting has not, and compositions of events."""
+"""The events of samplings that dp-accounting lacks, and compositions of events."""
 
 from collections.abc import Callable, Iterable
 

@@ -152,7 +152,7 @@ class ShuffledEpochs(_Epochs):
 
 @dataclass(frozen=True, kw_only=True)
 class FixedOrder(_Epochs):
-    """The examples in the order of the data, in every epoch the same; the last batch of an epoch may be short.
+    """The examples in the order of the data, the same in every epoch; the last batch of an epoch may be short.
 
     examples: int, size of the data set, a public number. batch_size: int, the most rows of a batch, and the divisor.
 
