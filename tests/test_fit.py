@@ -19,7 +19,6 @@ import pytest
 import dpx
 from dpx import catalog
 from dpx.fitting import step as fitting_step
-from dpx.fitting.progress import Watcher
 from dpx.reports.report import sections_of
 from dpx.states.record import with_plan
 from tests import kills
@@ -555,17 +554,22 @@ def test_a_private_metric_is_released_at_every_look(tmp_path):
             fit(evaluate_private=wrong)
 
 
-def test_a_private_metric_counts_what_skipped_steps_may_have_released():
-    """They may have been made by a program that was killed, and their rows are lost."""
-    metric = dpx.statistics.PrivateMetric(lambda params: LABELS > params, noise_multiplier=9.0, key=dpx.secret_key())
-    of = {"evaluate": None, "callbacks": (), "loss_at": None, "bar": None, "run": None}
-    watcher = Watcher(**of, evaluate_private=metric, every=3)
-    watcher.continue_history([{"step": 3, "private_metric": 0.5}, {"step": 10, "skipped": 6}])
-    metric(np.float32(0))
-    alone = dpx.statistics.PrivateMetric(lambda params: LABELS > params, noise_multiplier=9.0, key=dpx.secret_key())
-    for number in range(4):  # after steps 3, 6, 9, and the call
-        alone(np.float32(number))
-    assert metric.epsilon(delta=1e-5) == alone.epsilon(delta=1e-5)
+def test_a_private_metric_counts_what_a_killed_program_released(tmp_path):
+    """It looked at every step, and its rows after the last checkpoint are lost. The next one looks at others, and ends
+    before it has repeated them all."""
+
+    def metric():
+        return dpx.statistics.PrivateMetric(lambda params: LABELS > 0, noise_multiplier=9.0, key=dpx.secret_key(89))
+
+    first, second, alone = metric(), metric(), metric()
+    kept: dict = {"checkpoints": tmp_path, "checkpoint_every": 4}
+    with pytest.raises(RuntimeError):
+        fit(evaluate_private=first, evaluate_every=1, callbacks=[stop_at_six], **kept)
+    fit(evaluate_private=second, evaluate_every=5, callbacks=[lambda progress: True], **kept)
+    for number in range(6):  # those of the first one, of which the second repeats one
+        alone({"w": np.float32(number)})
+    assert len(second.released) == 1
+    assert first.epsilon(delta=1e-5) == second.epsilon(delta=1e-5) == alone.epsilon(delta=1e-5)
 
 
 def stop_at_six(progress):

@@ -75,7 +75,8 @@ class Folder:
 
     run.json: `facts`, which identify the run; `planned`, the most steps that any program planned; `reach`, the last
     step that may have been made; `moved`, the last one that may have been made with other facts; `mark`, a random name
-    for a ledger; `ended`, the step after which the run got back what its other steps would have cost, if it did.
+    for a ledger; `ended`, the step after which the run got back what its other steps would have cost, if it did;
+    `measured`, the names of the private metrics that may have been released.
     history.json: the evaluations. STEP: a checkpoint, which appears at once and complete.
 
     on_other_devices: whether the run may continue where sums are rounded differently. Raises ValueError for the folder
@@ -234,6 +235,15 @@ class Folder:
     def ended(self) -> int | None:
         return self._known.get("ended")
 
+    @property
+    def measured(self) -> list[str]:
+        return self._known.get("measured", [])
+
+    def measure(self, name: str):
+        """Writes down that a private metric is released, before it is."""
+        if name not in self.measured:
+            self._write(measured=[*self.measured, name])
+
     def end(self, step: int) -> int:
         """Ends the run, for all programs. Returns the last step that may have been made."""
         if self.ended is None:
@@ -315,7 +325,7 @@ class Folder:
 class _NoFolder:
     """Replaces `Folder` for a run that keeps no checkpoints."""
 
-    path, continued, mark, ended = None, False, "", None
+    path, continued, mark, ended, measured = None, False, "", None, ()
 
     def __init__(self, run: RunPlan):
         self._plan, self.memory = run.plan, current_place().most_memory
@@ -327,6 +337,9 @@ class _NoFolder:
         return "no step of the run is saved: dpx.fit(..., checkpoints=folder) saves them"
 
     def reserve(self, step: int):
+        pass
+
+    def measure(self, name: str):
         pass
 
     def end(self, step: int) -> int:

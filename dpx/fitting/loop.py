@@ -222,7 +222,7 @@ def _train_steps(
 ) -> Carry:
     """The carry after all steps, or where a callback ended the run."""
     carry, history = folder.restore(carry)
-    watcher.continue_history(history)
+    watcher.continue_history(history, folder)
     first = carry.step
     if first > run.steps:
         raise ValueError(f"steps must be at least the {first} that the stored run has made, got {run.steps}")

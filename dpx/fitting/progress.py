@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
@@ -112,7 +111,8 @@ class FitResult(NamedTuple):
 
 @dataclass(kw_only=True)
 class Watcher:
-    """evaluate, evaluate_private: the user's. every: int, steps between two looks. history: a row for each so far."""
+    """evaluate, evaluate_private: the user's. every: int, steps between two looks. history: a row for each so far.
+    folder: of the run, which remembers what the private metric released."""
 
     run: RunPlan
     evaluate: Callable[[Tree], Any] | None
@@ -122,6 +122,7 @@ class Watcher:
     loss_at: Callable[[Tree, Tree], Tree]
     bar: Any
     history: list[dict[str, Any]] = field(default_factory=list)
+    folder: Any = None
 
     @classmethod
     def with_defaults(cls, run: RunPlan, every: Any, progress: bool, *, evaluate_private: Any, **users: Any) -> Self:
@@ -145,15 +146,12 @@ class Watcher:
             evaluate_private.require(math.ceil(run.steps / every))
         return cls(run=run, every=every, bar=bar, evaluate_private=evaluate_private, **users)
 
-    def continue_history(self, history: list[dict[str, Any]]):
-        """After these rows, whose private metrics were released too, and those of steps that are skipped may be."""
-        self.history = history
+    def continue_history(self, history: list[dict[str, Any]], folder: Any):
+        """After these rows, in a folder that names all private metrics that were released, of steps without a row too:
+        after its last checkpoint, a program that was killed may have shown them."""
+        self.history, self.folder = history, folder
         if self.evaluate_private is not None:
-            found: Counter[Any] = Counter(row[PRIVATE] for row in history if PRIVATE in row)
-            for row in history:
-                first = row["step"] - row.get("skipped", 0)
-                found["skipped", row["step"]] += row["step"] // self.every - first // self.every
-            self.evaluate_private.count_earlier(found)
+            self.evaluate_private.count_earlier(folder.measured)
 
     def record_step(self, step: int, carry: Carry, batch: BatchLosses) -> bool:
         """Adds a row to the history. Returns whether a callback asks to stop."""
@@ -165,7 +163,9 @@ class Watcher:
             with processes.raising_together():
                 seen = self.loss_at(params, carry.state)
                 metrics = {} if self.evaluate is None else metrics_of(self.evaluate(seen))
-                if self.evaluate_private is not None:
+            if self.evaluate_private is not None:
+                self.folder.measure(self.evaluate_private.name_of(seen))  # before it is released
+                with processes.raising_together():
                     metrics[PRIVATE] = self.evaluate_private(seen)
             metrics = processes.from_every_process(metrics)[0]  # of process 0, if each measured on its own data
         self.history.append({"step": step, "epsilon": epsilon, **metrics, "unreleased_loss": loss})

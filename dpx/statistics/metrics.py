@@ -2,8 +2,7 @@
 
 import functools
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -87,7 +86,7 @@ class PrivateMetric:
         self._noise = {"noise_multiplier": noise_multiplier, "noise": noise}
         self._units: int | None = None  # how many examples a call measured
         self._released: dict[bytes, Statistic] = {}
-        self._earlier: Counter[Hashable] = Counter()  # of other programs
+        self._earlier: set[str] = set()  # names of what other programs released
 
     @property
     def released(self) -> tuple[Statistic, ...]:
@@ -98,7 +97,7 @@ class PrivateMetric:
         """The metric of `params`, released. Raises ValueError for one call more than the budget has."""
         digest = _digest_of(params)
         if digest not in self._released:
-            self.require(self._made + 1)
+            self.require(self._made + (digest.hex() not in self._earlier))
             key = functools.reduce(keys.fold_in, np.frombuffer(digest, np.uint32), keys.stream(self._key, "metric"))
             values = self._metric(params)
             self._require_all(records_of(values).units)
@@ -119,12 +118,15 @@ class PrivateMetric:
 
     @property
     def _made(self) -> int:
-        return len(self._released) + self._earlier.total()
+        return len({digest.hex() for digest in self._released} | self._earlier)
 
-    def count_earlier(self, released: Counter[Hashable]):
-        """Counts what other programs released of a run that continues: how often each value, or what names a value that
-        is not known. `fit` calls it."""
-        self._earlier |= released - Counter(each.value for each in self.released)
+    def name_of(self, params: Tree) -> str:
+        """The name of the release of these parameters. `fit` writes it down before the release is made."""
+        return _digest_of(params).hex()
+
+    def count_earlier(self, names: Iterable[str]):
+        """Counts what other programs released of a run that continues, by the names. `fit` calls it."""
+        self._earlier |= {*names}
 
     def require(self, calls: int):
         """Raises ValueError if the budget is for fewer calls."""
