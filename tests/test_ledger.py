@@ -187,8 +187,12 @@ def test_a_second_program_must_know_the_same_budget(ledger, tmp_path):
     with pytest.raises(ValueError, match="must be given for a new ledger"):
         dpx.PrivacyLedger(tmp_path / "other")
     (tmp_path / "words").write_text("words")
-    with pytest.raises(ValueError, match="must be a ledger of dpx or no file"):
-        dpx.PrivacyLedger(tmp_path / "words", epsilon=1.0, delta=1e-5)
+    for other in (tmp_path / "words", tmp_path):
+        with pytest.raises(ValueError, match="must be a ledger of dpx or no file"):
+            dpx.PrivacyLedger(other, epsilon=1.0, delta=1e-5)
+    for none in ([], ()):  # nothing would show that the next release has the same noise
+        with pytest.raises(ValueError, match="at least one key"):
+            ledger.spend(MEAN, key=none, words="by no key")
 
 
 def test_a_link_to_a_ledger_is_the_same_ledger(ledger, tmp_path):

@@ -246,6 +246,8 @@ class PrivacyLedger:
     def _enter(self, event, key, words, numbers, part, unit, *, made: bool, holder: str) -> Entry:
         event = self._hashable(event, words, numbers, part, unit)
         marks = tuple(sorted({int(keys.mark_of_key(keys.require_key(one))) for one in _keys_in_list(key)}))
+        if not marks:
+            raise ValueError("key must be the key of the noise, or a list of at least one key, got an empty one")
         with self._lock:
             entries, lines = self.entries, []
             used = [entry for entry in entries if {*entry.marks} & {*marks}]
@@ -344,7 +346,7 @@ class PrivacyLedger:
         try:
             lines = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
             assert "ledger" in lines[0]
-        except (ValueError, LookupError, TypeError, AssertionError) as error:
+        except (ValueError, LookupError, TypeError, AssertionError, IsADirectoryError) as error:
             raise ValueError(f"path must be a ledger of dpx or no file, got {self.path}") from error
         return lines
 
