@@ -136,7 +136,7 @@ def short_table(folder, tmp_path, monkeypatch):
     config = finetune_encoder.BLOCKS | dict(batch_size=16)
     monkeypatch.setattr(finetune_encoder, "BLOCKS", config)
     own = {"blocks": 1, "trained": "biases", "encoder": str(folder)}
-    row = finetune_encoder.Row("BitFit", config, own, (0.1,), (8.0, math.inf))
+    row = finetune_encoder.Row("BitFit", config, own, (0.1, 0.2), (8.0, math.inf), (0.3,))
     for name, value in dict(ROWS=[row], MOVIES="random:2", DATASETS={"random:2": (7, 0.5)}, SEEDS=(0,)).items():
         monkeypatch.setattr(finetune_encoder, name, value)
     monkeypatch.setattr(finetune_encoder, "TITLES", {"random:2": "## Random"})
@@ -152,7 +152,7 @@ def short_table(folder, tmp_path, monkeypatch):
 @pytest.mark.usefixtures("undrawn", "promoting")
 def test_the_table_runs_and_has_a_line_for_every_epsilon(short_table):
     made = short_table("--seeds")[1]
-    assert len(made) == 2 and all(name.startswith("held_out-random-2-bitfit-") for name in made)  # the trials alone
+    assert made == {f"held_out-random-2-bitfit-epsilon2-rate{rate}-seed100" for rate in (0.1, 0.2)}  # the trials alone
     page, made = short_table("--seeds", "0")
     assert len(made) == 4
     private, without = [line for line in page.splitlines() if line.startswith("| BitFit | ") and "**" in line]
