@@ -278,6 +278,13 @@ def test_a_depthwise_convolution_takes_no_gradients_of_the_backward_pass():
     assert set(found.values()) == {WAYS["product"]}
 
 
+@pytest.mark.parametrize("width, expected", [(16, "gradient"), (64, "gram")])
+def test_a_small_kernel_over_positions_takes_its_gradients(width, expected):
+    """They stay in the cache, and a norm from Gram matrices has many small operations."""
+    found = ways(lambda w, x: score(jnp.tanh(x @ w)), normal(1, width, width), normal(2, 4, 8, width), norms="auto")
+    assert set(found.values()) == {WAYS[expected]}
+
+
 def test_a_deep_convolutional_network_takes_no_more_memory_than_its_gradients():
     """The products are made as the backward pass frees what they are made of."""
     params, batch = [jnp.zeros((3, 3, 16, 16))] * 6, jnp.zeros((128, 16, 16, 16))

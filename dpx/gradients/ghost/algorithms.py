@@ -207,6 +207,9 @@ def _gram(left: jax.Array, right: jax.Array) -> jax.Array:
 # The unit of cost is one floating-point operation of a large matrix product, on one CPU core (benchmarks/step.py).
 OPERATIONS_PER_BYTE = 12.0  # the cost to move one byte of fresh memory
 CACHED_BYTES = 2**20  # a larger per-example gradient leaves the cache before it is read (benchmarks/transformers.py)
+# Gradients of up to so many bytes stay in a core's cache for all examples, where a byte costs less. They are cheaper
+# there than the many small operations of a ghost norm, as in attention of width 16 (benchmarks/results/zoo.md).
+SMALL_BYTES, OPERATIONS_PER_SMALL_BYTE = 2**12, 2.0
 GRAM_SLOWDOWN = 2.5  # the cost of an operation of a Gram matrix, because these are small (benchmarks/transformers.py)
 PATCH_GRAM_SLOWDOWN = 4.0  # the same for the patches of a convolution
 TOO_LARGE = 1e6  # the cost of a byte of a gradient that is too large: any other way is then cheaper
@@ -419,12 +422,15 @@ def _sum_of_examples(uses: Uses, shape: tuple[int, ...], records: list, factors:
 
 
 def gradient_cost(uses: Uses) -> float:
+    """Operations of the backward pass, the norm and the sum of one example's gradient."""
 
     def at(site):
-        if site.lookup:
-            return _gradient_memory_cost(site, uses.slices)
+        size = 4 * _parameter_size(site)
+        memory = _gradient_memory_cost(site, uses.slices)
+        if uses.slices * size <= SMALL_BYTES and not site.expands:
+            memory = min(memory, 3 * OPERATIONS_PER_SMALL_BYTE * size)
         slowdown = CONVOLUTION_GRADIENT_SLOWDOWN if site.expands else DENSE_GRADIENT_SLOWDOWN
-        return slowdown * _sum_cost(site) + _gradient_memory_cost(site, uses.slices)
+        return memory if site.lookup else slowdown * _sum_cost(site) + memory
 
     return sum(map(at, uses.sites))
 
