@@ -53,6 +53,26 @@ row("stack_unrolled", "outer")(
 row("stack_of_one", "outer")(lambda: layer(lambda w, x: lax.scan(tanh_layer, x, w)[0], normal(1, 1, 4, 4), 4))
 
 
+@jax.custom_vjp
+def unit_gradient(w):
+    return w
+
+
+unit_gradient.defvjp(lambda w: (w, None), lambda _, g: (g / (1e-3 + jnp.linalg.norm(g)),))
+
+
+@animal("gradient gram")
+def gradient_of_unit_length_in_each_iteration():
+    def repeated(w):  # a loop that is the same for all examples
+        return lax.scan(lambda w, _: (unit_gradient(w), None), w, None, length=2)[0]
+
+    def apply(p, x):
+        x = lax.scan(lambda h, _: (jnp.tanh(h @ unit_gradient(p["w"])), None), x, None, length=3)[0]
+        return lax.scan(lambda h, _: (jnp.tanh(h @ repeated(p["v"])), None), x, None, length=2)[0] @ p["u"]
+
+    return layer(apply, {name: normal(i, 40, 40) for i, name in enumerate("wvu")}, 3, 40)
+
+
 @animal("outer")
 def stack_along_another_axis_flipped():
     def apply(w, x):

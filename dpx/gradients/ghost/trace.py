@@ -240,13 +240,15 @@ class _Tracer:
     def make(self, equation, number, inputs, outputs, of_kernels):
         """Kernels that an equation makes of others, and the uses of those that it makes none of."""
         found = [(i, *self.kernels[inputs[i]]) for i in of_kernels]
-        if outputs[0] in self.public:
+        # A derivative that is not linear would be taken of the sum over iterations, and not in each of them.
+        public = outputs[0] in self.public
+        if public and not (self.counts and _is_custom(equation, "custom_vjp")):
             leaves = frozenset().union(*(self.depends[value] for _, value, _ in found))
             for output, variable in zip(outputs, equation.outvars, strict=True):
                 if leaves and jnp.issubdtype(variable.aval.dtype, jnp.inexact):
                     loops = tuple(LoopStep(count, sliced=False) for count in self.counts)
                     self.kernels[output], self.depends[output] = (output, View(loops)), leaves
-        elif equation.primitive.name != "scan" and equation.primitive.name not in REMAT:
+        elif public or (equation.primitive.name != "scan" and equation.primitive.name not in REMAT):
             for i, value, view in found:
                 if moves_elements(equation):
                     self.kernels[outputs[0]] = value, view.then(MoveStep(equation, number))
@@ -440,10 +442,10 @@ def differentiates(program: Program) -> bool:
     return True
 
 
-def _is_custom(equation: core.JaxprEqn) -> bool:
-    """Whether an equation, or one in a function that it calls, has a custom derivative."""
+def _is_custom(equation: core.JaxprEqn, kind: str = "custom_") -> bool:
+    """Whether an equation, or one in a function that it calls, has a custom derivative of this kind."""
     inside = (each for body in jaxprs.inner_bodies(equation) for each in jaxprs.equations(body))
-    return any("custom_" in each.primitive.name for each in itertools.chain([equation], inside))
+    return any(kind in each.primitive.name for each in itertools.chain([equation], inside))
 
 
 def _derivative(equation: Equation) -> core.ClosedJaxpr:
