@@ -12,6 +12,8 @@ import numpy as np
 
 from dpx.trees import described
 
+_PLAIN = (str, int, float)  # and bool, which is an int
+
 
 def identity_of(value: Any, *, without: str = "") -> Any:
     """`value` as nested tuples of None, bools, ints, floats and strings.
@@ -21,7 +23,9 @@ def identity_of(value: Any, *, without: str = "") -> Any:
 
     Raises ValueError for other objects, such as functions.
     """
-    if value is None or isinstance(value, bool | int | float | str):
+    if type(value) is tuple:  # a program is mostly tuples in tuples
+        return tuple([identity_of(part, without=without) for part in value])
+    if value is None or isinstance(value, _PLAIN):
         return value
     if isinstance(value, np.generic):
         return value.item()

@@ -1,5 +1,6 @@
 """Walks through the equations of a traced function, including the loops, branches and functions that it calls."""
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -62,7 +63,14 @@ def identity_of_equation(equation: core.JaxprEqn) -> tuple:
 def type_of(variable: Any) -> tuple:
     """The dtype and shape of a variable, and whether its dtype is weak."""
     aval = variable.aval
-    return str(getattr(aval, "dtype", aval)), getattr(aval, "shape", ()), getattr(aval, "weak_type", False)
+    return (
+        _name(aval.dtype) if hasattr(aval, "dtype") else str(aval),
+        getattr(aval, "shape", ()),
+        getattr(aval, "weak_type", False),
+    )
+
+
+_name = functools.cache(str)  # of a dtype, which numpy takes long to print
 
 
 def _plain_value(value: Any) -> Any:
