@@ -96,6 +96,7 @@ EPOCHS = [(s,) * t for t in (2, 3, 4) for s in (0.5, 1.0, 2.0)] + [(1.0, 2.0, 0.
 
 
 @pytest.mark.parametrize("sigmas", EPOCHS)
+@pytest.mark.long_cases("sigmas3")
 def test_one_epoch_is_billed_closely_and_never_below_the_truth(sigmas):
     """delta within 1 %, both directions; the bill is the larger one."""
     epsilons = np.array([0.0, 0.3, 1.0, 2.0])
@@ -139,7 +140,7 @@ def composed(sigmas, epochs, epsilons):
 
 
 @pytest.mark.parametrize("sigma", [1.0, 2.0])
-@pytest.mark.long_cases("2.0")
+@pytest.mark.long
 def test_three_epochs_are_billed_closely_and_never_below_the_truth(sigma):
     epsilons = np.array([0.0, 0.5, 1.5])
     truth = composed((sigma, sigma), 3, epsilons)

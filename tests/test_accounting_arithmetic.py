@@ -67,6 +67,7 @@ def coarse():
 
 
 @pytest.mark.parametrize("shift", [0.0, SHIFT])
+@pytest.mark.long
 def test_a_cell_of_a_lattice_has_nearly_its_probability(coarse, shift):
     """Lemma 1, where the only error is the lattice."""
     numbers = np.arange(-WIDTH, WIDTH + 1) / R

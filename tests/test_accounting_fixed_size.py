@@ -212,6 +212,7 @@ def test_all_examples_are_no_sample():
     assert accounting.profiles.loss_profile({near: 1}).delta(epsilon=1.0) == pytest.approx(delta, rel=1e-3)
 
 
+@pytest.mark.long
 def test_schedules_are_rounded_up_to_few_steps():
     sampling = dpx.FixedSizeSampling(examples=1000, batch_size=20)
     event = sampling.event(np.geomspace(4, 1, 200))

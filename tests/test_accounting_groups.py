@@ -82,7 +82,7 @@ def test_one_step_costs_the_integrals_of_both_directions(records, rate, sigma):
 
 
 @pytest.mark.parametrize(("records", "rate", "sigma", "steps"), [(2, 0.1, 2.0, 20), (5, 0.02, 1.5, 10)])
-@pytest.mark.long_cases("5-")
+@pytest.mark.long_cases("5-", "2-0.1-2.0-20")
 def test_the_bill_is_that_of_dp_accounting(records, rate, sigma, steps):
     law = stats.binom.pmf(np.arange(records + 1), records, rate)
     mixture = MixtureOfGaussiansDpEvent(sigma, tuple(range(records + 1)), tuple(law))
@@ -128,6 +128,7 @@ def test_slow_bills_are_few_and_within_the_budget(start, power):
     assert _least_noise_near(lambda noise: math.inf if noise < 2 else 1 / noise, 0.4, 1e-4, 1.0, 1.0) >= 2.5
 
 
+@pytest.mark.long
 def test_a_schedule_has_the_least_noise_for_all_records():
     """With more distinct noises than the first, rough bills of the search have."""
     sampling = dpx.PoissonSampling(examples=40, batch_size=4)

@@ -99,6 +99,7 @@ def test_epsilon_and_delta_of_a_mechanism():
         assert accounting.delta(Mechanism(0.0), 3, epsilon=1.0, accountant=accountant) == 1
 
 
+@pytest.mark.long
 def test_many_distinct_steps_take_the_fast_path():
     mechanism = Mechanism(3.0, decay=0.9999)
     exact = accounting.schedule_epsilon(3.0 * 0.9999 ** np.arange(3000), sampling_rate=0.01, delta=1e-6, buckets=128)
@@ -208,6 +209,7 @@ def test_events_that_are_not_found_at_every_reading_are_refused(collect):
 
 
 @pytest.mark.parametrize("counts", [[2**62] * 4, [2**53, 2], np.array([2**63 + 1], np.uint64)])
+@pytest.mark.long_cases("counts0", "counts1")
 def test_more_releases_than_float64_counts_are_refused(counts):
     """2^64 of them wrapped around to none, whose epsilon is 0."""
     noise = [1e9] * len(counts)
@@ -329,7 +331,7 @@ CASES: dict[str, tuple[Any, int, Accountant]] = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("epsilon", [0.3, 4.0])
-@pytest.mark.long_cases("4.0")
+@pytest.mark.long_cases("4.0", "0.3-schedule")
 def test_calibrated_noise_is_the_least_on_the_safe_side(name, epsilon):
     make, steps, accountant = CASES[name]
     noise = accounting.calibrate(make, steps=steps, epsilon=epsilon, delta=1e-5, accountant=accountant)
@@ -586,6 +588,7 @@ def test_max_steps_of_no_step_of_an_ending_schedule_and_of_a_bill_that_does_not_
         accounting.max_steps(Mechanism(1.0), epsilon=0.0, delta=1e-5)
 
 
+@pytest.mark.long
 def test_a_large_delta_warns():
     known = Mechanism(4.0, Known())
     for ask in (

@@ -58,6 +58,7 @@ def test_a_mixture_of_two_is_a_poisson_sample_and_scales():
         lambda of: best_of(SingleEpochTreeAggregationDpEvent(9.0, of([1, 2])), trials=9, score_on="public").event,
     ],
 )
+@pytest.mark.long_cases("<lambda>1")
 def test_a_field_may_be_a_list_or_an_array(make):
     bills = [event_epsilon(make(of), delta=1e-5, relation="zero_out") for of in (tuple, list, np.array)]
     assert 0 < bills[0] == bills[1] == bills[2] < math.inf

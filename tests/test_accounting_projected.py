@@ -52,7 +52,7 @@ def test_public_vector():
 
 
 @pytest.mark.parametrize("rank, sigma", [(1, 3.0), (10, 1.0), (1000, 1.0)])
-@pytest.mark.long_cases("10-")
+@pytest.mark.long_cases("10-", "1-3.0")
 def test_one_unsampled_release_is_the_mixture(rank, sigma):
     s, w = stretches(rank)
     for epsilon in (0.1, 1.0, 3.0):
@@ -86,6 +86,7 @@ def test_stretches_beyond_the_largest_count_as_infinite_losses(blocks):
             assert pmf.probabilities.sum() + pmf.infinity >= 1 - 1e-12  # nothing is dropped
 
 
+@pytest.mark.long
 def test_composition_has_the_summed_stretch():
     """Unsampled, five releases are one of stretch sqrt(chi^2_20 / 4)."""
     s, w = stretches(20, norm=math.sqrt(5))

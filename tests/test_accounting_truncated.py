@@ -129,6 +129,7 @@ def test_published_numbers():
         assert 0.995 * number < bill <= peer.get_epsilon(1e-5) and bill > least
 
 
+@pytest.mark.long
 def test_what_dp_accounting_says_of_one_step():
     for examples, rate, most, sigma in CASES[:2]:
         relation = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
@@ -194,6 +195,7 @@ def test_the_tail_that_is_cut_is_billed():
         assert pmf.infinity > 0.399 * exchanged.infinity > 0.01
 
 
+@pytest.mark.long
 def test_a_schedule_is_rounded_to_few_steps_that_cost_more():
     sigmas = np.geomspace(2.0, 0.8, 200)
     runs = [event(1000, 0.05, 64, float(sigma)) for sigma in sigmas]

@@ -47,13 +47,13 @@ from tests.mechanisms import PARAMS
 @pytest.mark.long_cases(
     *"""
     clipped_in_groups discrete_noise dpx_noise_repeats event_of_its_own_kind_and_a_lower_rate first_rows_kept
-    half_the_noise_from_step_1000 importance_of_raw_gradients key_of_eight_bits laplace_noise layers_clipped_apart
-    no_noise_at_some_steps no_noise_in_16_bits no_noise_on_convolutions noise_by_number_of_parameters
-    noise_by_shape noise_divided_twice noise_from_the_projection noise_in_tiles noise_keyed_by_params
-    noise_of_256_sizes noise_of_the_drawn_batch noise_on_another_mask noise_repeats_after_ noise_scaled_by_params
-    one_key_for_all_leaves one_noise_with_other_signs other_signs_at_every_step projected_after_the_clip
-    schedule_shifted_by_a_step
-    sign_of_two_others step_in_bfloat16 sums_of_one_step_in_the_state uniform_noise
+    half_the_noise_from_step_1000 importance_of_raw_gradients key_of_eight_bits laplace_noise layer_without_noise
+    layers_clipped_apart no_noise_at_some_steps no_noise_from_step_50 no_noise_in_16_bits no_noise_on_convolutions
+    noise_by_number_of_parameters noise_by_shape noise_divided_twice noise_from_the_projection noise_in_tiles
+    noise_keyed_by_params noise_of_256_sizes noise_of_the_drawn_batch noise_on_another_mask noise_repeats_after_
+    noise_scaled_by_params one_key_for_all_leaves one_noise_with_other_signs other_signs_at_every_step
+    projected_after_the_clip schedule_shifted_by_a_step sign_of_two_others step_in_bfloat16
+    sums_of_one_step_in_the_state uniform_noise
     """.split()
 )
 def test_the_line_of_a_broken_mechanism_fails(broken):
@@ -112,7 +112,7 @@ def test_a_report_is_for_asserts():
         (two_thirds_of_the_noise, None, ["noise"], []),
     ],
 )
-@pytest.mark.long_cases("sound-bfloat16", "sound-None")
+@pytest.mark.long
 def test_the_noise_behind_an_optimizer(make, mu_dtype, failures, unchecked, promoting):
     """Adam's updates are not linear in the noise, but its average of them is, if it is float32."""
     mechanism = dpx.chain(make(jax.random.key(7)), optax.adam(1e-2, mu_dtype=mu_dtype))
@@ -402,6 +402,7 @@ def test_no_trace_of_an_audit_stays_in_a_jitted_release():
     jax.tree.map(np.testing.assert_array_equal, jitted.release(sums, state, PARAMS)[0], expected)
 
 
+@pytest.mark.long
 def test_what_a_jitted_release_is_given_is_read():
     """jax keeps its trace from one part of the line to the next, and with it the stand-in that was traced."""
     for make, outcome in ((sound, "pass"), (sum_of_one_number, "fail")):

@@ -107,6 +107,7 @@ def of_dp_sgd():
     return lower_bound(dp_sgd)
 
 
+@pytest.mark.long
 def test_dp_sgd_is_below_its_bill_and_near_it():
     """With 12 other keys, the bounds were 0.70 to 0.88 of the bill, and 0.88 to 0.96 by the fit of a Gaussian."""
     found = of_dp_sgd()
@@ -492,7 +493,7 @@ ONE_RUN = {
 
 
 @pytest.mark.parametrize("name", ONE_RUN)
-@pytest.mark.long_cases("allocated", "cyclic", "ordered", "weighted")
+@pytest.mark.long
 def test_one_run_of_a_sampling_is_below_its_bill(name):
     """Twelve steps. Canaries that are no members are nulls, which keep their places."""
     sampling, score = ONE_RUN[name]
@@ -591,6 +592,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.long_cases("infinite")
 def test_refused(name):
     program, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):

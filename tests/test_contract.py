@@ -369,6 +369,7 @@ def test_named_streams_are_apart():
     assert jax.random.key_data(keys.stream(raw, "noise")).tolist() == jax.random.key_data(streams[0]).tolist()
 
 
+@pytest.mark.long
 def test_facts_see_what_frozen_coordinates_take():
     """Without the second mask of AdaDPIGU, frozen coordinates count in the norm, which harms nobody's privacy."""
     case = next(case for case in MECHANISMS if case.name == "ada_dpigu")
@@ -450,6 +451,7 @@ def test_noise_that_repeats_is_seen_but_not_where_a_gpu_keeps_few_bits_of_it(siz
         _require_no_repeats(fake, fake.release(0))
 
 
+@pytest.mark.long
 def test_a_line_of_the_catalog_is_held_to_the_contract():
     for line in LINES:
         check(line, signs_case())

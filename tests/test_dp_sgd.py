@@ -120,6 +120,7 @@ def test_per_layer_clipping_clips_each_layer_and_scales_the_noise_to_the_whole()
         np.testing.assert_allclose(by_group[name], by_whole[name], rtol=1e-6)
 
 
+@pytest.mark.long
 def test_any_optax_optimizer_either_way(promoting):
     params, batch = model()
     mechanism = dp_sgd(noise_multiplier=1.0)

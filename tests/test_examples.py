@@ -313,8 +313,8 @@ def test_other_samplings(tmp_path, sampling, batch_size, steps):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.long_cases(
     *"""
-    ada_ adaptive_clipping d2p2_sgd d2p_sgd dp2_sgd dynamic_dp_sgd gep_sgd lambda_cgd ranked_freeze_sgd
-    tp_topk_sgd zeroth_order_sgd
+    ada_ adaptive_clipping band_mf_sgd d2p2_sgd d2p_sgd dp2_sgd dynamic_dp_sgd gep_sgd lambda_cgd
+    random_freeze_sgd ranked_freeze_sgd tp_topk_sgd zeroth_order_sgd
     """.split()
 )
 def test_every_method_trains(tmp_path, method):

@@ -131,6 +131,7 @@ def test_runs_are_shared_for_equal_data_only(monkeypatch, tmp_path):
     assert folders == ["dice-table-3", "dice-table-3-cifar100-real"]
 
 
+@pytest.mark.long
 def test_the_noise_of_the_papers_own_accounting():
     config: dict[str, Any] = dict(dataset="digits", seed=0, epsilon=2.0, delta=1 / 600_000)
     plain = dynamic.Config(**config)

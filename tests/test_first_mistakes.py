@@ -296,6 +296,7 @@ def test_the_arrays_of_an_equinox_module_are_parameters():
     assert fit(dp_sgd(), params=module, loss=lambda m, x: m.weight @ x).steps == 2
 
 
+@pytest.mark.long
 def test_python_numbers_are_parameters():
     params, mechanism = {"w": jnp.zeros(3), "b": 0.5, "c": [1.0, 2.0]}, dp_sgd()
 

@@ -118,6 +118,7 @@ MECHANISMS = {
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
+@pytest.mark.long_cases("clipped", "groups", "mostly")
 def test_every_mechanism_gives_the_same_sums(name):
     params, batch = problem()
     sums = assert_agrees(network, params, batch, made=MECHANISMS[name](), norms=("ghost",))
@@ -218,6 +219,7 @@ def test_an_activation_that_overflows_where_its_gradient_vanishes():
 
 
 @pytest.mark.parametrize("size", [0, 1])
+@pytest.mark.long_cases("1")
 def test_small_batches(size):
     params, batch = problem(size)
     found = clipped_sums(network, params, batch, "ghost")
@@ -362,7 +364,7 @@ def tied(params, tokens):
     "positions, width, rows, most",
     [(64, 768, 300, 1e-4), (192, 300, 1100, 3e-4), (512, 32, 64, 1e-3), (2048, 16, 32, 1e-3)],
 )
-@pytest.mark.long_cases("192-300-1100")
+@pytest.mark.long_cases("192-300-1100", "64-768-300", "512-32-64")
 def test_rounding_raises_no_norm_by_more_than_a_thousandth(positions, width, rows, most):
     params = {"table": 0.02 * normal(1, rows, width), "w": width**-0.5 * normal(2, width, width)}
     tokens = integers(3, rows, 1, positions + 1)

@@ -704,7 +704,7 @@ MASKED += ["weight_normalized", "weight_normalized_that_is_large"]
 
 
 @pytest.mark.parametrize("name", MASKED)
-@pytest.mark.long_cases("kernel_of_a_sum", "kernels_side_by_side")
+@pytest.mark.long_cases("kernel_of_a_sum", "kernels_side_by_side", "weight_normalized")
 def test_a_mask_reaches_a_function(name):
     loss, params, batch = ZOO[name][0]()
     masked = dpx.coordinates.random_freeze(freeze_rate=0.4, every=1, key=key(5))
@@ -723,7 +723,7 @@ def test_slopes_that_are_not_finite_add_nothing(kernel, sizes):
 @pytest.mark.parametrize(
     "name", [*(name for name in ZOO if name.startswith("convolution")), "heads", "embedding", "used_in_a_scan"]
 )
-@pytest.mark.long_cases("convolution", "embedding-float64", "heads-float64")
+@pytest.mark.long_cases("convolution", "embedding-float64", "heads-float64", "used_in_a_scan")
 def test_with_64_bits(name, dtype):
     with jax.enable_x64(True):
         loss, *arrays = ZOO[name][0]()

@@ -175,6 +175,7 @@ def test_the_printed_plan_answers_which_sampling():
         assert words in str(plan)
 
 
+@pytest.mark.long
 def test_the_epochs_are_those_that_were_asked_for():
     """20 epochs of 60,000 in batches of 1,024 are 1,172 steps, so 20.002 epochs: not 21 that were begun."""
     plan = dpx.plan_noise(examples=60_000, epsilon=2.0, delta=1e-5, epochs=20, batch_sizes=[1024])

@@ -104,7 +104,7 @@ def test_a_coin_falls_for_exactly_the_words_below_the_threshold(probability, mon
 def test_the_examples_of_a_poisson_batch_are_in_random_rows():
     """Each of 12 examples is equally often in each of 16 rows: chi-square, with a false alarm of 1e-6."""
     sampling, places = dpx.PoissonSampling(examples=12, batch_size=6), np.zeros((12, 16))
-    for step in range(1000):
+    for step in range(400):
         draw = sampling.draw(KEY, step, size=16)
         rows = np.flatnonzero(draw.included)
         places[draw.indices[rows], rows] += 1
@@ -125,8 +125,8 @@ def test_an_order_is_that_of_128_bits_of_each_example(word, monkeypatch):
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.long_cases("1", "2")
 def test_every_order_is_as_likely(count):
-    """1,200 orders of 4 examples, by a test of chi squared of false alarm 1e-6."""
-    found = [tuple(draws.random_order(keys.fold_in(KEY, number), 4, count).tolist()) for number in range(1200)]
+    """600 orders of 4 examples, by a test of chi squared of false alarm 1e-6."""
+    found = [tuple(draws.random_order(keys.fold_in(KEY, number), 4, count).tolist()) for number in range(600)]
     _, times = np.unique(found, axis=0, return_counts=True)
     assert len(times) == math.perm(4, count)
     assert scipy.stats.chisquare(times).pvalue > 1e-6
@@ -157,8 +157,8 @@ def batches_as_text():
 
 
 def test_poisson_coins_are_independent_and_have_the_billed_probability():
-    """1000 steps: rate of every example, variance of the size, correlation of pairs; false alarm below 1e-4 in all."""
-    sampling, steps = SAMPLINGS[0], 1000
+    """400 steps: rate of every example, variance of the size, correlation of pairs; false alarm below 1e-4 in all."""
+    sampling, steps = SAMPLINGS[0], 400
     taken = np.zeros((steps, 100))
     for step in range(steps):
         taken[step, drawn(sampling, step)] = 1
@@ -171,8 +171,8 @@ def test_poisson_coins_are_independent_and_have_the_billed_probability():
 
 
 def test_fixed_size_takes_every_example_equally():
-    taken = np.bincount(np.concatenate([drawn(SAMPLINGS[1], step) for step in range(1000)]), minlength=100) / 1000
-    assert np.abs(taken - 0.1).max() < 5 * np.sqrt(0.09 / 1000)
+    taken = np.bincount(np.concatenate([drawn(SAMPLINGS[1], step) for step in range(400)]), minlength=100) / 400
+    assert np.abs(taken - 0.1).max() < 5 * np.sqrt(0.09 / 400)
 
 
 def test_an_epoch_takes_every_example_once():
@@ -193,7 +193,7 @@ def test_a_large_poisson_batch_is_never_cut():
     for step in range(20):
         np.testing.assert_array_equal(np.sort(drawn(small, step)), np.sort(drawn(free, step)))
         assert len(small.draw(KEY, step)[0]) % 8 == 0
-    assert {len(free.draw(KEY, step)[0]) for step in range(200)} == {168}  # one shape, one compilation
+    assert {len(free.draw(KEY, step)[0]) for step in range(50)} == {168}  # one shape, one compilation
     with pytest.raises(ValueError, match="size must hold the whole batch"):
         free.draw(KEY, 0, size=50)
     assert len(free.draw(KEY, 0, size=300)[0]) == 300
@@ -254,7 +254,7 @@ def test_a_truncated_batch_is_a_random_subset_of_the_coins():
     free = dpx.PoissonSampling(examples=12, batch_size=6)
     cut = dpx.PoissonSampling(examples=12, batch_size=6, most_rows=6)
     kept, pairs, places, sizes = np.zeros(12), np.zeros((12, 12)), np.zeros(6), []
-    for step in range(500):
+    for step in range(250):
         heads, draw = drawn(free, step), cut.draw(KEY, step)
         batch = draw.indices[draw.included]
         assert len(draw.indices) == 6 and len(batch) == min(6, len(heads)) and set(batch) <= set(heads)
@@ -364,7 +364,7 @@ def test_the_step_of_an_example_is_64_bits_of_its_own(monkeypatch):
 def test_the_examples_of_an_allocated_batch_are_in_random_rows():
     """Each of 12 examples is equally often in each of 16 rows: chi-square, with a false alarm of 1e-6."""
     sampling, places = RandomAllocation(examples=12, steps_per_epoch=2), np.zeros((12, 16))
-    for step in range(800):
+    for step in range(400):
         draw = sampling.draw(KEY, step, size=16)
         rows = np.flatnonzero(draw.included)
         places[draw.indices[rows], rows] += 1

@@ -45,7 +45,7 @@ RUNS = {  # rate, noise, steps, delta: of about the size of published runs
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.long_cases("ten thousand")
+@pytest.mark.long_cases("ten thousand", "VaultGemma")
 def test_a_billion_numbers_cost_hardly_more_than_exact_noise(run):
     rate, noise, steps, delta = RUNS[run]
     numbers: dict = dict(examples=10**9, batch_size=rate * 10**9, noise_multiplier=noise, steps=steps, delta=delta)

@@ -68,7 +68,7 @@ def frozen_and_calibrated(*, noise_multiplier: Any):
 
 
 @pytest.mark.parametrize("name", COMPOSED)
-@pytest.mark.long_cases("random freeze within")
+@pytest.mark.long_cases("random freeze within", "calibrated")
 def test_what_is_frozen_stays_bit_for_bit_whatever_stands_behind(name, promoting):
     before = params()
     optimizer = dpx.chain(COMPOSED[name](), *adamw())
