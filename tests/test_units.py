@@ -361,6 +361,38 @@ def test_a_scan_stacks_records_that_are_rounded_once(platform, dtype):
     assert [aval.dtype for aval in stacked if aval.shape == (3, *rows.shape)].count(dtype) >= 2
 
 
+def tanh_layers(params, row):
+    return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), row, params)[0])
+
+
+@pytest.mark.parametrize(("platform", "devices"), [("tpu", 1), ("tpu", 8), ("cuda", 1)])
+def test_a_scan_on_a_tpu_stacks_gradients_that_are_kept_in_place_of_records(platform, devices):
+    params, rows = jnp.zeros((3, 16, 16)), jax.ShapeDtypeStruct((8, 64, 16), jnp.float32)
+    made = mechanism()
+    step = dpx.private_updates(tanh_layers, made, norms="ghost", platform=platform)
+    with traced_for(devices=devices):
+        traced = jax.make_jaxpr(step)(params, dpx.Batch(rows, None), jax.eval_shape(made.init, params))
+    program = list(equations(traced.jaxpr))
+    stacked = [v.aval for one in program if one.primitive.name == "scan" for v in one.outvars]
+    taken = platform == "tpu" and devices == 1
+    assert [aval.shape for aval in stacked].count((3, 8, 1, 16, 16)) == 1
+    assert ((3, 8, 1, 16, 16) in [aval.shape for aval in stacked if aval.dtype == jnp.bfloat16]) == (platform == "tpu")
+    rounded = [v.aval.shape for one in program if one.primitive.name == "reduce_precision" for v in one.outvars]
+    assert ((8, 64, 16) in rounded) != taken
+
+
+def test_gradients_of_a_scan_count_whole_on_a_tpu():
+    """Of one example alone, and beside one that holds NaN."""
+    params, made = 0.3 * jax.random.normal(jax.random.key(0), (3, 16, 16)), mechanism(CLIP_NORM)
+    rows = jax.random.normal(jax.random.key(1), (2, 64, 16))
+    with on_a_tpu():
+        step = jax.jit(dpx.private_updates(tanh_layers, made, norms="ghost"), compiler_options=QUICK)
+        found = [step(params, dpx.Batch(x, None), made.init(params)) for x in (rows[:1], rows.at[1, 0, 0].set(jnp.nan))]
+    alone, beside = (np.asarray(each.updates, np.float64) for each in found)
+    assert 0.99 * CLIP_NORM < np.linalg.norm(alone) <= CLIP_NORM * (1 + 1e-6)
+    assert np.array_equal(beside, alone / 2) or np.array_equal(beside, alone)
+
+
 @pytest.mark.parametrize(("platform", "numbers", "loops"), [("tpu", 2**18, 1), ("cuda", 2**18, 0), ("cuda", 2**22, 1)])
 def test_few_blocks_are_made_at_once_where_a_turn_of_a_loop_takes_longer(platform, numbers, loops):
     def summed(rows):

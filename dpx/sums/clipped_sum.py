@@ -79,8 +79,9 @@ def repeat_to_shape(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jax.lax.broadcast_in_dim(x, shape, tuple(range(x.ndim)))
 
 
-def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
-    """sum_i f_i z_i, float32 (...), of factors float32 (B,), 0 if excluded, and rows float32 (B, ...).
+def weighted_sum(factors: jax.Array, rows: jax.Array, *, apart: bool = False) -> jax.Array:
+    """sum_i f_i z_i, float32 (...), of factors float32 (B,), 0 if excluded, and rows float32 (B, ...). apart: bool,
+    whether the rows are matrices that XLA has written one after another.
 
     B is at most `most_float32_rows`; rows are added in blocks, as in `dpx.sums.float_pair`.
 
@@ -97,7 +98,10 @@ def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
 
         def sum_block(some):
             return jnp.sum(
-                functools.reduce(jnp.add, [scaled_rows(f, weighted_rows(f, x)) for f, x in _parts_of_rows(*some)]), 0
+                functools.reduce(
+                    jnp.add, [scaled_rows(f, weighted_rows(f, x)) for f, x in _parts_of_rows(*some, apart=apart)]
+                ),
+                0,
             )
 
         return sum_in_blocks(sum_block, (factors, rows), math.prod(rows.shape[1:]) if on_cpu else 0)
@@ -115,12 +119,12 @@ def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.sum(jax.lax.optimization_barrier(parts), 0)
 
 
-def _parts_of_rows(factors: jax.Array, rows: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+def _parts_of_rows(factors: jax.Array, rows: jax.Array, *, apart: bool = False) -> list[tuple[jax.Array, jax.Array]]:
     """The factors and rows of a block in parts of equal size, which a TPU adds element by element, because it reads
     several arrays at a time: a sum along the rows alone takes 2.6 times the cycles. But rows that fill one register of
-    it may lie there side by side, and then a row alone takes as long to read as all."""
+    it may lie there side by side, unless they are `apart`, and then a row alone takes as long to read as all."""
     large = current_place().platform == "tpu" and math.prod(rows.shape[1:]) >= SMALL_PARTS
-    if not large or len(rows) <= REGISTER or (count := math.gcd(len(rows), MOST_PARTS)) == 1:
+    if not large or (len(rows) <= REGISTER and not apart) or (count := math.gcd(len(rows), MOST_PARTS)) == 1:
         return [(factors, rows)]
     return list(zip(*(jax.lax.split(x, [len(x) // count] * count) for x in (factors, rows)), strict=True))
 

@@ -332,17 +332,22 @@ def _product_cost(uses: Uses, scaled: bool) -> float | None:
     return _sum_cost(site) + _gradient_memory_cost(site, uses.slices)
 
 
-def _product_norm(uses: Uses, scale: jax.Array | None, records: Captured):
+def kept_products(uses: Uses, records: Captured) -> jax.Array:
+    """The gradients, (B, K, I, O), that norm and sum read."""
     (site,), (record,) = uses.sites, records
-    grads = jax.lax.optimization_barrier(
-        current_place().unit.round_kept(site.products(*record))
-    )  # for norm and sum alike
+    return current_place().unit.round_kept(site.products(*record))
+
+
+def _product_norm(uses: Uses, scale: jax.Array | None, records: Captured):
+    taken = isinstance(records, jax.Array)  # the gradients, by a hook
+    grads = records if taken else jax.lax.optimization_barrier(kept_products(uses, records))  # for norm and sum alike
     # The barrier makes XLA move the elements once, instead of once for every example.
-    return grads, _sizes(grads, None if scale is None else jax.lax.optimization_barrier(site.arrange(scale)))
+    scale = None if scale is None else jax.lax.optimization_barrier(uses.sites[0].arrange(scale))
+    return None if taken else grads, _sizes(grads, scale)
 
 
 def _product_sum(uses: Uses, shape: tuple[int, ...], records: jax.Array, factors: jax.Array) -> jax.Array:
-    total = weighted_sum(factors, records)
+    total = weighted_sum(factors, records, apart=True)
     return weighted_sums.transpose(uses.sites[0].arrange, shape, total)
 
 

@@ -15,10 +15,12 @@ from dpx.gradients.ghost.hooks import (
     Part,
     capture_hooks,
     for_all_readers,
+    gradient_hooks,
     gradient_slots,
     hooked_equations,
     norm_hooks,
     sum_hooks,
+    takes_kept_gradients,
     with_captured,
     with_records,
 )
@@ -55,11 +57,11 @@ def sum_by_plan(
     values = interpreter.public_values(plan.program, leaves, reads)
     scales = _scales(plan, mechanism, params, state, values)
     once, twice = hooked_equations(plan, backward_passes)
-    hooks = norm_hooks(plan, once, included.shape[0], keep=True)
-    hooks |= norm_hooks(plan, twice, included.shape[0], keep=False)
+    take_kept = gradient_hooks if takes_kept_gradients() else functools.partial(norm_hooks, keep=True)
+    hooks = take_kept(plan, once, included.shape[0]) | norm_hooks(plan, twice, included.shape[0], keep=False)
     hooks |= capture_hooks(plan, hooks, included.shape[0])
     losses, aux, captured, found = _backward_pass(plan, leaves, examples, hooks, apart)
-    captured = for_all_readers(with_records(plan, with_captured(plan, captured, found), values))
+    captured = for_all_readers(with_records(plan, with_captured(plan, once, captured, found), values))
     backwards = [(made_kernels.backward(group, plan.program, leaves, scales), keep) for group, keep in plan.made]
     leaf_norms, captured = _norms(plan, leaves, captured, scales, found, backwards)
     norms, factors = _norms_and_factors(plan, mechanism, leaf_norms, state, included.shape[0])

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from dpx.gradients.ghost import parts
+from dpx.gradients.ghost.algorithms import kept_products
 from dpx.gradients.ghost.plan import Choice, GhostPlan
 from dpx.gradients.ghost.program import REMAT
 from dpx.gradients.ghost.views import View
@@ -152,10 +153,7 @@ class Hook(NamedTuple):
         def backward(residuals, cotangents):
             (operands, given), (cotangent, of_operands) = residuals, cotangents
             captured = jax.tree.map(lambda x: jax.lax.all_gather(x, EXAMPLES), (operands, cotangent))
-            captured = jax.tree.map(current_place().unit.round_stored, captured)
-            # Norm and sum must read the same numbers.
-            found = self.compute(jax.lax.optimization_barrier(captured), given)
-            return cotangent, tuple(of_operands), (found, None)
+            return cotangent, tuple(of_operands), (self.compute(captured, given), None)
 
         hook.defvjp(forward, backward)
         return hook(output, operands, added)
@@ -173,8 +171,11 @@ def hooked_equations(plan: GhostPlan, backward_passes: int) -> tuple[Hooked, Hoo
     that need one pass, and those that need two.
 
     One pass is enough for kept per-example gradients that are much smaller than inputs and cotangents, as with low-rank
-    adapters. If there is only one, it takes them on several devices alone, where memory counts most.
+    adapters. If there is only one, it takes them on several devices alone, where memory counts most, and all that are
+    kept on one TPU, which then writes no inputs and cotangents: a GPU, where these are as long, would move more.
     """
+    place = current_place()
+    all_kept = backward_passes == 1 and takes_kept_gradients()
     found: Hooked = {}
     for part, choice in plan.parts.items():
         for site in choice.uses.sites:
@@ -188,7 +189,7 @@ def hooked_equations(plan: GhostPlan, backward_passes: int) -> tuple[Hooked, Hoo
 
     def small(choice: Choice) -> bool:
         _, positions, fan_in, fan_out = choice.uses.sites[0].sizes
-        return choice.algorithm.keeps_gradients and 2 * min(fan_in, fan_out) <= positions
+        return choice.algorithm.keeps_gradients and (all_kept or 2 * min(fan_in, fan_out) <= positions)
 
     once, twice = {}, {}
     for equation, choices in found.items():
@@ -196,7 +197,7 @@ def hooked_equations(plan: GhostPlan, backward_passes: int) -> tuple[Hooked, Hoo
             (once if all(map(small, choices.values())) else twice)[equation] = choices
     if backward_passes == 2:
         return once, twice
-    return once if current_place().devices > 1 else {}, {}
+    return once if place.devices > 1 or all_kept else {}, {}
 
 
 def leaves_kept_nowhere(plan: GhostPlan) -> tuple[set[int], bool]:
@@ -206,6 +207,12 @@ def leaves_kept_nowhere(plan: GhostPlan) -> tuple[set[int], bool]:
     parts = {part for choices in twice.values() for part in choices}
     leaves = {leaf for leaf, of_leaf in enumerate(plan.choices) if {(leaf, n) for n in range(len(of_leaf))} <= parts}
     return leaves, _in_checkpoints(plan) <= {*once, *twice}
+
+
+def takes_kept_gradients() -> bool:
+    """Whether hooks take all gradients that are kept, and leave their norms to the end."""
+    place = current_place()
+    return place.platform == "tpu" and place.devices == 1
 
 
 def norm_hooks(plan: GhostPlan, equations: Hooked, size: int, *, keep: bool) -> dict[int, Hook]:
@@ -218,6 +225,19 @@ def norm_hooks(plan: GhostPlan, equations: Hooked, size: int, *, keep: bool) -> 
 
     return {
         equation: _hook(plan, equation, functools.partial(compute, choices), (), size)
+        for equation, choices in equations.items()
+    }
+
+
+def gradient_hooks(plan: GhostPlan, equations: Hooked, size: int) -> dict[int, Hook]:
+    """Hooks that find the gradients of `size` examples, which alone norm and sum read: so nothing else is rounded. XLA
+    writes them where the scan stacks them, and the norms are found after it."""
+
+    def compute(choices, captured, given):
+        return {part: kept_products(choice.uses, [captured]) for part, choice in choices.items()}
+
+    return {
+        equation: _hook(plan, equation, functools.partial(compute, choices), (), size, rounds=False)
         for equation, choices in equations.items()
     }
 
@@ -243,8 +263,11 @@ def capture_hooks(plan: GhostPlan, hooks: dict[int, Hook], size: int) -> dict[in
     return {equation: hook(equation) for equation in equations}
 
 
-def with_captured(plan: GhostPlan, captured: Captured, found: dict[Part, Any]) -> Captured:
-    """`captured` with what `capture_hooks` found, which is taken out of `found`."""
+def with_captured(plan: GhostPlan, once: Hooked, captured: Captured, found: dict[Part, Any]) -> Captured:
+    """`captured` with what hooks found for all readers: those that capture, and those at `once` that take gradients
+    alone. It is taken out of `found`."""
+    parts_taken = [part for choices in once.values() for part in choices] if takes_kept_gradients() else []
+    gradients = {part: found.pop(part) for part in parts_taken}
     by_equation = {part[1]: found.pop(part) for part in list(found) if part[0] == CAPTURED}
     places = _captured_operands(plan, set(by_equation))
     values: dict[Any, jax.Array] = {}
@@ -255,7 +278,7 @@ def with_captured(plan: GhostPlan, captured: Captured, found: dict[Part, Any]) -
         for equation, (own, _) in by_equation.items()
     }
     cotangents = {equation: cotangent for equation, (_, cotangent) in by_equation.items()}
-    return captured._replace(inputs=captured.inputs | inputs, cotangents=captured.cotangents | cotangents)
+    return Captured(captured.gradients | gradients, captured.inputs | inputs, captured.cotangents | cotangents)
 
 
 def _in_checkpoints(plan: GhostPlan) -> set[int]:
@@ -325,8 +348,14 @@ def _slice_choice(choice: Choice) -> Choice:
     return choice._replace(view=View())
 
 
-def _hook(plan: GhostPlan, equation: int, compute: Callable, given: Tree, size: int) -> Hook:
-    """The hook at an equation that finds what `compute` returns for `size` examples."""
+def _hook(plan: GhostPlan, equation: int, compute: Callable, given: Tree, size: int, *, rounds: bool = True) -> Hook:
+    """The hook at an equation that finds what `compute` returns for `size` examples. rounds: bool, whether several read
+    what is captured, and must read the same numbers."""
+
+    def of_rounded(captured, given, compute=compute):
+        captured = jax.tree.map(current_place().unit.round_stored, captured)
+        return compute(jax.lax.optimization_barrier(captured), given)
+
     found: Any = plan.program.equations[equation]
     counts, unread = found.counts, plan.unread[equation]
 
@@ -335,5 +364,6 @@ def _hook(plan: GhostPlan, equation: int, compute: Callable, given: Tree, size: 
 
     operands = tuple(None if i in unread else shape(v) for i, v in enumerate(found.jaxpr.invars))
     of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[len(counts) :], x.dtype), given)
+    compute = of_rounded if rounds else compute
     slot = jax.eval_shape(compute, (operands, shape(found.jaxpr.outvars[0])), of_one)
     return Hook(compute, jax.tree.map(lambda x: jnp.zeros((*counts, *x.shape), x.dtype), slot), given)

@@ -2,7 +2,8 @@
 
 Slices are computed one after another, each like a whole parameter: the plan's algorithm sees one slice. So only one
 slice's arrays are in memory, and a stack of layers compiles like one layer. Where a matrix unit rounds, the norms of
-all slices are computed at once if their Gram matrices are small, because many small kernels take longer there.
+all slices are computed at once if their Gram matrices are small, because many small kernels take longer there. So are
+those of gradients in a TPU's memory, and their sums, because it would write each slice again.
 
 Parts and their slices share no element. So the square of a gradient's norm is the sum of the squares of the norms of
 its parts, none of which is below the true one (`dpx.sums.norms` adds the squares). Every coordinate of a sum is a
@@ -33,7 +34,7 @@ def part_norm(choice: Choice, scale: jax.Array | None, records: Any) -> tuple[An
         scale, records = rows
         return choice.algorithm.norm(choice.uses, scale, records)
 
-    kept, found = _over_slices(of_slice, choice, at_once=_are_small(choice, records))((scale, records))
+    kept, found = _over_slices(of_slice, choice, at_once=_at_once(choice, records))((scale, records))
     return kept, norm_of_all(found.reshape(-1, found.shape[-1]))
 
 
@@ -56,7 +57,7 @@ def part_sum(
 
         return total_of_rows(of_few, (records, factors))
 
-    return _over_slices(of_slice, choice)((scale, records))
+    return _over_slices(of_slice, choice, at_once=_are_kept(records))((scale, records))
 
 
 def joined_parts(of_views: list[views.View], totals: list[FloatPair], shape: tuple[int, ...]) -> FloatPair:
@@ -68,12 +69,20 @@ def joined_parts(of_views: list[views.View], totals: list[FloatPair], shape: tup
     return FloatPair(high, views.join_boxes(of_views, low, shape) if low else None)
 
 
-def _are_small(choice: Choice, records: Any) -> bool:
-    """Whether the Gram matrices of all slices and examples are small for a matrix unit."""
+def _at_once(choice: Choice, records: Any) -> bool:
+    """Whether the norms of all slices are computed at once: of a TPU's gradients, or on a matrix unit, from Gram
+    matrices that are small for all slices and examples."""
+    if _are_kept(records):
+        return True
     if choice.algorithm.keeps_gradients or not (choice.uses.few_positions and current_place().unit.rounds):
         return False
     rows = jax.tree.leaves(records)[0].shape[: len(choice.view.slices) + 1]
     return math.prod(rows) * choice.uses.together**2 <= AT_ONCE
+
+
+def _are_kept(records: Any) -> bool:
+    """Whether these are gradients in the memory of a TPU, which reads those of all slices alike."""
+    return isinstance(records, jax.Array) and current_place().platform == "tpu"
 
 
 def _over_slices(function: Callable, choice: Choice, *, at_once: bool = False) -> Callable:
