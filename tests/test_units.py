@@ -23,6 +23,7 @@ from dpx.xla import matrix_units
 from dpx.xla.jaxprs import equations
 from dpx.xla.matrix_units import BFLOAT16, FLOAT32, FUSED, OF_A_TPU, TF32, Unit
 from dpx.xla.place import Place, current_place, full_precision, traced_for
+from dpx.xla.unfilled_stacks import stacking_unfilled
 from tests.ghost import QUICK, mechanism
 from tests.test_ghost_zoo import ZOO
 
@@ -373,12 +374,31 @@ def test_a_scan_on_a_tpu_stacks_gradients_that_are_kept_in_place_of_records(plat
     with traced_for(devices=devices):
         traced = jax.make_jaxpr(step)(params, dpx.Batch(rows, None), jax.eval_shape(made.init, params))
     program = list(equations(traced.jaxpr))
-    stacked = [v.aval for one in program if one.primitive.name == "scan" for v in one.outvars]
+    stacked = [v.aval for one in program if one.primitive.name in ("scan", "while") for v in one.outvars]
     taken = platform == "tpu" and devices == 1
     assert [aval.shape for aval in stacked].count((3, 8, 1, 16, 16)) == 1
     assert ((3, 8, 1, 16, 16) in [aval.shape for aval in stacked if aval.dtype == jnp.bfloat16]) == (platform == "tpu")
     rounded = [v.aval.shape for one in program if one.primitive.name == "reduce_precision" for v in one.outvars]
     assert ((8, 64, 16) in rounded) != taken
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_scan_that_stacks_into_unfilled_memory_finds_the_same(reverse):
+    """With constants, a carry and two stacks; memory that nothing filled holds NaN."""
+
+    def function(tree):
+        def turn(carry, row):
+            carry = jnp.sin(carry @ tree["w"] + row["x"])
+            return carry, (carry, row["n"] * 2)
+
+        return jax.lax.scan(turn, tree["x"][0], {"x": tree["x"], "n": jnp.arange(5)}, reverse=reverse)
+
+    tree = {"w": jax.random.normal(jax.random.key(0), (3, 3)), "x": jax.random.normal(jax.random.key(1), (5, 2, 3))}
+    with mock.patch.object(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan).astype(dtype)):
+        made = jax.jit(stacking_unfilled(function))
+        program = list(equations(jax.make_jaxpr(made)(tree).jaxpr))
+        jax.tree.map(np.testing.assert_array_equal, made(tree), jax.jit(function)(tree))
+    assert not any(one.params["reverse"] for one in program if one.primitive.name == "scan")
 
 
 def test_gradients_of_a_scan_count_whole_on_a_tpu():
