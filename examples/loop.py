@@ -117,7 +117,11 @@ def run(
         device=jax.devices()[0].device_kind,
         output_dir=str(folder.path),
     )
-    conclude(folder, config, fitted.report, result)
+    report = dataclasses.replace(fitted.report, dataset=config.dataset)
+    if config.epsilon is not None:
+        target = dpx.Budget(epsilon=config.epsilon, delta=config.delta, steps=fitted.steps)
+        report = dataclasses.replace(report, budget=target)
+    conclude(folder, config, report, result)
     return result
 
 

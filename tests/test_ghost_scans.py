@@ -770,7 +770,7 @@ def test_a_part_under_checkpoint_is_computed_again():
         return score(lax.scan(lambda h, w: (block(h, w), None), x, p)[0])
 
     def block(h, w):
-        return h + jnp.tanh(jnp.sin(jnp.tanh(jnp.sin(jnp.tanh(h @ w)))))
+        return h + jnp.tanh(jnp.sin(jnp.tanh(jnp.sin(jnp.tanh(jnp.sin(jnp.tanh(h @ w)))))))
 
     def stacked(block):
         def of(w, x):

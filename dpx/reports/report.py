@@ -281,8 +281,8 @@ _RELATIONS = {  # how neighboring data sets differ: as a question, as the altern
 }
 _OF_ONE = (
     "Neighboring data sets differ {differ}. The size of the data set, counted by {unit}, is treated as public.",
-    "Two of them, such as one {unit} and a second {unit} of the same person, are protected with twice this epsilon and "
-    "with 1 + e^epsilon times this delta.",
+    "Whoever has one {unit} and a second {unit} in the data is protected less: with twice this epsilon and with "
+    "1 + e^epsilon times this delta.",
 )
 _OF_PERSONS = (
     "Neighboring data sets differ by nulling all records of one {unit}: nulls keep their rows and count nowhere. The "
@@ -293,16 +293,16 @@ _OF_PERSONS = (
     "and with 1 + e^epsilon times this delta.",
 )
 _OUTSIDE = (
-    "Losses, gradients and clipping statistics that are computed from the data of one {unit} are not private, unless "
-    "noise was added to them and epsilon includes it; checkpoints and logs of the run may hold them.",
-    "The guarantee for one {unit} holds only while the keys of the noise and of the sampling are secret, and only if "
-    "the batches were drawn as the sampling below says.",
     "What the data of every other {unit} reveal may be true of one {unit} too, and is not hidden.",
     "Any other release from the same data, such as another run or a statistic, adds to what is spent for one {unit}: "
     "dpx.compose_runs computes the total.",
+    "The guarantee for one {unit} holds only while the keys of the noise and of the sampling are secret, and only if "
+    "the batches were drawn as the sampling below says.",
+    "Losses, gradients and clipping statistics that are computed from the data of one {unit} are not private, unless "
+    "noise was added to them and epsilon includes it; checkpoints and logs of the run may hold them.",
+    "The machine that ran the training is trusted: whoever reads its memory reads the data of one {unit} as they are.",
     "The time of each step and the sizes of the batches are not part of the release: whoever sees them may learn in "
     "which steps one {unit} takes part, and epsilon does not cover that.",
-    "The machine that trains on the data of one {unit} is trusted: whoever reads its memory reads the data.",
     "The noise that protects one {unit} comes from a cipher with the secret key, and counts as random: whoever breaks "
     "the cipher can subtract the noise.",
 )
@@ -316,8 +316,8 @@ _ON_A_TPU = (
     "float32 additions do."
 )
 _TUNING = {
-    None: "Not included: if hyper-parameters were chosen by runs on the same data, that cost one {unit} more than is "
-    "stated here.",
+    None: "Not included: if hyper-parameters, such as the learning rate, were chosen by runs on the same data, that "
+    "cost one {unit} more than is stated here.",
     "public": "Public data: hyper-parameters were chosen without any run on the private data of one {unit}.",
 }
 
@@ -332,7 +332,8 @@ def caveats(drawn: str, relation: str, records: int, *, on_a_tpu: bool = False) 
     differ = _RELATIONS[relation][2].format(unit=unit)
     of_units = () if drawn == "example" else (_NOT_EXAMPLES,)
     of_place = (_ON_A_TPU,) if on_a_tpu else ()
-    sentences = (*(_OF_ONE if records == 1 else _OF_PERSONS), *_OUTSIDE, *of_units, *of_place)
+    first, *others = _OF_ONE if records == 1 else _OF_PERSONS
+    sentences = (*others, *_OUTSIDE, *of_units, *of_place, first)
     return tuple(words.format(unit=unit, differ=differ, drawn=drawn) for words in sentences)
 
 
@@ -345,10 +346,14 @@ def sections_of(report: PrivacyReport) -> tuple[Section, ...]:
         whole, others = "with all of its records together", f"every other {unit}"
         whole = "one record of the data set" if unit == "example" else whole
     question = _RELATIONS[report.relation][0].format(unit=unit)
-    meaning = f"From all that the run released, nobody can tell well {question}. Epsilon and delta say how well."
+    meaning = (
+        f"From all that the run released, nobody can tell well {question}. Epsilon says how well: at 0 they "
+        "cannot tell at all, up to 1 is called strong protection, and above 10 weak. Delta is roughly the probability "
+        "that this fails."
+    )
     everyone = (
-        f"The guarantee for one {unit} holds against everyone who sees the parameters after every step and the public "
-        f"state, whatever they know about {others}, and however long they compute."
+        f"The guarantee for one {unit} holds against everyone who sees the trained model, also after every step, "
+        f"and the public state, whatever they know about {others}, and however long they compute."
     )
     return (
         Section("In short", (_promise(report, unit),), _numbers(report, unit), form="box"),
@@ -357,7 +362,7 @@ def sections_of(report: PrivacyReport) -> tuple[Section, ...]:
         _learnt(report, unit),
         Section("The choice of hyper-parameters", (report.tuning,)),
         Section("Outside of the guarantee", report.caveats),
-        Section("How much is spent", _spent(report, unit), form="folded"),
+        Section("How much is spent", (*_spent(report, unit), *report.attacks.sentences(unit)[-1:]), form="folded"),
         Section("In the words of the code", rows=_code_words(report), form="folded"),
         Section("Mechanism", code=report.mechanism, form="folded"),
     )
@@ -369,8 +374,8 @@ def _promise(report: PrivacyReport, unit: str) -> str:
     if right >= 100:
         return f"An attacker may be certain whether one {unit} took part: this run does NOT protect against that."
     return (
-        f"An attacker who asks whether one {unit} took part, and would guess right 50 times in 100 without the run, is "
-        f"right at most {right} times with it, whatever the attacker knows about others."
+        f"An attacker who asks whether one {unit} took part, and would guess right 50 times in 100 without the results "
+        f"of this run, is right at most {right} times in 100 with them, whatever the attacker knows about others."
     )
 
 
@@ -383,7 +388,7 @@ def _learnt(report: PrivacyReport, unit: str) -> Section:
         (f"false-positive rate {100 * wrong:.4g} %", f"true-positive rate of at most {rounded_up(100 * right, 4)} %")
         for wrong, right in report.attack_curve[:-1:10]
     )
-    sentences = (meaning, *report.attacks.sentences(unit))
+    sentences = (meaning, *report.attacks.sentences(unit)[:-1])
     return Section("What an attacker can learn", sentences, (*rows,), picture=attack_curve(report.attack_curve, unit))
 
 
