@@ -91,6 +91,20 @@ def test_coming_from():
 
 
 @pytest.mark.long
+def test_correlated_noise():
+    names = run_page("docs/correlated_noise.md")
+    assert dpx.epsilon(names["mechanism"], 2344, delta=1e-5) <= 8
+
+
+def test_every_program_of_a_page_runs():
+    """A page with a block that begins with ```python is named in a test; ```py is for what needs other libraries."""
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
+    pages = [path.relative_to(ROOT) for path in (ROOT / "docs").rglob("*.md") if "```python" in path.read_text()]
+    named = [page for page in pages if re.search(rf'"docs/{page.name}|"{page.name}"', tests)]
+    assert len(pages) > 15 and not {*pages} - {*named} - {path.relative_to(ROOT) for path in PAPERS}
+
+
+@pytest.mark.long
 def test_loops():
     """The blocks state by themselves what they hold; later blocks use the names of earlier ones."""
     run_page("docs/loops.md")
