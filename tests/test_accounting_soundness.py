@@ -340,6 +340,7 @@ def sampled(rate, sigma, count):
     [(0.1, 0.5, 1000), (0.5, 0.5, 100), (0.001, 20.0, 10_000), (1e-4, 1.0, 10), (1e-3, 3.0, 10), (0.5, 1.0, 1000)],
 )
 @pytest.mark.parametrize("delta", [1e-5, 1e-11])
+@pytest.mark.long_cases("1e-05")
 def test_epsilon_and_delta_are_inverse_at_large_epsilon_and_at_tiny_delta(rate, sigma, count, delta):
     event = sampled(rate, sigma, count)
     epsilon = accounting.event_epsilon(event, delta=delta)
@@ -454,7 +455,7 @@ def epsilon_of_two(sigma, rate, delta):
 
 @pytest.mark.parametrize(("sigma", "rate"), [(0.3, 0.01), (0.1, 0.5), (0.05, 0.9), (1.0, 0.01)])
 @pytest.mark.parametrize("delta", [1e-5, 1e-18, 1e-100])
-@pytest.mark.long_cases("1e-18")
+@pytest.mark.long_cases("1e-18", "1e-05")
 def test_two_steps_at_large_epsilon_and_tiny_delta(sigma, rate, delta):
     """And a sample of fixed size costs at least as much, at twice the noise on the sum."""
     truth = epsilon_of_two(sigma, rate, delta)

@@ -46,14 +46,14 @@ from tests.mechanisms import PARAMS
 @pytest.mark.parametrize("broken", ZOO, ids=lambda broken: broken.name)
 @pytest.mark.long_cases(
     *"""
-    clipped_in_groups discrete_noise dpx_noise_repeats event_of_its_own_kind_and_a_lower_rate first_rows_kept
-    half_the_noise_from_step_1000 importance_of_raw_gradients key_of_eight_bits laplace_noise layer_without_noise
-    layers_clipped_apart no_noise_at_some_steps no_noise_from_step_50 no_noise_in_16_bits no_noise_on_convolutions
-    noise_by_number_of_parameters noise_by_shape noise_divided_twice noise_from_the_projection noise_in_tiles
-    noise_keyed_by_params noise_of_256_sizes noise_of_the_drawn_batch noise_on_another_mask noise_repeats_after_
-    noise_scaled_by_params one_key_for_all_leaves one_noise_with_other_signs other_signs_at_every_step
-    projected_after_the_clip schedule_shifted_by_a_step sign_of_two_others step_in_bfloat16
-    sums_of_one_step_in_the_state uniform_noise
+    clip_norm_of_raw_norms clipped_in_groups discrete_noise dpx_noise_repeats event_of_its_own_kind_and_a_lower_rate
+    first_rows_kept half_the_noise_from_step_1000 importance_of_raw_gradients key_of_eight_bits laplace_noise
+    layer_without_noise layers_clipped_apart no_noise_at_some_steps no_noise_from_step_50 no_noise_in_16_bits
+    no_noise_on_convolutions noise_by_number_of_parameters noise_by_shape noise_divided_twice
+    noise_from_the_projection noise_in_tiles noise_keyed_by_params noise_of_256_sizes noise_of_the_drawn_batch
+    noise_on_another_mask noise_repeats_after_ noise_scaled_by_params one_key_for_all_leaves
+    one_noise_with_other_signs order_dependent_microbatches other_signs_at_every_step projected_after_the_clip
+    schedule_shifted_by_a_step sign_of_two_others step_in_bfloat16 sums_of_one_step_in_the_state uniform_noise
     """.split()
 )
 def test_the_line_of_a_broken_mechanism_fails(broken):

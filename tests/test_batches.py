@@ -565,6 +565,7 @@ def test_a_sharded_batch_lies_where_it_is_asked_for():
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.long_cases("fixed", "full", "weighted")
 def test_draws_ahead_are_those_of_every_step(name):
     sampling = SAMPLINGS[name]
     made = mechanism(sampling)

@@ -171,6 +171,7 @@ FAULTS = [
 @pytest.mark.parametrize(
     ("report", "name", "severity", "words"), FAULTS, ids=lambda part: getattr(part, "__name__", part)
 )
+@pytest.mark.long_cases("adapted-", "grouped-")
 def test_a_fault_is_found(report, name, severity, words):
     finding = report()[name]
     assert finding.severity == severity and words in finding.words, finding

@@ -43,7 +43,7 @@ from tests import broken
 from tests.compiling import EMITTERS
 from tests.mechanisms import ALL, MECHANISMS, PARAMS, POISSON, Case, case_of_method
 
-DRAWS = 4000
+DRAWS = 1000  # at which `check_contract` sees every fault of tests/broken.py
 RESTS = {  # lines that cannot be checked without facts: the words that the report gives as the reason
     "dice_sgd": {"noise": "the event counts more", "cost": "ErrorFeedbackDpEvent"},
     "dice_sgd automatic, shuffled": {"noise": "the event counts more", "cost": "ErrorFeedbackDpEvent"},

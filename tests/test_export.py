@@ -89,7 +89,14 @@ def test_steps_lower_for_accelerators(name, platform):
     "name",
     ["dense", "heads", "transformer", "recurrent", "cnn", "convolution_grouped", "convolution_with_few_positions"],
 )
-@pytest.mark.long_cases("transformer-")
+@pytest.mark.long_cases(
+    "transformer-",
+    "cnn-cuda",
+    "convolution_with_few_positions-cuda",
+    "convolution_grouped-cuda",
+    "heads-cuda",
+    "recurrent-tpu",
+)
 def test_norms_and_sums_take_the_matrix_units_of_accelerators(name, platform):
     """No product of a norm or a sum is left to the default precision, with which a unit rounds its operands once more,
     and none is of float32 numbers, which would leave the unit. A CPU has one precision only, so the program is read.

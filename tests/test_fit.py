@@ -139,7 +139,7 @@ def test_the_arrays_of_the_caller_stay_and_a_step_is_compiled_once(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["dp_sgd", "d2p2_sgd", "random_freeze_sgd", "ada_dpigu", "dice_sgd"])
-@pytest.mark.long_cases("d2p2_sgd")
+@pytest.mark.long_cases("d2p2_sgd", "random_freeze_sgd")
 def test_a_compiled_step_holds_no_key(name):
     """So that what is stored of it is no secret, and two seeds share it."""
     entry = next(entry for entry in catalog.METHODS if entry.name == name)

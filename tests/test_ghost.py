@@ -118,7 +118,7 @@ MECHANISMS = {
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
-@pytest.mark.long_cases("clipped", "groups", "mostly")
+@pytest.mark.long_cases("clipped", "groups", "mostly", "normalized", "frozen and")
 def test_every_mechanism_gives_the_same_sums(name):
     params, batch = problem()
     sums = assert_agrees(network, params, batch, made=MECHANISMS[name](), norms=("ghost",))
@@ -439,6 +439,7 @@ def test_the_bound_holds_where_positions_differ_in_size(name):
 
 @pytest.mark.parametrize("value", [1e30, 3e38])
 @pytest.mark.parametrize("huge", ["input", "output"])
+@pytest.mark.long_cases("output-1e+30", "input-1e+30")
 def test_the_bound_holds_where_what_is_huge_is_frozen(huge, value):
     """It neither hides what is trained nor, where the sum over the batch overflows, reaches it."""
     mask = jnp.ones((64, 3)).at[(0, slice(None)) if huge == "input" else (slice(None), 0)].set(0.0)

@@ -707,11 +707,12 @@ row("scan_without_iterations", "gradient")(
     *"""
     dropout_in_a_scan_with_remat experts_that functions_of_the_slices grouped_query_attention
     kernel_shared_by_iterations keys_and_values linen_ loop_over_many_layers loop_over_slices_along
-    loop_with_a_slice_used_twice mixture_of_experts nnx_scan remat_of_a_tied remat_with_a_policy router_of
-    scan_in_a_scan scan_without shared_by_iterations_in shared_by_iterations_of slice_in_a_branch slices_by_index_in
-    slices_by_index_of stack_along stack_in_a_scan_and_by_index stack_in_reverse stack_in_two_halves
-    stack_of_bfloat16 stack_of_convolutions stack_of_heads stack_of_one stack_of_tables stack_unrolled
-    stack_with_steps table_in_a_scan time_in_a_stack two_scans_of_one_stack
+    loop_over_slices_that loop_with_a_slice_used_twice mixture_of_experts nnx_scan remat_in_a_scan remat_of_a_tied
+    remat_with_a_policy router_of scan_in_a_scan scan_without shared_by_few shared_by_iterations_and
+    shared_by_iterations_in shared_by_iterations_of slice_in_a_branch slices_by_index_in slices_by_index_of
+    stack_along stack_in_a_scan_and_by_index stack_in_reverse stack_in_two_halves stack_of_bfloat16
+    stack_of_convolutions stack_of_heads stack_of_longer stack_of_many stack_of_one stack_of_tables stack_unrolled
+    stack_with_steps stacks_with_biases table_in_a_scan time_in_a_stack two_scans_of_one_stack
     """.split()
 )
 def test_equals_per_example_gradients(name):

@@ -676,16 +676,21 @@ row("parameter_that_is_the_loss", "gradient")(lambda: (lambda w, x: w, jnp.float
 # The layers, and what else has a path of its own, are in `make test`; all are in `make long`.
 @pytest.mark.long_cases(
     *"""
-    a_weight_per_head_without_sequence bf16_parameters cnn convolution_channels_first convolution_circular
-    convolution_depthwise convolution_in_ convolution_of_two_images convolution_pointwise
-    convolution_strided_and_dilated convolution_transposed convolution_valid_ dataclass_that_is_the_model
-    dense_on_a_grid dense_on_a_short_sequence elements_gathered embedding_of_ embedding_on_a_grid_of_tokens group_norm
-    jit_in_jit kernel_divided_by_fixed_norms_of_its_columns kernel_masked_on_a_sequence kernel_of_a_product
-    kernel_of_a_stack kernel_padded kernel_rounded_straight_through kernel_scaled_ kernel_that_is_a_complex_matrix
-    kernels_above kernels_scaled kernels_side_by_side_for_each_head lstm_of_two_directions nnx_model one_hot_columns
-    rms_norm stacked_layers_in_a_scan table_of_normalized_rows tied_embedding_beyond tied_weights_of_heads transformer
+    a_weight_per_head a_weight_per_head_without_sequence bf16_computation bf16_parameters cnn columns_gathered
+    constant_times_weights convolution_channels_first convolution_circular convolution_depthwise convolution_in_
+    convolution_of_two_images convolution_pointwise convolution_strided_and_dilated convolution_transposed
+    convolution_valid_ dataclass_that_is_the_model dense_on_a_grid dense_on_a_long dense_on_a_short_sequence
+    dropout_with_a_key elements_gathered embedding_beyond embedding_of_ embedding_on_a_grid_of_tokens group_norm
+    jit_in_jit kernel_divided_by_fixed_norms_of_its_columns kernel_masked_of_a_conv kernel_masked_on_a_sequence
+    kernel_of_a_product kernel_of_a_stack kernel_of_running_sums kernel_of_two_masked kernel_padded
+    kernel_rounded_straight_through kernel_scaled_ kernel_that_is_a_complex_matrix kernel_that_is_complex_and
+    kernel_that_is_symmetric kernel_times_a_number kernels_above kernels_scaled kernels_side_by_side_for_each_head
+    lstm_of_two_directions nnx_model one_hot_columns one_hot_rows rms_norm stacked_layers_in_a_scan
+    table_of_normalized_rows tied_embedding_beyond tied_weights_of_heads transformer used_in_a_branch
     used_under_remat vmap_in_the_loss weight_divided_by_its_spectral_norm weight_normalized_by_flax
-    weight_of_a_power_iteration weight_reshaped weight_standardized weight_through_functions weights_normalized_before
+    weight_normalized_in_each weight_normalized_that_is_large weight_of_a_power_iteration weight_on_the_left
+    weight_packed weight_reshaped weight_standardized weight_that_meets_a_constant weight_through_functions
+    weight_times_what weight_used_twice_on_many weight_used_where_the_data weights_normalized_before
     """.split()
 )
 def test_equals_per_example_gradients(name):

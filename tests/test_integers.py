@@ -147,7 +147,7 @@ def test_a_sum_is_rounded_down_from_a_half_exactly():
 
 @pytest.mark.parametrize("shapes", [[()], [(784, 128), (128,)], [(5,)] * 6, [(600_000,), (7, 3)], [(0, 3), (4,)]])
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.long_cases("2-shapes2", "2-shapes3", "1-shapes0", "1-shapes2")
+@pytest.mark.long_cases("2-shapes2", "2-shapes3", "1-shapes0", "1-shapes2", "1-shapes4", "1-shapes1")
 def test_a_release_for_a_tpu_has_the_bits_of_a_cpu(shapes, devices):
     tree = [jax.random.normal(jax.random.key(1), shape) for shape in shapes]
     wanted = keys.release(KEY, 7, tree, 0.3)

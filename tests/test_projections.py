@@ -281,6 +281,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.long_cases("Algorithm 1, projected")
 def test_equals_the_pseudo_code(name, ungridded):
     """With the very noise that the mechanism draws."""
     method, options = METHODS[name]

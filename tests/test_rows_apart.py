@@ -268,7 +268,7 @@ def assert_others_equal(found, expected, row: int):
 
 
 @pytest.mark.parametrize("name", VALUES)
-@pytest.mark.long_cases("linear algebra", "series")
+@pytest.mark.long_cases("linear algebra", "series", "special")
 def test_no_row_reaches_another_in_any_primitive(name):
     run = jax.jit(jax.vmap(rows_apart(functools.partial(of_row, name))))
     expected, row = run(ROW), 1
@@ -454,6 +454,7 @@ def assert_apart(made: tuple, path: str, sharding=None):
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name not in ONCE)) for name in CASES])
+@pytest.mark.long_cases("used twice")
 def test_no_row_reaches_another_in_any_way_to_a_norm(name):
     """In microbatches, the last of which is one row."""
     case, rng = CASES[name], np.random.default_rng(3)
@@ -468,11 +469,13 @@ def test_no_row_reaches_another_in_any_way_to_a_norm(name):
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.long_cases("used twice", "projected", "adaptive", "chunks")
 def test_no_row_reaches_another_in_a_grouped_convolution(path):
     assert_apart(program(6), path)
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.long_cases("chunks", "used twice", "projected", "in a loop", "adaptive", "penalty in")
 def test_no_row_makes_another_iterate(path):
     assert_apart(of_betainc(), path)
 

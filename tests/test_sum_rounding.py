@@ -32,7 +32,7 @@ def exact(total: FloatPair) -> np.ndarray:
 
 @pytest.mark.parametrize("path", sum_rounding.PATHS)
 @pytest.mark.parametrize("size", [2, 64, 256])
-@pytest.mark.long_cases("256-")
+@pytest.mark.long_cases("256-", "2-clip", "2-chunks", "2-a")
 def test_hostile_rows_move_the_sum_by_no_more_than_is_proved(path, size):
     found, *_ = sum_rounding.worst(sum_rounding.PATHS[path](size), size, searches=0)
     assert found < 1
@@ -60,6 +60,7 @@ KEPT_SIZES = [(kept.path, len(kept.column)) for kept in KEPT]
         if path not in SLOWER or size in (96, 640)
     ],
 )
+@pytest.mark.long_cases("an embedding-1024", "clip, then project by countsketch")
 def test_the_worst_rows_that_a_search_found_move_no_path_by_more(path, size):
     """Those of every path, on each. On its own path, they still move as far, so the file still is what was found."""
     sums = sum_rounding.PATHS[path](size)

@@ -50,6 +50,10 @@ def step(loss, params, made=None, **options):
     "stack_in_two_halves",
     "stack_of_many_positions",
     "stack_unrolled",
+    "scan_in_a_scan",
+    "stacks_with_biases",
+    "stack_of_tables",
+    "remat_",
 )
 def test_the_numbers_of_one_pass(name):
     make, _, tolerance = test_ghost_scans.ZOO[name]
