@@ -709,7 +709,7 @@ MASKED += ["weight_normalized", "weight_normalized_that_is_large"]
 
 
 @pytest.mark.parametrize("name", MASKED)
-@pytest.mark.long_cases("kernel_of_a_sum", "kernels_side_by_side", "weight_normalized")
+@pytest.mark.long_cases("kernel_of_a_sum", "kernels_side_by_side")
 def test_a_mask_reaches_a_function(name):
     loss, params, batch = ZOO[name][0]()
     masked = dpx.coordinates.random_freeze(freeze_rate=0.4, every=1, key=key(5))
