@@ -175,10 +175,10 @@ def measured(device: str, model: str, row: str) -> dict[str, Any]:
     """What the compiler says of one program, by name."""
     import jax
 
-    from dpx.xla.place import traced_for
+    from dpx.xla.place import tracing_for_place
 
     devices, platform = described(device), "tpu" if DEVICES[device].topology else "cuda"
-    with traced_for(platform=platform, devices=8 if model in SHARDED else 1, memory=None):
+    with tracing_for_place(platform=platform, devices=8 if model in SHARDED else 1, memory=None):
         if model in SHARDED:
             jitted, inputs, _ = sharded.case(SHARDED[model], "FSDP", row, devices, platform)
         else:

@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks import report
 from dpx.sums import float_pair as bounds
 from dpx.sums.float_pair import MOST_ROWS, UNIT
-from dpx.xla.matrix_units import Unit, tensor_core
+from dpx.xla.matrix_units import MatrixUnit, tensor_core_adder
 
 # (k, e) of the proof: the products of an instruction, and the bits that it keeps of each beyond float32's.
 CORES = {"A100, TF32": (4, 1), "H100, TF32": (8, 2), "A100, bfloat16": (8, 1), "H100, bfloat16": (16, 2)}
@@ -67,7 +67,7 @@ def searched(
         excess = add(data) - add(without) - data[:, 0] * factors[0]
         return np.linalg.norm(excess) / np.linalg.norm(data * factors, axis=0).max()
 
-    proved = 2 * UNIT * bounds.block_error(rows, Unit(7, None, (tensor_core(*CORES[name]),)))
+    proved = 2 * UNIT * bounds.block_error(rows, MatrixUnit(7, None, (tensor_core_adder(*CORES[name]),)))
     best = np.ceil(np.arange(rows, 0, -1) / CORES[name][0]) * rng.uniform(0.5, 1, (rows, rows))
     best *= 2.0 ** rng.integers(-6, 1, best.shape)
     found = moved(best)

@@ -111,11 +111,11 @@ def noise_that_differs(one: Any, other: Any, numbers: int) -> tuple[int, float]:
     import jax
     import jax.numpy as jnp
 
-    from dpx.xla.place import traced_for
+    from dpx.xla.place import tracing_for_place
 
     found = []
     for device in (one, other):
-        with jax.default_device(device), traced_for(platform=device.platform, devices=1):
+        with jax.default_device(device), tracing_for_place(platform=device.platform, devices=1):
             found.append(np.asarray(jax.jit(released)(jax.random.key(2**40 + 3), jnp.zeros(numbers))))
     return int((found[0] != found[1]).sum()), float(np.abs(found[0] - found[1]).max())
 

@@ -181,7 +181,7 @@ def norm_products(problem: Problem, mechanism, state, size: int) -> tuple[Callab
 
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), problem.batch)
     traced = ghost.trace_loss(lambda params, example: (problem.loss(params, example), ()), problem.params, one)
-    plan: Any = ghost.make_plan(traced, mechanism, problem.params, state, force=False)
+    plan: Any = ghost.make_ghost_plan(traced, mechanism, problem.params, state, force=False)
     matrices = []
     for choice in (choice for choices in plan.choices for choice in choices):
         for site in choice.uses.sites if choice.algorithm is not algorithms.PRODUCT else ():

@@ -68,9 +68,9 @@ from dpx.mechanisms import dp_sgd
 from dpx.reports import plan_noise, privacy_report
 from dpx.sampling import Batch, FixedSizeSampling, FullBatch, PoissonSampling, ShuffledEpochs, UserData
 from dpx.states.public import publishable_state
-from dpx.xla.miscompiled import keep_rows_apart
+from dpx.xla.miscompiled import disable_row_mixing
 
-keep_rows_apart()
+disable_row_mixing()
 
 __version__ = "0.2.0"
 

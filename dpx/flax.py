@@ -34,7 +34,7 @@ def replace_batch_norm(module: Any, *, groups: int = 32) -> Any:
     if not isinstance(module, nnx.Module):
         raise ValueError(f"module must be an nnx.Module, got {type(module).__name__}")
 
-    def group_norm(norm: Any) -> Any:
+    def group_norm_like(norm: Any) -> Any:
         if norm.axis != -1:
             raise ValueError(f"the features of a BatchNorm must be on axis -1 for GroupNorm, got axis {norm.axis}")
         features = norm.num_features
@@ -45,6 +45,6 @@ def replace_batch_norm(module: Any, *, groups: int = 32) -> Any:
         return made
 
     def replace_node(path: Any, node: Any) -> Any:
-        return group_norm(node) if isinstance(node, nnx.BatchNorm) else node
+        return group_norm_like(node) if isinstance(node, nnx.BatchNorm) else node
 
     return nnx.recursive_map(replace_node, nnx.clone(module))

@@ -49,12 +49,12 @@ def require_real(tree: Tree):
 
 
 @jax.custom_jvp
-def undifferentiated(sums: Tree) -> Tree:
+def refuse_differentiation(sums: Tree) -> Tree:
     """`sums` unchanged. Raises ValueError if it is differentiated, because the derivative would have no noise."""
     return sums
 
 
-@undifferentiated.defjvp
+@refuse_differentiation.defjvp
 def _refuse(primals, tangents):
     words = "its derivative comes from the raw gradients and has no noise. Stop the gradient before the mechanism"
     raise ValueError(f"a private gradient must not be differentiated, because {words}")
@@ -69,14 +69,14 @@ def require_unmasked(tree: Tree):
         )
 
 
-def require_params(params: Tree, mechanism: Any) -> Tree:
+def checked_params(params: Tree, mechanism: Any) -> Tree:
     """`params`, with arrays in place of Python numbers. Raises ValueError for masked nodes, models and other objects,
     integers whose gradient the mechanism reads, complex numbers, and batch statistics."""
     require_unmasked(params)
     require_no_modules(params)
     require_numbers(params)
     whole = [_leaf_kind(leaf) == "whole" for leaf in jax.tree.leaves(params)]
-    if any(whole) and any(map(operator.and_, whole, jax.tree.leaves(trained_leaves(mechanism, params)))):
+    if any(whole) and any(map(operator.and_, whole, jax.tree.leaves(trained_mask(mechanism, params)))):
         _refuse(params, " Freeze integers by dpx.coordinates.trainable.")
     require_real(params)
     return as_arrays(params)
@@ -100,7 +100,7 @@ def as_arrays(params: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, bool | int | float) else leaf, params)
 
 
-def trained_leaves(mechanism: Any, params: Tree) -> Tree:
+def trained_mask(mechanism: Any, params: Tree) -> Tree:
     """Whether the encoded gradient depends on each parameter's gradient: bools like `params`, arrays or shapes. Read
     from the equations of the mechanism's `encode`, so it is the same at every step: a mask that changes between steps,
     such as a random freeze, reads every gradient."""
@@ -153,7 +153,7 @@ def _is_flax(node: Any, *names: str) -> bool:
     return any(kind.__name__ in names and kind.__module__.startswith("flax.nnx") for kind in type(node).__mro__)
 
 
-def require_per_example(grads: Tree, params: Tree) -> Tree:
+def require_per_example_gradients(grads: Tree, params: Tree) -> Tree:
     """`params` as arrays. Raises ValueError unless every leaf of `grads` has the shape (B, *shape of its parameter)."""
     require_unmasked(grads)
     if params is None:
@@ -176,7 +176,7 @@ def require_per_example(grads: Tree, params: Tree) -> Tree:
     return as_arrays(params)
 
 
-def require_fitting(changes: dict[str, Any], budget: Any):
+def require_changes_fit_budget(changes: dict[str, Any], budget: Any):
     """Raises ValueError if a mechanism of this budget would have fields that contradict each other after `changes`."""
     for part, needs in (("key", "release"), ("noise_multiplier", "release"), ("sampling", "event")):
         if part in changes and needs not in changes:
@@ -188,7 +188,7 @@ def require_fitting(changes: dict[str, Any], budget: Any):
         )
 
 
-def require_fixed(mechanism: Any, coordinates: Any):
+def require_fixed_coordinates(mechanism: Any, coordinates: Any):
     """Raises ValueError for coordinates that change between steps around a mechanism with correlated noise."""
     if mechanism.correlated is not None and not coordinates.fixed:
         words = "because what cancels later must be in the same places"

@@ -22,13 +22,13 @@ import optax
 from dp_accounting import DpEvent
 
 from dpx import guards, keys
-from dpx.accounting.arithmetic import arithmetic_cost
+from dpx.accounting.arithmetic import finite_precision_cost
 from dpx.accounting.budget import Budget
 from dpx.accounting.ledger import from_event
 from dpx.sampling.batch import MISSING, included_rows
 from dpx.sampling.schemes import Sampling
 from dpx.schedules.scalars import ScalarOrSchedule, values_over
-from dpx.states.reading import require_matching, steps_taken
+from dpx.states.reading import require_state_of_mechanism, steps_taken
 from dpx.states.record import check_batch, fingerprints_of, release_and_count, stamp_state
 from dpx.sums.clipped_sum import sum_contributions
 from dpx.sums.float_pair import ETA
@@ -103,19 +103,19 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     __eq__, __hash__ = object.__eq__, object.__hash__  # a tuple's would compare the fields
 
     def init(self, params: Tree) -> Tree:  # pyrefly: ignore[bad-override]
-        params = guards.require_params(params, self)
+        params = guards.checked_params(params, self)
         return stamp_state(self.begin(params), self.fingerprints, self.budget)
 
     def update(self, grads, state, params=None, *, included=MISSING, drawn=None, **extra_args):  # pyrefly: ignore
         guards.require_no_extra_arguments(extra_args)
-        params = guards.require_per_example(grads, params)
+        params = guards.require_per_example_gradients(grads, params)
         rows = included_rows(batch_size(grads), included, self.sampling)
         sums, _ = sum_contributions(self, grads, state, rows)
         return self.release_once(sums, state, params, jnp.sum(rows), drawn)
 
     def replace(self, **changes: Any) -> "Mechanism":
         """A copy with some fields replaced. Raises ValueError for fields that would no longer fit the others."""
-        guards.require_fitting(changes, self.budget)
+        guards.require_changes_fit_budget(changes, self.budget)
         if "encode" in changes:
             changes = {"forward": None} | changes
         return dataclasses.replace(self, **changes)  # pyrefly: ignore[bad-specialization]
@@ -147,16 +147,16 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
         """`release` for the sums of one batch. rows: int (), how many rows count. The rest is as in `check_batch`. A
         batch for which the event is not true leaves the state without a cost. Raises ValueError if differentiated."""
         state = check_batch(state, self, rows, drawn, ordered=ordered)
-        return release_and_count(self.release, guards.undifferentiated(sums), state, params, budget=self.budget)
+        return release_and_count(self.release, guards.refuse_differentiation(sums), state, params, budget=self.budget)
 
     def event_matching(self, state: Tree, steps: int) -> DpEvent:
         """The event of the first `steps` releases of the run of `state`. Raises ValueError for another run's state."""
-        require_matching(state, self, values_over(self.noise_multiplier, steps_taken(state)))
+        require_state_of_mechanism(state, self, values_over(self.noise_multiplier, steps_taken(state)))
         return self.event(steps)
 
     def __repr__(self) -> str:
         pipeline, event = "\n  -> ".join(self.stages), self.event(1)
-        added = arithmetic_cost(*from_event(event).released).epsilon(
+        added = finite_precision_cost(*from_event(event).released).epsilon(
             0.0
         )  # the least by arithmetic, at the usual deltas
         rounding = f"eta = {ETA:.3g} of the clip norm, by which the noise is larger, and {added:.2g} of epsilon in the "
@@ -221,7 +221,7 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
         if not isinstance(given, Coordinates):
             words = "coordinates must be dpx.coordinates.Coordinates; optax transforms belong behind the mechanism"
             raise ValueError(f"{words}, in dpx.chain(mechanism, ...); got {type(given)}")
-        guards.require_fixed(mechanism, given)
+        guards.require_fixed_coordinates(mechanism, given)
 
     def begin(params):
         like, states = float32_like(params), []

@@ -66,7 +66,7 @@ def find_state(tree: Tree, kind: type[State], called: str) -> State:
     return states[0]
 
 
-def map_states(function: Callable[[State], Any], tree: Tree, kind: type[State]) -> Tree:
+def map_nodes_of_type(function: Callable[[State], Any], tree: Tree, kind: type[State]) -> Tree:
     """`tree` with `function` applied to every node of type `kind`, and everything else unchanged."""
 
     def apply(node):
@@ -75,7 +75,7 @@ def map_states(function: Callable[[State], Any], tree: Tree, kind: type[State]) 
     return jax.tree.map(apply, tree, is_leaf=lambda node: isinstance(node, kind))
 
 
-def split(flat: Any, like: Tree) -> Tree:
+def unflatten_vectors(flat: Any, like: Tree) -> Tree:
     """Cuts vectors, (..., size), into the shapes of `like`, each after the leading axes."""
     leaves, structure = jax.tree.flatten(like)
     ends = np.cumsum([0, *[math.prod(leaf.shape) for leaf in leaves]])
@@ -120,7 +120,7 @@ def described(value: Any) -> str:
     return f"a {kind}"
 
 
-def outlined(record: Any) -> str:
+def repr_with_shapes(record: Any) -> str:
     """The `repr` of a NamedTuple or a dataclass of arrays, with counts and shapes instead of elements. For a field
     `unreleased` or `unreleased_*` it says only that it is not private, because a `repr` goes into logs."""
     names = [field.name for field in fields(record)] if is_dataclass(record) else record._fields

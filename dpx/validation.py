@@ -19,7 +19,7 @@ def require_number(
 ) -> float:
     """`value` as a float. Raises ValueError unless it is finite, untraced and in [minimum, maximum] (above minimum, if
     exclusive)."""
-    bound = interval_in_words(minimum, maximum, exclusive=exclusive)
+    bound = range_in_words(minimum, maximum, exclusive=exclusive)
     if isinstance(value, jax.core.Tracer):
         raise ValueError(f"{name} must be a number or a function of the step, not a traced value")
     number = as_real(value)
@@ -30,7 +30,7 @@ def require_number(
     return number
 
 
-def interval_in_words(minimum: float, maximum: float, *, exclusive: bool = False) -> str:
+def range_in_words(minimum: float, maximum: float, *, exclusive: bool = False) -> str:
     least = f"{'above' if exclusive else 'at least'} {minimum:g}"
     return least if maximum == math.inf else f"{least} and at most {maximum:g}"
 
@@ -81,6 +81,6 @@ def require_function(name: str, value: Any) -> Callable:
     return value
 
 
-def require_words(name: str, value: Any):
+def require_text(name: str, value: Any):
     if not (isinstance(value, str) and value.strip() and value.isprintable()):
         raise ValueError(f"{name} must be printable words in one line, got {described(value)}")

@@ -24,7 +24,7 @@ from dpx.mechanisms import masks
 from dpx.sampling.draws import Draw
 from dpx.sums.clipped_sum import sum_contributions
 from dpx.sums.float_pair import as_pair
-from dpx.trees import split
+from dpx.trees import unflatten_vectors
 
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=8)
 CLIP_NORM, NOISE_MULTIPLIER = 0.7, 1.3
@@ -154,7 +154,9 @@ def standard(key: jax.Array, total: Any, step: Any) -> Any:
 
 def normals(key: jax.Array, step: Any, tree: Any) -> Any:
     """Standard normals like `tree` that do not come from `keys.normal_like`."""
-    return split(jax.random.normal(quick(key, "own noise", step), (sum(map(jnp.size, jax.tree.leaves(tree))),)), tree)
+    return unflatten_vectors(
+        jax.random.normal(quick(key, "own noise", step), (sum(map(jnp.size, jax.tree.leaves(tree))),)), tree
+    )
 
 
 def quick(key: jax.Array, name: str, step: Any) -> jax.Array:

@@ -21,10 +21,10 @@ EMITTERS = {"xla_cpu_use_fusion_emitters": True} if SWITCH else {}  # compile op
 
 def begin(devices: int = 1) -> None:
     """In a process that a test starts, in which jax has not computed anything yet: it compiles as the tests do."""
-    from dpx.xla.miscompiled import keep_rows_apart
+    from dpx.xla.miscompiled import disable_row_mixing
 
     os.environ["XLA_FLAGS"] = f"{FLAGS} --xla_force_host_platform_device_count={devices}"
-    keep_rows_apart()  # as `import dpx` does, which the server did before
+    disable_row_mixing()  # as `import dpx` does, which the server did before
     jax.config.update("jax_platforms", "cpu")
     hurry()
 

@@ -80,7 +80,7 @@ def ungridded():
 def exact_noise(monkeypatch):
     """Bills without what the arithmetic of the noise adds: the accountants' own numbers, to compare many digits of."""
     arithmetic = pytest.importorskip("dpx.accounting.arithmetic")
-    nothing = arithmetic.arithmetic_cost(0, 0.0)
+    nothing = arithmetic.finite_precision_cost(0, 0.0)
     monkeypatch.setattr(arithmetic, "_best_lemma_2", lambda *_: nothing)
 
 

@@ -13,7 +13,9 @@ from dpx.sums.float_pair import as_pair
 from tests.compiling import AS_A_USER
 from tests.problems import dp_sgd, poisson
 
-WAYS = {name.lower(): each.words for name, each in vars(algorithms).items() if isinstance(each, algorithms.Algorithm)}
+WAYS = {
+    name.lower(): each.words for name, each in vars(algorithms).items() if isinstance(each, algorithms.NormAlgorithm)
+}
 TOLERANCE = 5e-5  # norms from Gram matrices include a bound on their rounding
 # Quick to compile, not to run.
 QUICK = {} if AS_A_USER else {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

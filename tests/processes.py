@@ -299,7 +299,7 @@ def check_refusals(rank, sharding, folder):
         "no file": {"evaluate": fails, "evaluate_every": 1},  # in process 1, after the first step
         "are of steps [None, 3]": explicit,
     }
-    patched = mock.patch.object(Folder, "_steps", lambda self: [3] if rank else [])
+    patched = mock.patch.object(Folder, "_checkpoint_steps", lambda self: [3] if rank else [])
     for words, options in cases.items():
         with patched if "are of steps" in words else contextlib.nullcontext():
             try:

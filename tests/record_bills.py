@@ -21,7 +21,7 @@ import dpx
 from dpx import accounting
 from dpx.accounting import arithmetic, schedule_delta, schedule_epsilon
 from dpx.accounting.ledger import from_event
-from dpx.papers.d2p2_sgd.projected_event import ProjectedGaussianDpEvent, projected_event_of
+from dpx.papers.d2p2_sgd.projected_event import ProjectedGaussianDpEvent, with_projected_event
 from dpx.papers.dice_sgd.event import ErrorFeedbackDpEvent
 from dpx.sampling import PoissonSampling, RandomAllocation
 
@@ -168,11 +168,13 @@ def _truncated() -> Iterator[tuple[str, Bill]]:
 
 def _projected() -> Iterator[tuple[str, Bill]]:
     events = {
-        "gaussian": projected_event_of(GaussianDpEvent(2.0), rank=10),
+        "gaussian": with_projected_event(GaussianDpEvent(2.0), rank=10),
         "one sampled": ProjectedGaussianDpEvent(0.9, 0.15, 6),
-        "sampled": projected_event_of(poisson(0.02, 1.54, 500), rank=1000),
-        "blocks": projected_event_of(poisson(0.02, 1.54, 500), rank=1000, blocks=9),
-        "beside a Gaussian": ComposedDpEvent([projected_event_of(GaussianDpEvent(3.0), rank=20), GaussianDpEvent(5.0)]),
+        "sampled": with_projected_event(poisson(0.02, 1.54, 500), rank=1000),
+        "blocks": with_projected_event(poisson(0.02, 1.54, 500), rank=1000, blocks=9),
+        "beside a Gaussian": ComposedDpEvent(
+            [with_projected_event(GaussianDpEvent(3.0), rank=20), GaussianDpEvent(5.0)]
+        ),
     }
     for label, event in events.items():
         for name, bill in asked(event, deltas=(1e-5,), epsilons=(1.0,), accountants=("pld", "rdp")):
@@ -279,7 +281,7 @@ def bills() -> dict[str, Bill]:
 
 
 def main() -> None:
-    nothing = arithmetic.arithmetic_cost(0, 0.0)  # the bills are those of exact noise, as in the test
+    nothing = arithmetic.finite_precision_cost(0, 0.0)  # the bills are those of exact noise, as in the test
     arithmetic._best_lemma_2 = lambda *_: nothing
     recorded = {name: bill() for name, bill in bills().items()}
     PATH.parent.mkdir(exist_ok=True)

@@ -11,7 +11,7 @@ from jax.extend import core
 import dpx
 from benchmarks import accelerators, adders, on_a_gpu, programs
 from dpx.xla.jaxprs import equations
-from dpx.xla.place import traced_for
+from dpx.xla.place import tracing_for_place
 from tests import mechanisms
 from tests.test_export import callbacks, precisions
 
@@ -130,7 +130,7 @@ def traced(mechanism: dpx.Mechanism, platform: str) -> jax.stages.Traced:
     def step(grads, state, included):
         return mechanism.update(grads, state, mechanisms.PARAMS, included=included)
 
-    with traced_for(platform=platform, devices=1):
+    with tracing_for_place(platform=platform, devices=1):
         state = jax.eval_shape(mechanism.init, mechanisms.PARAMS)
         return jax.jit(step).trace(grads, state, jax.ShapeDtypeStruct((8,), bool))
 
@@ -142,7 +142,7 @@ def test_a_step_lowers_for_accelerators_or_its_state_is_refused(case, platform):
     name = case.like or case.name
     if platform == "tpu" and name in NEEDS_FLOAT64:
         with (
-            traced_for(platform="tpu"),
+            tracing_for_place(platform="tpu"),
             pytest.raises(ValueError, match="must be computed in IEEE's float64, which a TPU lacks"),
         ):
             case.mechanism.init(mechanisms.PARAMS)

@@ -13,17 +13,17 @@ from scipy import special, stats
 import dpx
 from dpx import accounting, reports
 from dpx.accounting import arithmetic
-from dpx.accounting.arithmetic import NormalSampler, RunProfile, arithmetic_cost
+from dpx.accounting.arithmetic import NormalSamplerError, RunProfile, finite_precision_cost
 from dpx.accounting.events import profile_of_run
 from dpx.accounting.ledger import from_event
 from dpx.accounting.profiles import GaussianProfile
-from dpx.accounting.selection import most_trials
-from dpx.keys.noise import CHUNK_NUMBERS, numbers_of, pairs_of
+from dpx.accounting.selection import trials_quantile
+from dpx.keys.noise import CHUNK_NUMBERS, count_numbers_with_cost, count_pairs
 from dpx.papers.dice_sgd.event import ErrorFeedbackDpEvent
 from dpx.sums.float_pair import ETA
 
 BITS = 17
-COARSE = NormalSampler(evaluation=0.0, digits=((0, 2.0**-18, 2.0**-18),), pairs=1)  # 2^17 radii times 2^17 angles
+COARSE = NormalSamplerError(evaluation=0.0, digits=((0, 2.0**-18, 2.0**-18),), pairs=1)  # 2^17 radii times 2^17 angles
 WIDTH = 106  # the largest integer that the coarse sampler reaches, in size
 SHIFT = 1.5  # of the first number of a pair, in deviations
 R = 16
@@ -90,14 +90,14 @@ def test_the_worst_errors_attain_lemma_1(deviation):
     share = special.ndtr(-starts) - special.ndtr(-ends)
     larger = special.ndtr(error - starts) - special.ndtr(-error - ends)
     smaller = special.ndtr(-starts - error) - special.ndtr(error - ends)
-    at_most = NormalSampler(evaluation=error).changes()[0]
+    at_most = NormalSamplerError(evaluation=error).changes()[0]
     for changed in (larger, smaller):
         change = np.abs(np.multiply.outer(changed / share, changed / share) - 1)
         assert change.max() <= at_most
     assert (deviation < 31) or np.abs((larger / share) ** 2 - 1).max() > 0.93 * at_most
 
 
-@pytest.mark.parametrize("normals", [NormalSampler(), COARSE], ids=["the program's", "coarse"])
+@pytest.mark.parametrize("normals", [NormalSamplerError(), COARSE], ids=["the program's", "coarse"])
 def test_the_change_of_a_cell_is_that_of_its_worst_point(normals):
     """Also just above the p from which there are more digits, where the error is the largest."""
     bits = np.concatenate([np.linspace(1, 101.9, 5000), *(level - np.geomspace(1e-9, 1, 50) for level in (32, 64))])
@@ -114,7 +114,7 @@ def test_the_change_of_a_cell_is_that_of_its_worst_point(normals):
 @pytest.mark.parametrize("delta", [0.5, 1e-3, 1e-9])
 def test_far_is_at_least_the_probability_of_a_bad_pair(delta):
     """Of one pair of a release that is moved, by Marcum's Q, at every shift; and always for two data sets alike."""
-    added = arithmetic_cost(1, 1.0, delta, NormalSampler(pairs=1))
+    added = finite_precision_cost(1, 1.0, delta, NormalSamplerError(pairs=1))
     for shift in np.linspace(0, 13, 53):
         bad = stats.ncx2.sf(added.radius**2, 2, shift**2) if shift else math.exp(-(added.radius**2) / 2)
         own = added.tail / 8
@@ -123,13 +123,13 @@ def test_far_is_at_least_the_probability_of_a_bad_pair(delta):
 
 
 def test_far_of_what_is_not_known_has_the_loss_of_the_other_data_set():
-    added = arithmetic_cost(10**9, 1e9, 1e-9)
+    added = finite_precision_cost(10**9, 1e9, 1e-9)
     own, more = added.tail / 8, added.loss + 4.0 * added.slope
     far = (added.delta(4.0, 0.0, math.inf) - added.tail - own) / math.exp(added.loss) - own
     assert more > 0.01 and far == pytest.approx(added.tail * math.exp(4.0 + more), rel=1e-6)
 
 
-class OneChange(NormalSampler):
+class OneChange(NormalSamplerError):
     """Every pair is off by one share, in either direction."""
 
     def changes(self):
@@ -139,7 +139,7 @@ class OneChange(NormalSampler):
 @pytest.mark.parametrize(("change", "pairs"), [(1e-3, 1000), (1e-2, 50), (1e-6, 10**10), (0.1, 5)])
 def test_the_loss_of_many_pairs_is_bounded_closely(change, pairs):
     """Lemma 2, of pairs whose law is (1 + c) / 2 and (1 - c) / 2 where 1 / 2 each is exact: a binomial loss."""
-    added = arithmetic_cost(1, 1.0, 1e-9, OneChange(evaluation=change, pairs=pairs))
+    added = finite_precision_cost(1, 1.0, 1e-9, OneChange(evaluation=change, pairs=pairs))
     own = added.tail / 8
     assert 0 < own < 1e-9
     up, down = math.log1p(change), math.log1p(-change)
@@ -165,13 +165,13 @@ def test_the_program_of_a_coarse_sampler_is_as_private_as_the_theorem_says(coars
             found = np.maximum(coarse[first] - math.exp(epsilon) * coarse[second], 0).sum()
             assert found <= run.delta(epsilon) <= (0.8 if epsilon >= 2 else 1)
     assert run.delta(4.0) < 0.26 and found > 100 * GaussianProfile(SHIFT).delta(9.0)
-    finer = RunProfile(GaussianProfile(SHIFT), 1, 1.0, SHIFT, NormalSampler(pairs=1))
+    finer = RunProfile(GaussianProfile(SHIFT), 1, 1.0, SHIFT, NormalSamplerError(pairs=1))
     assert finer.delta(2.0) == pytest.approx(GaussianProfile(SHIFT).delta(2.0), rel=1e-5)
 
 
 def test_a_shifted_tail_is_bounded():
     """`far`: of one pair that is moved, and of many that share the shift."""
-    added = arithmetic_cost(1, 1.0)
+    added = finite_precision_cost(1, 1.0)
     for shift in (0.3, 1.0, 3.0):
         far = (added.delta(600.0, 0.0, shift) - added.delta(0.0, 0.0, math.inf)) / math.exp(added.loss) + added.tail
         alone = stats.ncx2.sf(added.radius**2, 2, shift**2)
@@ -185,9 +185,9 @@ def test_a_shifted_tail_is_bounded():
 def test_two_rare_pairs_of_a_release_are_billed():
     """They share a word, so they are not independent; and neither may an output be likely for one data set alone."""
     pairs = 2**40  # more than any release has, so that it counts
-    added = arithmetic_cost(1000, 1000.0, 1e-9, NormalSampler(pairs=pairs))
+    added = finite_precision_cost(1000, 1000.0, 1e-9, NormalSamplerError(pairs=pairs))
     assert added.tail >= 1000 * math.comb(pairs, 2) * 2.0**-128 > 1e-12
-    added = arithmetic_cost(10, 10.0, 1e-12, NormalSampler(pairs=2**30))
+    added = finite_precision_cost(10, 10.0, 1e-12, NormalSamplerError(pairs=2**30))
     added = added._replace(tail=1e-40, radius=20.0)  # nothing else is likely
     for shift in (0.3, 1.0, 3.0, 5.0):
         far = added.delta(600.0, 0.0, shift) / math.exp(added.loss)
@@ -203,7 +203,7 @@ def test_the_lattice_of_p_moves_a_normal_by_no_more():
     p = 2.0**-31.9
     farther = -2 * math.log1p(-(2.0**-65) / p)
     moved = farther / (math.sqrt(-2 * math.log(p) + farther) + math.sqrt(-2 * math.log(p)))
-    assert moved <= NormalSampler(evaluation=0.0).error(np.array([p]))[0] <= 1.01 * moved
+    assert moved <= NormalSamplerError(evaluation=0.0).error(np.array([p]))[0] <= 1.01 * moved
 
 
 def test_every_pair_of_a_release_is_counted():
@@ -213,9 +213,15 @@ def test_every_pair_of_a_release_is_counted():
         own = max(1, min(CHUNK_NUMBERS, size + 1) // 2)
         place = np.arange(size)
         touched = np.unique(place // (2 * own) * own + place % own).size
-        assert touched == pairs_of(size) and numbers_of([(size,)]) == numbers_of([(size - 1,), ()]) == size
+        assert (
+            touched == count_pairs(size)
+            and count_numbers_with_cost([(size,)]) == count_numbers_with_cost([(size - 1,), ()]) == size
+        )
     large = [(2**30, 3), (half + 1,), (2 * half,), ()]
-    assert 0 <= pairs_of(numbers_of(large)) - (3 * 2**29 + 2 * half + 1) <= 1 and pairs_of(2**32) == 2**31
+    assert (
+        0 <= count_pairs(count_numbers_with_cost(large)) - (3 * 2**29 + 2 * half + 1) <= 1
+        and count_pairs(2**32) == 2**31
+    )
 
 
 STATED = {  # numbers of one release, releases, delta: what is added to epsilon 2 and to delta at noise multiplier 1
@@ -232,7 +238,7 @@ STATED = {  # numbers of one release, releases, delta: what is added to epsilon 
 @pytest.mark.parametrize("case", STATED)
 def test_the_stated_additions(case):
     numbers, releases, delta = case
-    added = arithmetic_cost(releases, float(releases), delta, NormalSampler(pairs=pairs_of(numbers)))
+    added = finite_precision_cost(releases, float(releases), delta, NormalSamplerError(pairs=count_pairs(numbers)))
     found = added.epsilon(2.0), added.delta(2.0, 0.0, 1.0)
     assert found == pytest.approx(STATED[case], rel=0.05)
     assert found[1] < 0.01 * delta and found[0] < 1.1e-3
@@ -249,7 +255,7 @@ def test_additions_grow_with_the_releases_and_take_no_time():
         deltas = [profile.delta(epsilon) for profile in profiles]
         assert (np.diff(deltas) >= -1e-12).all() and deltas[0] > GaussianProfile(1.0).delta(epsilon)
         for count, delta in zip(counts[20:40], deltas[20:40], strict=True):
-            both = 2 * arithmetic_cost(count, float(count)).loss
+            both = 2 * finite_precision_cost(count, float(count)).loss
             beyond = max(0.0, math.exp(both) - math.exp(epsilon))  # where exact arithmetic has no epsilon left
             assert delta >= GaussianProfile(1.0).delta(max(epsilon - both, 0.0)) + beyond
     profile = RunProfile(GaussianProfile(1.0), 777, 777.0, 1.0)
@@ -293,17 +299,17 @@ def test_releases_are_counted_in_every_event():
     of_two = dp_accounting.SampledWithoutReplacementDpEvent(10, 2, dp_accounting.ComposedDpEvent([gaussian(3.0)]))
     assert from_event(of_two).largest_shift("replace_one") == math.inf
     search = accounting.best_of(event, gaussian(3.0), trials=10, score_on="public", distribution="geometric").event
-    assert from_event(search).released == (15 * most_trials(10, 1.0), 150.0)
+    assert from_event(search).released == (15 * trials_quantile(10, 1.0), 150.0)
 
 
 @pytest.mark.parametrize("shape", [0.0, 0.5, 1.0, 3.0, math.inf])
 def test_most_trials(shape):
     mean = 6.0
-    most = most_trials(mean, shape)
+    most = trials_quantile(mean, shape)
     laws = {math.inf: stats.poisson(mean), 1.0: stats.geom(1 / mean)}
     if shape in laws:
         assert laws[shape].sf(most) <= 1e-20 < laws[shape].sf(most // 2)
-    assert 6 < most < 1500 and most_trials(1.0, 1.0) == 1
+    assert 6 < most < 1500 and trials_quantile(1.0, 1.0) == 1
 
 
 def mechanism(noise=1.1, seed=1, sampling=SAMPLING):
@@ -315,7 +321,7 @@ def test_every_bill_of_a_run_has_the_addition():
     made = mechanism()
     spent = dpx.epsilon(made, 200, delta=1e-5)
     exact = accounting.event_epsilon(made.event(200), delta=1e-5)
-    added = arithmetic_cost(200, 200.0, 1e-5).epsilon(exact)
+    added = finite_precision_cost(200, 200.0, 1e-5).epsilon(exact)
     assert spent == pytest.approx(exact + added, abs=2e-5) and spent >= exact + added > exact + 3e-5
     numbers: dict = dict(examples=60_000, batch_size=600, noise_multiplier=np.float32(1.1).item())
     assert accounting.dp_sgd_epsilon(**numbers, steps=200, delta=1e-5) == spent
@@ -363,7 +369,7 @@ def test_it_is_printed():
     assert answer.of_delta <= float(words[2]) < 1.1 * answer.of_delta
     line = re.search(r"rounding: eta = (\S+) of the clip norm, .* (\S+) of epsilon in the first step\n\)", str(made))
     assert line is not None and float(line[1]) == pytest.approx(ETA, rel=1e-3)
-    assert float(line[2]) == pytest.approx(arithmetic_cost(1, 1.0).epsilon(0.0), rel=0.05)
+    assert float(line[2]) == pytest.approx(finite_precision_cost(1, 1.0).epsilon(0.0), rel=0.05)
     assert arithmetic.LARGEST_RELEASE == 2**32
 
 

@@ -16,7 +16,7 @@ from dpx.accounting.events import event_profile
 from dpx.accounting.profiles import DeltaProfile
 from dpx.accounting.wording import rounded_up
 from dpx.reports import attack_bounds, plot_attack_bounds
-from dpx.reports.attacks import bounds_of
+from dpx.reports.attacks import attack_bounds_of_profile
 from tests.problems import dp_sgd, poisson
 
 DELTA = 1e-5
@@ -75,11 +75,15 @@ def test_ends():
     nothing, everything = bounds(NoOpDpEvent()), bounds(GaussianDpEvent(0.0))
     assert nothing[:4] == (0.0, (0.01, 0.001), (0.01, 0.001), 0.0)
     assert everything[:4] == (1.0, (0.01, 0.001), (1.0, 1.0), math.inf)
-    leaky = bounds_of(DeltaProfile(lambda epsilon: 0.25), DELTA, (0.0, 0.5))  # fails with probability 1/4
+    leaky = attack_bounds_of_profile(
+        DeltaProfile(lambda epsilon: 0.25), DELTA, (0.0, 0.5)
+    )  # fails with probability 1/4
     assert leaky.mu == math.inf and leaky.true_positive_rates == pytest.approx((0.25, 0.75))
-    assert bounds_of(DeltaProfile(lambda epsilon: 1 / (2 + epsilon)), DELTA, (0.5,)).mu == math.inf  # never below DELTA
+    assert (
+        attack_bounds_of_profile(DeltaProfile(lambda epsilon: 1 / (2 + epsilon)), DELTA, (0.5,)).mu == math.inf
+    )  # never below DELTA
     private = DeltaProfile(lambda epsilon: 0.0 if epsilon >= 1 else 1.0)  # pure: the advantage is tanh(1/2)
-    pure = bounds_of(private, DELTA, (0.01, 0.9))
+    pure = attack_bounds_of_profile(private, DELTA, (0.01, 0.9))
     assert pure.advantage == pytest.approx(math.tanh(0.5)) and math.isfinite(pure.mu)
     assert pure.true_positive_rates == pytest.approx((0.01 * math.e, 1 - 0.1 / math.e))
 

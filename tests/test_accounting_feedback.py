@@ -18,7 +18,7 @@ import dpx
 from dpx import accounting
 from dpx.accounting import gdp
 from dpx.papers.dice_sgd import dice_theorem_noise, energy, renyi
-from dpx.papers.dice_sgd.event import ErrorFeedbackDpEvent, bounds_by_name
+from dpx.papers.dice_sgd.event import ErrorFeedbackDpEvent, profiles_by_bound
 
 POISSON = dpx.PoissonSampling(examples=50_000, batch_size=1000)
 EPOCHS = dpx.ShuffledEpochs(examples=50_000, batch_size=1000)
@@ -72,14 +72,14 @@ def test_noise_for_epsilon_2(error_shift, amplified, reset_50, reset_10, known, 
     ):
         for factor, meets in ((1.005, True), (0.9, False)):
             made = event(error_shift, factor * noise, **options)
-            found = bounds_by_name(made, "pld", made.sampling.relation)
+            found = profiles_by_bound(made, "pld", made.sampling.relation)
             bound = found[name] if name else next(iter(found.values()))
             assert (bound.epsilon(delta=1e-5) <= 2) == meets
 
 
 def test_the_bill_is_the_least_bound():
     made = event()
-    found = {name: bound.epsilon(delta=1e-5) for name, bound in bounds_by_name(made, "pld", "add_or_remove").items()}
+    found = {name: bound.epsilon(delta=1e-5) for name, bound in profiles_by_bound(made, "pld", "add_or_remove").items()}
     assert found[AMPLIFIED] < found[KNOWN]
     assert epsilon() == found[AMPLIFIED]
     assert accounting.event_epsilon(made, delta=1e-5, accountant="rdp") == found[AMPLIFIED]
@@ -236,7 +236,7 @@ def test_participations_that_are_left_out_are_paid_for(monkeypatch):
     made = dict(rate=0.1, error_shift=1.0, noise_multiplier=4.0, steps=20, reset_every=6)
     found = renyi.AmplifiedProfile(**made).delta(epsilon=0.5)
     assert found >= 4 * min(tails) * (1 - 1e-9) > 0  # steps 0-5, 6-11, 12-17 and 18, 19
-    most = energy.most_participations(20, 0.3, 0.01)
+    most = energy.participations_quantile(20, 0.3, 0.01)
     monkeypatch.setattr(energy, "TAIL", 0.01)
     deltas = energy.delta_of_random_participations(
         rate=0.3, error_shift=0.0, feedback_shift=0.0, noise_multiplier=1e3, steps=20, reset_every=20
@@ -301,7 +301,7 @@ def test_the_published_method_has_the_trivial_bill():
     mu = math.sqrt(1 + 9 * 4**2) / 50
     assert accounting.event_epsilon(made, delta=1e-5, relation="zero_out") == pytest.approx(gdp.epsilon(mu, delta=1e-5))
     poisson = event(math.inf, 50.0, feedback_shift=3.0, steps=10)
-    assert list(bounds_by_name(poisson, "pld", "add_or_remove")) == [KNOWN]
+    assert list(profiles_by_bound(poisson, "pld", "add_or_remove")) == [KNOWN]
     deltas = [gdp.delta(math.sqrt(k + 6 * min(k, 9) + 81) / 50, epsilon=1.0) for k in range(1, 11)]
     exact = stats.binom.pmf(np.arange(1, 11), 10, 0.02) @ deltas
     assert accounting.event_delta(poisson, epsilon=1.0) == pytest.approx(exact, rel=1e-6, abs=1e-13)
@@ -342,7 +342,7 @@ def test_relations():
     replaced = epsilon(relation="replace_one", noise=20.0)
     assert replaced == epsilon(sampling=fixed, noise=20.0) > epsilon(noise=20.0)
     assert replaced == pytest.approx(
-        bounds_by_name(event(noise=10.0), "pld", "add_or_remove")[KNOWN].epsilon(delta=1e-5)
+        profiles_by_bound(event(noise=10.0), "pld", "add_or_remove")[KNOWN].epsilon(delta=1e-5)
     )
     for sampling, relation in ((fixed, "add_or_remove"), (fixed, "zero_out"), (EPOCHS, "add_or_remove")):
         with pytest.raises(ValueError, match="does not fit"):

@@ -18,7 +18,7 @@ import dpx
 from dpx.accounting import event_delta, event_epsilon, gdp
 from dpx.accounting.calibration import _least_noise_near, calibrate
 from dpx.accounting.events import profile_of_run
-from dpx.accounting.groups import GroupGaussian, GroupGaussianDpEvent
+from dpx.accounting.groups import GroupGaussianDpEvent, SeveralRecordsGaussian
 from dpx.accounting.ledger import from_event
 
 KEY = jax.random.key(5)
@@ -101,7 +101,7 @@ def test_renyi_divergences_are_bounds_and_close(records, rate, sigma):
     law = stats.binom.pmf(numbers, records, rate)
     terms = np.log(law) + (np.outer(x, numbers) - numbers**2 / 2) / sigma**2
     loss, none = special.logsumexp(terms, axis=1), stats.norm.logpdf(x, scale=sigma)
-    for order, bill in zip(orders, GroupGaussian(sigma, rate, records).renyi(orders), strict=True):
+    for order, bill in zip(orders, SeveralRecordsGaussian(sigma, rate, records).renyi(orders), strict=True):
         moments = [special.logsumexp(none + power * loss) + math.log(step) for power in (order, 1 - order)]
         truth = max(moments) / (order - 1)
         assert truth * (1 - 1e-6) <= bill
@@ -111,7 +111,7 @@ def test_renyi_divergences_are_bounds_and_close(records, rate, sigma):
 def test_renyi_divergences_with_much_noise_are_bounds_of_wide_cells():
     """Here a cell of the line is 200 deviations wide."""
     orders = np.array([1.1, 2.0, 8.0, 1024.0])
-    bill = GroupGaussian(1e5, 0.5, 10).renyi(orders)
+    bill = SeveralRecordsGaussian(1e5, 0.5, 10).renyi(orders)
     assert np.all(bill >= (1 - 1e-6) * orders * (10 * 0.5 / 1e5) ** 2 / 2) and np.all(bill < 1e-3)
 
 
@@ -143,7 +143,7 @@ def test_a_schedule_has_the_least_noise_for_all_records():
 
 @pytest.mark.parametrize(("records", "rate"), [(7, 0.3), (100, 0.001), (1000, 0.01), (500, 0.9)])
 def test_rare_numbers_are_rounded_up(records, rate):
-    numbers, law = GroupGaussian(1.0, rate, records).shifts
+    numbers, law = SeveralRecordsGaussian(1.0, rate, records).shift_probabilities
     for least in {0, 1, 5, 40, 90, records - 1} & set(range(records)):
         assert law[numbers > least].sum() >= stats.binom.sf(least, records, rate)
     assert numbers[-1] == records and law.sum() == pytest.approx(1, abs=1e-8)
@@ -152,8 +152,8 @@ def test_rare_numbers_are_rounded_up(records, rate):
 
 @pytest.mark.parametrize(("records", "rate"), [(200, 0.01), (1000, 0.001), (2000, 0.7)])
 def test_probabilities_below_float64_are_bounded_by_their_logarithms(records, rate):
-    loss = GroupGaussian(1.0, rate, records)
-    numbers, logs = loss.shifts[0].astype(int), loss.log_probabilities
+    loss = SeveralRecordsGaussian(1.0, rate, records)
+    numbers, logs = loss.shift_probabilities[0].astype(int), loss.log_probabilities
     assert logs.min() < -650
     every = stats.binom.logpmf(np.arange(records + 1), records, rate)
     for last, number, log in zip(numbers, numbers[1:], logs[1:], strict=False):

@@ -17,8 +17,8 @@ from dpx import accounting
 from dpx.accounting.events import event_profile, profile_of_run
 from dpx.accounting.ledger import from_event, without_truncation
 from dpx.accounting.pld.losses import SampledGaussian, total_renyi
-from dpx.accounting.sampled_gaussians import FixedSizeGaussian, TruncatedGaussian, round_to_few_truncated
-from dpx.papers.d2p2_sgd.projected_event import projected_event_of
+from dpx.accounting.sampled_gaussians import FixedSizeGaussian, TruncatedGaussian, bucketed_truncated_losses
+from dpx.papers.d2p2_sgd.projected_event import with_projected_event
 
 KEY = jax.random.key(7)
 
@@ -201,7 +201,7 @@ def test_a_schedule_is_rounded_to_few_steps_that_cost_more():
     runs = [event(1000, 0.05, 64, float(sigma)) for sigma in sigmas]
     losses = {only_step(run, "zero_out"): 2 for run in runs} | {SampledGaussian(3.0, 0.1): 4}
     losses[only_step(event(1000, 0.05, 70, 2.0), "zero_out")] = 5
-    few = round_to_few_truncated(losses, 64)
+    few = bucketed_truncated_losses(losses, 64)
     assert sum(few.values()) == 409 and few[SampledGaussian(3.0, 0.1)] == 4 and len(few) <= 66
     orders = np.array([1.5, 2.0, 8.0])
     exact, rounded = total_renyi(losses, orders), total_renyi(few, orders)
@@ -249,4 +249,4 @@ def test_error_feedback_and_projections_have_no_bill_for_truncated_batches():
     ):
         accounting.event_epsilon(run, delta=1e-5, relation="zero_out")
     with pytest.raises(ValueError, match="a fresh projection has a cost before"):
-        projected_event_of(sampling.event(np.ones(3)), rank=3)
+        with_projected_event(sampling.event(np.ones(3)), rank=3)

@@ -14,8 +14,8 @@ import pytest
 import dpx
 from dpx.gradients.chunks import _clip_bounds, _equal_up_to_rounding
 from dpx.states.identity import fingerprint
-from dpx.states.record import Drawn, ReleaseState, unit_mark
-from dpx.trees import map_states
+from dpx.states.record import DrawRecord, ReleaseState, unit_mark
+from dpx.trees import map_nodes_of_type
 from tests.mechanisms import ALL, PARAMS
 from tests.test_dp_sgd import KEY, SAMPLING, dp_sgd, model
 from tests.test_dp_sgd import loss as loss_without_key
@@ -35,7 +35,7 @@ def chunks(step=0, mark=2**16, included=INCLUDED, size=SIZE):
         dpx.Batch(
             jax.tree.map(lambda leaf, at=at: leaf[at : at + size], padded),
             counts[at : at + size],
-            Drawn(*map(np.uint32, (step, included.sum(), mark, at, fingerprint(SAMPLING), unit_mark("example")))),
+            DrawRecord(*map(np.uint32, (step, included.sum(), mark, at, fingerprint(SAMPLING), unit_mark("example")))),
         )
         for at in range(0, rows, size)
     ]
@@ -221,6 +221,6 @@ def test_the_clip_norms_of_both_programs_agree(case):
     state = jax.jit(case.mechanism.init)(PARAMS)
     programs = [jax.jit(lambda state, k=k: _clip_bounds(case.mechanism, state) * k) for k in (1.0, 2.0)]
     for step in range(3):
-        at = map_states(lambda node, step=step: node._replace(step=jnp.int32(step)), state, ReleaseState)
+        at = map_nodes_of_type(lambda node, step=step: node._replace(step=jnp.int32(step)), state, ReleaseState)
         one, other = (program(at) for program in programs)
         assert one.shape and bool(_equal_up_to_rounding(one, other / 2)) and not bool(_equal_up_to_rounding(one, other))

@@ -10,7 +10,7 @@ import pytest
 
 import dpx
 from dpx import keys
-from dpx.audit.contract.noise import require_standard
+from dpx.audit.contract.noise import require_standard_normals
 from dpx.sums.clipped_sum import sum_contributions
 from dpx.sums.float_pair import ETA
 
@@ -63,10 +63,10 @@ def test_noise_of_the_gradient_and_of_the_indicator(ungridded):
 
     updates, counts = jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(1), n))
     draws = np.column_stack([np.asarray(updates, np.float64) / (Z_GRADIENT * 0.5), np.asarray(counts, np.float64) / S])
-    require_standard(draws)
+    require_standard_normals(draws)
     for wrong in (2 / 3, 3 / 2):
         with pytest.raises(AssertionError):
-            require_standard(draws * wrong)
+            require_standard_normals(draws * wrong)
 
 
 def test_equals_the_pseudo_code(ungridded):

@@ -17,9 +17,14 @@ import pytest
 import dpx
 from dpx.audit import ContractReport, Line, check_contract
 from dpx.audit.contract import cost
-from dpx.audit.contract.draws import in_units_of_maps, require_no_pattern, require_no_repeats, require_standard
-from dpx.audit.contract.line_checks import require_same_program
-from dpx.audit.contract.report import Broken, NotChecked
+from dpx.audit.contract.draws import (
+    in_units_of_maps,
+    require_independent_columns,
+    require_no_repeats,
+    require_standard_normals,
+)
+from dpx.audit.contract.line_checks import require_equal_jaxprs
+from dpx.audit.contract.report import BrokenLine, NotChecked
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import quick_noise, replacing_key_functions, without_grid
 from dpx.sums.float_pair import ETA
@@ -215,10 +220,10 @@ def until(mechanism, last):
 def test_an_event_of_other_batches_fails(mechanism, event, words):
     """Also where it has a kind of its own; all of them are as they are billed themselves."""
     trial = Trial(mechanism.replace(event=event.event), PARAMS, draws=500, seed=0)
-    with pytest.raises(Broken, match=words):
-        cost.billed_releases(trial)
+    with pytest.raises(BrokenLine, match=words):
+        cost.check_billed_releases(trial)
     with contextlib.suppress(NotChecked):
-        cost.billed_releases(Trial(mechanism, PARAMS, draws=500, seed=0))
+        cost.check_billed_releases(Trial(mechanism, PARAMS, draws=500, seed=0))
 
 
 def no_noise(key):
@@ -273,7 +278,7 @@ def test_an_event_without_sampling_needs_a_proof_of_its_own():
     """It costs more than what is drawn."""
     trial = Trial(plain(FIXED).replace(event=plain(WHOLE).event), PARAMS, draws=500, seed=0)
     with pytest.raises(NotChecked, match="GaussianDpEvent is not an event of the sampling"):
-        cost.billed_releases(trial)
+        cost.check_billed_releases(trial)
 
 
 def test_a_step_without_noise_is_not_checked():
@@ -305,33 +310,33 @@ def test_noise_of_a_mechanisms_own(coordinates):
 def test_noise_with_a_heavy_tail():
     """Its mean and its variance are those of a standard normal, and its tail is not cut."""
     rng, shape = np.random.default_rng(0), (1000, 20)
-    require_standard(rng.normal(size=shape))
-    with pytest.raises(Broken, match="the noise is not normal"):
-        require_standard(rng.laplace(scale=0.5**0.5, size=shape))
+    require_standard_normals(rng.normal(size=shape))
+    with pytest.raises(BrokenLine, match="the noise is not normal"):
+        require_standard_normals(rng.laplace(scale=0.5**0.5, size=shape))
 
 
 def test_noise_with_a_correlation():
     rng = np.random.default_rng(0)
     draws = rng.normal(size=(1000, 20))
     draws[:, 7] = 0.3 * draws[:, 3] + 0.91**0.5 * draws[:, 7]
-    with pytest.raises(Broken, match="has the correlation"):
-        require_standard(draws)
+    with pytest.raises(BrokenLine, match="has the correlation"):
+        require_standard_normals(draws)
 
 
 def test_noise_with_a_pattern():
     """Two columns of one size and with signs of their own have no correlation; nor have three of which two are free."""
     rng = np.random.default_rng(0)
     draws = rng.normal(size=(1000, 20))
-    require_no_pattern(draws, triples=True)
+    require_independent_columns(draws, triples=True)
     same_size = draws.copy()
     same_size[:, 7] = np.abs(draws[:, 3]) * rng.choice([-1, 1], 1000)
-    with pytest.raises(Broken, match="two places"):
-        require_no_pattern(same_size, triples=True)
+    with pytest.raises(BrokenLine, match="two places"):
+        require_independent_columns(same_size, triples=True)
     same_sign = draws.copy()
     same_sign[:, 7] = np.abs(draws[:, 7]) * np.sign(draws[:, 3] * draws[:, 5])
-    require_no_pattern(same_sign)
-    with pytest.raises(Broken, match="three places"):
-        require_no_pattern(same_sign, triples=True)
+    require_independent_columns(same_sign)
+    with pytest.raises(BrokenLine, match="three places"):
+        require_independent_columns(same_sign, triples=True)
 
 
 def test_noise_that_repeats():
@@ -343,7 +348,7 @@ def test_noise_that_repeats():
     one_column[7::10, 3] = -noise[2::10, 3]
     two_rows[900, [1, 4, 5, 9]] = -noise[17, [1, 4, 5, 9]]
     for repeating in (one_column, two_rows):
-        with pytest.raises(Broken, match="repeats"):
+        with pytest.raises(BrokenLine, match="repeats"):
             require_no_repeats(repeating, "repeats")
 
 
@@ -352,7 +357,7 @@ def test_noise_that_is_correlated_with_its_coordinates():
     maps, normals = rng.normal(size=(1000, 5, 3)), rng.normal(size=(1000, 3))
     draws = in_units_of_maps(np.einsum("nom,nm->no", maps, normals), maps)
     np.testing.assert_allclose(np.cov(draws, rowvar=False), np.eye(3), atol=0.2)
-    with pytest.raises(Broken, match="shares their key"):
+    with pytest.raises(BrokenLine, match="shares their key"):
         in_units_of_maps(np.einsum("nom,nm->no", maps, np.abs(normals) * np.sign(maps[:, 0])), maps)
 
 
@@ -376,9 +381,9 @@ def test_a_constant_inside_of_a_function_is_part_of_the_program():
         numbers = np.arange(first, first + 40)
         return jax.make_jaxpr(jax.jit(lambda x: x + numbers))(numbers)
 
-    require_same_program(made(0), made(0))
-    with pytest.raises(Broken, match="another program"):
-        require_same_program(made(0), made(1))
+    require_equal_jaxprs(made(0), made(0))
+    with pytest.raises(BrokenLine, match="another program"):
+        require_equal_jaxprs(made(0), made(1))
 
 
 def test_quick_noise_tells_keys_steps_and_places_apart():

@@ -323,7 +323,7 @@ def test_a_jitted_step_is_compiled_once():
 def test_a_batch_exceeds_the_usual_rows_once_in_a_billion_steps(examples, batch_size):
     from scipy import stats
 
-    usual = draws.usual_rows(examples, batch_size / examples)
+    usual = draws.usual_row_count(examples, batch_size / examples)
     assert examples >= 10**6 or len(poisson(examples, batch_size).draw(KEY, 0).indices) == usual
     assert stats.binom.sf(usual, examples, batch_size / examples) < 1e-9
     assert usual == examples or usual == 8 or stats.binom.sf(usual - 8, examples, batch_size / examples) >= 1e-9

@@ -180,11 +180,11 @@ def test_a_fault_is_found(report, name, severity, words):
 def test_what_cut_batches_cost():
     for most, severity in ((6, "warning"), (40, "ok")):
         mechanism = dp_sgd(sampling=dpx.PoissonSampling(examples=40, batch_size=6, most_rows=most))
-        (finding,) = plan_findings.find_truncation(mechanism, 20, 1e-3)
+        (finding,) = plan_findings.find_truncated_batches(mechanism, 20, 1e-3)
         whole, cut = finding.numbers["epsilon of batches that are not cut"], finding.numbers["epsilon"]
         assert finding.severity == severity and (cut > 1.01 * whole) == (severity == "warning")
         assert f"most_rows = {most} costs {cut / whole - 1:.2%}" in finding.words
-    assert not plan_findings.find_truncation(mechanism, None, 1e-3) and not plan_findings.find_truncation(
+    assert not plan_findings.find_truncated_batches(mechanism, None, 1e-3) and not plan_findings.find_truncated_batches(
         dp_sgd(), 20, 1e-3
     )
     rows = dpx.Batch(np.zeros((6, 2)), np.arange(6) < 3)
@@ -203,10 +203,10 @@ def test_what_cut_batches_cost():
 )
 def test_a_noise_above_the_signal_says_why_it_is_ok(signal, steps, severity, said):
     """The noise of a mean over 576 coordinates is 24 times a signal of 1, and falls by 10 over 100 steps."""
-    batch = batch_findings.MeasuredBatch(
+    batch = batch_findings.BatchDiagnostics(
         *[jnp.zeros(1)] * 5, signal=jnp.float32(signal), bound=jnp.float32(1), size=576, reached=0
     )
-    finding = batch_findings.find_noise(batch, dp_sgd(), steps)
+    finding = batch_findings.find_noise_to_signal(batch, dp_sgd(), steps)
     assert finding.severity == severity
     assert ("24 times" in finding.words and said in finding.words) == bool(said), finding.words
 
@@ -368,19 +368,19 @@ def test_closures_are_found_wherever_they_are():
         return total + loss(params, x)
 
     closed = loss_findings.trace_or_finding(inside, params(), EXAMPLE)
-    assert loss_findings.find_constants(closed, EXAMPLE, ROWS, 40).numbers["suspects"] == 1
-    assert "callback" in loss_findings.find_batching(closed).words
+    assert loss_findings.find_closed_over_arrays(closed, EXAMPLE, ROWS, 40).numbers["suspects"] == 1
+    assert "callback" in loss_findings.find_batch_dependence(closed).words
 
     large = jnp.ones((600, 600))
     closed = loss_findings.trace_or_finding(
         lambda params, x: loss(params, x) + (large @ jnp.ones(600)).sum(), params(), EXAMPLE
     )
-    assert loss_findings.find_constants(closed, EXAMPLE, ROWS, 40).severity == "note"
+    assert loss_findings.find_closed_over_arrays(closed, EXAMPLE, ROWS, 40).severity == "note"
     some_rows = jnp.asarray(data()[:7])
     closed = loss_findings.trace_or_finding(
         lambda params, x: loss(params, x) + (some_rows @ x).sum(), params(), EXAMPLE
     )
-    assert loss_findings.find_constants(closed, EXAMPLE, ROWS, 40).severity == "warning"
+    assert loss_findings.find_closed_over_arrays(closed, EXAMPLE, ROWS, 40).severity == "warning"
     axes = loss_findings.trace_or_finding(lambda params, x: jax.lax.pmean(loss(params, x), "batch"), params(), EXAMPLE)
     assert axes.name == "named axes" and axes.severity == "error"
 
@@ -388,11 +388,11 @@ def test_closures_are_found_wherever_they_are():
 def test_small_differences_of_the_plan():
     """Findings between a good plan and a broken one, without running anything."""
     optimizer, batch = dp_sgd(noise_multiplier=BUDGET), drawn(dp_sgd())
-    assert plan_findings.find_epsilon(optimizer, 2 * STEPS, 1e-3).severity == "warning"
-    assert plan_findings.find_epsilon(dp_sgd(noise_multiplier=0.3), STEPS, 1e-3).severity == "note"
+    assert plan_findings.find_epsilon_of_run(optimizer, 2 * STEPS, 1e-3).severity == "warning"
+    assert plan_findings.find_epsilon_of_run(dp_sgd(noise_multiplier=0.3), STEPS, 1e-3).severity == "note"
     assert (
         plan_findings.find_delta_size(None, SAMPLING).severity
-        == plan_findings.find_epsilon(dp_sgd(), None, None).severity
+        == plan_findings.find_epsilon_of_run(dp_sgd(), None, None).severity
         == "note"
     )
     other_rows = plan_findings.rows_that_count(
@@ -404,10 +404,13 @@ def test_small_differences_of_the_plan():
     fixed = dpx.FixedSizeSampling(examples=40, batch_size=6)
     assert plan_findings.rows_that_count(dpx.Batch(data()[:5], None), fixed)[1].severity == "error"
     assert plan_findings.rows_that_count(dpx.Batch(data()[:6], np.arange(6) < 5), fixed)[1].severity == "warning"
-    still = batch_findings.StepMeasurement(params(), 0.0, 0.0, None, None)
+    still = batch_findings.StepOfPureNoise(params(), 0.0, 0.0, None, None)
     flags = {"w": True, "b": True}
-    assert batch_findings.find_low_precision(still, params(), flags, jnp.zeros(3, jnp.bfloat16)).severity == "note"
-    assert batch_findings.find_memory(still).severity == "note"
+    assert (
+        batch_findings.find_low_precision_parameters(still, params(), flags, jnp.zeros(3, jnp.bfloat16)).severity
+        == "note"
+    )
+    assert batch_findings.find_step_memory(still).severity == "note"
 
 
 def test_bad_input():

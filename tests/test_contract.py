@@ -27,9 +27,9 @@ import dpx
 from dpx import catalog, keys
 from dpx.audit.contract import inputs
 from dpx.audit.contract.check import LINES
-from dpx.audit.contract.line_checks import require_same_program
+from dpx.audit.contract.line_checks import require_equal_jaxprs
 from dpx.audit.contract.noise import NUMBERS, _require_no_repeats
-from dpx.audit.contract.report import Broken, NotChecked
+from dpx.audit.contract.report import BrokenLine, NotChecked
 from dpx.audit.contract.subject import STEPS
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import with_quick_noise
@@ -172,7 +172,7 @@ def exchange_by_hand(case: Case, step: int) -> np.ndarray:
     found = trial(case)
     like = found.sums_like[0]
     size = sum(leaf.size for leaf in jax.tree.leaves(like))
-    units = inputs.split(np.eye(size, dtype=np.float32), like)
+    units = inputs.unflatten_vectors(np.eye(size, dtype=np.float32), like)
     noised = jax.vmap(lambda total: case.noised(total, found.state(step)))(units)
     columns = inputs.flattened_leaves(noised, 1).T / deviation(case, step)
     return np.pad(columns, ((0, 0), (0, found.traced.numbers - size)))
@@ -189,7 +189,7 @@ def facts_of_resume(case: Case):
     made_again = case._replace(name=f"{case.name}, made again")
     assert made_again.mechanism is not case.mechanism
     again = Trial(made_again.mechanism, PARAMS, draws=DRAWS, seed=11)
-    require_same_program(trial(case).traced_once, again.trace(state=trial(case).state(0)))
+    require_equal_jaxprs(trial(case).program_of_update, again.trace(state=trial(case).state(0)))
 
 
 def facts_of_cost(case: Case):
@@ -447,7 +447,7 @@ def test_noise_that_repeats_is_seen_but_not_where_a_gpu_keeps_few_bits_of_it(siz
     fake: Any = types.SimpleNamespace(
         noise=Draws(), mechanism=of_one, state=lambda step: None, release=lambda step: release
     )
-    with pytest.raises(Broken, match="share noise") if size == 1 else contextlib.nullcontext():
+    with pytest.raises(BrokenLine, match="share noise") if size == 1 else contextlib.nullcontext():
         _require_no_repeats(fake, fake.release(0))
 
 
@@ -477,7 +477,7 @@ def test_a_last_step_that_is_not_linear_is_left_to_the_chain(line):
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_broken_line_of_the_catalog_fails(change, line):
-    with pytest.raises(Broken):
+    with pytest.raises(BrokenLine):
         LINES[line](trial(signs_case(change)))
 
 

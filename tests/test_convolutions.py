@@ -9,7 +9,7 @@ from jax.extend import core
 
 import dpx
 from dpx.gradients.microbatch_size import hides_convolutions
-from dpx.xla.convolutions import reordered
+from dpx.xla.convolutions import with_reordered_convolutions
 from dpx.xla.jaxprs import inner_bodies
 from tests.test_dp_sgd import dp_sgd
 
@@ -34,7 +34,7 @@ def test_any_order_of_axes_has_the_same_result_and_gradients(options):
 
     closed = jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(data, kernel)
     expected = core.jaxpr_as_fun(closed)(data, kernel)
-    for ours, theirs in zip(reordered(closed)(data, kernel), expected, strict=True):
+    for ours, theirs in zip(with_reordered_convolutions(closed)(data, kernel), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
 
 

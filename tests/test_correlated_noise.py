@@ -17,9 +17,9 @@ import dpx
 from dpx import accounting, coordinates, keys, mechanisms, methods, strategies
 from dpx.accounting.gdp import epsilon as gaussian_epsilon
 from dpx.accounting.ledger import from_event
-from dpx.audit.contract.cost import require_sensitivity
-from dpx.audit.contract.noise import require_covariance
-from dpx.audit.contract.report import Broken
+from dpx.audit.contract.cost import require_costed_sensitivity
+from dpx.audit.contract.noise import require_noise_covariance
+from dpx.audit.contract.report import BrokenLine
 from dpx.audit.contract.trial import Trial
 from dpx.keys.noise import GRID
 from dpx.papers.correlated_noise.event import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, rounding_move
@@ -505,10 +505,10 @@ def on_trial(mechanism):
 @pytest.mark.long_cases("lambda", "bisr")
 def test_the_contract_sees_the_covariance_over_steps(strategy):
     mechanism = made(strategy)
-    assert "covariance C^-1 C^-T" in require_covariance(on_trial(mechanism))
+    assert "covariance C^-1 C^-T" in require_noise_covariance(on_trial(mechanism))
     other = strategies.Strategy(coefficients=(1.0, 0.6, 0.3, -0.1))
-    with pytest.raises(Broken, match="is not C\\^-1 z for the stated C"):
-        require_covariance(on_trial(mechanism.replace(correlated=other)))
+    with pytest.raises(BrokenLine, match="is not C\\^-1 z for the stated C"):
+        require_noise_covariance(on_trial(mechanism.replace(correlated=other)))
 
 
 @pytest.mark.parametrize("strategy", [LAMBDA, BISR, BANDS, strategies.banded_half(bands=2)])
@@ -518,7 +518,7 @@ def test_the_contract_tries_all_patterns_of_steps(strategy, sampling):
     if strategy.bands is None and sampling is CYCLIC:
         return
     mechanism = made(strategy, sampling=sampling)
-    assert "patterns and signs" in require_sensitivity(on_trial(mechanism))
+    assert "patterns and signs" in require_costed_sensitivity(on_trial(mechanism))
 
     def less(steps):
         event = mechanism.event(steps)
@@ -528,17 +528,17 @@ def test_the_contract_tries_all_patterns_of_steps(strategy, sampling):
         return attrs.evolve(event, **change)
 
     ratio = found_share(mechanism)
-    with pytest.raises(Broken, match="are paid for"):
-        require_sensitivity(on_trial(mechanism.replace(event=less)))
+    with pytest.raises(BrokenLine, match="are paid for"):
+        require_costed_sensitivity(on_trial(mechanism.replace(event=less)))
     if sampling is CYCLIC:
         one_turn = mechanism.replace(event=lambda steps: mechanism.event(1))
-        with pytest.raises(Broken, match="turns"):
-            require_sensitivity(on_trial(one_turn))
+        with pytest.raises(BrokenLine, match="turns"):
+            require_costed_sensitivity(on_trial(one_turn))
 
 
 def found_share(mechanism):
     """What is billed over what brute force finds: 1 where the bound is exact."""
-    words = require_sensitivity(on_trial(mechanism)).split()
+    words = require_costed_sensitivity(on_trial(mechanism)).split()
     return 1 / float(words[words.index("most") + 1])
 
 

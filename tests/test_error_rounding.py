@@ -124,7 +124,7 @@ def test_the_norm_has_short_sums(size):
     """Squares that one long sum loses, one after another: 1 + n 2^-54."""
     small, one = np.full(size, 2.0**-27, np.float32), np.ones(1, np.float32)
     trees = ({"a": small, "b": one}, {"a": one, "b": small}, {"a": np.concatenate([one, small])})
-    find = jax.jit(lambda total: doubles.norm_of_total(total).astype(jnp.float64))
+    find = jax.jit(lambda total: doubles.norm_of_pair(total).astype(jnp.float64))
     for tree in trees:
         with jax.enable_x64(True):
             found = np.asarray(find(FloatPair(tree, jax.tree.map(np.zeros_like, tree))))

@@ -13,7 +13,7 @@ from jax import export
 import dpx
 from dpx import catalog
 from dpx.gradients import microbatch_size
-from dpx.xla.place import Place, current_place, traced_for
+from dpx.xla.place import Place, current_place, tracing_for_place
 from tests.ghost import mechanism
 from tests.mechanisms import PARAMS, case_of_method
 from tests.test_ghost_zoo import ZOO
@@ -187,7 +187,7 @@ def test_microbatches_fit_in_the_memory():
     mechanism = case_of_method(ENTRIES["dp_sgd"]).mechanism
     batch = dpx.Batch(np.ones((8, 6, 6, 1), np.float32), None)
     assert "microbatches" not in str(dpx.explain_norms(loss, mechanism, PARAMS, batch))
-    with traced_for(memory=1000):
+    with tracing_for_place(memory=1000):
         said = str(dpx.explain_norms(loss, mechanism, PARAMS, batch)).splitlines()[-1]
     assert said == "microbatches of 2 examples: all 8 would not fit in half of the device's memory"
     stats = mock.Mock(memory_stats=lambda: {"bytes_limit": 2**30})

@@ -73,7 +73,7 @@ def test_check_setup_says_what_to_do(closed_over):
 
     _, lora, loss = closed_over
     closed = loss_findings.trace_or_finding(loss, lora, jnp.ones((1, WIDTH)))
-    found = loss_findings.find_constants(closed, jnp.ones((1, WIDTH)), 2, 1000)
+    found = loss_findings.find_closed_over_arrays(closed, jnp.ones((1, WIDTH)), 2, 1000)
     assert found.severity == "note" and "dpx.coordinates.trainable" in found.words
 
 

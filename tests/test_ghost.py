@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import dpx
-from dpx.gradients.ghost import algorithms, engine, make_plan, norms, trace_loss
+from dpx.gradients.ghost import algorithms, engine, make_ghost_plan, norms, trace_loss
 from tests.ghost import (
     QUICK,
     WAYS,
@@ -390,7 +390,7 @@ def test_a_sum_of_positions_is_off_by_less_than_is_stated():
     """Terms of one sign whose sums are all rounded down, in any order of segments."""
     for positions in (2, 200, 600, 3000):
         a = jnp.full((1, positions, 3), np.float32(1 + 2.0**-12 + 2.0**-23))
-        found = norms.product_of_positions("kti,kto->kio", a, a)
+        found = norms.einsum_by_segments("kti,kto->kio", a, a)
         error = np.linalg.norm(np.float64(found) - positions * np.float64(a[0, 0, 0]) ** 2)
         assert error <= norms.sum_error(positions) * 3 * np.sqrt(positions) * np.float64(a[0, 0, 0]) ** 2
 
@@ -840,7 +840,7 @@ def test_a_large_table_is_planned_without_its_memory():
     with mock.patch.object(algorithms._Elements, "numbers", property(lambda self: 1 / 0)):
         state = jax.eval_shape(mechanism().init, table)
         traced = trace_loss(lambda table, t: (loss(table, t), None), table, tokens[0])
-        plan = make_plan(traced, mechanism(), table, state, force=True)
+        plan = make_ghost_plan(traced, mechanism(), table, state, force=True)
     assert plan.choices[0][0].algorithm is algorithms.ROWS
 
 

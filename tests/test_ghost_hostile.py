@@ -506,7 +506,7 @@ def test_gradients_of_a_row_that_cancel_beyond_the_range():
 @pytest.mark.parametrize("signs", [[1], [1, -1], [1, -1, 0, 0]])
 def test_a_lookup_out_of_range_has_an_infinite_norm(signs):
     c = np.float32(signs)[:, None] * np.nextafter(np.float32(LARGEST), np.float32(np.inf))
-    assert not ghost_norms.gradient_rows(jnp.zeros(len(signs), jnp.int32), jnp.asarray(c))[1]
+    assert not ghost_norms.gradient_rows_of_lookup(jnp.zeros(len(signs), jnp.int32), jnp.asarray(c))[1]
 
 
 def test_a_scale_out_of_range_makes_no_norm_vanish():

@@ -10,7 +10,7 @@ from jax import lax
 import dpx
 from dpx.gradients.ghost import parts
 from dpx.xla.jaxprs import equations
-from dpx.xla.place import traced_for
+from dpx.xla.place import tracing_for_place
 from tests.ghost import (
     WAYS,
     assert_agrees,
@@ -804,7 +804,7 @@ def test_layers_that_a_loop_indexes_share_their_kernels(devices):
         found = [equation for equation in equations(jaxpr) if equation.primitive.name == primitive]
         return sum(equation.invars[0].aval.shape == (8, 4, 4) for equation in found)
 
-    with traced_for(devices=devices):
+    with tracing_for_place(devices=devices):
         traced = jax.make_jaxpr(private)(params, batch).jaxpr
     by_values, by_constants = (slices_of(primitive, traced) for primitive in ("dynamic_slice", "slice"))
     assert (by_values, by_constants > 1) == ((8, False) if devices == 1 else (0, True))
@@ -822,7 +822,7 @@ def test_the_norms_of_small_slices_are_computed_at_once_where_a_matrix_unit_roun
         loops = sum(one.primitive.name == "scan" for one in equations(closed.jaxpr))
         return loops, jax.jit(step)(params, batch, made.init(params))
 
-    with traced_for(platform="tpu"):
+    with tracing_for_place(platform="tpu"):
         few, at_once = found()
         monkeypatch.setattr(parts, "AT_ONCE", 4)
         many, in_a_loop = found()

@@ -13,7 +13,7 @@ from dpx import keys
 from dpx.accounting.arithmetic import INTEGERS, NORMALS
 from dpx.keys import integer_normals, noise, normals
 from dpx.sums.float_pair import FloatPair
-from dpx.xla.place import float64, traced_for
+from dpx.xla.place import float64, tracing_for_place
 from tests.problems import dp_sgd
 from tests.test_noise import KEY, LONG, RARE, chosen_words, uniform_numbers, words_at_random
 
@@ -73,7 +73,10 @@ def test_the_root_and_its_inverse_are_as_near_as_the_proof_says():
     """All heads of 16 bits, with both ends of the rest: Newton's last step is linear between them."""
     heads = np.arange(2**14, 2**16, dtype=np.uint32) << 16
     for rest in (0, 0xFFFF):
-        found = np.asarray(jax.jit(integer_normals.inverse_root)(heads | np.uint32(rest))).astype(LONG) * 2.0**-29
+        found = (
+            np.asarray(jax.jit(integer_normals.fixed_point_inverse_root)(heads | np.uint32(rest))).astype(LONG)
+            * 2.0**-29
+        )
         root = np.sqrt((heads | np.uint32(rest)).astype(LONG) * LONG(2) ** -32)
         assert np.abs(found * root - 1).max() < 2.0**-24
     high = np.concatenate([heads, heads | 0xFFFF, words_at_random(100_000)[0] | np.uint32(2**30)])
@@ -151,7 +154,7 @@ def test_a_sum_is_rounded_down_from_a_half_exactly():
 def test_a_release_for_a_tpu_has_the_bits_of_a_cpu(shapes, devices):
     tree = [jax.random.normal(jax.random.key(1), shape) for shape in shapes]
     wanted = keys.release(KEY, 7, tree, 0.3)
-    with traced_for(platform="tpu", devices=devices):
+    with tracing_for_place(platform="tpu", devices=devices):
         found = keys.release(KEY, 7, tree, 0.3)
         silent = keys.release(KEY, 7, tree, 0.0)
     for sums, one, other, same in zip(tree, found, wanted, silent, strict=True):
@@ -168,7 +171,7 @@ def test_blocks_of_large_leaves_have_the_bits_of_a_cpu(devices, monkeypatch):
     high = [jax.random.normal(jax.random.key(number), shape) for number, shape in enumerate(shapes)]
     total = FloatPair(high, [leaf * 2.0**-26 for leaf in high])
     wanted = keys.release(KEY, 7, total, 0.3)
-    with traced_for(platform="tpu", devices=devices):
+    with tracing_for_place(platform="tpu", devices=devices):
         found = keys.release(KEY, 7, total, 0.3)
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -179,7 +182,7 @@ def test_small_leaves_of_several_streams_have_the_bits_of_a_cpu(monkeypatch):
         monkeypatch.setattr(noise, name, 30)
     leaves = [jnp.zeros((7, 3)), jnp.zeros(23)]
     wanted = keys.release(KEY, 7, leaves, 0.3)
-    with traced_for(platform="tpu"):
+    with tracing_for_place(platform="tpu"):
         found = keys.release(KEY, 7, leaves, 0.3)
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -187,7 +190,7 @@ def test_small_leaves_of_several_streams_have_the_bits_of_a_cpu(monkeypatch):
 
 def test_float64_is_refused_for_a_tpu():
     with (
-        traced_for(platform="tpu"),
+        tracing_for_place(platform="tpu"),
         pytest.raises(ValueError, match="error feedback must be computed in IEEE's float64"),
     ):
         float64("error feedback")
@@ -204,7 +207,7 @@ def test_what_is_billed_for_the_integers_is_above_their_errors():
 
 def trained(mechanism: dpx.Mechanism, platform: str, steps: int = 3):
     params = {"w": jnp.zeros(10)}
-    with traced_for(platform=platform):
+    with tracing_for_place(platform=platform):
         state = mechanism.init(params)
         for _ in range(steps):
             _, state = mechanism.update({"w": jnp.ones((8, 10))}, state, params, included=np.ones(8, bool))
@@ -217,7 +220,7 @@ def test_a_run_on_a_tpu_costs_what_its_noise_costs_wherever_it_is_asked():
     of_each = [dpx.epsilon(mechanism, state, delta=1e-5) for state in (on_a_cpu, on_a_tpu)]
     assert of_each[0] < of_each[1] < of_each[0] + 1e-2
     planned = dpx.epsilon(mechanism, 3, delta=1e-5)
-    with traced_for(platform="tpu"):  # a plan that is made there is for that noise
+    with tracing_for_place(platform="tpu"):  # a plan that is made there is for that noise
         assert dpx.epsilon(mechanism, 3, delta=1e-5) > planned
     again = dp_sgd(key=jax.random.key(1))
     seconds = [(again, trained(again, platform)) for platform in ("cpu", "tpu")]

@@ -17,7 +17,7 @@ from dpx import keys
 from dpx.keys import cipher
 from dpx.keys import noise as noise_of
 from dpx.keys.cipher import threefry4x32
-from dpx.xla.place import traced_for
+from dpx.xla.place import tracing_for_place
 
 
 def words(key):
@@ -87,7 +87,7 @@ def test_each_leaf_of_a_huge_tree_has_a_stream_of_its_own(devices, monkeypatch):
     small = [jnp.zeros((100, 30)), jnp.zeros(3000), jnp.zeros((7, 100))]
     monkeypatch.setattr(noise_of, "ONE_STREAM", 5000)
     jax.clear_caches()
-    with traced_for(devices=devices):
+    with tracing_for_place(devices=devices):
         noise = keys.normal_like(jax.random.key(3), 7, small)
     numbers = np.concatenate([np.ravel(leaf) for leaf in noise])
     assert len(numbers) - len(np.unique(numbers)) < 30 and abs(numbers.std() - 1) < 0.05

@@ -43,7 +43,7 @@ from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.wording import rounded_up
 from dpx.ledgers import files
 from dpx.ledgers.entries import decode_value, encode_value
-from dpx.xla.place import traced_for
+from dpx.xla.place import tracing_for_place
 from tests import kills
 from tests.mechanisms import MECHANISMS
 from tests.problems import dp_sgd, normal, poisson, run_page, squared_distance
@@ -154,7 +154,7 @@ def test_what_was_reserved_is_made_with_as_many_numbers_and_no_other_arithmetic(
     )
     with pytest.raises(ValueError, match="of up to 1 numbers, got"):
         ledger.spend(GaussianDpEvent(50.0), key=key(0), words="of many")
-    with traced_for(platform="tpu"), pytest.raises(ValueError, match="of up to 1 numbers, got"):
+    with tracing_for_place(platform="tpu"), pytest.raises(ValueError, match="of up to 1 numbers, got"):
         ledger.spend(GaussianDpEvent(50.0), key=key(0), words="in integers", numbers=1)
     assert ledger.spend(GaussianDpEvent(50.0), key=key(0), words="of one number", numbers=1).made
 

@@ -36,7 +36,7 @@ def run(when: str, flags: str) -> subprocess.CompletedProcess:
 
 
 def test_rows_do_not_mix_here():
-    assert not miscompiled.mixes_rows()
+    assert not miscompiled.has_row_mixing_fault()
 
 
 @needs_the_fault
@@ -60,11 +60,11 @@ def test_an_import_turns_the_fault_off_and_a_release_refuses_it():
 def test_the_flag_is_added_to_what_is_there(monkeypatch, flags, expected):
     monkeypatch.setattr(miscompiled, "is_suspected_version", lambda: True)
     monkeypatch.setenv("XLA_FLAGS", flags)
-    miscompiled.keep_rows_apart()
+    miscompiled.disable_row_mixing()
     assert os.environ["XLA_FLAGS"] == expected
     monkeypatch.setattr(miscompiled, "is_suspected_version", lambda: False)
     monkeypatch.setenv("XLA_FLAGS", "")
-    miscompiled.keep_rows_apart()
+    miscompiled.disable_row_mixing()
     assert os.environ["XLA_FLAGS"] == ""
 
 
@@ -76,7 +76,7 @@ def test_which_versions_are_suspected():
 
 def test_a_release_refuses_rows_that_mix(monkeypatch):
     monkeypatch.setattr(miscompiled, "is_suspected_version", lambda: True)
-    monkeypatch.setattr(miscompiled, "mixes_rows", lambda: True)
+    monkeypatch.setattr(miscompiled, "has_row_mixing_fault", lambda: True)
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     miscompiled.require_rows_apart.cache_clear()
     with pytest.raises(ValueError, match="mixes the rows of a batch"):

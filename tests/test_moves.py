@@ -235,27 +235,27 @@ def test_another_machine_rounds_otherwise(whole, tmp_path, monkeypatch, said):
 def test_what_changes_no_number_is_no_setting(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=folder --xla_force_host_platform_device_count=8")
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
-    found = facts.settings_of()
+    found = facts.settings_of_numbers()
     assert not {"XLA_FLAGS", "jax_compilation_cache_dir", "jax_log_compiles"} & found.keys()
 
 
 @pytest.mark.usefixtures("settings")
 def test_what_changes_numbers_is_a_setting(monkeypatch):
-    before = facts.settings_of()
+    before = facts.settings_of_numbers()
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
     for name, value in OTHER_SETTINGS.items():
         jax.config.update(name, value)
-    found = facts.settings_of()
+    found = facts.settings_of_numbers()
     changed = {name for name in found if found[name] != before.get(name)}
     assert changed == {"NVIDIA_TF32_OVERRIDE", "XLA_FLAGS", *OTHER_SETTINGS}
     with jax.default_matmul_precision("highest"):
-        assert facts.settings_of() != found  # in this context alone
+        assert facts.settings_of_numbers() != found  # in this context alone
 
 
 def test_every_setting_of_jax_is_a_fact_or_known_to_be_quiet():
     """Also those of a later version of jax."""
-    found, known = facts.settings_of(), set(jax.config.values)
+    found, known = facts.settings_of_numbers(), set(jax.config.values)
     for name in known - found.keys():
         assert any(name.startswith(f"jax_{quiet}") for quiet in facts.QUIET), name
     decide = ("enable_x64", "default_prng_impl", "numpy_dtype_promotion", "softmax_custom_jvp")
@@ -338,7 +338,7 @@ def test_where_kernels_are_timed(monkeypatch, tmp_path):
     assert not facts.autotunes_kernels()
     (tmp_path / "flags").write_text("--xla_gpu_deterministic_ops\n--xla_gpu_enable_fast_min_max=false\n")
     monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags"))
-    assert not facts.autotunes_kernels() and "fast_min_max" in facts.settings_of()["XLA_FLAGS"]
+    assert not facts.autotunes_kernels() and "fast_min_max" in facts.settings_of_numbers()["XLA_FLAGS"]
 
 
 def test_kinds_of_devices(monkeypatch):
@@ -371,7 +371,7 @@ def test_one_program_has_a_folder_at_a_time(whole, tmp_path):
 
 
 def hold(folder, sender):
-    lock = folders.lock_of(folder)  # which would be free without a name
+    lock = folders.acquire_lock(folder)  # which would be free without a name
     sender.send(f"held {lock.is_locked}")
     signal.pause()
 
@@ -382,17 +382,17 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path):
     holder.start()
     assert kills.heard(receiver) == "held True"
     with pytest.raises(ValueError, match="another one has it now"):
-        folders.lock_of(tmp_path)
+        folders.acquire_lock(tmp_path)
     holder.kill()
     holder.join()
     assert (tmp_path / "lock").exists()
-    folders.lock_of(tmp_path).release()
+    folders.acquire_lock(tmp_path).release()
 
 
 def test_where_a_lock_holds_on_one_host_alone(whole, tmp_path, monkeypatch):
     """A program whose folder another one has continued makes no step after its next checkpoint."""
     free = SimpleNamespace(release=lambda: None)
-    monkeypatch.setattr(folders, "lock_of", lambda path: (path / "lock").touch() or free)
+    monkeypatch.setattr(folders, "acquire_lock", lambda path: (path / "lock").touch() or free)
     rest = {}
 
     def take_over(progress):
@@ -478,7 +478,7 @@ class InMemory(Folder):
         return sorted(self.checkpoints)
 
     def _tidy(self):
-        for old in self._steps()[:-2]:
+        for old in self._checkpoint_steps()[:-2]:
             self.turn()
             del self.checkpoints[old]
 
@@ -510,7 +510,7 @@ def test_no_kill_releases_a_step_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "with_plan", lambda carry, plan: carry)
     monkeypatch.setattr(folders, "require_skippable", lambda *arguments: None)
     skip = lambda made, run, reach: Made(*made.steps, (reach, "skipped"))  # noqa: E731
-    monkeypatch.setattr(folders, "skip_steps", skip)
+    monkeypatch.setattr(folders, "count_as_skipped", skip)
     for seed in range(60):
         chance, releases, InMemory.checkpoints = random.Random(seed), {}, {}
         kills = chance.choice([0.02, 0.05, 0.1])

@@ -15,7 +15,7 @@ from benchmarks import exact
 from dpx import keys
 from dpx.keys import noise, normals
 from dpx.keys.cipher import threefry4x32
-from dpx.xla.place import fast_math, traced_for, warn_of_fast_math
+from dpx.xla.place import fast_math, tracing_for_place, warn_of_fast_math
 
 KEY, LONG = jax.random.key(3), np.longdouble
 TOP = 2**32 - 1
@@ -127,9 +127,9 @@ def test_only_the_rarest_pairs_read_the_word_of_the_release():
 
 def test_every_release_has_a_word_of_its_own():
     words = keys.key_words(KEY)
-    found = {int(noise.rare_word(words, jnp.int32(step))) for step in range(20)}
+    found = {int(noise.rare_tail_word(words, jnp.int32(step))) for step in range(20)}
     blocks = {int(threefry4x32(words, [jnp.array([word], jnp.uint32) for word in (8, 1, 0, 3)])[0][0])}
-    assert len(found) == 20 and blocks == {int(noise.rare_word(words, jnp.int32(7)))}
+    assert len(found) == 20 and blocks == {int(noise.rare_tail_word(words, jnp.int32(7)))}
     assert found.isdisjoint(int(keys.key_words(keys.fold_in(KEY, step))[0]) for step in range(21))
 
 
@@ -138,9 +138,9 @@ def test_the_loop_reads_the_word_of_the_release(monkeypatch, size):
     """The lanes behind a chunk's pairs make it, in every chunk: seen in place of the normals."""
     monkeypatch.setattr(noise, "radius_and_angle", lambda words, rare: (jnp.broadcast_to(rare, words[0].shape),) * 2)
     monkeypatch.setattr(noise, "normal", lambda rare, theta, second: rare.astype(jnp.float64))
-    words, high = keys.key_words(KEY), noise.in_rows([jnp.zeros(size)], noise.positions_of([(size,)]))
+    words, high = keys.key_words(KEY), noise.in_rows([jnp.zeros(size)], noise.stream_positions_of([(size,)]))
     found = noise.noisy_in_chunks(words, jnp.int32(7), jnp.float32(1), high, None, True)
-    assert set(np.unique(found)) == {np.float32(noise.rare_word(words, jnp.int32(7)))}
+    assert set(np.unique(found)) == {np.float32(noise.rare_tail_word(words, jnp.int32(7)))}
 
 
 def test_two_normals_of_a_block_are_those_of_the_release():
@@ -219,7 +219,7 @@ def on_another_platform():
     jax.clear_caches()
 
 
-WAYS = (lambda: traced_for(devices=8), on_another_platform)
+WAYS = (lambda: tracing_for_place(devices=8), on_another_platform)
 
 
 def test_the_same_integers_on_several_devices_and_elsewhere():

@@ -16,7 +16,7 @@ from dpx.accounting.wording import rounded_up
 from dpx.fitting.step import first_carry
 from dpx.reports import curves
 from dpx.states.record import ReleaseState, with_plan
-from dpx.trees import map_states
+from dpx.trees import map_nodes_of_type
 from tests.problems import cut_at
 from tests.problems import inner_product as loss
 
@@ -165,7 +165,9 @@ def test_of_a_loop_by_hand(of):
     """A budget is a plan; beyond it, the steps that were made are billed, and without one they are."""
     budget = dpx.Budget(epsilon=4.0, steps=ENDS, public_stop=of == "a public stop", **OF)
     optimizer = made(2.0 if of == "nothing" else budget)
-    record = jax.jit(lambda state: map_states(lambda node: node.after(optimizer.noise_multiplier), state, ReleaseState))
+    record = jax.jit(
+        lambda state: map_nodes_of_type(lambda node: node.after(optimizer.noise_multiplier), state, ReleaseState)
+    )
     state = optimizer.init(PARAMS)
     for steps in range(1, ENDS + 2):
         state = record(state)
@@ -192,7 +194,7 @@ def test_the_schedule_of_the_plan_is_billed():
     state = with_plan(falling.init(PARAMS), PLAN)
     for step in range(ENDS):
         noise = falling.noise_multiplier(jnp.int32(step))
-        state = map_states(lambda node, noise=noise: node.after(noise), state, ReleaseState)
+        state = map_nodes_of_type(lambda node, noise=noise: node.after(noise), state, ReleaseState)
     require_one_number(falling, state, PLAN)
     with pytest.raises(ValueError, match="other noise"):
         dpx.epsilon(other, state, **OF)

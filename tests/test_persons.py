@@ -297,8 +297,8 @@ def test_numbers_without_a_bill_for_the_person_are_refused(rate):
 
 
 def test_a_check_says_whom_epsilon_is_for():
-    assert f"for a {UNIT}, rounding" in plan_findings.find_epsilon(MECHANISM, STEPS, DELTA).words
-    assert UNIT not in plan_findings.find_epsilon(PLAIN, STEPS, DELTA).words
+    assert f"for a {UNIT}, rounding" in plan_findings.find_epsilon_of_run(MECHANISM, STEPS, DELTA).words
+    assert UNIT not in plan_findings.find_epsilon_of_run(PLAIN, STEPS, DELTA).words
 
 
 def test_bounds_of_attacks_are_on_the_person():

@@ -13,7 +13,7 @@ from jax.flatten_util import ravel_pytree
 
 import dpx
 from dpx import keys
-from dpx.papers.d2p2_sgd.projected_event import projected_event_of
+from dpx.papers.d2p2_sgd.projected_event import with_projected_event
 from dpx.papers.d2p2_sgd.projections import SKETCHES, UNROLLED, hadamard_transform, projection
 from dpx.sums.float_pair import ETA
 from tests.mechanisms import PARAMS, POISSON
@@ -404,7 +404,7 @@ def feedback():
 def test_groups_that_are_projected_apart_are_billed_by_the_smallest_rank():
     ranks = {"kernel": 8, "bias": 2, "scale": 1}
     made = dpx.mechanisms.clip_then_project(base(), rank=ranks, kind="gaussian")
-    assert made.event(3) == projected_event_of(base().event(3), rank=1, blocks=3)
+    assert made.event(3) == with_projected_event(base().event(3), rank=1, blocks=3)
 
 
 def test_other_unbilled_compositions_are_refused():
@@ -415,7 +415,7 @@ def test_other_unbilled_compositions_are_refused():
         dpx.mechanisms.clip_then_project(fixed, rank=5, kind="gaussian").event(1)
     twice = dpx.mechanisms.clip_then_project(base(), rank=10, kind="gaussian")
     with pytest.raises(ValueError, match="has a cost before"):
-        projected_event_of(dp_accounting.ComposedDpEvent([base().event(2), feedback().event(2)]), rank=5)
+        with_projected_event(dp_accounting.ComposedDpEvent([base().event(2), feedback().event(2)]), rank=5)
     for kind in ("gaussian", "subset"):
         for inner in (feedback(), twice):  # a projection of the same stream would depend on that of `twice`
             with pytest.raises(ValueError, match="one clipped sum"):

@@ -18,7 +18,7 @@ from flax.training.train_state import TrainState
 import dpx
 from dpx.states import reading
 from dpx.states.reading import read_run
-from dpx.states.record import LARGEST_WEIGHT, RECORD_VERSION, ReleaseState, noise_order
+from dpx.states.record import LARGEST_WEIGHT, RECORD_VERSION, ReleaseState, noise_order_hash
 from tests.mechanisms import ALL, PARAMS
 
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=8)
@@ -294,19 +294,19 @@ def test_rounding_of_a_schedule_is_no_other_order(steps):
     for _ in range(20):
         rounded = (schedule.view(np.int32) + rng.integers(-63, 64, steps, dtype=np.int32)).view(np.float32)
         record = state_after(rounded, dp_sgd(noise_multiplier=lambda t: 1.0))
-        reading._require_noise(record, schedule.astype(np.float64), "")
+        reading._require_recorded_multipliers(record, schedule.astype(np.float64), "")
     one_lower = schedule.copy()
     one_lower[rng.integers(steps)] *= 0.9
     with pytest.raises(ValueError, match="other noise"):
-        reading._require_noise(state_after(schedule, dp_sgd()), one_lower.astype(np.float64), "")
-    both = [noise_order(schedule.view(np.uint32), np.arange(steps, dtype=np.int32))]
-    both.append(noise_order(jnp.asarray(schedule.view(np.uint32)), jnp.arange(steps, dtype=jnp.int32)))
+        reading._require_recorded_multipliers(state_after(schedule, dp_sgd()), one_lower.astype(np.float64), "")
+    both = [noise_order_hash(schedule.view(np.uint32), np.arange(steps, dtype=np.int32))]
+    both.append(noise_order_hash(jnp.asarray(schedule.view(np.uint32)), jnp.arange(steps, dtype=jnp.int32)))
     np.testing.assert_array_equal(*both)
 
 
 def test_weights_of_the_order_are_spread():
     """Of two steps, no weight is more often equal than by chance; and they have both signs, so that they cancel."""
-    weights = noise_order(np.full(2**16, 1 << 6, np.uint32), np.arange(2**16, dtype=np.int32)).view(np.int32)
+    weights = noise_order_hash(np.full(2**16, 1 << 6, np.uint32), np.arange(2**16, dtype=np.int32)).view(np.int32)
     assert set(np.abs(weights)) == set(range(128, LARGEST_WEIGHT + 1))
     for apart in (1, 2, 5, 10, 100, 128, 1000, 1024):
         assert (weights[apart:] == weights[:-apart]).mean() < 1.5 / 256

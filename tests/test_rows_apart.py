@@ -16,8 +16,8 @@ from jax import lax
 import dpx
 from dpx.sums.clipped_sum import LARGEST
 from dpx.xla.jaxprs import equations
-from dpx.xla.place import traced_for
-from dpx.xla.rows_apart import may_mix_rows, rows_apart
+from dpx.xla.place import tracing_for_place
+from dpx.xla.rows_apart import may_mix_rows, with_rows_apart
 from tests.devices import on_eight_devices
 from tests.test_ghost_hostile import CASES, ONCE
 
@@ -270,7 +270,7 @@ def assert_others_equal(found, expected, row: int):
 @pytest.mark.parametrize("name", VALUES)
 @pytest.mark.long_cases("linear algebra", "series", "special")
 def test_no_row_reaches_another_in_any_primitive(name):
-    run = jax.jit(jax.vmap(rows_apart(functools.partial(of_row, name))))
+    run = jax.jit(jax.vmap(with_rows_apart(functools.partial(of_row, name))))
     expected, row = run(ROW), 1
     for rows in hostile_rows(row):
         assert_others_equal(run(rows), expected, row)
@@ -515,10 +515,10 @@ def test_matrices_are_decomposed_one_by_one_on_a_tpu(function):
     x = jnp.ones((ROWS, SIZE, SIZE))
 
     def operands():
-        closed = jax.make_jaxpr(jax.vmap(rows_apart(lambda x: function(x))))(x)
+        closed = jax.make_jaxpr(jax.vmap(with_rows_apart(lambda x: function(x))))(x)
         found = [each for each in equations(closed) if each.primitive.name in ("eigh", "svd")]
         return may_mix_rows(jax.make_jaxpr(lambda x: function(x))(x[0])), [each.invars[0].aval.shape for each in found]
 
     assert operands() == (False, [(ROWS, SIZE, SIZE)])
-    with traced_for(platform="tpu"):
+    with tracing_for_place(platform="tpu"):
         assert operands() == (True, [(SIZE, SIZE)])

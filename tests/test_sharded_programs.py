@@ -14,7 +14,7 @@ import dpx
 from benchmarks import programs
 from dpx.gradients.ghost import engine, norms
 from dpx.sums import norms as any_size
-from dpx.xla.place import traced_for
+from dpx.xla.place import tracing_for_place
 from tests.compiling import KNOWN
 from tests.devices import on_eight_devices
 
@@ -25,7 +25,7 @@ RANDOM = np.random.default_rng(0)
 @pytest.fixture
 def eight_devices():
     """The forms of eight devices, on one."""
-    with traced_for(devices=8):
+    with tracing_for_place(devices=8):
         yield
 
 
@@ -49,7 +49,7 @@ def test_squares_are_not_lost_in_a_long_sum(eight_devices):
 def test_inner_products_of_long_sharded_rows():
     left, right = (jnp.asarray(RANDOM.normal(size=(2, 3, 2500)), jnp.float32) for _ in range(2))
     alone = norms.inner_products(left, right)
-    with traced_for(devices=8):
+    with tracing_for_place(devices=8):
         np.testing.assert_allclose(norms.inner_products(left, right), alone, rtol=1e-5, atol=1e-4)
 
 

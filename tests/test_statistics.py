@@ -22,7 +22,7 @@ from dpx.accounting.pure import PureDpEvent, PureLoss
 from dpx.ledgers.ledger import LedgerTerms
 from dpx.statistics import noise as noises
 from dpx.statistics import quantiles, released
-from dpx.statistics.noise import Effect, Noise
+from dpx.statistics.noise import Noise, UnitSensitivity
 from tests.problems import run_page
 
 KEYS = map(dpx.secret_key, itertools.count(1000))
@@ -46,7 +46,7 @@ def sums_of(function, data, monkeypatch):
     """The exact sums that a release adds noise to, and what it says that a unit moves."""
 
     def see(self, records, effect, size):
-        seen.append(Effect(*effect))
+        seen.append(UnitSensitivity(*effect))
         raise Seen
 
     def keep(records, sums, effect, *rest, **named):
@@ -117,7 +117,7 @@ def test_sums_do_not_depend_on_the_order_where_floats_do(monkeypatch):
 
 def law_of(scale):
     """The law of the program's Laplace noise: whole numbers, int64 (n,), and their exact probabilities."""
-    center, digits = noises.coins_of(scale)
+    center, digits = noises.laplace_coins(scale)
     size = {0: Fraction(1)}
     for j, digit in enumerate(digits):
         shown = Fraction(digit, 2**128)
@@ -171,17 +171,17 @@ def test_a_uniform_output_comes_from_one_number_in_2_to_the_40():
 
 
 def test_laplace_noise_pays_for_its_arithmetic():
-    noise = Noise.of_multiplier("laplace", 2.0, Effect(2.0**24, 2.0**23, 3))
+    noise = Noise.of_multiplier("laplace", 2.0, UnitSensitivity(2.0**24, 2.0**23, 3))
     assert 2.0**24 / noise.scale + 3 * 2.0**-39 <= 0.5 and noise.scale < 2.0**25 * (1 + 1e-10)
     with pytest.raises(ValueError, match=r"noise_multiplier must be below .* for Laplace noise"):
-        Noise.of_multiplier("laplace", 2.0**39, Effect(2.0, 2.0, 1))
+        Noise.of_multiplier("laplace", 2.0**39, UnitSensitivity(2.0, 2.0, 1))
 
 
 @pytest.mark.parametrize("deviation", [16.0, 1000.5, 3e6])
 def test_gaussian_noise_is_that_of_a_step(deviation):
     """Its bits are those of `dpx.keys.release` for the whole sums, where these fit."""
     sums = np.random.default_rng(1).integers(-(2**23), 2**23, size=16)
-    noise = Noise.of_multiplier("gaussian", deviation, Effect(1.0, 1.0, 1))
+    noise = Noise.of_multiplier("gaussian", deviation, UnitSensitivity(1.0, 1.0, 1))
     assert noise.scale >= deviation
     found = noise.release(KEY, sums, -(2**23), 2**23)
     assert (found.astype(np.float32) == dpx.keys.release(KEY, 0, sums.astype(np.float32), noise.scale)).all()
@@ -198,7 +198,7 @@ RUNS = 4096
 @pytest.mark.parametrize(("kind", "multiplier"), [("gaussian", 1.0), ("laplace", 1.0), ("laplace", 0.5)])
 def test_no_attack_beats_the_stated_epsilon(kind, multiplier):
     """And a strong one shows most of it."""
-    effect = Effect(1024.0, 1024.0, 1)
+    effect = UnitSensitivity(1024.0, 1024.0, 1)
     noise = Noise.of_multiplier(kind, multiplier, effect)
     worlds = [noise.release(next(KEYS), np.full(RUNS, total), 0, 2**20) for total in (4 * 1024, 5 * 1024)]
     deviation = {"gaussian": multiplier, "laplace": math.sqrt(2) * multiplier}[kind]
@@ -493,7 +493,7 @@ def test_other_sums_have_other_noise():
     own = [noises.key_of_query(KEY, "count", np.array([total])) for total in (5, 6)]
     zeros = np.zeros(16, np.int64)
     for kind in ("gaussian", "laplace"):
-        noise = Noise.of_multiplier(kind, 1.0, Effect(1024.0, 1024.0, 1))
+        noise = Noise.of_multiplier(kind, 1.0, UnitSensitivity(1024.0, 1024.0, 1))
         first, second = (noise.release(key, zeros, 0, 100) for key in own)
         assert (first != second).mean() > 0.5 and len({*first.tolist()}) > 8
     asked_otherwise = noises.key_of_query(KEY, "sum", np.array([5]))

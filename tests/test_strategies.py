@@ -9,7 +9,7 @@ from scipy import linalg, optimize
 
 from benchmarks import correlated_noise
 from dpx import strategies
-from dpx.papers.correlated_noise.workload import log_loss, objective, squared_errors
+from dpx.papers.correlated_noise.workload import log_workload_loss, objective, squared_errors
 from dpx.strategies import Strategy, Workload
 
 FAMILIES = {
@@ -209,13 +209,13 @@ def test_the_gradients_of_the_optimizer_are_exact(name, error):
     c = np.array([1, 0.6, -0.2, 0.3])
 
     def value(rest):
-        return log_loss(np.concatenate([[1], rest]), denominator, quadratic, 12)[0]
+        return log_workload_loss(np.concatenate([[1], rest]), denominator, quadratic, 12)[0]
 
     errors = squared_errors(Strategy(coefficients=c), WORKLOADS[name], 12)
     expected = math.log(c @ c) + math.log(errors.mean() if error == "mean" else errors.max())
     assert value(c[1:]) == pytest.approx(expected + math.log(1 if name != "constant" else 0.3**-2))
     numeric = optimize.approx_fprime(c[1:], value, 1e-7)
-    assert log_loss(c, denominator, quadratic, 12)[1] == pytest.approx(numeric, abs=1e-5)
+    assert log_workload_loss(c, denominator, quadratic, 12)[1] == pytest.approx(numeric, abs=1e-5)
 
 
 def test_the_optimized_strategy_is_an_optimum():

@@ -93,7 +93,7 @@ def test_the_budget_is_kept():
         most = bounds.most_float32_rows(devices)
         assert most % devices == 0 and most >= 192
         for rows in range(1, most + 1):
-            blocks = bounds.blocks_for(rows, devices)
+            blocks = bounds.count_blocks(rows, devices)
             each = math.ceil(rows / blocks)
             assert each <= MOST_ROWS and bounds.rounding_share(each, blocks) <= ETA - RESERVE
     assert bounds.rounding_share(2, 1) == pytest.approx(2 * 2.0**-24 * (math.sqrt(2 * (3**2 + 3**2)) + 2), rel=1e-3)
@@ -101,7 +101,7 @@ def test_the_budget_is_kept():
         bounds.rounding_share(2, 3) + 2 * 2.0**-24 * (6 * 2 + 12 * 9), rel=1e-3
     )
     assert bounds.rounding_share(1, 2) == pytest.approx(2 * 2.0**-24 * (2 + 2 + 2), rel=1e-3)
-    assert [bounds.blocks_for(rows, 1) for rows in (1, 64, 96, 128, 256, 257, 500, 512)] == [1, 1, 1, 2, 4, 3, 6, 8]
+    assert [bounds.count_blocks(rows, 1) for rows in (1, 64, 96, 128, 256, 257, 500, 512)] == [1, 1, 1, 2, 4, 3, 6, 8]
 
 
 def depths(tree) -> list[int]:
@@ -121,7 +121,7 @@ def trees(leaves: int):
 def test_a_chain_rounds_most(rows):
     for more in (0, 2):
         worst = max(sum((depth + more) ** 2 for depth in depths(tree)) for tree in trees(rows))
-        assert bounds.chain_error(rows, more) == pytest.approx(math.sqrt(rows * worst))
+        assert bounds.error_of_chained_sum(rows, more) == pytest.approx(math.sqrt(rows * worst))
 
 
 def test_two_numbers_hold_a_long_sum():
@@ -219,7 +219,7 @@ def test_a_null_leaves_the_other_blocks_as_they_are():
         (total,), _ = sum_contributions(made, grads, made.init(params), included)
         return total.high
 
-    assert bounds.blocks_for(192, 1) == 2
+    assert bounds.count_blocks(192, 1) == 2
     first = np.arange(192) < 96
     without = first.copy()
     without[5] = False
@@ -349,5 +349,5 @@ def test_eta_is_printed():
         return jnp.sum(params * x)
 
     assert "by eta = 0.000999 of the clip norm" in str(dpx.explain_norms(loss, made, params, batch))
-    checked = plan_findings.find_epsilon(made, 100, 1e-5)
+    checked = plan_findings.find_epsilon_of_run(made, 100, 1e-5)
     assert "rounding by eta = 0.000999 included" in checked.words and checked.numbers["eta"] == ETA

@@ -13,7 +13,7 @@ from flax import nnx
 
 import dpx
 from dpx.coordinates import random_freeze, standardized, trainable
-from dpx.guards import trained_leaves
+from dpx.guards import trained_mask
 
 SAMPLING = dpx.PoissonSampling(examples=100, batch_size=4)
 KEY = jax.random.key(5)
@@ -94,7 +94,7 @@ def test_the_transforms_do_to_the_trained_what_they_do_alone(promoting):
 def test_masks_of_a_step_do_not_stop_decay():
     """As the docstring of `chain` says; and without a frozen parameter, the state is that of optax.chain."""
     mechanism = dpx.in_coordinates(dp_sgd(noise_multiplier=0.0), FREEZE)
-    assert all(jax.tree.leaves(trained_leaves(mechanism, params())))
+    assert all(jax.tree.leaves(trained_mask(mechanism, params())))
     optimizer = dpx.chain(mechanism, optax.add_decayed_weights(0.1), optax.scale(-1.0))
     after, state = run(optimizer, params(), steps=1)
     assert all((leaf != 1).all() for leaf in jax.tree.leaves(after))
@@ -128,7 +128,7 @@ def test_every_container(container, promoting):
     tree = CONTAINERS[container](jnp.ones(2), jnp.ones(3))
     for mask in (CONTAINERS[container](False, True), in_path):
         mechanism = dpx.in_coordinates(dp_sgd(), trainable(mask=mask))
-        assert jax.tree.leaves(trained_leaves(mechanism, tree)) == [False, True]
+        assert jax.tree.leaves(trained_mask(mechanism, tree)) == [False, True]
     optimizer = dpx.chain(mechanism, optax.add_decayed_weights(0.5))
     kernel, lora = jax.tree.leaves(run(optimizer, tree, steps=1)[0])
     assert (kernel == 1).all() and (lora != 1).all()

@@ -25,7 +25,7 @@ import dpx
 from dpx import keys, tuning
 from dpx.accounting import best_of, event_epsilon, renyi, selection
 from dpx.accounting.pld.losses import SampledGaussian
-from dpx.accounting.selection import SHAPES, BestOf, draw_trials, log_inverse_gamma
+from dpx.accounting.selection import SHAPES, BestOf, draw_trial_count, log_inverse_gamma_of_trials
 from dpx.states.record import with_plan
 
 PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "tuning.md").read_text()
@@ -38,7 +38,7 @@ def slope_of(distribution, mean):
     """z -> E K z^(K - 1), the derivative of the generating function, and P(K = 1), in closed form."""
     if distribution == "poisson":
         return lambda z: mean * np.exp(mean * (z - 1)), mean * math.exp(-mean)
-    gamma = math.exp(-log_inverse_gamma(mean, SHAPES[distribution]))
+    gamma = math.exp(-log_inverse_gamma_of_trials(mean, SHAPES[distribution]))
     if distribution == "geometric":
         return lambda z: gamma / (1 - (1 - gamma) * z) ** 2, gamma
     return lambda z: (gamma - 1) / math.log(gamma) / (1 - (1 - gamma) * z), (gamma - 1) / math.log(gamma)
@@ -102,13 +102,13 @@ def test_the_number_of_trials_has_its_distribution(distribution):
     """False alarms: below 1e-4. A number that is off by one moves the mean by many deviations."""
     mean, draws = 2.0, 300
     found = np.array(
-        [draw_trials(key, mean, SHAPES[distribution]) for key in jax.random.split(jax.random.key(5), draws)]
+        [draw_trial_count(key, mean, SHAPES[distribution]) for key in jax.random.split(jax.random.key(5), draws)]
     )
     slope, once = slope_of(distribution, mean)
     assert slope(1.0) == pytest.approx(mean, rel=1e-9)
     assert abs(found.mean() - mean) < 4 * found.std() / math.sqrt(draws)
     assert abs((found == 1).mean() - once) < 4 * math.sqrt(once * (1 - once) / draws)
-    assert found.min() == (0 if distribution == "poisson" else 1) and draw_trials(jax.random.key(0), 1.0, 0.0) == 1
+    assert found.min() == (0 if distribution == "poisson" else 1) and draw_trial_count(jax.random.key(0), 1.0, 0.0) == 1
 
 
 def test_a_trial_costs_as_much_as_the_worst_configuration():
@@ -120,7 +120,7 @@ def test_a_trial_costs_as_much_as_the_worst_configuration():
     assert crossing.epsilon(delta=1e-5) >= max(
         best_of(each, **PUBLIC).epsilon(delta=1e-5) for each in (GaussianDpEvent(4.0), MNIST)
     )
-    assert together.covers(events[1]) and not best_of(events[0], **PUBLIC).covers(events[1])
+    assert together.allows_trial(events[1]) and not best_of(events[0], **PUBLIC).covers(events[1])
 
 
 @pytest.mark.usefixtures("exact_noise")
@@ -148,8 +148,8 @@ def test_the_winner_of_gaussian_trials_costs_what_is_published(rho, mean, shape)
     """Corollary 4 of the paper, at the best of many orders; rho <= ln(1/gamma)."""
     beyond = np.linspace(0, 40, 20_001)
     tilts = math.sqrt(math.log(mean) / rho) * (1 + beyond**2)
-    root = math.sqrt(rho * log_inverse_gamma(mean, shape))
-    log_gamma = log_inverse_gamma(mean, shape)
+    root = math.sqrt(rho * log_inverse_gamma_of_trials(mean, shape))
+    log_gamma = log_inverse_gamma_of_trials(mean, shape)
     constant = (1 + shape) * (2 * root - rho if rho <= log_gamma else log_gamma)
     grown = rho * (tilts + 1) + math.log(mean) / tilts
     exact = np.min(grown + constant + np.log1p(-1 / (tilts + 1)) - np.log(1e-5 * (tilts + 1)) / tilts)
@@ -249,7 +249,7 @@ def test_the_number_of_trials_and_the_configurations_come_from_the_key():
         found = search(seed)
         counts.append(len(search.trials))
         drawn += search.drawn()
-        assert counts[-1] == draw_trials(dpx.keys.stream(jax.random.key(seed), "number of trials"), 6, 0)
+        assert counts[-1] == draw_trial_count(dpx.keys.stream(jax.random.key(seed), "number of trials"), 6, 0)
         assert float(found.params["rate"]) == found.configuration["rate"] == found.score == max(search.drawn())
         noise = {bits(trial.optimizer.key) for trial in search.trials} | {bits(jax.random.key(seed))}
         assert len(noise | {bits(trial.key) for trial in search.trials}) == 2 * counts[-1] + 1
@@ -408,7 +408,7 @@ def test_trials_of_one_key_are_refused():
 def test_the_budget_of_a_score_pays_for_no_steps():
     made = mechanism({}, jax.random.key(0))
     bill = best_of((made, 20), trials=3, score_on=GaussianDpEvent(0.1))
-    assert bill.covers(made.event(20)) and not bill.covers(made.event(21))
+    assert bill.allows_trial(made.event(20)) and not bill.covers(made.event(21))
 
 
 def with_noise(configuration, key, *, noise_multiplier):
@@ -553,7 +553,7 @@ def test_the_prices_on_the_page():
             bill = best_of(MNIST, trials=float(mean), score_on="public", distribution=distribution)
             price, most = cell.split(", ")
             assert bill.epsilon(delta=1e-5) == pytest.approx(float(price), abs=5.1e-3)
-            gamma = math.exp(-log_inverse_gamma(float(mean), min(SHAPES[distribution], 1)))
+            gamma = math.exp(-log_inverse_gamma_of_trials(float(mean), min(SHAPES[distribution], 1)))
             laws = {"logarithmic": stats.logser(1 - gamma), "geometric": stats.geom(gamma)}
             assert laws.get(distribution, stats.poisson(float(mean))).ppf(0.99) == float(most)
 

@@ -11,7 +11,7 @@ from dpx.gradients.ghost.plan import GhostPlan
 from dpx.gradients.microbatch_size import choose_microbatches
 from dpx.sums.float_pair import FloatPair
 from dpx.xla.jaxprs import equations
-from dpx.xla.place import Place, traced_for
+from dpx.xla.place import Place, tracing_for_place
 from tests import test_ghost_scans
 from tests.ghost import QUICK, assert_same, key, mechanism, noiseless, normal
 from tests.test_ghost import two_factors
@@ -112,7 +112,7 @@ def test_the_memory_decides_how_many_passes_there_are():
     assert chosen(1, backward_passes=1).passes == 1 and chosen(None, backward_passes=2).passes == 2
     said = "two backward passes: one pass over one example would not fit in half of the device's memory"
     expected = step(layers, PARAMS)(PARAMS, ROWS)
-    with traced_for(memory=smallest):
+    with tracing_for_place(memory=smallest):
         assert said in str(dpx.explain_norms(layers, mechanism(), PARAMS, dpx.Batch(ROWS, None), norms="ghost"))
         assert_same(step(layers, PARAMS)(PARAMS, ROWS).updates, expected.updates)
         assert [stacked(passes, microbatch_size=BATCH) for passes in (None, 2, 1)] == [2, 2, KEPT]
@@ -122,7 +122,7 @@ def test_one_pass_where_two_would_save_nothing():
     """A mask of the mechanism needs the layers' records."""
     masked = dpx.coordinates.random_freeze(freeze_rate=0.4, every=1, key=key(3))
     made = dpx.in_coordinates(mechanism(), masked)
-    with traced_for(memory=1):
+    with tracing_for_place(memory=1):
         said = dpx.explain_norms(layers, made, PARAMS, dpx.Batch(ROWS, None), norms="ghost")
     assert said.microbatches.startswith("microbatches of 1") and not said.backward_passes
 
@@ -180,7 +180,7 @@ def sums_after(norms, inputs=INPUTS):
     (part,) = choices
     given = {part: jnp.broadcast_to(norms, (LAYERS, BATCH))}
     factors = {part[0]: [jnp.ones(BATCH)]}
-    tap = hooks.sum_hooks(plan, {equation: choices}, leaves, given, factors)[equation]
+    tap = hooks.make_sum_hooks(plan, {equation: choices}, leaves, given, factors)[equation]
     of_one = jax.tree.map(lambda x: x[0], tap.given)
 
     def of(row):

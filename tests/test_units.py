@@ -21,15 +21,15 @@ from dpx.sums.clipped_sum import sum_in_blocks
 from dpx.sums.float_pair import ETA, MOST_ROWS, RESERVE, UNIT
 from dpx.xla import matrix_units
 from dpx.xla.jaxprs import equations
-from dpx.xla.matrix_units import BFLOAT16, FLOAT32, FUSED, OF_A_TPU, TF32, Unit
-from dpx.xla.place import Place, current_place, full_precision, traced_for
+from dpx.xla.matrix_units import BFLOAT16, FLOAT32, FUSED, OF_A_TPU, TF32, MatrixUnit
+from dpx.xla.place import Place, current_place, full_precision, tracing_for_place
 from dpx.xla.unfilled_stacks import stacking_unfilled
 from tests.ghost import QUICK, mechanism
 from tests.test_ghost_zoo import ZOO
 
 UNITS = {"float32": FLOAT32, "tf32": TF32, "bfloat16": BFLOAT16, "tpu": OF_A_TPU}
 ADDERS = {"fused": FUSED, "tpu": OF_A_TPU.adders[0]} | {
-    name: matrix_units.tensor_core(*core) for name, core in CORES.items()
+    name: matrix_units.tensor_core_adder(*core) for name, core in CORES.items()
 }
 EXTRA = {name: extra for name, (_, extra) in CORES.items()}
 
@@ -63,7 +63,7 @@ def test_a_hostile_adder_moves_a_block_nearly_as_far_as_is_proved(name, rows):
     without = terms * (1 - np.eye(rows))  # in coordinate k, the row has place k
     moved = hostile_sum(name, terms, lower=False) - hostile_sum(name, without, lower=True)
     found = np.linalg.norm(moved - np.diag(terms)) / (2 * UNIT)
-    proved = bounds.block_error(rows, Unit(7, None, (adder,)))
+    proved = bounds.block_error(rows, MatrixUnit(7, None, (adder,)))
     assert found < proved
     assert rows < MOST_ROWS or found > (0.75 if name == "H100, bfloat16" else 0.8) * proved  # that adds all in 6 steps
 
@@ -111,9 +111,9 @@ def test_the_budget_is_kept_by_every_unit(name):
     longest = max(rows for rows in range(1, MOST_ROWS + 1) if bounds.may_add_in_float32(rows, unit=unit))
     assert longest == {"tpu": 58}.get(name, MOST_ROWS)
     for rows in (1, 57, 64, 128, 200, 256):  # small sums have equal blocks, where a loop would take longer
-        few, equal = (bounds.blocks_for(rows, 1, unit, more) for more in (1.5, 2.0))
+        few, equal = (bounds.count_blocks(rows, 1, unit, more) for more in (1.5, 2.0))
         assert few <= equal <= 2 * few and bounds.may_add_in_float32(math.ceil(rows / equal), equal, unit=unit)
-    assert bounds.blocks_for(256, 1, unit, 2.0) == (8 if name == "tpu" else 4)
+    assert bounds.count_blocks(256, 1, unit, 2.0) == (8 if name == "tpu" else 4)
     if name != "tpu":  # no other blocks than a CPU's
         assert bounds.block_error(MOST_ROWS, unit) == bounds.block_error(MOST_ROWS, FLOAT32)
 
@@ -175,8 +175,8 @@ def test_the_unit_follows_the_platform_and_the_precision_of_jax():
 
 def test_sizes_are_powers_of_two_where_a_unit_rounds():
     x = jnp.stack([jnp.asarray(HOSTILE[:7]), *(jnp.full(7, each) for each in (0.75, 0, jnp.nan, 3e38))])
-    with traced_for(platform="tpu"):
-        units_of_x, sizes = jax.jit(ghost_norms.split_by_size)(x)
+    with tracing_for_place(platform="tpu"):
+        units_of_x, sizes = jax.jit(ghost_norms.split_off_scale)(x)
     mantissas = np.frexp(np.asarray(sizes))[0]
     assert list(mantissas[:2]) == [0.5, 0.5] and list(sizes[2:3]) == [0]
     assert np.isnan(sizes[3]) and np.isinf(sizes[4])
@@ -193,7 +193,7 @@ def on_a_tpu():
             operands = [jax.lax.reduce_precision(operand, 8, 7) for operand in operands]
         return product(*operands, precision=precision, **params)
 
-    with mock.patch.object(jax.lax.dot_general_p, "bind", rounded), traced_for(platform="tpu"):
+    with mock.patch.object(jax.lax.dot_general_p, "bind", rounded), tracing_for_place(platform="tpu"):
         yield
 
 
@@ -265,7 +265,7 @@ def test_a_tpu_adds_rows_and_squares_in_parts(shape):
     data = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     factors = np.random.default_rng(1).uniform(0.5, 1, len(data)).astype(np.float32)
     exact, factors[-1], data[-1] = data.astype(np.float64), 0, np.nan
-    with traced_for(platform="tpu"):
+    with tracing_for_place(platform="tpu"):
         assert len(sums._parts_of_rows(factors, data)) == (math.gcd(len(data), 16) if len(data) > 8 else 1)
         total = jax.jit(sums.weighted_sum)(factors, data)
         of_rows = jax.jit(jax.vmap(lambda x: norms.norm([x])))(exact.astype(np.float32))
@@ -274,7 +274,7 @@ def test_a_tpu_adds_rows_and_squares_in_parts(shape):
     np.testing.assert_allclose(total, np.tensordot(factors, exact, 1), rtol=0, atol=1e-5)
     for found, scale in ((of_rows, 1), (of_scaled, 3)):
         assert np.all(scale * sizes <= found) and np.all(found <= scale * sizes * (1 + 2.0**-14))
-    with traced_for(platform="cpu"):
+    with tracing_for_place(platform="cpu"):
         assert len(sums._parts_of_rows(factors, data)) == norms._number_of_parts(shape) == 1
 
 
@@ -305,7 +305,7 @@ def test_gram_norms_of_a_tpu_count_what_is_lost(sizes, width):
     a, b = (rng.choice([-1.5, -1, 1, 1.5], (1, 6, width)).astype(np.float32) * np.float32(2.0**size) for size in sizes)
     true = np.linalg.norm(np.einsum("kti,kto->kio", *(x.astype(np.float64) for x in (a, b))))
     sharing = algorithms.Sharing((algorithms.UseGroup((0,), (1, 6, width, width), False),), {})
-    with traced_for(platform="tpu"):
+    with tracing_for_place(platform="tpu"):
         of_one = jax.jit(ghost_norms.gram_norm)(a, b)
         of_uses = jax.jit(lambda *sides: algorithms._norm_of_uses(sharing, [sides], [6]))(a, b)
     for norm in (of_one, of_uses):
@@ -316,7 +316,7 @@ def test_gram_norms_of_a_tpu_count_what_is_lost(sizes, width):
 def test_gram_norms_of_a_tpu_are_not_finite_beyond_their_range(sizes):
     a, b = (np.ones((1, 6, 4), np.float32) for _ in sizes)
     a[0, 3], b[0, 3] = sizes
-    with traced_for(platform="tpu"):
+    with tracing_for_place(platform="tpu"):
         assert not jax.jit(ghost_norms.gram_norm)(a, b) <= sums.LARGEST
 
 
@@ -340,7 +340,7 @@ def products_of(platform: str, name: str) -> list[str]:
 def test_a_cpu_rounds_nothing():
     lines = products_of("cpu", "transformer")
     assert not any("reduce_precision" in line or "algorithm" in line for line in lines)
-    with traced_for(platform="cpu"):
+    with tracing_for_place(platform="cpu"):
         assert current_place().unit == FLOAT32 and math.isclose(FLOAT32.rounding_factor, 1)
 
 
@@ -371,7 +371,7 @@ def test_a_scan_on_a_tpu_stacks_gradients_that_are_kept_in_place_of_records(plat
     params, rows = jnp.zeros((3, 16, 16)), jax.ShapeDtypeStruct((8, 64, 16), jnp.float32)
     made = mechanism()
     step = dpx.private_updates(tanh_layers, made, norms="ghost", platform=platform)
-    with traced_for(devices=devices):
+    with tracing_for_place(devices=devices):
         traced = jax.make_jaxpr(step)(params, dpx.Batch(rows, None), jax.eval_shape(made.init, params))
     program = list(equations(traced.jaxpr))
     stacked = [v.aval for one in program if one.primitive.name in ("scan", "while") for v in one.outvars]
@@ -418,13 +418,13 @@ def test_few_blocks_are_made_at_once_where_a_turn_of_a_loop_takes_longer(platfor
     def summed(rows):
         return sum_in_blocks(lambda some: jnp.sum(some, 0), rows, numbers, current_place().unit)
 
-    with traced_for(platform=platform, devices=1):
+    with tracing_for_place(platform=platform, devices=1):
         program = jax.make_jaxpr(summed)(jax.ShapeDtypeStruct((512, 3), jnp.float32))
     assert len([each for each in equations(program.jaxpr) if each.primitive.name in ("scan", "while")]) == loops
 
 
 def test_programs_that_are_compared_have_float32_products():
-    with traced_for(platform="cuda", devices=1):
+    with tracing_for_place(platform="cuda", devices=1):
         assert current_place().unit == TF32
         with full_precision():
             assert current_place().unit == FLOAT32

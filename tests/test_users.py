@@ -72,7 +72,8 @@ def test_a_batch_holds_users_and_the_bill_counts_them():
 
 def test_a_check_counts_users():
     found = [
-        plan_findings.find_data_length(dpx.UserData(DATA, OWNERS), dpx.FullBatch(examples=n)).severity for n in (3, 7)
+        plan_findings.find_length_mismatch(dpx.UserData(DATA, OWNERS), dpx.FullBatch(examples=n)).severity
+        for n in (3, 7)
     ]
     assert found == ["ok", "error"]
 

@@ -4,7 +4,7 @@ A bill is proved for normals G of real numbers. A program has g~ instead, and re
 k = floor(y + R g~ + 1/2) on a public grid, where R in [16, 32) is one standard deviation. A pair of normals is
 G = r (cos u, sin u) with r = sqrt(-2 ln p), p and u uniform. The sampler's proof (`dpx/keys`) gives
 
-(1) coins of which |g~ - G| <= error(p) (`NormalSampler`) in both coordinates, the rounding of R g~ + 1/2 included;
+(1) coins of which |g~ - G| <= error(p) (`NormalSamplerError`) in both coordinates, the rounding of R g~ + 1/2 included;
 (2) no g~ with an r below 12 where p is so small that error(p) exceeds 1e-3,
 (3) independent pairs, unless two pairs of one release have a p below 2^-64, which the data do not decide.
 
@@ -73,7 +73,7 @@ import numpy as np
 
 from dpx.accounting.profiles import Profile
 from dpx.keys import integer_normals
-from dpx.keys.noise import LARGEST_RELEASE, pairs_of
+from dpx.keys.noise import LARGEST_RELEASE, count_pairs
 from dpx.keys.normals import EVALUATION
 from dpx.xla.place import current_place
 
@@ -91,7 +91,7 @@ _LARGEST_EPSILON, _USUAL_EPSILON, _LARGEST_UNKNOWN = 1e9, 4.0, 600.0
 
 
 @dataclass(frozen=True)
-class NormalSampler:
+class NormalSamplerError:
     """A sampler of pairs of normals, in standard deviations.
 
     evaluation, slope: the evaluation of a pair moves it by at most evaluation + slope r, floats; with 64 bits, the
@@ -106,7 +106,7 @@ class NormalSampler:
         (32, 2.0**-93, 2.0**-37),
         (64, 2.0**-125, 2.0**-37),
     )
-    pairs: int = pairs_of(LARGEST_RELEASE)
+    pairs: int = count_pairs(LARGEST_RELEASE)
 
     def error(self, p: np.ndarray) -> np.ndarray:
         """The most that a normal is from the exact one, for p < e^(-1/2); float64, as p."""
@@ -128,31 +128,33 @@ class NormalSampler:
         return _SHARE_OF_FRAME * np.maximum.accumulate(errors)
 
 
-NORMALS = NormalSampler()
+NORMALS = NormalSamplerError()
 # Those of a TPU. Where p has 64 digits, they round it down.
-INTEGERS = NormalSampler(
+INTEGERS = NormalSamplerError(
     integer_normals.EVALUATION, integer_normals.SLOPE, ((0, 2.0**-64, 2.0**-65), *NORMALS.digits[1:])
 )
 
 
-def normal_sampler(numbers: int | NormalSampler, in_integers: bool = False) -> NormalSampler:
-    """The sampler whose cost a release of `numbers` numbers has. A `NormalSampler` is returned as it is.
+def normal_sampler(numbers: int | NormalSamplerError, in_integers: bool = False) -> NormalSamplerError:
+    """The sampler whose cost a release of `numbers` numbers has. A `NormalSamplerError` is returned as it is.
 
     in_integers: whether a TPU drew them. Where programs are traced for a TPU (`dpx.xla.place.current_place`), one
     always does.
     """
-    if isinstance(numbers, NormalSampler):
+    if isinstance(numbers, NormalSamplerError):
         return numbers
-    return replace(INTEGERS if in_integers or current_place().platform == "tpu" else NORMALS, pairs=pairs_of(numbers))
+    return replace(
+        INTEGERS if in_integers or current_place().platform == "tpu" else NORMALS, pairs=count_pairs(numbers)
+    )
 
 
-def worst_sampler(each: Iterable[int | NormalSampler]) -> NormalSampler:
+def worst_sampler(each: Iterable[int | NormalSamplerError]) -> NormalSamplerError:
     """A sampler that costs at least as much as each of these."""
     found = [normal_sampler(one) for one in each]
     return replace(max(found, key=lambda one: one.evaluation), pairs=max(one.pairs for one in found))
 
 
-class ArithmeticCost(NamedTuple):
+class FinitePrecisionCost(NamedTuple):
     """What the arithmetic of some releases adds, floats.
 
     tail: t of the theorem. loss: a1, and a2 at epsilon 0; slope: of a2 in epsilon. radius: r0. releases: their expected
@@ -179,19 +181,21 @@ class ArithmeticCost(NamedTuple):
         far = self.tail * math.exp(min(exact + self.loss + self.slope * exact, 700.0))
         if shift <= min(self.radius, _RARE_RADIUS) - _FARTHEST:
             moved = math.exp(-((self.radius - shift) ** 2) / 2)
-            rare = _RARE * self.pairs * self._share(_RARE_RADIUS, shift) + math.exp(-((_RARE_RADIUS - shift) ** 2) / 2)
+            rare = _RARE * self.pairs * self._delta_beyond_radius(_RARE_RADIUS, shift) + math.exp(
+                -((_RARE_RADIUS - shift) ** 2) / 2
+            )
             of_releases = self.releases * (moved + rare**2 / 2)
-            far = min(far, 2 * (self.tail * self._share(self.radius, shift) + of_releases))
+            far = min(far, 2 * (self.tail * self._delta_beyond_radius(self.radius, shift) + of_releases))
         return min(1.0, self.tail + own + math.exp(self.loss) * (delta + far + own))
 
-    def _share(self, radius: float, shift: float) -> float:
+    def _delta_beyond_radius(self, radius: float, shift: float) -> float:
         """By how much a shift makes pairs beyond a radius more likely, those whose part of it is small."""
         return 1 + 4.8 * radius * shift / math.sqrt(self.pairs)
 
 
-def arithmetic_cost(
-    releases: int, mean: float, delta: float = _USUAL_DELTA, normals: NormalSampler = NORMALS
-) -> ArithmeticCost:
+def finite_precision_cost(
+    releases: int, mean: float, delta: float = _USUAL_DELTA, normals: NormalSamplerError = NORMALS
+) -> FinitePrecisionCost:
     """What the arithmetic of so many releases adds. It holds at any delta, and is the least near the given one.
 
     releases, mean: how many are made at most, and their expected number.
@@ -200,10 +204,10 @@ def arithmetic_cost(
 
 
 @functools.lru_cache(4096)
-def _best_lemma_2(releases: int, mean: float, bits: int, normals: NormalSampler) -> ArithmeticCost:
+def _best_lemma_2(releases: int, mean: float, bits: int, normals: NormalSamplerError) -> FinitePrecisionCost:
     """The best p0 and the best x of Lemma 2, if a delta of t is worth an epsilon of t 2^bits."""
     if not releases or not normals.pairs:
-        return ArithmeticCost(0.0, 0.0, 0.0, 0.0, 0.0, 1)
+        return FinitePrecisionCost(0.0, 0.0, 0.0, 0.0, 0.0, 1)
     pairs = float(releases) * normals.pairs
     change = normals.changes()
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -222,11 +226,11 @@ def _best_lemma_2(releases: int, mean: float, bits: int, normals: NormalSampler)
     radius = math.sqrt(2 * math.log(2) * (int(column) + 1))
     slope = 1 / (float(exponents[row, 0]) - 1)
     if not math.isfinite(worth[row, column]):
-        return ArithmeticCost(1.0, math.inf, slope, radius, mean, normals.pairs)
-    return ArithmeticCost(float(tail[column]), float(loss[row, column]), slope, radius, mean, normals.pairs)
+        return FinitePrecisionCost(1.0, math.inf, slope, radius, mean, normals.pairs)
+    return FinitePrecisionCost(float(tail[column]), float(loss[row, column]), slope, radius, mean, normals.pairs)
 
 
-class EpsilonParts(NamedTuple):
+class EpsilonWithRounding(NamedTuple):
     """An epsilon at some delta, and what the arithmetic has added to the epsilon and to the delta: floats."""
 
     epsilon: float
@@ -246,36 +250,39 @@ class RunProfile:
     releases: int
     mean: float
     shift: float = math.inf
-    normal_sampler: NormalSampler = NORMALS
+    normal_sampler: NormalSamplerError = NORMALS
 
     def epsilon(self, delta: float) -> float:
         return self.answer(delta).epsilon
 
-    def answer(self, delta: float) -> EpsilonParts:
+    def answer(self, delta: float) -> EpsilonWithRounding:
         """Epsilon at `delta`, and its parts."""
-        return min((self._answer(delta, normals) for normals in self._enough()), key=lambda answer: answer.epsilon)
+        return min(
+            (self._answer_with_rounding(delta, normals) for normals in self._sufficient_numbers()),
+            key=lambda answer: answer.epsilon,
+        )
 
-    def _enough(self) -> tuple[NormalSampler, ...]:
+    def _sufficient_numbers(self) -> tuple[NormalSamplerError, ...]:
         """The numbers of a release, and the most, whose bound holds for fewer too.
 
         The least bound of both is never above that of the most, which is what a budget's noise is found for.
         """
-        most = replace(self.normal_sampler, pairs=pairs_of(LARGEST_RELEASE))
+        most = replace(self.normal_sampler, pairs=count_pairs(LARGEST_RELEASE))
         return (self.normal_sampler, most) if 0 < self.normal_sampler.pairs < most.pairs else (self.normal_sampler,)
 
-    def _answer(self, delta: float, normals: NormalSampler) -> EpsilonParts:
+    def _answer_with_rounding(self, delta: float, normals: NormalSamplerError) -> EpsilonWithRounding:
         """Where `far` depends on epsilon, bounds of it are tried."""
         for bound in self._bounds(delta):
             worth = delta * math.exp(-bound) if bound < _LARGEST_EPSILON else delta
-            added = arithmetic_cost(self.releases, self.mean, worth, normals)
+            added = finite_precision_cost(self.releases, self.mean, worth, normals)
             spare = delta - added.delta(bound, 0.0, self.shift)
             exact = self.exact.epsilon(spare * math.exp(-added.loss)) if spare > 0 else math.inf
             if exact == 0 and self.delta(0.0) <= delta:
-                return EpsilonParts(0.0, 0.0, 0.0)
+                return EpsilonWithRounding(0.0, 0.0, 0.0)
             if exact <= bound:
                 more = added.epsilon(exact)
-                return EpsilonParts(exact + more, more, added.delta(exact, 0.0, self.shift))
-        return EpsilonParts(math.inf, math.inf, 1.0)
+                return EpsilonWithRounding(exact + more, more, added.delta(exact, 0.0, self.shift))
+        return EpsilonWithRounding(math.inf, math.inf, 1.0)
 
     def least_delta(self, delta: float) -> float | None:
         """About the least delta of which the run has an epsilon, if it has none at `delta` because of its arithmetic.
@@ -295,11 +302,11 @@ class RunProfile:
         yield min(self.exact.epsilon(delta / 2), _LARGEST_UNKNOWN)
 
     def delta(self, epsilon: float) -> float:
-        return min(self._delta(epsilon, normals) for normals in self._enough())
+        return min(self._delta(epsilon, normals) for normals in self._sufficient_numbers())
 
-    def _delta(self, epsilon: float, normals: NormalSampler) -> float:
+    def _delta(self, epsilon: float, normals: NormalSamplerError) -> float:
         grown = min(epsilon, _LARGEST_UNKNOWN) if math.isinf(self.shift) else 0.0
-        added = arithmetic_cost(self.releases, self.mean, _USUAL_DELTA * math.exp(-grown), normals)
+        added = finite_precision_cost(self.releases, self.mean, _USUAL_DELTA * math.exp(-grown), normals)
         exact = (epsilon - 2 * added.loss) / (1 + added.slope)
         if exact >= 0:
             return added.delta(exact, self.exact.delta(exact), self.shift)

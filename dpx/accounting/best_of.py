@@ -10,7 +10,7 @@ from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dpx.accounting import renyi
 from dpx.accounting.arithmetic import worst_sampler
 from dpx.accounting.checks import Relation, require_relation
-from dpx.accounting.compose import Composition, common_records, require_one_unit
+from dpx.accounting.compose import Composition, records_per_common_unit, require_one_unit
 from dpx.accounting.ledger import from_event
 from dpx.accounting.loss import as_hashable
 from dpx.accounting.run_cost import RunCost, cost_of_run
@@ -37,7 +37,7 @@ class Selection(Composition):
     configurations: int
     score: str
 
-    def covers(self, event: DpEvent) -> bool:
+    def allows_trial(self, event: DpEvent) -> bool:
         """Whether a run of this event could be one of the trials: it costs at most as much, at every Renyi order."""
         bound, one = (trial_loss(from_event(each), self.relation).renyi(renyi.ORDERS) for each in (self.trial, event))
         return bool((one <= bound * (1 + 1e-9)).all())
@@ -82,7 +82,7 @@ def best_of(
     trials = require_number("trials", trials, minimum=1)
     if distribution not in SHAPES:
         raise ValueError(f"distribution must be one of {tuple(SHAPES)}, got {described(distribution)}")
-    records = common_records(candidates, records)
+    records = records_per_common_unit(candidates, records)
     score = _score_event(score_on, records)
     if not candidates:
         raise ValueError("best_of needs at least one (mechanism, steps or state) or event, got none")

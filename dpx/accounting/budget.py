@@ -60,7 +60,7 @@ class Budget:
         checks.require_accountant(self.accountant)
         require_whole("records", self.records)
         require_bool("public_stop", self.public_stop)
-        checks.require_numbers(1 if self.numbers is None else self.numbers)
+        checks.numbers_per_release(1 if self.numbers is None else self.numbers)
         if (self.steps is None) == (self.epochs is None):
             given = f"{described(self.steps)} and {described(self.epochs)}"
             raise ValueError(f"a dpx.Budget must have exactly one of steps and epochs, got {given}")

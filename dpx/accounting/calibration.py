@@ -10,7 +10,7 @@ import numpy as np
 
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.events import reachable_epsilon
+from dpx.accounting.events import require_reachable_epsilon
 from dpx.accounting.ledger import DISTINCT, FEW
 from dpx.accounting.pld.buckets import BUCKETS, Buckets, bucketed_gaussians
 from dpx.accounting.run_cost import cost_of_run, require_billable
@@ -67,7 +67,7 @@ def calibrate(
     def cost(noise_multiplier: float, distinct: int = DISTINCT, **options: Any) -> float:
         given: Any = {"records": records, "numbers": numbers, "distinct": distinct}
         profile = cost_of_run(make(noise_multiplier), steps, relation, **given).profile(accountant, **options)
-        costs[noise_multiplier] = reachable_epsilon(profile, epsilon, delta)
+        costs[noise_multiplier] = require_reachable_epsilon(profile, epsilon, delta)
         return costs[noise_multiplier]
 
     def rough(noise_multiplier: float) -> float:
@@ -81,11 +81,11 @@ def calibrate(
         near, far = rough(start), rough(1.05 * start)
         power = math.log(near / far) / math.log(1.05) if 0 < far < near < math.inf else 1.0
         found = _least_noise_near(cost, epsilon, tolerance, start, power)
-    _warn_of_a_jump(epsilon, found, costs)
+    _warn_of_unused_budget(epsilon, found, costs)
     return found
 
 
-def _warn_of_a_jump(budget: float, found: float, costs: Mapping[float, float]) -> None:
+def _warn_of_unused_budget(budget: float, found: float, costs: Mapping[float, float]) -> None:
     """Warns the user, two calls up, if the least noise multiplier of a finite cost leaves much of the budget.
 
     costs: those that were computed, by noise multiplier.
@@ -144,12 +144,12 @@ def calibrate_schedule(
         raise ValueError("shape must hold at least one step")
     if not np.all(sigmas[repeats > 0] > 0):
         raise ValueError(f"shape must be positive, got {sigmas[repeats > 0].min()}: no scale of it meets a budget")
-    numbers = checks.require_numbers(numbers, exact_noise)
+    numbers = checks.numbers_per_release(numbers, exact_noise)
     median = float(np.median(sigmas[repeats > 0]))
 
     def bill(scale: float, steps: Buckets) -> float:
         exact = upper_profile(steps.scaled(scale), accountant=accountant, relation=relation)
-        return reachable_epsilon(
+        return require_reachable_epsilon(
             implemented_profile(exact, sigmas * (scale / median), repeats, relation, numbers), epsilon, delta
         )
 

@@ -124,7 +124,7 @@ def _broadcast(name: str, values: np.ndarray, like: np.ndarray) -> np.ndarray:
     return np.broadcast_to(values, like.shape)
 
 
-def require_numbers(numbers: Any, exact_noise: Any = False) -> int:
+def numbers_per_release(numbers: Any, exact_noise: Any = False) -> int:
     """How many numbers a release is billed for: `numbers`, or 0 for exact noise. Raises ValueError for other values."""
     if not isinstance(exact_noise, bool):
         raise ValueError(f"exact_noise must be True or False, got {described(exact_noise)}")

@@ -12,11 +12,11 @@ import numpy as np
 
 from dpx import keys
 from dpx.accounting import checks
-from dpx.accounting.arithmetic import NormalSampler, worst_sampler
+from dpx.accounting.arithmetic import NormalSamplerError, worst_sampler
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import profile_of_run
-from dpx.accounting.profiles import PickedProfile, Profile
-from dpx.accounting.run_cost import cost_of_run, event_of_records, records_of
+from dpx.accounting.profiles import ExtremeProfile, Profile
+from dpx.accounting.run_cost import cost_of_run, event_for_records, records_per_unit_of_run
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.schedules.scalars import values_over
 from dpx.states.identity import fingerprint, identity_of
@@ -50,7 +50,7 @@ class Composition:
     examples: tuple[int, ...] = field(default=(), kw_only=True, repr=False, compare=False)
     records: int = field(default=1, kw_only=True)
     others: tuple[dp_accounting.DpEvent, ...] = field(default=(), kw_only=True, repr=False)
-    numbers: int | NormalSampler = field(default=LARGEST_RELEASE, kw_only=True, repr=False)
+    numbers: int | NormalSamplerError = field(default=LARGEST_RELEASE, kw_only=True, repr=False)
 
     def epsilon(self, *, delta: float, accountant: Accountant = "tightest") -> float:
         """An upper bound of epsilon at `delta`, which is in (0, 1); see `dpx.epsilon`."""
@@ -65,7 +65,7 @@ class Composition:
         of: Any = {"accountant": accountant, "relation": self.relation, "curve": curve}
         of |= {"runs": self.together, "numbers": self.numbers}
         found = tuple(profile_of_run(event, **of) for event in (self.event, *self.others))
-        return PickedProfile(max, found) if self.others else found[0]
+        return ExtremeProfile(max, found) if self.others else found[0]
 
 
 def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | None = None) -> Composition:
@@ -100,7 +100,7 @@ def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | 
         require_bool("shared_batches", shared_batches)
     if not runs:
         raise ValueError("compose_runs needs at least one (mechanism, steps or state), got none")
-    records = common_records(runs, records)
+    records = records_per_common_unit(runs, records)
     composed = [_composition_of_run(run, 1 if shared_batches else records) for run in runs]
     if any(run.others for run in composed):
         raise ValueError(
@@ -119,7 +119,7 @@ def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | 
     ):
         shared_batches = len(runs) > 1 and len(set(batch_keys)) == 1
         composed = [_composition_of_run(run, 1 if shared_batches else records) for run in runs]
-    _require_batch_keys(batch_keys, several_runs=len(runs) > 1, shared_batches=shared_batches)
+    _require_consistent_batch_keys(batch_keys, several_runs=len(runs) > 1, shared_batches=shared_batches)
     units, examples = (tuple(n for run in composed for n in getattr(run, name)) for name in ("units", "examples"))
     require_one_unit(units, examples)
     relations = {run.relation for run in composed}
@@ -127,16 +127,16 @@ def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | 
         raise ValueError(f"runs must have one neighboring relation, got {sorted(relations)}")
     others = []
     if shared_batches:
-        event = _on_shared_batches(runs, [run.event for run in composed], records)
+        event = _event_on_shared_batches(runs, [run.event for run in composed], records)
     else:
         event = dp_accounting.ComposedDpEvent([run.event for run in composed])
     if shared_batches is None:
         alone = [_composition_of_run(run, 1).event for run in runs]
 
         def of_group(group: list[int]) -> dp_accounting.DpEvent:
-            return _on_shared_batches([runs[n] for n in group], [alone[n] for n in group], records)
+            return _event_on_shared_batches([runs[n] for n in group], [alone[n] for n in group], records)
 
-        others = ways_to_share([run.event for run in composed], of_group)
+        others = events_of_shared_batches([run.event for run in composed], of_group)
     return Composition(
         event,
         composed[0].relation,
@@ -151,13 +151,15 @@ def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | 
     )
 
 
-def common_records(runs: Iterable[Any], records: int | None) -> int:
+def records_per_common_unit(runs: Iterable[Any], records: int | None) -> int:
     """How many records the unit owns that is billed: `records`, or those of the runs' budgets.
 
     Raises ValueError for a `Composition` of another number, and for several numbers.
     """
     found = {run.records for run in runs if isinstance(run, Composition)}
-    found |= {records_of(run[0], records) for run in runs if isinstance(run, tuple | list) and len(run) == 2}
+    found |= {
+        records_per_unit_of_run(run[0], records) for run in runs if isinstance(run, tuple | list) and len(run) == 2
+    }
     if records is not None:
         found.add(require_whole("records", records))
     if len(found) > 1:
@@ -186,7 +188,7 @@ def _composition_of_run(run: Any, records: int) -> Composition:
     )
 
 
-def _require_batch_keys(batch_keys: list[int], *, several_runs: bool, shared_batches: bool | None) -> None:
+def _require_consistent_batch_keys(batch_keys: list[int], *, several_runs: bool, shared_batches: bool | None) -> None:
     """Raises ValueError where the marks of the keys of the batches contradict `shared_batches`."""
     if SEVERAL_KEYS in batch_keys and several_runs:
         raise ValueError(
@@ -216,7 +218,7 @@ def require_one_unit(units: tuple[int, ...], examples: tuple[int, ...]) -> None:
         )
 
 
-def _on_shared_batches(runs, events, records: int) -> dp_accounting.DpEvent:
+def _event_on_shared_batches(runs, events, records: int) -> dp_accounting.DpEvent:
     """The event of releases that share the batch of every step.
 
     Proof: given the batch, the releases of a step are Gaussians, and each may depend on the earlier ones. One Gaussian
@@ -242,7 +244,7 @@ def _on_shared_batches(runs, events, records: int) -> dp_accounting.DpEvent:
             precision[:steps] += multipliers**-2.0
     with np.errstate(divide="ignore"):
         event = sampling.event(precision**-0.5)
-    return event_of_records(event, sampling, sampling.relation, records)
+    return event_for_records(event, sampling, sampling.relation, records)
 
 
 def same_key(first: jax.Array, second: jax.Array) -> bool:
@@ -251,7 +253,7 @@ def same_key(first: jax.Array, second: jax.Array) -> bool:
     return np.array_equal(first_words, second_words)
 
 
-def ways_to_share(
+def events_of_shared_batches(
     apart: Sequence[dp_accounting.DpEvent], of_group: Callable[[list[int]], dp_accounting.DpEvent]
 ) -> list[dp_accounting.DpEvent]:
     """The event of every way in which at least two of the runs share their batches, because none bounds all others.

@@ -22,7 +22,7 @@ _GRID = 1e-4  # spacing of privacy losses in dp-accounting's PLD; at 1e-3 some l
 
 
 @dataclass(frozen=True)
-class Delegated(Loss):
+class DpAccountingRelease(Loss):
     """A release whose kind dpx does not know. inner: where it is a Poisson sample, the `Ledger` of what is on it."""
 
     event: DpEvent
@@ -39,11 +39,11 @@ class Delegated(Loss):
     def step_loss(self, relation: Relation) -> StepLoss:
         if relation == "replace_one":
             raise ValueError(f'{self.event} has no known Renyi divergence under relation "replace_one"')
-        return DelegatedStep(self.event, relation)
+        return DpAccountingStep(self.event, relation)
 
 
 @dataclass(frozen=True)
-class DelegatedStep(StepLoss):
+class DpAccountingStep(StepLoss):
     """A release of which dp-accounting knows the Renyi divergences, such as a Laplace one."""
 
     event: DpEvent

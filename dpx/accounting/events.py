@@ -14,7 +14,7 @@ from dataclasses import replace
 from dp_accounting import DpEvent
 
 from dpx.accounting import checks
-from dpx.accounting.arithmetic import NormalSampler, RunProfile
+from dpx.accounting.arithmetic import NormalSamplerError, RunProfile
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.delegated import DelegatedProfile
 from dpx.accounting.ledger import from_event
@@ -103,18 +103,18 @@ def profile_of_run(
     buckets: int = BUCKETS,
     curve: bool = False,
     runs: int = 1,
-    numbers: int | NormalSampler = LARGEST_RELEASE,
+    numbers: int | NormalSamplerError = LARGEST_RELEASE,
 ) -> RunProfile:
     """The profile of a run of dpx with this event: that of `event_profile`, and what the arithmetic of its noise adds.
 
     Every cost of a run is one of this profile. runs: how many runs each release of the event stands for. numbers: the
-    most of one release, or the `NormalSampler` that draw them; 0 for exact noise.
+    most of one release, or the `NormalSamplerError` that draw them; 0 for exact noise.
     """
     exact = event_profile(event, accountant=accountant, relation=relation, buckets=buckets, curve=curve)
     return from_event(event).implemented(exact, relation, runs=runs, numbers=numbers)
 
 
-def reachable_epsilon(run: RunProfile, epsilon: float, delta: float) -> float:
+def require_reachable_epsilon(run: RunProfile, epsilon: float, delta: float) -> float:
     """The epsilon of a run at `delta`. Raises ValueError if no noise makes it `epsilon`, because of the arithmetic."""
     shift = 0.0 if math.isfinite(run.shift) else math.inf
     at_best = replace(run, exact=GaussianProfile(0.0), shift=shift)  # of noise that is as large as one likes

@@ -96,11 +96,11 @@ class GroupGaussianDpEvent(DpEvent, Loss):
             raise ValueError('relation "replace_one" does not fit several records, which are nulled or not there')
         if not (0 <= self.noise_multiplier < math.inf and 0 < rate < 1 and self.records >= 1 and self.releases >= 1):
             raise ValueError(f"noise must be finite and at least 0, at a rate in (0, 1), for a record; got {self}")
-        return GroupGaussian(sigma, rate, self.records)
+        return SeveralRecordsGaussian(sigma, rate, self.records)
 
 
 @dataclass(frozen=True)
-class GroupGaussian(StepLoss):
+class SeveralRecordsGaussian(StepLoss):
     """The privacy loss of one such step. noise_multiplier: s. rate: q, below 1. records: k."""
 
     noise_multiplier: float
@@ -112,7 +112,7 @@ class GroupGaussian(StepLoss):
         return self.noise_multiplier / self.records < renyi.SMALLEST_NOISE
 
     @functools.cached_property
-    def shifts(self) -> tuple[np.ndarray, np.ndarray]:
+    def shift_probabilities(self) -> tuple[np.ndarray, np.ndarray]:
         """The numbers j that are billed, rising from 0, and their probabilities, float64 (numbers,) each."""
         numbers, k, q = [0], self.records, self.rate
         while numbers[-1] < k:
@@ -134,7 +134,7 @@ class GroupGaussian(StepLoss):
         The Renyi divergences need these too, because a moment weighs a large shift by a large factor. A tail is
         P(K >= m) <= exp(-k KL(m/k, q)) (Chernoff), and the logarithm of one number has an error below 1e-3.
         """
-        (numbers, probabilities), k, q = self.shifts, self.records, self.rate
+        (numbers, probabilities), k, q = self.shift_probabilities, self.records, self.rate
         with np.errstate(divide="ignore"):
             logs = np.log(probabilities)
         tiny = np.flatnonzero((probabilities < _UNSURE) & (numbers > 0))
@@ -156,17 +156,17 @@ class GroupGaussian(StepLoss):
         def added(rows: np.ndarray, step: int) -> np.ndarray:
             ends, at, falls = x[::step], values[::step], slopes[::step]
             lines = at[1:] - falls[1:] * np.diff(ends), at[1:]
-            return log_moments_of_lines(1 - orders[rows], ends, lines, (falls[0], falls[-1]), s)
+            return log_moments_of_piecewise_linear(1 - orders[rows], ends, lines, (falls[0], falls[-1]), s)
 
         # The slope is in [0, k / s^2].
-        worst = log_moments_of_lines(orders, x, (values[:-1], values[1:]), (0.0, k / s**2), s)
+        worst = log_moments_of_piecewise_linear(orders, x, (values[:-1], values[1:]), (0.0, k / s**2), s)
         rows = np.flatnonzero(~(added(np.arange(len(orders)), _COARSE) <= worst))
         worst[rows] = np.maximum(worst[rows], added(rows, 1))
         worst = (worst + _ROUNDING) / (orders - 1)
         return np.where(np.isfinite(worst), np.maximum(worst, 0), np.inf)
 
     def pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
-        s, (numbers, probabilities) = self.noise_multiplier, self.shifts
+        s, (numbers, probabilities) = self.noise_multiplier, self.shift_probabilities
         farthest = -float(special.ndtri(tail / 8)) * s
         beyond = np.append(np.cumsum(probabilities[:0:-1])[::-1], 0.0)  # P(more than the number)
         most = float(numbers[beyond <= tail / 4][0])
@@ -183,11 +183,11 @@ class GroupGaussian(StepLoss):
 
     def _log_density(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The privacy loss at outputs x, and its slope, float64 (n,) each: both rise."""
-        return _log_mixture(x, self.shifts[0], self.log_probabilities, self.noise_multiplier)
+        return _log_mixture(x, self.shift_probabilities[0], self.log_probabilities, self.noise_multiplier)
 
     def _outputs(self, losses: np.ndarray) -> np.ndarray:
         """The outputs x, float64 (n,), rising, at which the privacy loss has these values; -inf below its infimum."""
-        none = self.shifts[1][0]
+        none = self.shift_probabilities[1][0]
         with np.errstate(divide="ignore", invalid="ignore"):
             small = np.log(np.maximum(np.expm1(np.minimum(losses, 30)) + (1 - none), 0))
             wanted = np.where(losses > 30, losses + np.log1p(-none * np.exp(-np.maximum(losses, 30))), small)
@@ -204,7 +204,7 @@ class GroupGaussian(StepLoss):
         By Newton's method. That part is convex in x, so no step ends on the left, and where one term alone has the
         value is on the right. A step e leaves at most e^2 / 2 times the ratio of the derivatives, which is below k/s^2.
         """
-        s, numbers, logs = self.noise_multiplier, self.shifts[0][1:], self.log_probabilities[1:]
+        s, numbers, logs = self.noise_multiplier, self.shift_probabilities[0][1:], self.log_probabilities[1:]
         x = np.minimum(((wanted[:, None] - logs) * s**2 / numbers + numbers / 2).min(axis=1), first)
         for begin in range(0, len(x), _CHUNK):
             rows = np.arange(begin, min(begin + _CHUNK, len(x)))
@@ -228,7 +228,7 @@ def _log_mixture(x: np.ndarray, numbers: np.ndarray, logs: np.ndarray, sigma: fl
 
 
 @dataclass(frozen=True)
-class MixtureOfGaussians(GroupGaussian):
+class MixtureOfGaussians(SeveralRecordsGaussian):
     """In units of the largest shift. noise_multiplier: s. rate: the probability of all shifts above 0. records: 1.
 
     numbers, weights: the shifts, rising from 0 to 1, and their probabilities.
@@ -238,7 +238,7 @@ class MixtureOfGaussians(GroupGaussian):
     weights: tuple[float, ...] = ()
 
     @functools.cached_property
-    def shifts(self) -> tuple[np.ndarray, np.ndarray]:
+    def shift_probabilities(self) -> tuple[np.ndarray, np.ndarray]:
         return np.array(self.numbers), np.array(self.weights)
 
     @functools.cached_property
@@ -251,8 +251,8 @@ class MixtureOfGaussians(GroupGaussian):
 class Mixture(Loss):
     """A mixture of Gaussians, sum_j p_j N(c_j, s^2) against N(0, s^2). event: dp-accounting's of that name.
 
-    It is the pair of `GroupGaussian` with other shifts and probabilities. dp-accounting's own PLD of it takes minutes
-    at a grid that is fine enough, because it solves an equation for each point alone.
+    It is the pair of `SeveralRecordsGaussian` with other shifts and probabilities. dp-accounting's own PLD takes
+    minutes at a grid that is fine enough, because it solves an equation for each point alone.
     """
 
     event: Any
@@ -276,7 +276,9 @@ class Mixture(Loss):
         return MixtureOfGaussians(noise, float(each[1:].sum()), 1, scaled, (*each.tolist(),))
 
 
-def log_moments_of_lines(powers: np.ndarray, x: np.ndarray, lines: tuple, slopes: tuple, sigma: float) -> np.ndarray:
+def log_moments_of_piecewise_linear(
+    powers: np.ndarray, x: np.ndarray, lines: tuple, slopes: tuple, sigma: float
+) -> np.ndarray:
     """ln of the integrals of exp(power * line) under N(0, s^2), float64 (powers,), where the line is straight in cells.
 
     x: the ends of the cells, of one width, float64 (cells + 1,). lines: the line at the left and at the right end of

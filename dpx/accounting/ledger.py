@@ -19,9 +19,9 @@ from dp_accounting.dp_event import (
     TruncatedSubsampledGaussianDpEvent,
 )
 
-from dpx.accounting.arithmetic import NormalSampler, RunProfile, normal_sampler
+from dpx.accounting.arithmetic import NormalSamplerError, RunProfile, normal_sampler
 from dpx.accounting.checks import Accountant, Relation, require_countable
-from dpx.accounting.delegated import Delegated, delegated_profile
+from dpx.accounting.delegated import DpAccountingRelease, delegated_profile
 from dpx.accounting.groups import GroupGaussianDpEvent, Mixture
 from dpx.accounting.loss import Loss, ReleaseCount, as_hashable, event_of_loss, in_deviations
 from dpx.accounting.pld.allocation import Allocation, round_to_few_epochs
@@ -29,13 +29,13 @@ from dpx.accounting.pld.buckets import BUCKETS, bucketed_steps, round_losses_to_
 from dpx.accounting.pld.losses import Losses, SampledGaussian, StepLoss
 from dpx.accounting.profiles import UNBOUNDED, Profile, loss_profile
 from dpx.accounting.sampled_gaussians import (
-    FixedSize,
     FixedSizeGaussian,
-    Truncated,
+    FixedSizeRelease,
+    TruncatedRelease,
+    bucketed_truncated_losses,
     gaussian_loss,
-    round_to_few_truncated,
 )
-from dpx.accounting.selection import Choice, OneOfDpEvent, Search
+from dpx.accounting.selection import Choice, OneOfDpEvent, SearchLoss
 from dpx.sampling.events import RandomAllocationDpEvent, compose_events
 from dpx.trees import described
 from dpx.validation import require_whole
@@ -57,7 +57,7 @@ class Ledger:
     def __add__(self, other: "Ledger") -> "Ledger":
         return from_event(dp_accounting.ComposedDpEvent([self.event, other.event]))
 
-    def all(self, holds: Callable[[Loss], bool]) -> bool:
+    def holds_for_all(self, holds: Callable[[Loss], bool]) -> bool:
         """Whether something holds for every release."""
         return all(map(holds, self.counts))
 
@@ -72,22 +72,22 @@ class Ledger:
     @property
     def private(self) -> bool:
         """Whether every release adds noise."""
-        return self.all(lambda loss: loss.private)
+        return self.holds_for_all(lambda loss: loss.private)
 
     @property
     def readable(self) -> bool:
         """Whether dpx computes the cost of every release, so that none is left to dp-accounting."""
-        return self.all(lambda loss: loss.readable)
+        return self.holds_for_all(lambda loss: loss.readable)
 
     @property
     def independent(self) -> bool:
         """Whether every release was made on a batch in which chance decides about each example alone."""
-        return self.all(lambda loss: loss.independent or not loss.private)
+        return self.holds_for_all(lambda loss: loss.independent or not loss.private)
 
     @property
     def gaussian(self) -> bool:
         """Whether every release is a Gaussian, on all data or on a Poisson sample."""
-        return self.all(lambda loss: loss.gaussian)
+        return self.holds_for_all(lambda loss: loss.gaussian)
 
     @property
     def released(self) -> ReleaseCount:
@@ -149,7 +149,7 @@ class Ledger:
         if accountant != "rdp":
             for kind in (SampledGaussian, FixedSizeGaussian):
                 losses = round_losses_to_buckets(losses, kind, buckets)
-            losses = round_to_few_truncated(losses, buckets)
+            losses = bucketed_truncated_losses(losses, buckets)
         return loss_profile(losses, accountant, curve=curve)
 
     def words(self) -> tuple[str, ...]:
@@ -178,7 +178,7 @@ class Ledger:
         return ", ".join(self.words()) or "nothing"
 
     def implemented(
-        self, exact: Profile, relation: Relation, *, runs: int = 1, numbers: int | NormalSampler
+        self, exact: Profile, relation: Relation, *, runs: int = 1, numbers: int | NormalSamplerError
     ) -> RunProfile:
         """The profile `exact` with what the arithmetic of the noise adds; see `events.billed`."""
         most, mean = self.released
@@ -277,11 +277,11 @@ class Gaussian(Loss):
 KINDS: Mapping[type, Callable[[Any], Loss]] = {
     GaussianDpEvent: lambda event: Gaussian(event, ((event.noise_multiplier, 1),)),
     dp_accounting.NonPrivateDpEvent: NoNoise,
-    TruncatedSubsampledGaussianDpEvent: Truncated,
+    TruncatedSubsampledGaussianDpEvent: TruncatedRelease,
     MixtureOfGaussiansDpEvent: Mixture,
     RandomAllocationDpEvent: Allocation,
-    RepeatAndSelectDpEvent: lambda event: Search(event, from_event(event.event)),
-    OneOfDpEvent: lambda event: Choice(event, tuple(map(from_event, _parts(event)))),
+    RepeatAndSelectDpEvent: lambda event: SearchLoss(event, from_event(event.event)),
+    OneOfDpEvent: lambda event: Choice(event, tuple(map(from_event, _inner_events(event)))),
 }
 
 
@@ -304,13 +304,13 @@ def _count_releases(event: Any, count: int, counts: dict[Loss, int]) -> None:
         times = require_whole("count of a SelfComposedDpEvent", event.count, minimum=0)
         _count_releases(event.event, count * times, counts)
     elif isinstance(event, dp_accounting.ComposedDpEvent):
-        for inner in _parts(event):
+        for inner in _inner_events(event):
             _count_releases(inner, count, counts)
-    elif (loss := _loss_of(event)) is not None:
+    elif (loss := _privacy_loss_of(event)) is not None:
         counts[loss] += count
 
 
-def _parts(event: Any) -> Iterable[DpEvent]:
+def _inner_events(event: Any) -> Iterable[DpEvent]:
     """The events in an event. Raises ValueError unless each reading finds them all: the second one of a generator finds
     none, and a set has equal releases once."""
     if isinstance(event.events, list | tuple | np.ndarray):
@@ -319,13 +319,13 @@ def _parts(event: Any) -> Iterable[DpEvent]:
     raise ValueError(f"events of a {kind} must be in a list or a tuple, got {described(event.events)}")
 
 
-def _loss_of(event: Any) -> Loss | None:
+def _privacy_loss_of(event: Any) -> Loss | None:
     if isinstance(event, PoissonSampledDpEvent):
         return _merge_on_one_sample(as_hashable(event))
     if isinstance(event, SampledWithoutReplacementDpEvent) and isinstance(event.event, GaussianDpEvent):
-        return FixedSize(event)
+        return FixedSizeRelease(event)
     event = as_hashable(event)
-    return event if isinstance(event, Loss) else KINDS.get(type(event), Delegated)(event)
+    return event if isinstance(event, Loss) else KINDS.get(type(event), DpAccountingRelease)(event)
 
 
 def _merge_on_one_sample(event: PoissonSampledDpEvent) -> Loss | None:
@@ -337,8 +337,8 @@ def _merge_on_one_sample(event: PoissonSampledDpEvent) -> Loss | None:
     inner = from_event(event.event)
     if not inner.counts:
         return None
-    if not inner.all(lambda loss: isinstance(loss, NoNoise | Gaussian) and not loss.independent):
-        return Delegated(event, inner)
+    if not inner.holds_for_all(lambda loss: isinstance(loss, NoNoise | Gaussian) and not loss.independent):
+        return DpAccountingRelease(event, inner)
     sigmas = [getattr(loss, "noise_multiplier", 0.0) for loss in inner.counts]
     parts = tuple(zip(sigmas, inner.counts.values(), strict=True))
     if isinstance(event.event, GaussianDpEvent):
@@ -361,4 +361,6 @@ def is_free(event: Any) -> bool:
 
 def without_truncation(event: DpEvent) -> DpEvent:
     """The event of the same releases on Poisson samples that are not cut: to say what the truncation costs."""
-    return from_event(event).map(lambda loss: loss.untruncated if isinstance(loss, Truncated) else event_of_loss(loss))
+    return from_event(event).map(
+        lambda loss: loss.untruncated if isinstance(loss, TruncatedRelease) else event_of_loss(loss)
+    )

@@ -111,7 +111,7 @@ class DeltaProfile:
 
 
 @dataclass(frozen=True)
-class PickedProfile:
+class ExtremeProfile:
     """The least of several profiles of one run (`min`), or the largest, where it is not known which it has (`max`)."""
 
     pick: Callable[[Iterable[float]], float]
@@ -151,19 +151,19 @@ class ComposedProfile:
             return max(direction.epsilon(delta) for direction in directions), delta
 
         bound = self._renyi.epsilon(delta)
-        return self._least_pair(bound, delta, epsilon_of)[0] if bound > 0 else 0.0
+        return self._tightest_epsilon_delta(bound, delta, epsilon_of)[0] if bound > 0 else 0.0
 
     def delta(self, epsilon: float) -> float:
         def read(directions: Directions) -> tuple[float, float]:
             return epsilon, max(direction.delta(epsilon) for direction in directions)
 
         for planned_epsilon, directions in reversed(self._kept):
-            if planned_epsilon <= epsilon and _bounded_share(directions, epsilon) <= _MOST_BOUNDED_REUSED:
+            if planned_epsilon <= epsilon and _uncomputed_share(directions, epsilon) <= _MOST_BOUNDED_REUSED:
                 return read(directions)[1]
         bound = self._renyi.delta(epsilon)
-        return self._least_pair(epsilon, bound, read)[1] if bound > 0 else 0.0
+        return self._tightest_epsilon_delta(epsilon, bound, read)[1] if bound > 0 else 0.0
 
-    def _least_pair(
+    def _tightest_epsilon_delta(
         self, epsilon: float, delta: float, read: Callable[[Directions], tuple[float, float]]
     ) -> tuple[float, float]:
         """The least (epsilon, delta) that compositions prove, given a pair that holds by RDP."""
@@ -179,7 +179,7 @@ class ComposedProfile:
                 self._kept = [*self._kept[-_MOST_KEPT + 1 :], (planned[0], directions)]
                 fine = epsilon >= planned[0] / _PLANNED_RATIO
                 better = epsilon < 0.999 * planned[0] or delta < 0.999 * planned[1]
-                computed = fine and _bounded_share(directions, epsilon) <= _MOST_BOUNDED
+                computed = fine and _uncomputed_share(directions, epsilon) <= _MOST_BOUNDED
                 if epsilon == 0 or computed or (attempt > 1 and not better):
                     break
             elif attempt > 0:
@@ -226,9 +226,9 @@ def lower_deltas(losses: Losses, epsilons: np.ndarray) -> np.ndarray:
     return found
 
 
-def _bounded_share(directions: Directions, epsilon: float) -> float:
+def _uncomputed_share(directions: Directions, epsilon: float) -> float:
     """The share of delta that was bounded instead of computed, in the direction with the larger delta."""
-    return max(directions, key=lambda direction: direction.delta(epsilon)).bounded_share(epsilon)
+    return max(directions, key=lambda direction: direction.delta(epsilon)).uncomputed_share(epsilon)
 
 
 def loss_profile(losses: Losses, accountant: Accountant = "tightest", *, curve: bool = False) -> Profile:

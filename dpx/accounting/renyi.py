@@ -83,28 +83,28 @@ def fixed_size_rdp(
     if np.any(sigmas[counts > 0] < SMALLEST_NOISE):
         return np.full(len(orders), np.inf)
     repeats, steps = _distinct_steps(sigmas, rates, counts)
-    return repeats @ _fixed_size_steps(steps, orders)
+    return repeats @ _fixed_size_rdp_of_steps(steps, orders)
 
 
-def _fixed_size_steps(steps: np.ndarray, orders: np.ndarray) -> np.ndarray:
+def _fixed_size_rdp_of_steps(steps: np.ndarray, orders: np.ndarray) -> np.ndarray:
     """The bounds of `fixed_size_rdp` for each step, float64 (n, orders). steps: of `_distinct_steps`, (2, n)."""
     log_moments = (orders - 1) * _cached_gaussian_rdp(steps.tobytes(), orders.tobytes())
     sampled = (log_moments + np.log1p(-np.expm1(-log_moments))) / (orders - 1)
     return np.minimum(sampled, orders / (2 * steps[0][:, None] ** 2))
 
 
-class FullSample(NamedTuple):
+class FullTruncatedSample(NamedTuple):
     """A truncated sample that is full without the example: its probability, and the rate of the example given that."""
 
     probability: float
     rate: float
 
 
-def truncated_rdp(
+def truncated_poisson_rdp(
     sigmas: np.ndarray,
     rates: np.ndarray,
     counts: np.ndarray,
-    full: FullSample,
+    full: FullTruncatedSample,
     relation: Relation,
     orders: np.ndarray = ORDERS,
 ) -> np.ndarray:
@@ -116,7 +116,7 @@ def truncated_rdp(
     if np.any(sigmas[counts > 0] < 2 * SMALLEST_NOISE):
         return np.full(len(orders), np.inf)
     repeats, steps = _distinct_steps(sigmas, rates, counts)
-    exchanged = _fixed_size_steps(np.stack([steps[0] / 2, np.full(len(repeats), full.rate)]), orders)
+    exchanged = _fixed_size_rdp_of_steps(np.stack([steps[0] / 2, np.full(len(repeats), full.rate)]), orders)
     if relation == "replace_one":
         removed, added = (_cached_gaussian_rdp(steps.tobytes(), a.tobytes()) for a in (2 * orders, 2 * orders - 1))
         share = (orders - 0.5) / (orders - 1)  # as in `schedule_rdp`

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import dp_accounting
 
 from dpx.accounting import checks
-from dpx.accounting.arithmetic import NormalSampler, RunProfile, normal_sampler
+from dpx.accounting.arithmetic import NormalSamplerError, RunProfile, normal_sampler
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import profile_of_run
 from dpx.accounting.groups import require_zero_out
@@ -14,7 +14,7 @@ from dpx.accounting.loss import Loss, event_of_loss
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.sampling.base import Sampling
 from dpx.sampling.poisson import PoissonSampling
-from dpx.states.reading import RunRecord, read_run
+from dpx.states.reading import RunFacts, read_run
 from dpx.trees import described
 from dpx.validation import require_whole
 
@@ -103,11 +103,11 @@ class RunCost(NamedTuple):
     event: dp_accounting.DpEvent
     relation: Relation
     records: int
-    numbers: int | NormalSampler
-    record: RunRecord
+    numbers: int | NormalSamplerError
+    record: RunFacts
 
     @property
-    def normal_sampler(self) -> NormalSampler:
+    def normal_sampler(self) -> NormalSamplerError:
         """What draws the normals of a release, for the cost of their arithmetic."""
         return normal_sampler(self.numbers, self.record.in_integers)
 
@@ -127,7 +127,7 @@ def cost_of_run(
     numbers: int | None = None,
     distinct: int = DISTINCT,
 ) -> RunCost:
-    """The cost of the steps. The arguments are as for `epsilon`; distinct: int, of `event_of_records`.
+    """The cost of the steps. The arguments are as for `epsilon`; distinct: int, of `event_for_records`.
 
     Raises ValueError for a state that another mechanism made, for a relation that the event is not true for, for
     records and a weight whose cost is not known, and for fewer numbers than are known of the run.
@@ -141,17 +141,17 @@ def cost_of_run(
     else:
         raise ValueError(f"a state must be read by the dpx Mechanism that made its releases, got {type(optimizer)}")
     relation = _relation_of(event, sampling, relation)
-    event = event if weight is None else _event_of_weight(event, sampling, weight)
-    records = records_of(optimizer, records)
-    event = event_of_records(event, sampling, relation, records, distinct=distinct)
+    event = event if weight is None else _event_for_weight(event, sampling, weight)
+    records = records_per_unit_of_run(optimizer, records)
+    event = event_for_records(event, sampling, relation, records, distinct=distinct)
     known = record.numbers if record.state is not None else getattr(getattr(optimizer, "budget", None), "numbers", None)
     if numbers is not None and known is not None and numbers < known:
         raise ValueError(f"numbers must be at least the {known} of the run, got {described(numbers)}")
-    numbers = (known or LARGEST_RELEASE) if numbers is None else checks.require_numbers(numbers)
+    numbers = (known or LARGEST_RELEASE) if numbers is None else checks.numbers_per_release(numbers)
     return RunCost(event, relation, records, numbers, record)
 
 
-def records_of(optimizer: Any, records: int | None) -> int:
+def records_per_unit_of_run(optimizer: Any, records: int | None) -> int:
     """How many records the unit owns at most that is billed: `records`, or those of the mechanism's budget, or 1."""
     budget = getattr(optimizer, "budget", None)
     if records is None:
@@ -176,7 +176,7 @@ def _relation_of(event: dp_accounting.DpEvent, sampling: Sampling, relation: Rel
     return relation
 
 
-def _event_of_weight(event: dp_accounting.DpEvent, sampling: Sampling, weight: float) -> dp_accounting.DpEvent:
+def _event_for_weight(event: dp_accounting.DpEvent, sampling: Sampling, weight: float) -> dp_accounting.DpEvent:
     """The event of the same releases for an example of this weight, whose coins have a lower rate."""
     if not isinstance(sampling, PoissonSampling):
         words = f"because the examples of {sampling} have no weights"
@@ -193,7 +193,7 @@ def _event_of_weight(event: dp_accounting.DpEvent, sampling: Sampling, weight: f
     return from_event(event).map(at_lower_rate)
 
 
-def event_of_records(
+def event_for_records(
     event: dp_accounting.DpEvent, sampling: Sampling, relation: Relation, records: int, *, distinct: int = DISTINCT
 ) -> dp_accounting.DpEvent:
     """The event of the same releases for a unit that owns so many examples. Raises ValueError where it is not known.

@@ -106,7 +106,7 @@ def gaussian_loss(event: Any, relation: Relation, rate: float = 1.0) -> SampledG
 
 
 @dataclass(frozen=True)
-class FixedSize(Loss):
+class FixedSizeRelease(Loss):
     """A Gaussian on a sample of a fixed size. event: dp-accounting's `SampledWithoutReplacementDpEvent` of one."""
 
     event: Any
@@ -183,8 +183,8 @@ class TruncatedGaussian(GaussianStep):
     def schedule_renyi(
         self, sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, orders: np.ndarray
     ) -> np.ndarray:
-        full = renyi.FullSample(self.full, self.rate_if_full)
-        return renyi.truncated_rdp(sigmas, rates, counts, full, self.relation, orders)
+        full = renyi.FullTruncatedSample(self.full, self.rate_if_full)
+        return renyi.truncated_poisson_rdp(sigmas, rates, counts, full, self.relation, orders)
 
     def pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
         sampled, full = self.cases
@@ -193,7 +193,7 @@ class TruncatedGaussian(GaussianStep):
         return tuple(mix_pmfs((pmf, exchanged), shares) for pmf in each)
 
 
-def round_to_few_truncated(losses: Losses, buckets: int) -> Losses:
+def bucketed_truncated_losses(losses: Losses, buckets: int) -> Losses:
     """`losses`, but of the steps of one sampling at most `buckets` are distinct; the others are billed with less noise.
 
     A step with less noise dominates, because noise can be added afterwards.
@@ -209,7 +209,7 @@ def round_to_few_truncated(losses: Losses, buckets: int) -> Losses:
 
 
 @dataclass(frozen=True)
-class Truncated(Loss):
+class TruncatedRelease(Loss):
     """A Gaussian on a truncated Poisson sample. event: dp-accounting's `TruncatedSubsampledGaussianDpEvent`."""
 
     event: Any

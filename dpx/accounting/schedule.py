@@ -10,7 +10,7 @@ import numpy as np
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 
 from dpx.accounting import checks
-from dpx.accounting.arithmetic import NormalSampler, RunProfile, normal_sampler
+from dpx.accounting.arithmetic import NormalSamplerError, RunProfile, normal_sampler
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import profile_of_run
 from dpx.accounting.groups import require_zero_out
@@ -25,7 +25,7 @@ from dpx.accounting.profiles import (
     loss_profile,
     unsampled_profile,
 )
-from dpx.accounting.run_cost import event_of_records
+from dpx.accounting.run_cost import event_for_records
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.sampling.events import compose_events
 from dpx.sampling.poisson import PoissonSampling
@@ -90,10 +90,10 @@ def schedule_epsilon(
         Interval(lower=1.599..., upper=1.600...)
     """
     delta = checks.require_delta(delta)
-    numbers = checks.require_numbers(numbers, exact_noise)
+    numbers = checks.numbers_per_release(numbers, exact_noise)
     run = noise_multipliers, sampling_rate, counts, accountant, relation, buckets, records, numbers
     upper, lower = _profiles(*run)
-    return _interval(upper, lower, lambda profile: profile.epsilon(delta))
+    return _interval_of_profiles(upper, lower, lambda profile: profile.epsilon(delta))
 
 
 def schedule_delta(
@@ -117,10 +117,10 @@ def schedule_delta(
         Interval(lower=1.55...e-06, upper=1.55...e-06)
     """
     epsilon = checks.require_epsilon(epsilon)
-    numbers = checks.require_numbers(numbers, exact_noise)
+    numbers = checks.numbers_per_release(numbers, exact_noise)
     run = noise_multipliers, sampling_rate, counts, accountant, relation, buckets, records, numbers
     upper, lower = _profiles(*run)
-    return _interval(upper, lower, lambda profile: profile.delta(epsilon))
+    return _interval_of_profiles(upper, lower, lambda profile: profile.delta(epsilon))
 
 
 def _profiles(
@@ -132,7 +132,7 @@ def _profiles(
     checks.require_accountant(accountant)
     if require_whole("records", records) > 1:
         of_several = dict(accountant=accountant, numbers=numbers, relation=relation)
-        upper = _profile_of_records(sigmas, rates, repeats, records, buckets, of_several)
+        upper = _profile_for_several_records(sigmas, rates, repeats, records, buckets, of_several)
         sigmas = np.where(rates == 1, sigmas / records, sigmas)  # one record is less than all of them
     else:
         whole = Buckets(sigmas, sigmas, rates, rates, repeats)
@@ -144,7 +144,7 @@ def _profiles(
     return upper, lower_profile(bucketed_gaussians(sigmas, rates, repeats, buckets), relation=relation)
 
 
-def _profile_of_records(
+def _profile_for_several_records(
     sigmas: np.ndarray, rates: np.ndarray, repeats: np.ndarray, records: int, buckets: int, options: Any
 ) -> Profile:
     """The profile of a run of dpx with these steps, arrays (T,), for a person who owns so many records."""
@@ -156,7 +156,7 @@ def _profile_of_records(
     )
 
 
-def _interval(upper: Profile, lower: Profile | None, ask: Callable[[Profile], float]) -> Interval:
+def _interval_of_profiles(upper: Profile, lower: Profile | None, ask: Callable[[Profile], float]) -> Interval:
     most = float(ask(upper))
     return Interval(0.0 if lower is None else min(most, float(ask(lower))), most)
 
@@ -176,7 +176,7 @@ def upper_profile(steps: Buckets, *, accountant: Accountant, relation: Relation)
 
 
 def implemented_profile(
-    exact: Profile, sigmas: np.ndarray, counts: np.ndarray, relation: Relation, numbers: int | NormalSampler
+    exact: Profile, sigmas: np.ndarray, counts: np.ndarray, relation: Relation, numbers: int | NormalSamplerError
 ) -> RunProfile:
     """The profile of a run of dpx with these steps, as of `events.profile_of_run`; exact: that of exact arithmetic."""
     least, effect = float(sigmas[counts > 0].min(initial=math.inf)), 2 if relation == "replace_one" else 1
@@ -257,8 +257,8 @@ def dp_sgd_epsilon(
     multipliers = _noise_multipliers(noise_multiplier, record, steps, epochs)
     checks.warn_of_large_delta(delta, record)
     relation = checks.require_relation(record.relation)
-    event = event_of_records(record.event(multipliers), drawn, relation, records)
-    numbers = checks.require_numbers(numbers, exact_noise)
+    event = event_for_records(record.event(multipliers), drawn, relation, records)
+    numbers = checks.numbers_per_release(numbers, exact_noise)
     return profile_of_run(event, accountant=accountant, relation=relation, numbers=numbers).epsilon(delta)
 
 

@@ -4,7 +4,7 @@ A trial trains and scores the result. The count K of trials is random and secret
 and only the best is released. Papernot and Steinke 2022 (https://arxiv.org/abs/2110.03620) bound the Renyi divergences
 of the winner by those of one trial. What their theorems need, and where it holds here:
 
-* K has one of their distributions, depends on nothing else, and is not released: `draw_trials`, `dpx.tuning`.
+* K has one of their distributions, depends on nothing else, and is not released: `draw_trial_count`, `dpx.tuning`.
 * The trials are alike: each draws its configuration afresh, so that this is a part of the trial. The divergence of a
   trial is then at most the largest among all configurations (`OneOfLosses`), drawn or not.
 * A trial's result is what its cost covers: the score is computed from it and from public data, or is paid for with it.
@@ -25,7 +25,7 @@ from scipy import optimize, special
 
 from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
-from dpx.accounting.delegated import DelegatedStep
+from dpx.accounting.delegated import DpAccountingStep
 from dpx.accounting.loss import Loss, ReleaseCount, event_of_loss
 from dpx.accounting.pld.losses import SampledGaussian, StepLoss, total_renyi
 
@@ -95,7 +95,7 @@ class BestOf(StepLoss):
     def orders(self) -> np.ndarray:
         """The orders that its cost searches, rising, float64 (orders,)."""
         steps = self.trial.steps if isinstance(self.trial, SeveralSteps) else ()
-        return _PURE_ORDERS if steps and all(isinstance(step, DelegatedStep) for step, _ in steps) else _ORDERS
+        return _PURE_ORDERS if steps and all(isinstance(step, DpAccountingStep) for step, _ in steps) else _ORDERS
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:
         """Theorem 2 (truncated negative binomial) and Theorem 6 (Poisson) of the paper, float64 (orders,)."""
@@ -106,14 +106,14 @@ class BestOf(StepLoss):
             failed = [renyi.delta(one, math.log1p(1 / (order - 1)), tried) for order in tried.tolist()]
             total += self.mean * np.array(failed)
         else:
-            log_gamma = log_inverse_gamma(self.mean, self.shape)
+            log_gamma = log_inverse_gamma_of_trials(self.mean, self.shape)
             constants = np.append((1 - 1 / tried) * one + log_gamma / tried, log_gamma)  # the last one is of order 1
             total += (1 + self.shape) * np.min(constants)
         least = np.minimum.accumulate(total[::-1])[::-1]  # a divergence grows with its order, so its bound may too
         return least[np.searchsorted(tried, orders)]
 
 
-def log_inverse_gamma(mean: float, shape: float) -> float:
+def log_inverse_gamma_of_trials(mean: float, shape: float) -> float:
     """ln(1 / gamma) of the truncated negative binomial distribution with this mean, rounded up; Definition 1.
 
     mean: at least 1. shape: eta, at least 0, finite. E K = eta (1 / gamma - 1) / (1 - gamma^eta), or its limit at 0.
@@ -132,16 +132,16 @@ def log_inverse_gamma(mean: float, shape: float) -> float:
     return float(root) * (1 + 1e-12) + 1e-12
 
 
-def most_trials(mean: float, shape: float) -> int:
-    """A count that K exceeds with a probability of at most `_MORE_TRIALS`; mean, shape: as for `draw_trials`.
+def trials_quantile(mean: float, shape: float) -> int:
+    """A count that K exceeds with a probability of at most `_MORE_TRIALS`; mean, shape: as for `draw_trial_count`.
 
     For a shape of at most 1, P(K = k + 1) <= (1 - gamma) P(K = k), so P(K > k) <= (1 - gamma)^k.
     """
     if mean == 1 and shape < math.inf:
         return 1
     if shape <= 1:
-        return math.ceil(math.log(_MORE_TRIALS) / math.log(-math.expm1(-log_inverse_gamma(mean, shape))))
-    gamma = 0.0 if shape == math.inf else math.exp(-log_inverse_gamma(mean, shape))
+        return math.ceil(math.log(_MORE_TRIALS) / math.log(-math.expm1(-log_inverse_gamma_of_trials(mean, shape))))
+    gamma = 0.0 if shape == math.inf else math.exp(-log_inverse_gamma_of_trials(mean, shape))
     count = math.ceil(mean)
     while _probability_more(count, mean, shape, gamma) > _MORE_TRIALS:
         count += math.ceil(mean)
@@ -155,7 +155,7 @@ def _probability_more(count: int, mean: float, shape: float, gamma: float) -> fl
     return float(special.betainc(count + 1, shape, 1 - gamma)) / -math.expm1(shape * math.log(gamma))
 
 
-def draw_trials(key: jax.Array, mean: float, shape: float) -> int:
+def draw_trial_count(key: jax.Array, mean: float, shape: float) -> int:
     """K, from 53 bits of a secret key, (); shape: 0 (logarithmic), 1 (geometric) or inf (Poisson). mean: at least 1."""
     high, low = np.asarray(jax.random.bits(key, (2,), np.uint32)).tolist()
     quantile = ((high << 32 | low) >> 11) / 2**53  # in [0, 1)
@@ -166,7 +166,7 @@ def draw_trials(key: jax.Array, mean: float, shape: float) -> int:
         return count
     if mean == 1:
         return 1
-    gamma = math.exp(-log_inverse_gamma(mean, shape))
+    gamma = math.exp(-log_inverse_gamma_of_trials(mean, shape))
     count, probability = 1, gamma if shape else (1 - gamma) / -math.log(gamma)
     below = probability  # P(K <= count)
     while quantile >= below and probability > 0:
@@ -189,7 +189,7 @@ def trial_loss(trial: Any, relation: Relation) -> StepLoss:
 
 
 @dataclass(frozen=True)
-class Search(Loss):
+class SearchLoss(Loss):
     """The best of a random number of trials. event: dp-accounting's `RepeatAndSelectDpEvent`. trial: the `Ledger`."""
 
     event: Any
@@ -198,7 +198,7 @@ class Search(Loss):
     @property
     def released(self) -> ReleaseCount:
         most, mean = self.trial.released
-        trials = most_trials(float(self.event.mean), float(self.event.shape))
+        trials = trials_quantile(float(self.event.mean), float(self.event.shape))
         return ReleaseCount(most * trials, mean * float(self.event.mean))
 
     def step_loss(self, relation: Relation) -> StepLoss:

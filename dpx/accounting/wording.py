@@ -11,7 +11,7 @@ def rounded_up(value: float, digits: int) -> str:
     return f"{float(Context(prec=digits, rounding=ROUND_CEILING).create_decimal(value)):.{digits}g}"
 
 
-def owner_of(records: int, drawn: str = "example") -> str:
+def unit_in_words(records: int, drawn: str = "example") -> str:
     """The unit in words, without an article: what the sampling draws, or a person with several of them."""
     if records == 1:
         return drawn
@@ -20,4 +20,4 @@ def owner_of(records: int, drawn: str = "example") -> str:
 
 def for_whom(records: int) -> str:
     """Whom an epsilon is for, in words to print behind it; nothing where it is for what the sampling draws."""
-    return "" if records == 1 else f" for a {owner_of(records)}"
+    return "" if records == 1 else f" for a {unit_in_words(records)}"

@@ -11,7 +11,7 @@ import numpy as np
 from dpx import keys
 from dpx.keys.noise import STAND_INS
 from dpx.sums.float_pair import as_pair
-from dpx.trees import Tree, split
+from dpx.trees import Tree, unflatten_vectors
 
 
 def replacing_key_functions(**functions: Callable) -> contextlib.AbstractContextManager:
@@ -71,4 +71,4 @@ def quick_noise(key: jax.Array, step: jax.Array | int, tree: Tree) -> Tree:
     bits = (bits ^ (bits >> np.uint32(15))) * factor
     bits = (bits ^ (bits >> np.uint32(13))) * (low | np.uint32(1))
     uniform = (bits ^ (bits >> np.uint32(16))).astype(jnp.float32) * np.float32(2.0**-31) - np.float32(1)
-    return split(np.float32(3**0.5) * uniform, tree)
+    return unflatten_vectors(np.float32(3**0.5) * uniform, tree)

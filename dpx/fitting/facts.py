@@ -22,7 +22,7 @@ from dpx.sampling.read_rows import rows_of
 from dpx.states.identity import fingerprint
 from dpx.states.record import RECORD_VERSION, ReleaseState
 from dpx.xla.jaxprs import constants, identity_of_program
-from dpx.xla.place import current_place, traced_for
+from dpx.xla.place import current_place, tracing_for_place
 
 RECORD = "record of the releases"  # the name of a fact: its version, and which fields the states of a run have
 PROGRAM = "mechanism and optimizer, with their schedules (their fingerprint)"
@@ -76,13 +76,13 @@ def facts_of(run: RunPlan, carry: Carry, options: dict[str, Any]) -> dict[str, A
     facts |= {name: repr(value) for name, value in options.items() if value not in (None, False)}
     facts |= {"processes": jax.process_count()} if jax.process_count() > 1 else {}
     facts |= {"backend": jax.default_backend(), MACHINE: device_kinds(), MEMORY: current_place().most_memory}
-    facts |= {SETTING + name: value for name, value in settings_of().items()}
+    facts |= {SETTING + name: value for name, value in settings_of_numbers().items()}
     facts |= {OF_LIBRARIES[-1]: fingerprint(_libraries())} if jax.default_backend() != "cpu" else {}
     facts |= {VERSION: version_of("dpx-jax")}  # not "dpx", which is another package
     return facts | {f"version of {name}": version_of(name) for name in (*PACKAGES, *LIBRARIES)}
 
 
-def is_explanation(name: str) -> bool:
+def is_descriptive_fact(name: str) -> bool:
     """Whether a fact only explains others in words, so that new wording does not make another run."""
     return name in ("event of a step", "sampling") or name.startswith("stage ")
 
@@ -97,7 +97,7 @@ def _fingerprint_of_program(optimizer: Mechanism, carry: Carry) -> int:
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), carry)  # on no mesh
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((1, *p.shape), np.float32), shapes.params)
     included = jax.ShapeDtypeStruct((1,), np.bool_)
-    with traced_for(devices=1):
+    with tracing_for_place(devices=1):
         closed = jax.make_jaxpr(
             lambda grads, carry, included: optimizer.update(grads, *carry[::-1], included=included)
         )(grads, shapes, included)
@@ -132,7 +132,7 @@ def _libraries() -> list[str]:
     return [version, *sorted(name for name in packages if name.startswith(("jax", "libtpu", "nvidia")))]
 
 
-def settings_of() -> dict[str, str]:
+def settings_of_numbers() -> dict[str, str]:
     """Settings that may decide numbers: environment variables, and all of jax except those known to change none."""
     found = {name: " ".join(flag for flag in _flags(name) if not flag.startswith(SILENT)) for name in FLAGS}
     found |= {name: os.environ.get(name, "") for name in VARIABLES}
@@ -156,7 +156,7 @@ def autotunes_kernels() -> bool:
 
 
 def bytes_of(array: Any) -> bytes:
-    return np.asarray(processes.as_readable(array)).tobytes()
+    return np.asarray(processes.as_local_array(array)).tobytes()
 
 
 def layout_of(carry: Carry, sharding: Any) -> int:
@@ -169,7 +169,7 @@ def layout_of(carry: Carry, sharding: Any) -> int:
     )
 
 
-def mark_of_first_example(data: Any, run: RunPlan) -> int:
+def fingerprint_of_first_example(data: Any, run: RunPlan) -> int:
     """A mark of example 0, which says nothing to those who do not know the key.
 
     Two data sets that differ in it have different marks, except with probability 2^-32. This tells apart processes that

@@ -51,15 +51,15 @@ from dpx.fitting.facts import (
     bytes_of,
     facts_of,
     is_about_rounding,
-    is_explanation,
+    is_descriptive_fact,
 )
 from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import Carry
-from dpx.ledgers.files import flush_names, lock_of, make_folder, read_json, replace_file
+from dpx.ledgers.files import acquire_lock, fsync_folder, make_folder, read_json, replace_file
 from dpx.schedules.scalars import values_over
 from dpx.states.identity import fingerprint
 from dpx.states.record import ReleaseState, with_plan
-from dpx.trees import Tree, map_states, path_of
+from dpx.trees import Tree, map_nodes_of_type, path_of
 from dpx.xla.place import current_place
 
 SENSITIVE = """This folder is as sensitive as the training data. history.json holds losses of the training data. The
@@ -98,7 +98,7 @@ class Folder:
             with processes.raising_together():
                 if not (self.path / "lock").exists():
                     raise ValueError(f"checkpoints must be one folder that all processes share, but {self.path} is not")
-            self._changed = self._changes(facts)
+            self._changed = self._changed_facts(facts)
         except BaseException:
             self.close()
             raise
@@ -115,12 +115,12 @@ class Folder:
             if others := [name for name in names if name not in ("lock", "SENSITIVE") and not name.endswith(".part")]:
                 raise ValueError(f"checkpoints must be a new folder or one of fit, but {self.path} holds {others}")
             make_folder(self.path)
-        self._lock = lock_of(self.path)
+        self._lock = acquire_lock(self.path)
         if self._file.is_file():
             return read_json(self._file)
         return {"facts": facts, "planned": 0, "reach": 0, "moved": 0, "mark": secrets.token_hex(8)}
 
-    def _changes(self, facts: dict[str, Any]) -> list[str]:
+    def _changed_facts(self, facts: dict[str, Any]) -> list[str]:
         """The names of the facts that differ, all about rounding. Raises ValueError if others differ."""
         stored = self._known.get("facts", {})
         if stored.get(RECORD) != facts[RECORD]:
@@ -130,7 +130,7 @@ class Folder:
                 "Finish that run with its own version, or begin again in a new folder with a new key"
             )
         differ = [name for name in stored | facts if stored.get(name) != facts.get(name)]
-        names = [name for name in differ if name != KERNELS and not is_explanation(name)]
+        names = [name for name in differ if name != KERNELS and not is_descriptive_fact(name)]
         if MEMORY in stored and [name for name in names if is_about_rounding(name)] == [MEMORY]:
             facts[MEMORY] = stored[MEMORY]  # with the microbatches that it began with, a run rounds as before
             names.remove(MEMORY)
@@ -151,7 +151,7 @@ class Folder:
             raise ValueError(
                 f"checkpoints must be a new folder or one of the same run, but {self.path} holds another one: {listing}"
             )
-        return [name for name in differ if not is_explanation(name)]
+        return [name for name in differ if not is_descriptive_fact(name)]
 
     def restore(self, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
         """The last checkpoint and the history before it; without one, `like`, which is stored as step 0.
@@ -183,7 +183,7 @@ class Folder:
             rows = [row | {"epsilon": self._run.epsilon(carry.state)} for row in rows]
         if skips:
             _warn_of_skipped(self._changed, carry.step, reach)
-            first, carry = carry.step, skip_steps(carry, self._run, reach)
+            first, carry = carry.step, count_as_skipped(carry, self._run, reach)
             rows = [*rows, {"step": reach, "epsilon": self._run.epsilon(carry.state), "skipped": reach - first}]
             self.save(carry, rows)
         return carry, rows
@@ -208,12 +208,12 @@ class Folder:
 
         def replace_run_json():
             if self._file.is_file():
-                self._require_own(before)
+                self._require_unchanged(before)
             replace_file(self._file, json.dumps(self._known, indent=2) + "\n")
 
         processes.from_first_process(replace_run_json)
 
-    def _require_own(self, known: dict[str, Any]):
+    def _require_unchanged(self, known: dict[str, Any]):
         """Raises ValueError if another program has changed run.json. In process 0.
 
         The lock prevents that, but on some cluster disks a lock holds on one host alone.
@@ -257,7 +257,7 @@ class Folder:
         step = carry.step
 
         def keep_checkpoint():
-            self._require_own(self._known)
+            self._require_unchanged(self._known)
             replace_file(self.path / "history.json", json.dumps(history) + "\n")
 
         processes.from_first_process(keep_checkpoint)
@@ -274,16 +274,19 @@ class Folder:
 
     def _delete_older(self):
         """Keeps the last checkpoints alone. In process 0."""
-        flush_names(self.path)
-        for path in [*(self.path / str(step) for step in self._steps()[:-KEPT]), *self.path.glob(UNFINISHED)]:
+        fsync_folder(self.path)
+        for path in [
+            *(self.path / str(step) for step in self._checkpoint_steps()[:-KEPT]),
+            *self.path.glob(UNFINISHED),
+        ]:
             shutil.rmtree(path, ignore_errors=True)
 
-    def _steps(self) -> list[int]:
+    def _checkpoint_steps(self) -> list[int]:
         return sorted(int(path.name) for path in self.path.iterdir() if path.name.isdigit())
 
     def _last_step(self) -> int | None:
         """The step of the last checkpoint. Raises ValueError if the processes see different ones."""
-        steps = processes.from_every_process(max(self._steps(), default=None))
+        steps = processes.from_every_process(max(self._checkpoint_steps(), default=None))
         if len(set(steps)) > 1:
             raise ValueError(
                 f"checkpoints must be one folder that all processes share, but the last checkpoints that they see in "
@@ -373,7 +376,7 @@ def open_folder(
         path = None if folder is None else str(Path(folder).expanduser().absolute())
         own = {"params (their fingerprint)": fingerprint(copies), "steps": run.steps, "checkpoints": path}
         own |= {"steps that count if it ends before (its plan)": run.plan}
-        processes.require_same(facts | own | rhythm | {"on_other_devices": on_other_devices})
+        processes.require_same_in_processes(facts | own | rhythm | {"on_other_devices": on_other_devices})
     return _NoFolder(run) if folder is None else Folder(folder, facts, run, on_other_devices)
 
 
@@ -399,7 +402,7 @@ def require_skippable(run: RunPlan, state: Tree, first: int, reach: int):
     )
 
 
-def skip_steps(carry: Carry, run: RunPlan, reach: int) -> Carry:
+def count_as_skipped(carry: Carry, run: RunPlan, reach: int) -> Carry:
     """`carry` with a state that counts the steps up to `reach` with their noise; nothing else changes."""
     steps = values_over(run.optimizer.noise_multiplier, reach)[carry.step :].astype("float32")
 
@@ -411,7 +414,7 @@ def skip_steps(carry: Carry, run: RunPlan, reach: int) -> Carry:
         )
         return counted(record)
 
-    return carry._replace(state=map_states(count_skipped, carry.state, ReleaseState))
+    return carry._replace(state=map_nodes_of_type(count_skipped, carry.state, ReleaseState))
 
 
 def _warn_of_skipped(changed: list[str], first: int, reach: int):

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import jax
 
 from dpx.accounting.checks import Accountant
-from dpx.fitting.facts import FIRST_EXAMPLE, LAYOUT, layout_of, mark_of_first_example
+from dpx.fitting.facts import FIRST_EXAMPLE, LAYOUT, fingerprint_of_first_example, layout_of
 from dpx.fitting.folder import open_folder
 from dpx.fitting.payment import Payment
 from dpx.fitting.processes import raising_together, require_rows_in_every_process
-from dpx.fitting.progress import FitResult, Progress, Watcher
-from dpx.fitting.settings import RunPlan, require_described, require_inputs
+from dpx.fitting.progress import FitResult, Progress, RunMonitor
+from dpx.fitting.settings import RunPlan, require_inputs, require_report_facts
 from dpx.fitting.step import Carry, compiled_step, compiled_step_in_chunks, first_carry
 from dpx.gradients.clipped_gradients import Norms
 from dpx.ledgers import PrivacyLedger
@@ -27,7 +27,7 @@ from dpx.sampling.read_rows import unit_of
 from dpx.statistics.metrics import PrivateMetric
 from dpx.trees import Tree
 from dpx.validation import require_bool, require_whole
-from dpx.xla.place import traced_for
+from dpx.xla.place import tracing_for_place
 
 _TRAINED: dict[int, Path | None] = {}  # the folder of the last run of each key, by the mark of the key
 SKIPPED = (
@@ -171,11 +171,11 @@ def fit(
         require_inputs(loss, optimizer, params, data, loss_at)
         given = {"delta": delta, "accountant": accountant, "records": records, "public_stop": public_stop}
         run = RunPlan.with_defaults(optimizer, key=key, steps=steps, epochs=epochs, **given)
-        said: dict[str, Any] = {"name": name, "dataset": dataset, "tuning": require_described(tuning, name, dataset)}
+        said: dict[str, Any] = {"name": name, "dataset": dataset, "tuning": require_report_facts(tuning, name, dataset)}
         words = (name or "a run of dpx.fit") if words is None else words
         payment = Payment(ledger, {"words": words, "unit": unit_of(data), "part": part}, run)
         users = {"evaluate": evaluate, "evaluate_private": evaluate_private, "callbacks": callbacks, "loss_at": loss_at}
-        watcher = Watcher.with_defaults(run, evaluate_every, progress, **users)
+        watcher = RunMonitor.with_defaults(run, evaluate_every, progress, **users)
         require_whole("checkpoint_every", checkpoint_every)
         require_bool("on_other_devices", on_other_devices)
         carry = first_carry(params, optimizer, sharding)
@@ -183,13 +183,13 @@ def fit(
         build = at_once if chunk_size is None else compiled_step_in_chunks
         step = build(loss, optimizer, loss_at, carry, sharding, options)
         layout = {"devices": getattr(sharding, "num_devices", None), LAYOUT: layout_of(carry, sharding)}
-        rhythm = watcher.rhythm() | {"checkpoint_every": checkpoint_every}
+        rhythm = watcher.collective_schedule() | {"checkpoint_every": checkpoint_every}
         if jax.process_count() > 1 or checkpoints is not None:
-            layout |= {FIRST_EXAMPLE: mark_of_first_example(data, run)}
+            layout |= {FIRST_EXAMPLE: fingerprint_of_first_example(data, run)}
     batches = functools.partial(optimizer.sampling.batches, data, run.key, chunk_size=chunk_size, sharding=sharding)
     rounding = {"chunk_size": chunk_size, **layout, **options}
     opened = open_folder(checkpoints, run, carry, rounding, rhythm, on_other_devices)
-    with contextlib.closing(opened) as folder, traced_for(memory=folder.memory):
+    with contextlib.closing(opened) as folder, tracing_for_place(memory=folder.memory):
         carry = _train_steps(carry, step, batches, run, watcher, folder, payment, checkpoint_every)
     said |= {"delta": run.delta, "unit": unit_of(data), "records": run.records}
     report = privacy_report(optimizer, carry.state, **said)
@@ -215,7 +215,7 @@ def _train_steps(
     step: Callable,
     batches: Callable,
     run: RunPlan,
-    watcher: Watcher,
+    watcher: RunMonitor,
     folder: Any,
     payment: Payment,
     checkpoint_every: int,
@@ -232,7 +232,7 @@ def _train_steps(
     if first == run.steps or folder.ended is not None:
         return carry
     mark, place = int(run.optimizer.noise_key), folder.path and folder.path.resolve()
-    _warn_of_another_run(mark, place, folder.continued)
+    _warn_of_reused_key(mark, place, folder.continued)
     folder.reserve(_next_checkpoint(first, checkpoint_every, run))
     loaded, before, last = batches(carry.state, steps=run.steps - first), (), ()
     consistent = True  # False while a step runs; an interrupt then must not save a checkpoint
@@ -271,7 +271,7 @@ def _next_checkpoint(done: int, every: int, run: RunPlan) -> int:
     return min(run.steps, (done // every + 1) * every)
 
 
-def _warn_of_another_run(mark: int, place: Path | None, continued: bool):
+def _warn_of_reused_key(mark: int, place: Path | None, continued: bool):
     """Warns if the key of a run that now makes steps has trained before, unless the run continues in its folder.
 
     The data, the loss and the parameters are not compared, so an identical run gets the warning too.

@@ -56,7 +56,7 @@ def require_rows_in_every_process(sharding: Any):
         )
 
 
-def require_same(facts: dict[str, Any]):
+def require_same_in_processes(facts: dict[str, Any]):
     """Raises ValueError, in every process, if the facts of one differ from those of process 0."""
     first, *others = from_every_process(facts)
     for number, theirs in enumerate(others, start=1):
@@ -66,7 +66,7 @@ def require_same(facts: dict[str, Any]):
             raise ValueError(f"every process must make the same run, but in process {number} it is another: {listing}")
 
 
-def as_readable(array: Any) -> Any:
+def as_local_array(array: Any) -> Any:
     """`array` as this process can read it. An array with parts in other processes becomes a numpy array."""
     if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
         return array

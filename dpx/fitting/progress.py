@@ -17,7 +17,7 @@ from dpx.fitting.step import BatchLosses, Carry, fresh_copy
 from dpx.gradients import Unreleased
 from dpx.reports.report import PrivacyReport
 from dpx.statistics.metrics import PrivateMetric
-from dpx.trees import Tree, described, outlined
+from dpx.trees import Tree, described, repr_with_shapes
 from dpx.validation import require_function, require_whole
 
 PRIVATE = "private_metric"
@@ -46,7 +46,7 @@ class Progress(NamedTuple):
     unreleased: Unreleased | None
     unreleased_included: Any
 
-    __repr__ = outlined
+    __repr__ = repr_with_shapes
 
 
 class FitResult(NamedTuple):
@@ -71,7 +71,7 @@ class FitResult(NamedTuple):
     report: PrivacyReport
     history: list[dict[str, Any]]
 
-    __repr__ = outlined
+    __repr__ = repr_with_shapes
 
     @property
     def skipped(self) -> int:
@@ -110,7 +110,7 @@ class FitResult(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Watcher:
+class RunMonitor:
     """evaluate, evaluate_private: the user's. every: int, steps between two looks. history: a row for each so far.
     folder: of the run, which remembers what the private metric released."""
 
@@ -174,13 +174,13 @@ class Watcher:
         self.bar.set_postfix_str(", ".join([*words, f"loss {loss:.4g} (not private)"]))
         if not self.callbacks:
             return False
-        unreleased, included = jax.tree.map(processes.as_readable, (batch.unreleased, batch.included))
+        unreleased, included = jax.tree.map(processes.as_local_array, (batch.unreleased, batch.included))
         progress = Progress(step, epsilon, params, fresh_copy(carry.state), metrics, loss, unreleased, included)
         with processes.raising_together():
             asked = [_asks_to_stop(callback(progress)) for callback in self.callbacks]  # a list, because all are called
         return any(processes.from_every_process(any(asked)))
 
-    def rhythm(self) -> dict[str, Any]:
+    def collective_schedule(self) -> dict[str, Any]:
         """What all processes must do at the same steps."""
         watched = {name: getattr(self, name) for name in ("evaluate", "evaluate_private", "callbacks")}
         return {"evaluate_every": self.every} | {name: "given" if of else "none" for name, of in watched.items()}

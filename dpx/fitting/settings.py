@@ -7,10 +7,10 @@ import jax
 
 from dpx import keys
 from dpx.accounting.checks import Accountant
-from dpx.accounting.run_cost import epsilon, records_of
-from dpx.guards import FLAX, require_params
+from dpx.accounting.run_cost import epsilon, records_per_unit_of_run
+from dpx.guards import FLAX, checked_params
 from dpx.mechanism import Mechanism, require_mechanism
-from dpx.reports.report import require_names
+from dpx.reports.report import require_one_line_names
 from dpx.sampling.read_rows import rows_of
 from dpx.trees import Tree, described
 from dpx.validation import require_bool, require_function, require_whole
@@ -70,7 +70,7 @@ class RunPlan:
             plan=0 if public_stop is not None and require_bool("public_stop", public_stop) else planned,
             delta=delta,
             accountant=accountant or ("tightest" if budget is None else budget.accountant),
-            records=records_of(optimizer, records),
+            records=records_per_unit_of_run(optimizer, records),
         )
         run.epsilon(steps)  # refuses a cost that cannot be computed before the first step
         return run
@@ -85,19 +85,19 @@ def require_inputs(loss: Any, optimizer: Any, params: Tree, data: Any, loss_at: 
     require_mechanism(optimizer)
     require_function("loss", loss)
     require_function("loss_at", loss_at)
-    require_params(params, optimizer)
+    checked_params(params, optimizer)
     if not jax.tree.leaves(params) or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
         raise ValueError(f"params must be a pytree of float arrays, got no array. {FLAX}")
     rows_of(data, optimizer.sampling.examples, optimizer.key)
 
 
-def require_described(tuning: Any, name: str | None, dataset: str | None) -> Any:
+def require_report_facts(tuning: Any, name: str | None, dataset: str | None) -> Any:
     """`tuning`, checked as `name` and `dataset` are before the run, and not when its report is written.
 
     No cost of a search is allowed: the run that a search covers is the one that it made, and not another one of the
     same settings.
     """
-    require_names(name, dataset)
+    require_one_line_names(name, dataset)
     if tuning is not None and not (isinstance(tuning, str) and tuning == "public"):
         raise ValueError(
             f'tuning must be "public" or None in fit, got {described(tuning)}: a search reports its winner, and a '

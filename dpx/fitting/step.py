@@ -75,11 +75,13 @@ def compiled_step(
     carry: before the first step; on a mesh, every next one has its shardings. whole: whether all values of a batch are
         wanted.
     """
-    gradient = with_inspector(private_updates(loss, optimizer, sharding=sharding, **options), _warning_once(optimizer))
+    gradient = with_inspector(
+        private_updates(loss, optimizer, sharding=sharding, **options), _warn_of_loss_once(optimizer)
+    )
 
     def step(carry, batch):
         found = gradient(loss_at(carry.params, carry.state), batch, carry.state)
-        mean = _sum_of_losses(found.unreleased, batch) / batch.included.sum(dtype=jnp.float32).clip(1)
+        mean = _sum_of_training_losses(found.unreleased, batch) / batch.included.sum(dtype=jnp.float32).clip(1)
         of_batch = BatchLosses(mean, found.unreleased, batch.included)
         carry = Carry(optax.apply_updates(carry.params, found.updates), found.state)
         return carry, of_batch if whole else of_batch._replace(unreleased=None, included=None)
@@ -93,11 +95,11 @@ def compiled_step_in_chunks(
 ) -> Callable[[Carry, Iterator[Batch]], tuple[Carry, BatchLosses]]:
     """`compiled_step` for a batch that comes in chunks: one function for a chunk, and one for the release."""
     in_chunks = private_updates_in_chunks(loss, optimizer, sharding=sharding, **options)
-    in_chunks = with_inspector(in_chunks, _warning_once(optimizer))
+    in_chunks = with_inspector(in_chunks, _warn_of_loss_once(optimizer))
 
     def add_chunk(carry, chunk, sums, total):
         sums = in_chunks.add(loss_at(carry.params, carry.state), chunk, carry.state, sums)
-        return sums._replace(unreleased=None), total + _sum_of_losses(sums.unreleased, chunk)
+        return sums._replace(unreleased=None), total + _sum_of_training_losses(sums.unreleased, chunk)
 
     def release_sums(carry, sums, total):
         updates, state = in_chunks.release(loss_at(carry.params, carry.state), sums, carry.state)
@@ -122,7 +124,7 @@ def _shardings(carry: Carry, sharding: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, carry) if isinstance(sharding, NamedSharding) else None
 
 
-def _warning_once(optimizer: Mechanism) -> Callable:
+def _warn_of_loss_once(optimizer: Mechanism) -> Callable:
     """Warns of the loss when a step is traced for the first time."""
     looked = []
 
@@ -133,7 +135,7 @@ def _warning_once(optimizer: Mechanism) -> Callable:
     return warn_once
 
 
-def _sum_of_losses(unreleased: Any, batch: Batch) -> jax.Array:
+def _sum_of_training_losses(unreleased: Any, batch: Batch) -> jax.Array:
     """The sum of the losses of the rows that count, float32 ()."""
     return jnp.sum(unreleased.losses.astype(jnp.float32), where=batch.included)
 

@@ -15,13 +15,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dpx.gradients.clipped_gradients import Norms, RowSum, sum_gradients
 from dpx.gradients.one_example import rows_with_keys
 from dpx.gradients.private_updates import Unreleased, call_with_auto_axes, sharding_along_examples
-from dpx.guards import require_params
+from dpx.guards import checked_params
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, included_rows, require_batch
 from dpx.states.identity import fingerprint
-from dpx.states.record import Drawn, ReleaseState
+from dpx.states.record import DrawRecord, ReleaseState
 from dpx.sums.float_pair import FloatPair, add_pairs, with_low
-from dpx.trees import Tree, batch_size, find_state, float32_like, outlined
+from dpx.trees import Tree, batch_size, find_state, float32_like, repr_with_shapes
 from dpx.xla.jaxprs import identity_of_program
 
 _ROUNDING = 1e-6  # relative, of a schedule compiled in two programs
@@ -44,7 +44,7 @@ class AccumulatedSums(NamedTuple):
 
     unreleased_sums: tuple[FloatPair, ...]
     unreleased_count: jax.Array
-    unreleased_drawn: Drawn | None
+    unreleased_drawn: DrawRecord | None
     unreleased: Unreleased | None
     unreleased_rows: jax.Array
     step: jax.Array
@@ -52,7 +52,7 @@ class AccumulatedSums(NamedTuple):
     clipping: jax.Array
     ordered: jax.Array
 
-    __repr__ = outlined
+    __repr__ = repr_with_shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ class PrivateChunks:
     def add(self, params: Tree, chunk: Batch, state: Tree, sums: AccumulatedSums | None = None) -> AccumulatedSums:
         """`sums` with one more chunk of the batch; None for the first."""
         batch_size(require_batch(chunk).examples)
-        params = require_params(params, self.optimizer)
+        params = checked_params(params, self.optimizer)
         _step_of(state)
         if sums is not None:
             _require_sums(sums)
@@ -89,7 +89,7 @@ class PrivateChunks:
     def release(self, params: Tree, sums: AccumulatedSums, state: Tree) -> tuple[Tree, Tree]:
         """(updates, state) of the whole batch: the private updates, like `params`, and the next state."""
         _require_sums(sums)
-        params = require_params(params, self.optimizer)
+        params = checked_params(params, self.optimizer)
         arguments = params, sums._replace(unreleased=None), state
         return call_with_auto_axes(self._release, arguments, lambda params, sums, state: (params, state))
 

@@ -24,9 +24,9 @@ from dpx.sums.clipped_sum import sum_contributions
 from dpx.sums.microbatches import sum_over_microbatches
 from dpx.trees import Tree, described
 from dpx.validation import require_whole
-from dpx.xla.convolutions import reordered
-from dpx.xla.place import current_place, traced_for
-from dpx.xla.rows_apart import rows_apart
+from dpx.xla.convolutions import with_reordered_convolutions
+from dpx.xla.place import current_place, tracing_for_place
+from dpx.xla.rows_apart import with_rows_apart
 
 Norms = Literal["auto", "ghost", "vmap"]
 
@@ -62,27 +62,27 @@ class RowSum:
         """The sums, and the losses, norms and aux of every row. rows: of `rows_with_keys`. included: bool (B,)."""
         with self.placed():
             plan, cost = self.plan(params, state, rows)
-            at_once = self.at_once(plan, cost, params, included.shape[0])
+            at_once = self.microbatches_for(plan, cost, params, included.shape[0])
 
             def microbatch(ordered, rows):
                 return self.sum_microbatch(plan, at_once.passes, cost.mixes, ordered(params), state, *rows)
 
             on_cpu = self.platform == "cpu"
             how = {"unroll": on_cpu and not cost.loops, "like": params}
-            how["in_loop"] = reordered if on_cpu and cost.convolves else core.jaxpr_as_fun
-            with self.noted(lambda: shapes_of_row(rows)):
+            how["in_loop"] = with_reordered_convolutions if on_cpu and cost.convolves else core.jaxpr_as_fun
+            with self.with_note_on_errors(lambda: shapes_of_row(rows)):
                 return sum_over_microbatches(microbatch, (rows, included), max(1, at_once.size), **how)
 
     def placed(self) -> contextlib.AbstractContextManager[None]:
-        return traced_for(platform=self.platform, row_devices=self.devices)
+        return tracing_for_place(platform=self.platform, row_devices=self.devices)
 
-    def noted(self, row: Callable[[], tuple]) -> Any:
+    def with_note_on_errors(self, row: Callable[[], tuple]) -> Any:
         return adding_note("update" if self.norms == "update" else "loss", lambda: row()[0])
 
     def plan(self, params: Tree, state: Tree, rows: tuple) -> tuple[Plan, ForwardCost]:
         """How the norms are computed, or why only by per-example gradients; and a row's cost. All may be shapes."""
         row = shapes_of_row(rows)
-        with self.noted(lambda: row):
+        with self.with_note_on_errors(lambda: row):
             traced = ghost.trace_loss(self.of_row, params, row)
         self.inspect_loss(traced.closed, params, row)
         cost = forward_cost(traced.closed.jaxpr)
@@ -93,16 +93,16 @@ class RowSum:
             return 'norms="vmap" was asked for', cost
         if self.norms == "auto" and self.optimizer.forward is not None:
             return ghost.ForwardPlan(len(jax.tree.leaves(params))), cost
-        return ghost.make_plan(traced, self.optimizer, params, state, force=self.norms == "ghost"), cost
+        return ghost.make_ghost_plan(traced, self.optimizer, params, state, force=self.norms == "ghost"), cost
 
-    def at_once(self, plan: Plan, cost: ForwardCost, params: Tree, size: int) -> Microbatches:
+    def microbatches_for(self, plan: Plan, cost: ForwardCost, params: Tree, size: int) -> Microbatches:
         """What of `size` rows is in memory at once, at the place of the program."""
         given = {"microbatch_size": self.microbatch_size, "backward_passes": self.backward_passes}
         return choose_microbatches(cost, plan, params, size, current_place(), **given)
 
     def sum_microbatch(self, plan: Plan, passes: int, mixes: bool, params: Tree, state: Tree, rows: tuple, included):
         """The sums of the contributions of one microbatch, and the losses, norms and aux of its rows."""
-        apart = rows_apart if mixes else lambda function: function
+        apart = with_rows_apart if mixes else lambda function: function
         if isinstance(plan, ghost.GhostPlan) and plan.followed:
             how = {"backward_passes": passes, "apart": apart}
             return ghost.sum_by_plan(plan, self.optimizer, params, rows, state, included, **how)
@@ -145,7 +145,7 @@ def sum_gradients(
         got = described(backward_passes)
         raise ValueError(f'backward_passes must be 1, 2 or None, and not 2 with norms="vmap", got {got}')
     of_row = function_of_row(loss, has_aux=has_aux)
-    where = require_platform(platform), devices_of_rows(sharding)
+    where = require_platform(platform), count_row_shards(sharding)
     return RowSum(of_row, optimizer, norms, microbatch_size, *where, backward_passes)
 
 
@@ -161,7 +161,7 @@ def _require_like(params: Tree, made: Tree):
         raise ValueError(f"the update of one unit must be like params, of shapes {expected}; got shapes {found}")
 
 
-def devices_of_rows(sharding: Any) -> int | None:
+def count_row_shards(sharding: Any) -> int | None:
     """How many devices a sharding spreads axis 0 over; None for None. Raises ValueError for another type."""
     if sharding is None:
         return None

@@ -39,8 +39,8 @@ class ForwardCost(NamedTuple):
 
     numbers: int, how many numbers the equations define. convolves: bool, whether one of them is a convolution
     stored: int, the same numbers, but of the bodies of `jax.checkpoint`, which are computed again, the largest alone
-    loops: bool, True if `xla.convolutions.reordered` finds all convolutions, so that none is slow in a loop on a CPU
-    mixes: bool, True if rows need `xla.apart.rows_apart`
+    loops: bool, True if `with_reordered_convolutions` finds all convolutions, so that none is slow in a loop on a CPU
+    mixes: bool, True if rows need `xla.apart.with_rows_apart`
     """
 
     numbers: int
@@ -52,8 +52,8 @@ class ForwardCost(NamedTuple):
 
 def forward_cost(jaxpr: core.Jaxpr) -> ForwardCost:
     return ForwardCost(
-        sum(_count_numbers(jaxpr)),
-        sum(_count_numbers(jaxpr, REMAT)),
+        sum(_count_intermediate_numbers(jaxpr)),
+        sum(_count_intermediate_numbers(jaxpr, REMAT)),
         convolves(jaxpr),
         not hides_convolutions(jaxpr),
         may_mix_rows(jaxpr),
@@ -148,12 +148,12 @@ def _size_without_rest(largest: int, size: int) -> int:
     return max(without_rest, default=math.ceil(size / math.ceil(size / largest)))
 
 
-def _count_numbers(jaxpr, again: tuple[str, ...] = ()) -> tuple[int, int]:
+def _count_intermediate_numbers(jaxpr, again: tuple[str, ...] = ()) -> tuple[int, int]:
     """How many numbers the equations define, without the bodies of those whose name is in `again`, and how many the
     largest of these defines. The body of a loop counts once for each iteration."""
     total = largest = 0
     for equation in jaxpr.eqns:
-        found = [_count_numbers(body, again) for body in inner_bodies(equation)]
+        found = [_count_intermediate_numbers(body, again) for body in inner_bodies(equation)]
         inside, of_body = sum(numbers for numbers, _ in found), max((one for _, one in found), default=0)
         if equation.primitive.name in again:
             inside, of_body = 0, inside + of_body
@@ -163,10 +163,10 @@ def _count_numbers(jaxpr, again: tuple[str, ...] = ()) -> tuple[int, int]:
 
 
 def hides_convolutions(jaxpr: core.Jaxpr) -> bool:
-    """Whether `reordered` cannot reach a convolution: in a loop, a branch, or under `jax.checkpoint`."""
+    """Whether it holds a convolution out of reach: in a loop, a branch, or under `jax.checkpoint`."""
 
-    def hides_one(equation):
+    def holds_convolution(equation):
         inside = hides_convolutions if equation.primitive.name in CALLS else convolves
         return any(map(inside, inner_bodies(equation)))
 
-    return any(map(hides_one, jaxpr.eqns))
+    return any(map(holds_convolution, jaxpr.eqns))

@@ -40,7 +40,7 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
 
     def on_trained(params):
         """The transforms on the trained parameters. Others get the released gradient, which is zero."""
-        flags = guards.trained_leaves(mechanism, params)
+        flags = guards.trained_mask(mechanism, params)
         return after if all(jax.tree.leaves(flags)) else optax.masked(after, lambda _: flags)
 
     def release(sums, state, params):
@@ -55,11 +55,13 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
         except (AttributeError, TypeError, ValueError) as error:
             if type(error).__module__.startswith("jax"):
                 raise
-            _refuse_transform(error)
+            _refuse_optax_transform(error)
         return updates, ChainState(inner, transformed)
 
     return mechanism.wrap(
-        begin=lambda params: ChainState(mechanism.begin(params), _holds_nothing(on_trained(params).init(params))),
+        begin=lambda params: ChainState(
+            mechanism.begin(params), _require_no_held_updates(on_trained(params).init(params))
+        ),
         release=release,
         stages=(*mechanism.stages, "optax transforms"),
     )
@@ -77,7 +79,7 @@ def require_transforms(transforms: tuple[Any, ...]):
             raise ValueError(f"transforms must be those of optax, such as optax.sgd(0.1), got {described(transform)}")
 
 
-def _holds_nothing(state: Tree) -> Tree:
+def _require_no_held_updates(state: Tree) -> Tree:
     """`state`. Raises ValueError if its transforms hold updates back."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node).__name__ in HOLDING)
     if any(type(node).__name__ in HOLDING for node in nodes):
@@ -89,7 +91,7 @@ def _holds_nothing(state: Tree) -> Tree:
     return state
 
 
-def _refuse_transform(error: Exception) -> NoReturn:
+def _refuse_optax_transform(error: Exception) -> NoReturn:
     raise ValueError(
         "transforms must make an update of the released gradient, their state and the parameters alone. Those that "
         "need the loss or its gradient (lbfgs, reduce_on_plateau, polyak_sgd, momo), or parameters of another form "
@@ -109,8 +111,8 @@ def _try_transform(transform: optax.GradientTransformation):
         jax.eval_shape(transform.update, like, state, like)
     except TypeError as error:
         if "required keyword-only argument" in str(error):
-            _refuse_transform(error)
+            _refuse_optax_transform(error)
     except Exception:
         return
     else:
-        _holds_nothing(state)
+        _require_no_held_updates(state)

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dpx.gradients import ghost
-from dpx.gradients.clipped_gradients import Norms, RowSum, devices_of_rows, sum_gradients
+from dpx.gradients.clipped_gradients import Norms, RowSum, count_row_shards, sum_gradients
 from dpx.gradients.microbatch_size import require_platform
 from dpx.gradients.one_example import function_of_row, rows_with_keys
-from dpx.guards import require_params
+from dpx.guards import checked_params
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, included_rows, require_batch
 from dpx.states.record import ReleaseState
-from dpx.trees import Tree, batch_size, find_state, outlined
+from dpx.trees import Tree, batch_size, find_state, repr_with_shapes
 from dpx.validation import require_function, require_whole
 
 
@@ -37,7 +37,7 @@ class Unreleased(NamedTuple):
     norms: Tree
     aux: Tree
 
-    __repr__ = outlined
+    __repr__ = repr_with_shapes
 
 
 class PrivateUpdates(NamedTuple):
@@ -51,7 +51,7 @@ class PrivateUpdates(NamedTuple):
     state: Tree
     unreleased: Unreleased
 
-    __repr__ = outlined
+    __repr__ = repr_with_shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ class PrivateStep:
 
     def __call__(self, params: Tree, batch: Batch, state: Tree) -> PrivateUpdates:
         batch_size(require_batch(batch).examples)
-        params = require_params(params, self.optimizer)
+        params = checked_params(params, self.optimizer)
         find_state(state, ReleaseState, "mechanism's state")
         return call_with_auto_axes(self._release, (params, batch, state), self._place)
 
@@ -171,7 +171,7 @@ def private_updates_from(
         >>> step = dpx.private_updates_from(update_of_unit, optimizer)
     """
     of_row = function_of_row(update_of_unit, has_aux=has_aux)
-    where = require_platform(platform), devices_of_rows(sharding)
+    where = require_platform(platform), count_row_shards(sharding)
     row_sum = RowSum(of_row, optimizer, "update", microbatch_size, *where)
     return PrivateStep(row_sum, optimizer, with_key)
 
@@ -201,12 +201,12 @@ def explain_norms(
         ...
     """
     row_sum = sum_gradients(loss, optimizer, microbatch_size=None, norms=norms, has_aux=has_aux, platform=platform)
-    params, state = require_params(params, optimizer), jax.eval_shape(optimizer.init, params)
+    params, state = checked_params(params, optimizer), jax.eval_shape(optimizer.init, params)
     examples = require_batch(batch).examples
     rows = jax.eval_shape(functools.partial(rows_with_keys, optimizer, with_key=with_key), state, examples)
     with row_sum.placed():
         plan, cost = row_sum.plan(params, state, rows)
-        at_once = row_sum.at_once(plan, cost, params, batch_size(examples))
+        at_once = row_sum.microbatches_for(plan, cost, params, batch_size(examples))
     return ghost.explain(plan, params, *at_once.words)
 
 

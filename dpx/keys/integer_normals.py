@@ -7,8 +7,8 @@ Only the exact split of the sum, and the product of the released integer and gam
 
 A fraction x in [0, 1) of 45 bits is three limbs of 15 bits, highest first, so that a product of limbs has 30 bits, and
 a sum of three has 32. In units u = 2^-45, `product_limbs` is below x y by at most 1.0001 u, and `short_product`, whose
-second factor has 30 bits, and `square_limbs` by at most 3.0001 u; `word_product`, of 30 bits by 30 bits in units v =
-2^-30, is below by at most 2 v.
+second factor has 30 bits, and `square_limbs` by at most 3.0001 u; `high_word_product`, of 30 bits by 30 bits in units
+v = 2^-30, is below by at most 2 v.
 
 Logarithm. p = m 2^-z with m in [1/2, 1), and y = 1 - m, all exact in 64 bits. For j = 1, ..., 6, m is multiplied by
 1 + 2^-j where the product is at most 1, so that y < 2^-6.02. Then H = -log p is z log 2, plus the logarithms of the
@@ -104,20 +104,20 @@ def polar_radius(words: Sequence[jax.Array], rare: jax.Array) -> tuple[Limbs, ja
 
     words: of a block of the cipher, four uint32 arrays. rare: e of `normals.py`, uint32 ().
     """
-    (high, low), exponent = _probability(words, rare)
+    (high, low), exponent = _uniform_from_words(words, rare)
     zeros = lax.clz(high)
     high, low = _shifted_left((high, low), zeros)
     low = ~low + np.uint32(1)  # y = 1 - m
     high = ~high + _bit_of(low == 0)
     (high, low), logarithm = _log_factor_near_one((high, low), exponent + zeros)
-    high, low = _plus_series(logarithm, high, low)
+    high, low = _plus_log_series(logarithm, high, low)
     empty = high == 0  # for r below 2^-12
     high, low = jnp.where(empty, low, high), jnp.where(empty, np.uint32(0), low)
     shift = lax.clz(high) & np.uint32(0xFFFFFFFE)
     return _root(*_shifted_left((high, low), shift)), (shift >> 1) + jnp.where(empty, np.uint32(16), np.uint32(0))
 
 
-def _probability(words: Sequence[jax.Array], rare: jax.Array) -> tuple[Limbs, jax.Array]:
+def _uniform_from_words(words: Sequence[jax.Array], rare: jax.Array) -> tuple[Limbs, jax.Array]:
     """p 2^exponent as 64 bits, two words, of which the first is not 0; and the exponent, uint32."""
     a, b, _, d = words
     nothing, digits = np.uint32(0), d & np.uint32(0xFFFFFFF0)
@@ -151,7 +151,7 @@ def _words(number: int) -> tuple[np.uint32, ...]:
     return tuple(np.uint32((number >> shift) & 0x7FFFF) for shift in (38, 19, 0))
 
 
-def _plus_series(logarithm: list[jax.Array], high: jax.Array, low: jax.Array) -> Limbs:
+def _plus_log_series(logarithm: list[jax.Array], high: jax.Array, low: jax.Array) -> Limbs:
     """logarithm - log(1 - y), with 57 bits below the point: two words."""
     top, rest = (high << 6) | (low >> 26), low << 6  # Y = 64 y
     limbs = top >> 17, (top >> 2) & _LOW, ((top << 13) | (rest >> 19)) & _LOW
@@ -159,9 +159,9 @@ def _plus_series(logarithm: list[jax.Array], high: jax.Array, low: jax.Array) ->
     series = _low_thirty_bits(1 / 3) + ((limbs[0] * np.uint32(round(2 / 7 * 2**15))) >> 6)
     series = _low_thirty_bits(2 / 5) + ((limbs[0] * (series >> 15)) >> 6)
     for coefficient in (1 / 2, 2 / 3):
-        series = _low_thirty_bits(coefficient) + (word_product(limbs, _halves(series)) >> 6)
+        series = _low_thirty_bits(coefficient) + (high_word_product(limbs, _halves(series)) >> 6)
     squared = square_limbs(limbs)
-    more = short_product(squared, _halves(word_product(limbs, _halves(series))))  # in 2^-64 of S
+    more = short_product(squared, _halves(high_word_product(limbs, _halves(series))))  # in 2^-64 of S
     most = (squared[0] << 15) | squared[1]  # in 2^-43 of S
     last = logarithm[2] + ((low >> 7) & _LOW_19) + ((most & 0x1F) << 14) + (squared[2] >> 1)
     last += ((more[1] & 0x7FF) << 8) + (more[2] >> 7)
@@ -172,7 +172,7 @@ def _plus_series(logarithm: list[jax.Array], high: jax.Array, low: jax.Array) ->
     return (first << 6) | (middle >> 13), (middle << 19) | last
 
 
-def inverse_root(high: jax.Array) -> jax.Array:
+def fixed_point_inverse_root(high: jax.Array) -> jax.Array:
     """1 / sqrt(x) in units of 2^-29, uint32, for x = high 2^-32 in [1/4, 1)."""
     x = high >> 16
     beyond, (c0, c1, c2, c3) = x - np.uint32(2**14), INVERSE_ROOT
@@ -190,7 +190,7 @@ def inverse_root(high: jax.Array) -> jax.Array:
 
 def _root(high: jax.Array, low: jax.Array) -> Limbs:
     """sqrt((high, low) 2^-64), which is in [1/2, 1)."""
-    inverse = inverse_root(high)
+    inverse = fixed_point_inverse_root(high)
     head, body = high >> 17, (high >> 2) & _LOW
     near = head * (inverse >> 15) + ((head * (inverse & _LOW) + body * (inverse >> 15)) >> 15)
     near = jnp.minimum(near << 1, np.uint32(2**30 - 1))  # the root in v, off by less than 2^-24
@@ -232,7 +232,7 @@ def _polynomial(squared: Limbs, even: jax.Array) -> Limbs:
         shift = shifts[number + 1] - shifts[number]
         if number >= 4:
             first, second = chosen(number, shifts[number], 30)
-            value = _halves(((first << 15) | second) - (word_product(squared, value) >> shift))
+            value = _halves(((first << 15) | second) - (high_word_product(squared, value) >> shift))
         else:
             high, middle, low = (product_limbs if len(value) == 3 else short_product)(squared, value)
             less = high >> shift, ((high << (15 - shift)) & _LOW) | (middle >> shift), None
@@ -257,7 +257,7 @@ def square_limbs(x: Limbs) -> Limbs:
     return _carry_limbs(x[0] * x[0], 2 * x[0] * x[1], 2 * x[2] * x[0] + x[1] * x[1])
 
 
-def word_product(x: Limbs, y: Limbs) -> jax.Array:
+def high_word_product(x: Limbs, y: Limbs) -> jax.Array:
     """x y of two limbs each in v, one word, at most 2 v below it."""
     return x[0] * y[0] + ((x[0] * y[1] + x[1] * y[0]) >> 15)
 

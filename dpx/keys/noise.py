@@ -77,7 +77,7 @@ class StandIns(NamedTuple):
 STAND_INS = jax.make_user_context(default_value=StandIns())
 
 
-class Position(NamedTuple):
+class StreamPosition(NamedTuple):
     """Where the numbers of a leaf are: `start` is the place of its first one in stream number `stream`, whose chunks
     have 2 * half numbers."""
 
@@ -113,14 +113,14 @@ def release(
     high, low = as_pair(total)
     leaves, structure = jax.tree.flatten(high)
     lows = None if low is None else structure.flatten_up_to(low)
-    places = positions_of([leaf.shape for leaf in leaves])
-    how = places, current_place(), is_drawn(deviation)
+    places = stream_positions_of([leaf.shape for leaf in leaves])
+    how = places, current_place(), draws_noise(deviation)
     words, deviation = secret_words(key), as_deviation(deviation)
     with jax.disable_jit(False):  # the loops are written for tracers
         return structure.unflatten(release_leaves(words, jnp.asarray(step), deviation, leaves, lows, *how))
 
 
-def is_drawn(deviation: jax.Array | float) -> bool:
+def draws_noise(deviation: jax.Array | float) -> bool:
     """Whether there is noise to draw: not for a deviation that is known to be 0 when the step is traced."""
     return not (isinstance(deviation, float | int) and deviation == 0)
 
@@ -141,10 +141,12 @@ def normal_like(key: jax.Array, step: jax.Array | int, tree: Tree) -> Tree:
             return stand_in(key, step, tree)
     leaves, structure = jax.tree.flatten(tree)
     shapes = tuple(jnp.shape(leaf) for leaf in leaves)
-    return structure.unflatten(_float32_normals(secret_words(key), jnp.asarray(step), positions_of(shapes), shapes))
+    return structure.unflatten(
+        _float32_normals(secret_words(key), jnp.asarray(step), stream_positions_of(shapes), shapes)
+    )
 
 
-def positions_of(shapes: Sequence[tuple[int, ...]]) -> tuple[Position, ...]:
+def stream_positions_of(shapes: Sequence[tuple[int, ...]]) -> tuple[StreamPosition, ...]:
     """The places of leaves of these shapes: in one stream, or each in a stream of its own if they are too large."""
     sizes = [math.prod(shape) for shape in shapes]
     if (largest := max(sizes, default=0)) > LARGEST_LEAF:
@@ -153,9 +155,9 @@ def positions_of(shapes: Sequence[tuple[int, ...]]) -> tuple[Position, ...]:
         raise ValueError(f"a release must have at most {LARGEST_RELEASE} numbers, got {most}")
     size = sum(sizes)
     if len(shapes) > 1 and size >= ONE_STREAM:
-        return tuple(Position(number, 0, _half_of_numbers(size)) for number, size in enumerate(sizes))
+        return tuple(StreamPosition(number, 0, _half_of_numbers(size)) for number, size in enumerate(sizes))
     starts = itertools.accumulate(sizes[:-1], initial=0)
-    return tuple(Position(0, start, _half_of_numbers(size)) for _, start in zip(sizes, starts, strict=False))
+    return tuple(StreamPosition(0, start, _half_of_numbers(size)) for _, start in zip(sizes, starts, strict=False))
 
 
 def _half_of_numbers(size: int) -> int:
@@ -164,18 +166,18 @@ def _half_of_numbers(size: int) -> int:
 
 @functools.partial(jax.jit, static_argnums=(5, 6, 7))
 def release_leaves(
-    words, step, deviation, highs, lows, places: tuple[Position, ...], place: Place, drawn: bool
+    words, step, deviation, highs, lows, places: tuple[StreamPosition, ...], place: Place, drawn: bool
 ) -> list[jax.Array]:
     """The released leaves. words: of the key, uint32 (4,). highs, lows: of the `FloatPair`; lows may be None."""
     highs, shapes = [high.astype(jnp.float32) for high in highs], [high.shape for high in highs]
     size = sum(map(math.prod, shapes))
     as_integers = place.platform == "tpu"
 
-    def of_leaf(high, low, at: Position) -> jax.Array:
+    def of_leaf(high, low, at: StreamPosition) -> jax.Array:
         return round_to_grid(high, low, _normals(words, step, at, high.shape) if drawn else np.float64(0), deviation)
 
     if as_integers and (place.devices > 1 or not 0 < size < FLAT):
-        return _leaves_in_integers((words, step, deviation), highs, lows, places, place.devices, drawn)
+        return _release_leaves_in_integers((words, step, deviation), highs, lows, places, place.devices, drawn)
     if place.devices > 1 or not 0 < size < ONE_STREAM:
         return [of_leaf(*leaf) for leaf in zip(highs, lows or [None] * len(highs), places, strict=True)]
 
@@ -206,13 +208,15 @@ def _flat_leaves(leaves: list[jax.Array], padding: int = 0) -> jax.Array:
     return jnp.concatenate([*(leaf.reshape(-1) for leaf in leaves), *zeros])
 
 
-def in_rows(leaves: list[jax.Array], places: tuple[Position, ...], chunks: int = 1) -> jax.Array:
+def in_rows(leaves: list[jax.Array], places: tuple[StreamPosition, ...], chunks: int = 1) -> jax.Array:
     """The leaves one after another, and zeros up to a multiple of this many chunks, float32 (2 * chunks, half)."""
     size, half = sum(leaf.size for leaf in leaves), places[0].half
     return _flat_leaves(leaves, -size % (2 * half * chunks)).reshape(-1, half)
 
 
-def in_leaves(made: jax.Array, step, places: tuple[Position, ...], shapes: list[tuple[int, ...]]) -> list[jax.Array]:
+def in_leaves(
+    made: jax.Array, step, places: tuple[StreamPosition, ...], shapes: list[tuple[int, ...]]
+) -> list[jax.Array]:
     """The leaves of what `_flat_leaves` or `in_rows` has made."""
     made, starts = made.reshape(-1), [at.start for at in places]
     if len(shapes) - len(set(shapes)) >= REPEATED:
@@ -244,7 +248,7 @@ def noisy_in_chunks(words, step, deviation, high: jax.Array, low: jax.Array | No
             first, pair, stream, last = _cipher_blocks(step_here, pair, 0)
             behind = lane >= half
             block = first, jnp.where(behind, 1, pair), stream, jnp.where(behind, RARE, last)
-            words = _computed_at_once(threefry4x32(words_here, block))
+            words = _computed_in_one_program(threefry4x32(words_here, block))
             rare, words = words[0][half], [word[:half] for word in words]
             with jax.enable_x64(True):
                 polar = jax.lax.optimization_barrier(radius_and_angle(words, rare))  # once for both numbers of a pair
@@ -267,7 +271,7 @@ def noisy_in_chunks(words, step, deviation, high: jax.Array, low: jax.Array | No
 def _noisy_in_integers(words, step, deviation, high: jax.Array, low: jax.Array | None, chunks: int, drawn) -> jax.Array:
     """`noisy_in_chunks` in integers, with this many chunks at once, which `high` has a multiple of."""
     half = high.shape[1]
-    rows, rare = (chunks, half), rare_word(words, step)
+    rows, rare = (chunks, half), rare_tail_word(words, step)
 
     def make_rows(number, made):
         row, column = (jax.lax.broadcasted_iota(jnp.uint32, rows, axis) for axis in (0, 1))
@@ -277,7 +281,7 @@ def _noisy_in_integers(words, step, deviation, high: jax.Array, low: jax.Array |
             start = number * rows[0], second * half
             high = jax.lax.dynamic_slice(made, start, rows)
             more = None if low is None else jax.lax.dynamic_slice(low, start, rows)
-            of_rows = _release_of_integers(deviation, high, more, polar, jnp.full(rows, second))
+            of_rows = _round_to_grid_in_integers(deviation, high, more, polar, jnp.full(rows, second))
             made = jax.lax.dynamic_update_slice(made, of_rows, start)
         return made
 
@@ -285,22 +289,24 @@ def _noisy_in_integers(words, step, deviation, high: jax.Array, low: jax.Array |
     return jax.lax.fori_loop(0, len(high) // rows[0], make_rows, high)
 
 
-def _leaves_in_integers(drawing: tuple, highs, lows, places: tuple[Position, ...], devices: int, drawn: bool) -> list:
+def _release_leaves_in_integers(
+    drawing: tuple, highs, lows, places: tuple[StreamPosition, ...], devices: int, drawn: bool
+) -> list:
     """The released leaves, each from the places of its numbers: all small ones at once, and large ones by blocks.
 
     drawing: the words of the key, the step and the deviation.
     """
     words, step, deviation = drawing
-    rare, lows = rare_word(words, step), lows or [None] * len(highs)
+    rare, lows = rare_tail_word(words, step), lows or [None] * len(highs)
     made = list(highs)
 
     def noisy(high, low, pair, second, stream) -> jax.Array:
         polar = _polar_pairs(words, step, pair, stream, rare) if drawn else None
-        return _release_of_integers(deviation, high, low, polar, second)
+        return _round_to_grid_in_integers(deviation, high, low, polar, second)
 
     small = [number for number, high in enumerate(highs) if 0 < high.size < SMALL_LEAF]
     if small:
-        each = [_pairs_of_leaf(places[n], highs[n].shape) for n in small]
+        each = [_normal_pairs_of_leaf(places[n], highs[n].shape) for n in small]
         pair, second = (_flat_leaves([pairs[part] for pairs in each]) for part in (0, 1))
         stream = jnp.concatenate([jnp.full(highs[n].size, places[n].stream, jnp.uint32) for n in small])
         high, low = (
@@ -313,7 +319,7 @@ def _leaves_in_integers(drawing: tuple, highs, lows, places: tuple[Position, ...
         if high.size >= SMALL_LEAF:
 
             def of_block(high, low, first, strides, at=at):
-                return noisy(high, low, *_pairs_of_leaf(at, high.shape, first, strides), at.stream)
+                return noisy(high, low, *_normal_pairs_of_leaf(at, high.shape, first, strides), at.stream)
 
             made[number] = _by_blocks(of_block, high, low, devices)
     return made
@@ -364,7 +370,9 @@ def _polar_pairs(words, step, pair: jax.Array, stream: jax.Array | int, rare: ja
     return block, jax.lax.optimization_barrier(integer_normals.polar_radius(block, rare))
 
 
-def _release_of_integers(deviation, high: jax.Array, low: jax.Array | None, polar: tuple | None, second: jax.Array):
+def _round_to_grid_in_integers(
+    deviation, high: jax.Array, low: jax.Array | None, polar: tuple | None, second: jax.Array
+):
     """`round_to_grid` in integers. polar: `_polar_pairs` of the pairs; None for no noise. second: of `normal`."""
     bits = jax.lax.bitcast_convert_type(deviation, jnp.uint32)
     noise, scale = None, (bits & np.uint32(0x7FFFFF)) | np.uint32(0x800000)
@@ -375,8 +383,8 @@ def _release_of_integers(deviation, high: jax.Array, low: jax.Array | None, pola
     return jnp.where(exponent == 0, high if low is None else high + low, made)
 
 
-def _pairs_of_leaf(
-    at: Position, shape: tuple[int, ...], first: ArrayLike = 0, strides: Sequence[int] = ()
+def _normal_pairs_of_leaf(
+    at: StreamPosition, shape: tuple[int, ...], first: ArrayLike = 0, strides: Sequence[int] = ()
 ) -> tuple[jax.Array, jax.Array]:
     """Of each number of a leaf of this shape: the number of its pair, uint32, and whether it is the second, bool.
 
@@ -396,21 +404,23 @@ def _pairs_of_leaf(
     return lax.add(lax.mul(chunk, every(at.half)), lax.rem(place, every(at.half))), second
 
 
-def _normals(words, step, at: Position, shape: tuple[int, ...], compact: bool = False) -> jax.Array:
+def _normals(words, step, at: StreamPosition, shape: tuple[int, ...], compact: bool = False) -> jax.Array:
     """The normals of a leaf of this shape, float64, each made from its place. compact: of one axis."""
-    lax, (pair, second) = jax.lax, _pairs_of_leaf(at, shape)
-    block, rare = threefry4x32(words, _cipher_blocks(step, pair, at.stream)), rare_word(words, step)
+    lax, (pair, second) = jax.lax, _normal_pairs_of_leaf(at, shape)
+    block, rare = threefry4x32(words, _cipher_blocks(step, pair, at.stream)), rare_tail_word(words, step)
     # The barriers keep a CPU from computing the cipher again for each word, and for each use of the radius. A GPU would
     # write every word of it to memory for them, which is 8 times that of the numbers.
     barrier = lax.optimization_barrier if current_place().platform == "cpu" else lambda arrays: arrays
-    block, rare = barrier((_computed_at_once(block) if compact else block, rare))
+    block, rare = barrier((_computed_in_one_program(block) if compact else block, rare))
     with jax.enable_x64(True):
         radius, theta = barrier(radius_and_angle(block, rare))
         return normal(radius, theta, second)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _float32_normals(words, step, places: tuple[Position, ...], shapes: tuple[tuple[int, ...], ...]) -> list[jax.Array]:
+def _float32_normals(
+    words, step, places: tuple[StreamPosition, ...], shapes: tuple[tuple[int, ...], ...]
+) -> list[jax.Array]:
     size = sum(map(math.prod, shapes))
     if size >= ONE_STREAM or not size:
         each = zip(places, shapes, strict=True)
@@ -426,12 +436,12 @@ def _cipher_blocks(step: jax.Array, pair: jax.Array, stream: jax.Array | int) ->
     return [first, pair, jnp.full_like(pair, stream), jnp.zeros_like(pair)]
 
 
-def rare_word(words, step: jax.Array) -> jax.Array:
+def rare_tail_word(words, step: jax.Array) -> jax.Array:
     """The word e of `normals.py` of one release, uint32 ()."""
     return derive_key(words, step.astype(jnp.uint32) + np.uint32(1), RARE)[0]
 
 
-def _computed_at_once(arrays: list[jax.Array]) -> list[jax.Array]:
+def _computed_in_one_program(arrays: list[jax.Array]) -> list[jax.Array]:
     """The uint32 (n,) arrays, computed in one program on a CPU: the results of one reduction, of every number with
     itself. Else what they have in common is computed for each, which was a quarter of the time.
     """
@@ -468,7 +478,7 @@ def release_and_rest(
     warn_of_fast_math()
     require_rows_apart()
     leaves, structure = jax.tree.flatten(jax.eval_shape(total, parts).high)
-    how = total, positions_of([leaf.shape for leaf in leaves]), current_place(), is_drawn(deviation)
+    how = total, stream_positions_of([leaf.shape for leaf in leaves]), current_place(), draws_noise(deviation)
     with jax.disable_jit(False):
         made = _release_and_rest(secret_words(key), jnp.asarray(step), as_deviation(deviation), parts, *how)
     released, high, low = map(structure.unflatten, made)
@@ -477,7 +487,7 @@ def release_and_rest(
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
 def _release_and_rest(
-    words, step, deviation, parts, total, places: tuple[Position, ...], place: Place, drawn: bool
+    words, step, deviation, parts, total, places: tuple[StreamPosition, ...], place: Place, drawn: bool
 ) -> tuple:
     """The leaves of `release_and_rest`: three lists, of what is released, and of both numbers of the rest."""
     shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(total, parts).high)]
@@ -506,7 +516,7 @@ def _release_and_rest(
     return jax.lax.platform_dependent(parts, cpu=by_chunks, default=by_leaves)
 
 
-def pairs_of(numbers: int) -> int:
+def count_pairs(numbers: int) -> int:
     """How many pairs of normals are drawn for `numbers` numbers of one stream, an int.
 
     Some pairs of the last chunk give one number and not two, but each counts as a whole pair.
@@ -515,8 +525,8 @@ def pairs_of(numbers: int) -> int:
     return whole * (CHUNK_NUMBERS // 2) + min(rest, CHUNK_NUMBERS // 2) if whole else (numbers + 1) // 2
 
 
-def numbers_of(shapes: Sequence[tuple[int, ...]]) -> int:
-    """How many numbers a release of leaves of these shapes has for its bill: that of `pairs_of`, for all of its pairs.
+def count_numbers_with_cost(shapes: Sequence[tuple[int, ...]]) -> int:
+    """How many numbers a release of leaves of these shapes has for its cost: that of `count_pairs`, for all its pairs.
 
     In streams of their own, leaves draw more pairs than they have numbers for, so they count twice as many numbers.
     """
@@ -529,7 +539,7 @@ def numbers_of(shapes: Sequence[tuple[int, ...]]) -> int:
 
 @contextlib.contextmanager
 def counting_releases() -> Iterator[list[int]]:
-    """A list that gets the `numbers_of` every release that is traced inside, ints."""
+    """A list that gets the `count_numbers_with_cost` every release that is traced inside, ints."""
     token = _COUNTED.set(found := [])
     try:
         yield found
@@ -538,8 +548,8 @@ def counting_releases() -> Iterator[list[int]]:
 
 
 def count_release(shapes: Sequence[tuple[int, ...]]) -> int:
-    """The `numbers_of` a release, which `counting_releases` hears of."""
-    numbers = numbers_of(shapes)
+    """The `count_numbers_with_cost` a release, which `counting_releases` hears of."""
+    numbers = count_numbers_with_cost(shapes)
     if (found := _COUNTED.get()) is not None:
         found.append(numbers)
     return numbers
@@ -550,7 +560,7 @@ def round_to_grid(high: jax.Array, low: jax.Array | None, normals: ArrayLike, de
     bits = jax.lax.bitcast_convert_type(deviation, jnp.int32)
     exponent = jax.lax.shift_right_logical(bits, np.int32(23)) - np.int32(127 + GRID)
     with jax.enable_x64(True):
-        gamma, grid = (_power_of_two(sign * exponent) for sign in (1, -1))
+        gamma, grid = (_exact_power_of_two(sign * exponent) for sign in (1, -1))
         total = high.astype(jnp.float64)
         total = total if low is None else total + low.astype(jnp.float64)
         y = total * grid
@@ -559,6 +569,6 @@ def round_to_grid(high: jax.Array, low: jax.Array | None, normals: ArrayLike, de
         return ((whole + noise) * gamma).astype(jnp.float32)
 
 
-def _power_of_two(exponent: jax.Array) -> jax.Array:
+def _exact_power_of_two(exponent: jax.Array) -> jax.Array:
     """2^exponent, float64 (), exactly. exponent: int32 (), of at least -1022."""
     return jax.lax.bitcast_convert_type((exponent.astype(jnp.int64) + 1023) << 52, jnp.float64)

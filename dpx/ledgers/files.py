@@ -15,7 +15,7 @@ def make_folder(path: Path):
         path.chmod(0o700)
 
 
-def lock_of(path: Path) -> FileLock:
+def acquire_lock(path: Path) -> FileLock:
     """Takes and returns the lock of a folder, which the program holds until it releases it or ends.
 
     Raises ValueError if another program has it.
@@ -45,10 +45,10 @@ def replace_file(path: Path, text: str):
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
-    flush_names(path.parent)
+    fsync_folder(path.parent)
 
 
-def flush_names(folder: Path):
+def fsync_folder(folder: Path):
     """Ensures that a loss of power brings no older file back under a name in the folder."""
     if hasattr(os, "O_DIRECTORY"):
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -23,7 +23,7 @@ from dpx.accounting.filters import NOTHING, PrivacyFilter, Spent, credit_mu
 from dpx.accounting.ledger import from_event
 from dpx.accounting.loss import as_hashable, event_of_loss
 from dpx.accounting.profiles import Profile, least_number
-from dpx.accounting.wording import owner_of
+from dpx.accounting.wording import unit_in_words
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.ledgers.entries import Entry, decode_value, encode_value, entries_of
 from dpx.ledgers.files import replace_file
@@ -32,7 +32,7 @@ from dpx.reports.pages import as_markdown, as_text
 from dpx.sampling.events import compose_events
 from dpx.states.record import unit_mark
 from dpx.trees import described
-from dpx.validation import require_whole, require_words
+from dpx.validation import require_text, require_whole
 from dpx.xla.place import current_place
 
 _MOST_NOISE, _FINE = 1e4, 1e-3  # of `least_noise`
@@ -63,7 +63,7 @@ class LedgerTerms:
     @property
     def owner(self) -> str:
         """Whom epsilon is for, in words."""
-        return owner_of(self.records, self.unit)
+        return unit_in_words(self.records, self.unit)
 
 
 class PrivacyLedger:
@@ -128,7 +128,7 @@ class PrivacyLedger:
         unit: str | None = None,
     ) -> Entry:
         """Writes down a release that will be made later, and pays for it. Arguments and errors as for `spend`."""
-        return self._enter(event, key, words, numbers, part, unit, made=False, holder="")
+        return self._add_entry(event, key, words, numbers, part, unit, made=False, holder="")
 
     def spend(
         self,
@@ -156,7 +156,7 @@ class PrivacyLedger:
             another unit; and parts where neighbors differ by replacing one, because a member may be replaced by one of
             another part, or in the records of a person, who may have some in two parts.
         """
-        return self._enter(event, key, words, numbers, part, unit, made=True, holder=holder)
+        return self._add_entry(event, key, words, numbers, part, unit, made=True, holder=holder)
 
     def end(self, entry: Entry, event: DpEvent, *, steps: int) -> Entry:
         """Ends a run early, and gives back what its other steps would have cost; nothing unless they are Gaussians on
@@ -175,7 +175,7 @@ class PrivacyLedger:
                 raise ValueError(f"a run must be made to end, and end once, got entry {entry.number} ({stored.words})")
             gained = NOTHING
             if from_event(stored.event).gaussian:
-                rest = from_event(_releases_left(stored.event, as_hashable(event))).losses(self.terms.relation)
+                rest = from_event(_remaining_event(stored.event, as_hashable(event))).losses(self.terms.relation)
                 spent = max(_total_spent(group).delta for group in _by_part(self.entries) if stored in group)
                 gained = credit_mu(rest, max(0.0, self.terms.filter.most.delta - spent) / 8)
             self._append([{"ended": entry.number, "steps": steps, "credit": encode_value(gained)}])
@@ -243,9 +243,9 @@ class PrivacyLedger:
             raise ValueError(f"the budget of {self.path} must allow some noise multiplier up to {_MOST_NOISE:g}")
         return found
 
-    def _enter(self, event, key, words, numbers, part, unit, *, made: bool, holder: str) -> Entry:
+    def _add_entry(self, event, key, words, numbers, part, unit, *, made: bool, holder: str) -> Entry:
         event = self._hashable(event, words, numbers, part, unit)
-        marks = tuple(sorted({int(keys.mark_of_key(keys.require_key(one))) for one in _keys_in_list(key)}))
+        marks = tuple(sorted({int(keys.mark_of_key(keys.require_key(one))) for one in _as_key_list(key)}))
         if not marks:
             raise ValueError("key must be the key of the noise, or a list of at least one key, got an empty one")
         with self._lock:
@@ -265,11 +265,11 @@ class PrivacyLedger:
     def _hashable(self, event: Any, words: Any, numbers: Any, part: Any, unit: Any) -> DpEvent:
         """`event` as a line holds it. Raises ValueError for what the ledger's terms do not allow."""
         event = as_hashable(event)
-        checks.require_numbers(numbers)
+        checks.numbers_per_release(numbers)
         if not isinstance(event, DpEvent):
             raise ValueError(f"event must be a DpEvent, got {described(event)}")
-        require_words("words", words)
-        require_words("part", "all" if part is None else part)
+        require_text("words", words)
+        require_text("part", "all" if part is None else part)
         if unit is not None and unit_mark(unit) != unit_mark(self.terms.unit):
             raise ValueError(f"the release must be for the unit of the ledger, {self.terms.unit!r}, got {unit!r}")
         if part is not None and self.terms.relation == "replace_one":
@@ -356,7 +356,7 @@ class PrivacyLedger:
         replace_file(self.path, text + "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def _keys_in_list(key: Any) -> Sequence[Any]:
+def _as_key_list(key: Any) -> Sequence[Any]:
     return key if isinstance(key, list | tuple) else [key]
 
 
@@ -374,7 +374,7 @@ def _total_spent(entries: Sequence[Entry]) -> Spent:
     return Spent(max(0.0, precision), coins * (1 + 1e-12))
 
 
-def _releases_left(event: DpEvent, made: DpEvent) -> DpEvent:
+def _remaining_event(event: DpEvent, made: DpEvent) -> DpEvent:
     """The event of the releases of `event` that are not in `made`. Raises ValueError if some of `made` are others."""
     planned, left = from_event(event), dict(from_event(event).counts)
     for loss, count in from_event(made).counts.items():

@@ -73,10 +73,10 @@ def adaptive_clipping(
     require_number("indicator_noise", indicator_noise, minimum=0, exclusive=True)
     require_open_fraction("quantile", quantile)
     inner = dp_sgd(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
-    _require_cheap_indicator(values_over(inner.noise_multiplier, 1), indicator_noise)
-    shares = functools.partial(_shares, inner.noise_multiplier, indicator_noise)
+    _require_gradient_share(values_over(inner.noise_multiplier, 1), indicator_noise)
+    shares = functools.partial(_clip_norm_shares, inner.noise_multiplier, indicator_noise)
 
-    def encoded(grad):
+    def encoded_gradient(grad):
         return {"gradient": grad, "indicator": jnp.ones(())}
 
     def clip_factors(norms, state):
@@ -94,16 +94,21 @@ def adaptive_clipping(
         return optax.tree.cast_like(updates, params), AdaptiveClippingState(inner_state, clip_norm)
 
     def event(steps):
-        _require_cheap_indicator(values_over(inner.noise_multiplier, steps), indicator_noise)
+        _require_gradient_share(values_over(inner.noise_multiplier, steps), indicator_noise)
         return inner.event(steps)
 
     def bound(state):
         return dict(zip(("gradient", "indicator"), shares(state.inner.step), strict=True))
 
     return inner.replace(
-        begin=lambda params: AdaptiveClippingState(inner.begin(encoded(params)), jnp.float32(initial_clip_norm)),
-        encode=lambda grad, state: encoded(grad),
-        norm=lambda encoded: {"gradient": tree_norm(encoded["gradient"]), "indicator": encoded["indicator"]},
+        begin=lambda params: AdaptiveClippingState(
+            inner.begin(encoded_gradient(params)), jnp.float32(initial_clip_norm)
+        ),
+        encode=lambda grad, state: encoded_gradient(grad),
+        norm=lambda encoded_gradient: {
+            "gradient": tree_norm(encoded_gradient["gradient"]),
+            "indicator": encoded_gradient["indicator"],
+        },
         clip_factors=clip_factors,
         bound=bound,
         release=release,
@@ -113,13 +118,15 @@ def adaptive_clipping(
     )
 
 
-def _shares(noise_multiplier: ScalarOrSchedule, indicator_noise: float, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _clip_norm_shares(
+    noise_multiplier: ScalarOrSchedule, indicator_noise: float, step: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """The shares of the inner clip norm of 1 that the gradient and the indicator take, float32 () each."""
     indicator = value_at(noise_multiplier, step) / (2 * indicator_noise)
     return jnp.sqrt(1 - indicator**2), indicator
 
 
-def _require_cheap_indicator(multipliers: np.ndarray, indicator_noise: float):
+def _require_gradient_share(multipliers: np.ndarray, indicator_noise: float):
     """Raises ValueError unless, at every noise multiplier, the gradient's share of the norm is not 0 in float32."""
     wrong = np.flatnonzero(~((multipliers > 0) & (multipliers < 2 * indicator_noise * (1 - 2**-20))))
     for step in wrong[:1]:
@@ -128,11 +135,14 @@ def _require_cheap_indicator(multipliers: np.ndarray, indicator_noise: float):
 
 
 def _stages_of_pipeline(clip_norm: float, quantile: float, inner: Mechanism, indicator_noise: float) -> tuple[str, ...]:
-    def gradient_multiplier(step):
-        return value_at(inner.noise_multiplier, step) / _shares(inner.noise_multiplier, indicator_noise, step)[0]
+    def gradient_noise_multiplier(step):
+        share, _ = _clip_norm_shares(inner.noise_multiplier, indicator_noise, step)
+        return value_at(inner.noise_multiplier, step) / share
 
     scheduled = callable(inner.noise_multiplier)
-    multiplier = describe(gradient_multiplier if scheduled else float(values_over(gradient_multiplier, 1)[0]))
+    multiplier = describe(
+        gradient_noise_multiplier if scheduled else float(values_over(gradient_noise_multiplier, 1)[0])
+    )
     return (
         f"clip to a norm that follows the {quantile:g} quantile of the norms, {clip_norm:.6g} at step 0",
         SUM,

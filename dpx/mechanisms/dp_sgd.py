@@ -25,7 +25,7 @@ from dpx.states.record import ReleaseState
 from dpx.sums import norms
 from dpx.sums.float_pair import ETA
 from dpx.trees import described
-from dpx.validation import interval_in_words
+from dpx.validation import range_in_words
 
 # In the units of the gradient. The squares of smaller or larger norms, or sums of such squares, leave float32's range.
 SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM = 2.0**-40, 1e15
@@ -80,13 +80,13 @@ def dp_sgd(
     noise_key = keys.stream(keys.warn_if_guessable(key), "noise")
 
     def clip_factors(found, state):
-        return (jax.tree.map(lambda n, c: c / jnp.maximum(n, c), found, _norms_at(clip_norm, state.step)),)
+        return (jax.tree.map(lambda n, c: c / jnp.maximum(n, c), found, _clip_norms_at_step(clip_norm, state.step)),)
 
     def release(sums, state, params):
         (total,), step = sums, state.step
         multiplier = value_at(noise_multiplier, step)
         silent = not callable(noise_multiplier) and noise_multiplier == 0  # then no noise is drawn
-        deviation = 0.0 if silent else multiplier * optax.tree.norm(_norms_at(clip_norm, step)) * (1 + ETA)
+        deviation = 0.0 if silent else multiplier * optax.tree.norm(_clip_norms_at_step(clip_norm, step)) * (1 + ETA)
         released = keys.release(noise_key, step, total, deviation)
         updates = jax.tree.map(lambda r: r / sampling.divisor, released)
         return optax.tree.cast_like(updates, params), state.after(multiplier)
@@ -104,7 +104,7 @@ def dp_sgd(
         encode=lambda grad, state: grad,
         norm=lambda encoded: jax.tree.map(lambda _, group: tree_norm(group), clip_norm, encoded),
         clip_factors=clip_factors,
-        bound=lambda state: _norms_at(clip_norm, state.step),
+        bound=lambda state: _clip_norms_at_step(clip_norm, state.step),
         release=release,
         event=event,
         sampling=sampling,
@@ -120,7 +120,7 @@ def tree_norm(tree: Tree) -> jax.Array:
     return norms.norm(jax.tree.leaves(tree))
 
 
-def _norms_at(clip_norm: Tree, step: jax.Array) -> Tree:
+def _clip_norms_at_step(clip_norm: Tree, step: jax.Array) -> Tree:
     """The clip norm of every group at one step, float32 () each."""
     return jax.tree.map(lambda c: value_at(c, step), clip_norm)
 
@@ -128,7 +128,7 @@ def _norms_at(clip_norm: Tree, step: jax.Array) -> Tree:
 def _require_all(name: str, values: np.ndarray, minimum: float, maximum: float):
     wrong = np.flatnonzero(~(np.isfinite(values) & (values >= minimum) & (values <= maximum)))
     if len(wrong):
-        bound = interval_in_words(minimum, maximum)
+        bound = range_in_words(minimum, maximum)
         raise ValueError(f"{name} must be finite and {bound} at every step, got {values[wrong[0]]} at step {wrong[0]}")
 
 
@@ -147,6 +147,6 @@ def _stages_of_pipeline(clip_norm: Tree, noise_multiplier: ScalarOrSchedule, sam
         clip = f"clip each group to its own norm: {describe_groups(clip_norm)}"
         norms = jax.tree.leaves(clip_norm)
         scheduled = any(callable(norm) for norm in norms)
-        whole = (lambda step: optax.tree.norm(_norms_at(norms, step))) if scheduled else math.hypot(*norms)
+        whole = (lambda step: optax.tree.norm(_clip_norms_at_step(norms, step))) if scheduled else math.hypot(*norms)
         noise += f", which is {describe(whole)}, the root of the sum of their squares"
     return clip, SUM, noise, f"divide by the expected batch size {sampling.divisor}"

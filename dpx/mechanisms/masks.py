@@ -50,7 +50,7 @@ def complement_of_rate(rate: ScalarOrSchedule) -> ScalarOrSchedule:
 def mask_of_largest(numbers: Tree, kept: jax.Array) -> Tree:
     """A mask of the `kept` largest numbers of the whole tree: bool, like `numbers`. Of equal numbers the first count.
     numbers: uint32 or float32. kept: int32 (), at least 1, may be traced."""
-    leaves, treedef = jax.tree.flatten(jax.tree.map(_ordered_words, numbers))
+    leaves, treedef = jax.tree.flatten(jax.tree.map(_order_preserving_bits, numbers))
     starts = np.cumsum([0, *[leaf.size for leaf in leaves]])
     size = int(starts[-1])
     threshold = _threshold(leaves, kept)
@@ -59,36 +59,36 @@ def mask_of_largest(numbers: Tree, kept: jax.Array) -> Tree:
         jnp.where(leaf == threshold, lax.iota(jnp.uint32, leaf.size).reshape(leaf.shape) + int(start), size)
         for leaf, start in zip(leaves, starts[:-1], strict=True)
     ]
-    last = _greatest_fit(
+    last = _bisect_greatest(
         lambda bound: _count_true([place < bound for place in places]) < wanted, bits=size.bit_length()
     )
     return treedef.unflatten([(leaf > threshold) | (place <= last) for leaf, place in zip(leaves, places, strict=True)])
 
 
-def least_of_largest(numbers: Tree, kept: jax.Array) -> jax.Array:
+def kth_largest(numbers: Tree, kept: jax.Array) -> jax.Array:
     """The least of the `kept`, int32 (), largest numbers of a tree of non-negative float32; float32 ()."""
-    words = [_bits(leaf) for leaf in jax.tree.leaves(numbers)]
+    words = [_bit_pattern(leaf) for leaf in jax.tree.leaves(numbers)]
     return lax.bitcast_convert_type(_threshold(words, kept), jnp.float32)
 
 
 def _threshold(words: list[jax.Array], kept: jax.Array) -> jax.Array:
     """The least of the `kept` largest words, uint32 ()."""
-    return _greatest_fit(lambda bound: _count_true([word >= bound for word in words]) >= kept, bits=32)
+    return _bisect_greatest(lambda bound: _count_true([word >= bound for word in words]) >= kept, bits=32)
 
 
-def _bits(x: jax.Array) -> jax.Array:
+def _bit_pattern(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint32)
 
 
-def _ordered_words(x: jax.Array) -> jax.Array:
+def _order_preserving_bits(x: jax.Array) -> jax.Array:
     """uint32 words in the order of the numbers in `x`."""
     if x.dtype == jnp.uint32:
         return x
-    negative = _bits(x) >> 31 == 1
-    return jnp.where(negative, ~_bits(x), _bits(x) | jnp.uint32(2**31))
+    negative = _bit_pattern(x) >> 31 == 1
+    return jnp.where(negative, ~_bit_pattern(x), _bit_pattern(x) | jnp.uint32(2**31))
 
 
-def _greatest_fit(fits: Callable[[jax.Array], jax.Array], *, bits: int) -> jax.Array:
+def _bisect_greatest(fits: Callable[[jax.Array], jax.Array], *, bits: int) -> jax.Array:
     """The greatest number below 2^bits that fits, uint32 (). 0 must fit, and so must all below one that fits."""
 
     def body(i, number):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from dpx.mechanism import Mechanism
-from dpx.mechanisms.stages import around_sum
+from dpx.mechanisms.stages import insert_around_sum
 from dpx.validation import require_number
 
 
@@ -23,7 +23,7 @@ def normalized(mechanism: Mechanism, *, stability: float = 0.01) -> Mechanism:
         factors = mechanism.clip_factors(jax.tree.map(lambda n: n / (n + stability), norms), state)
         return tuple(jax.tree.map(lambda n, f: f / (n + stability), norms, factor) for factor in factors)
 
-    stages = around_sum(mechanism.stages, before_bound=(f"normalize to g / (|g| + {stability:g})",))
+    stages = insert_around_sum(mechanism.stages, before_bound=(f"normalize to g / (|g| + {stability:g})",))
     return mechanism.replace(
         clip_factors=clip_factors,
         bound=lambda state: jax.tree.map(lambda clip_norm: jnp.minimum(clip_norm, 1), mechanism.bound(state)),

@@ -15,7 +15,7 @@ from dpx.trees import Tree, path_of
 SUM = "sum over the batch"
 
 
-def around_sum(
+def insert_around_sum(
     stages: tuple[str, ...], *, before_bound: tuple[str, ...] = (), before_noise: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
     """`stages` with others inserted before the bound and before the noise; all of them first if there is no `SUM`."""

@@ -25,7 +25,7 @@ def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
     by_path = callable(mask) and jax.tree_util.all_leaves([mask])
     words = "those whose path the given function accepts"
     if not by_path:
-        _require_some(mask)
+        _require_one_trained(mask)
         kept = [path_of(path) for path, keep in jax.tree_util.tree_leaves_with_path(mask) if keep]
         words = first_words(kept, PRINTED) or "all layers"
     all_kept = not by_path and all(jax.tree.leaves(mask))
@@ -34,7 +34,7 @@ def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
         """True where a leaf is trainable, like `tree`."""
         if by_path:
             flags = jax.tree_util.tree_map_with_path(lambda path, _: mask(path_of(path)), tree)
-            _require_some(flags)
+            _require_one_trained(flags)
             return flags
         try:
             return jax.tree.map(lambda keep, part: jax.tree.map(lambda _: keep, part), mask, tree)
@@ -66,7 +66,7 @@ def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
     )
 
 
-def _require_some(flags: Tree):
+def _require_one_trained(flags: Tree):
     """Raises ValueError unless all leaves are Python bools, and one is True."""
     found = [(path_of(path), flag) for path, flag in jax.tree_util.tree_leaves_with_path(flags)]
     for path, flag in found:

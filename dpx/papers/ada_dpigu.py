@@ -17,7 +17,7 @@ from jax import lax
 from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Coordinates, Mechanism, Tree, in_coordinates
 from dpx.mechanisms.dp_sgd import dp_sgd
-from dpx.mechanisms.masks import least_of_largest, mask_of_largest, masked, number_of_share
+from dpx.mechanisms.masks import kth_largest, mask_of_largest, masked, number_of_share
 from dpx.mechanisms.stages import describe_share
 from dpx.sampling.schemes import Sampling
 from dpx.schedules.scalars import ScalarOrSchedule, require_fraction, require_scalar_or_schedule, value_at, values_over
@@ -338,7 +338,7 @@ def top_fraction(*, fraction: ScalarOrSchedule) -> Coordinates:
 
     def encode(grad, state):
         sizes = jax.tree.map(jnp.abs, grad)
-        least = least_of_largest(sizes, number_of_share(fraction, state.step, grad))
+        least = kth_largest(sizes, number_of_share(fraction, state.step, grad))
         return jax.tree.map(lambda g, size: jnp.where(size < least, 0.0, g), grad, sizes)
 
     return Coordinates(

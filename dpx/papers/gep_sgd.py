@@ -14,7 +14,7 @@ from dpx.mechanisms.stages import SUM, describe
 from dpx.papers.random_freeze import random_freeze
 from dpx.sampling.schemes import Sampling
 from dpx.schedules.scalars import ScalarOrSchedule
-from dpx.trees import Tree, batch_size, split
+from dpx.trees import Tree, batch_size, unflatten_vectors
 from dpx.validation import require_number, require_open_fraction, require_whole
 
 
@@ -81,7 +81,7 @@ def gep_sgd(
 EXACT = jax.lax.Precision.HIGHEST  # float32 products on every machine, because matrix units round to fewer bits
 
 
-class EmbeddingState(NamedTuple):
+class GradientSubspaceState(NamedTuple):
     """The subspace, which `optax.tree.set(state, basis=...)` replaces.
 
     basis: float32, (rank, *shape) for each array of the parameters of that shape.
@@ -114,7 +114,7 @@ def gradient_embedding(*, basis: Tree, embedding_scale: float = 1.0, residual_sc
         shapes = jax.tree.map(jnp.shape, basis)
         if expected != shapes:
             raise ValueError(f"basis must have shapes {expected}, like the gradients; got {shapes}")
-        return EmbeddingState(jax.tree.map(lambda v: jnp.asarray(v, jnp.float32), basis))
+        return GradientSubspaceState(jax.tree.map(lambda v: jnp.asarray(v, jnp.float32), basis))
 
     def encode(grad, state):
         products = jax.tree.map(lambda v, g: jnp.tensordot(v, g, g.ndim, precision=EXACT), state.basis, grad)
@@ -159,7 +159,7 @@ def public_subspace(public_grads: Tree, *, rank: int, iterations: int, key: jax.
     for _ in range(iterations):
         products = jnp.dot(basis, flat.T, precision=EXACT)
         basis = jnp.linalg.qr(jnp.dot(products, flat, precision=EXACT).T)[0].T
-    return split(basis, jax.tree.map(lambda leaf: leaf[0], public_grads))
+    return unflatten_vectors(basis, jax.tree.map(lambda leaf: leaf[0], public_grads))
 
 
 def _combined(embedding: jax.Array, basis: Tree) -> Tree:

@@ -19,7 +19,7 @@ from dpx.mechanisms.masks import complement_of_rate, mask_of_largest, masked, nu
 from dpx.mechanisms.stages import describe_period, describe_share
 from dpx.sampling.schemes import Sampling
 from dpx.schedules.scalars import ScalarOrSchedule, require_fraction
-from dpx.trees import find_state, split
+from dpx.trees import find_state, unflatten_vectors
 from dpx.validation import require_whole
 
 
@@ -231,7 +231,7 @@ def sparse_unpack(packed: SparseUpdates, like: Tree) -> Tree:
     mask, _ = ravel_pytree(random_mask(packed.seed, packed.kept, like))
     (places,) = jnp.nonzero(mask, size=packed.values.size, fill_value=mask.size)
     flat = jnp.zeros(mask.size, jnp.float32).at[places].set(packed.values, mode="drop")
-    return optax.tree.cast_like(split(flat, like), like)
+    return optax.tree.cast_like(unflatten_vectors(flat, like), like)
 
 
 def sparse_density(state: Tree) -> jax.Array:

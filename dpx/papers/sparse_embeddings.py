@@ -136,7 +136,7 @@ def counted_rows(
         def masked(path, leaf):
             if not is_table(path, leaf):
                 return leaf
-            rows = most_read(counts[path_of(path)], threshold, most_rows)
+            rows = most_read_rows(counts[path_of(path)], threshold, most_rows)
             return jnp.zeros_like(leaf).at[rows].set(leaf.at[rows].get(mode="clip"), mode="drop")
 
         return jax.tree_util.tree_map_with_path(masked, released["gradient"]), state
@@ -151,7 +151,7 @@ def counted_rows(
     )
 
 
-def most_read(counts: jax.Array, threshold: float, most: int) -> jax.Array:
+def most_read_rows(counts: jax.Array, threshold: float, most: int) -> jax.Array:
     """The rows of the `most` largest counts, float32 (V,), that are at least `threshold`; V in place of others, int32
     (K,)."""
     found, rows = jax.lax.top_k(counts, min(most, len(counts)))
@@ -172,7 +172,7 @@ class RowUpdate(NamedTuple):
         return table.at[self.rows].add(self.values.astype(table.dtype), mode="drop")
 
 
-class WorkingRows(NamedTuple):
+class ReadRows(NamedTuple):
     """The rows of a table of V that a batch reads. SECRET: it is raw data.
 
     rows: int32 (n,), sorted, with V at the end in place of missing ones. places: int32 (B, ...), where each index is in
@@ -184,7 +184,7 @@ class WorkingRows(NamedTuple):
     weights: jax.Array
 
     @classmethod
-    def read_by(cls, indices: jax.Array, count: int) -> "WorkingRows":
+    def read_by(cls, indices: jax.Array, count: int) -> "ReadRows":
         inside = (indices >= 0) & (indices < count)
         indices = jnp.where(inside, indices, count).astype(jnp.int32)
         rows = jnp.unique(indices, size=indices.size, fill_value=count)
@@ -205,7 +205,7 @@ class WorkingRows(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class RowStep:
+class PrivateRowStep:
     """`(params, batch, state) -> PrivateUpdates`; see `row_updates`. optimizer: the mechanism, whose `init` makes the
     state, and which reports and fits take."""
 
@@ -221,7 +221,7 @@ class RowStep:
         included = included_rows(batch_size(examples), included, self.optimizer.sampling)
         tables = _require_tables(params)[TABLES]
         read = jax.tree.map(
-            lambda table, indices: WorkingRows.read_by(indices, len(table)), tables, jax.vmap(self.rows)(examples)
+            lambda table, indices: ReadRows.read_by(indices, len(table)), tables, jax.vmap(self.rows)(examples)
         )
         few = jax.tree.map(lambda table, read: table.at[read.rows].get(mode="fill", fill_value=0), tables, read)
         reads = jax.tree.map(lambda table, read: jnp.zeros(read.rows.size, jnp.float32), tables, read)
@@ -289,7 +289,7 @@ def row_updates(
     rows: Callable[[Tree], Tree],
     microbatch_size: int | None = None,
     **settings: Any,
-) -> RowStep:
+) -> PrivateRowStep:
     """A step of `dpx.methods.ada_fest` that computes the rows that a batch reads, and one number for each other row.
 
     The parameters are a dict whose "tables" are a pytree of arrays (V, ...). `step(params, batch, state)` returns
@@ -349,13 +349,13 @@ def row_updates(
         return value + sum((scale * count).astype(value.dtype) for count in jax.tree.leaves(counts))
 
     count = gaussian("reads")
-    return RowStep(
+    return PrivateRowStep(
         made.replace(begin=begin),
         rows,
         sum_gradients(of_few, count, microbatch_size=microbatch_size, norms="ghost", has_aux=False),
         count,
         gaussian("rows"),
-        lambda reads: most_read(reads / scale, threshold, most_rows),
+        lambda reads: most_read_rows(reads / scale, threshold, most_rows),
     )
 
 

@@ -12,8 +12,8 @@ from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.compose import Composition
 from dpx.accounting.profiles import Profile
 from dpx.accounting.run_cost import cost_of_run
-from dpx.accounting.wording import for_whom, owner_of, rounded_up
-from dpx.reports.pages import draw_guessing, labeled
+from dpx.accounting.wording import for_whom, rounded_up, unit_in_words
+from dpx.reports.pages import draw_guessing_line, labeled_axes
 from dpx.trees import described
 from dpx.validation import require_floats
 
@@ -49,7 +49,7 @@ class AttackBounds(NamedTuple):
 
     def sentences(self, unit: str | None = None) -> tuple[str, ...]:
         """The bounds in words, rounded up. unit: whom they are for, in words; None is an example, or a person."""
-        unit = owner_of(self.records) if unit is None else unit
+        unit = unit_in_words(self.records) if unit is None else unit
         rates = zip(self.false_positive_rates, self.true_positive_rates, strict=True)
         return (
             *(
@@ -107,12 +107,12 @@ def attack_bounds(
     else:
         cost = cost_of_run(run, steps_or_state, relation, records=records)
         profile, records = cost.profile(accountant, curve=True), cost.records
-    return bounds_of(profile, delta, rates.tolist())._replace(records=records)
+    return attack_bounds_of_profile(profile, delta, rates.tolist())._replace(records=records)
 
 
-def bounds_of(profile: Profile, delta: float, false_positive_rates: Sequence[float]) -> AttackBounds:
+def attack_bounds_of_profile(profile: Profile, delta: float, false_positive_rates: Sequence[float]) -> AttackBounds:
     """The bounds of a profile; see `attack_bounds`."""
-    epsilons, deltas = _grid(profile, delta)
+    epsilons, deltas = _epsilon_delta_grid(profile, delta)
     growth, rates = np.exp(epsilons), np.array(false_positive_rates, np.float64)[:, None]
     least = np.minimum(deltas + growth * rates, 1 - (1 - deltas - rates) / growth).min(axis=1)
     return AttackBounds(
@@ -126,7 +126,10 @@ def bounds_of(profile: Profile, delta: float, false_positive_rates: Sequence[flo
 
 def bounds_and_curve(profile: Profile, delta: float) -> tuple[AttackBounds, tuple[tuple[float, float], ...]]:
     """What a report states, and its curve: pairs (false positive rate, bound of the true positive rate)."""
-    bounds, stated = bounds_of(profile, delta, (*FALSE_POSITIVE_RATES, *CURVE_RATES)), len(FALSE_POSITIVE_RATES)
+    bounds, stated = (
+        attack_bounds_of_profile(profile, delta, (*FALSE_POSITIVE_RATES, *CURVE_RATES)),
+        len(FALSE_POSITIVE_RATES),
+    )
     wrong, right = bounds.false_positive_rates, bounds.true_positive_rates
     shown = bounds._replace(false_positive_rates=wrong[:stated], true_positive_rates=right[:stated])
     return shown, tuple(zip(wrong[stated:], right[stated:], strict=True))
@@ -139,13 +142,13 @@ def plot_attack_bounds(bounds: AttackBounds, *, axes: Any = None, label: str | N
     label: of the curve, in a legend.
     """
     right = f"true positive rate of any attack (upper bound){for_whom(bounds.records)}"
-    axes = labeled(axes, "false positive rate", right)
+    axes = labeled_axes(axes, "false positive rate", right)
     axes.loglog(bounds.false_positive_rates, bounds.true_positive_rates, label=label)
-    draw_guessing(axes, bounds.false_positive_rates, bounds.false_positive_rates)
+    draw_guessing_line(axes, bounds.false_positive_rates, bounds.false_positive_rates)
     return axes
 
 
-def _grid(profile: Profile, delta: float) -> tuple[np.ndarray, np.ndarray]:
+def _epsilon_delta_grid(profile: Profile, delta: float) -> tuple[np.ndarray, np.ndarray]:
     """Rising epsilons from 0, and an upper bound of delta at each, float64 (n,); if it can, the last is `delta`."""
     top = profile.epsilon(delta)
     if top == 0:
@@ -155,10 +158,10 @@ def _grid(profile: Profile, delta: float) -> tuple[np.ndarray, np.ndarray]:
     deltas = np.array([profile.delta(epsilon) for epsilon in epsilons.tolist()])
     if largest == top:
         deltas[-1] = min(deltas[-1], delta)
-    return epsilons, _symmetric(np.exp(epsilons), np.minimum.accumulate(deltas).clip(0, 1))
+    return epsilons, _symmetrized_deltas(np.exp(epsilons), np.minimum.accumulate(deltas).clip(0, 1))
 
 
-def _symmetric(growth: np.ndarray, deltas: np.ndarray) -> np.ndarray:
+def _symmetrized_deltas(growth: np.ndarray, deltas: np.ndarray) -> np.ndarray:
     """Deltas, float64 (n,), of at most `deltas`, which are an upper bound of the same profile; growth is e^epsilon.
 
     Proof: (epsilon, delta) for both orders of the neighbors says that the true positive rate at a false positive rate

@@ -12,11 +12,11 @@ import numpy as np
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.pld.buckets import BUCKETS
-from dpx.accounting.run_cost import cost_of_run, records_of
+from dpx.accounting.run_cost import cost_of_run, records_per_unit_of_run
 from dpx.accounting.wording import for_whom, rounded_up
-from dpx.reports.attacks import bounds_of
-from dpx.reports.pages import draw_guessing, labeled
-from dpx.trees import outlined
+from dpx.reports.attacks import attack_bounds_of_profile
+from dpx.reports.pages import draw_guessing_line, labeled_axes
+from dpx.trees import repr_with_shapes
 from dpx.validation import require_floats, require_whole
 
 _BUCKETS = 64  # distinct releases in each point of a curve over steps: about a second a point at 10,000 releases
@@ -38,7 +38,7 @@ class EpsilonOverSteps(NamedTuple):
     by_epoch: bool
     records: int = 1
 
-    __repr__ = outlined
+    __repr__ = repr_with_shapes
 
 
 class DeltaOverEpsilon(NamedTuple):
@@ -52,7 +52,7 @@ class DeltaOverEpsilon(NamedTuple):
     delta: np.ndarray
     records: int = 1
 
-    __repr__ = outlined
+    __repr__ = repr_with_shapes
 
 
 class TradeOff(NamedTuple):
@@ -67,7 +67,7 @@ class TradeOff(NamedTuple):
     type_two: np.ndarray
     records: int = 1
 
-    __repr__ = outlined
+    __repr__ = repr_with_shapes
 
 
 def epsilon_over_steps(
@@ -104,7 +104,9 @@ def epsilon_over_steps(
         profile = cost.profile(accountant, buckets=BUCKETS if step == steps else _BUCKETS)
         spent.append(profile.epsilon(delta))
     spent = np.minimum.accumulate(spent[::-1])[::-1]  # fewer steps cost no more
-    return EpsilonOverSteps(steps_shown, spent, checks.require_delta(delta), epoch > 1, records_of(mechanism, records))
+    return EpsilonOverSteps(
+        steps_shown, spent, checks.require_delta(delta), epoch > 1, records_per_unit_of_run(mechanism, records)
+    )
 
 
 def delta_over_epsilon(
@@ -151,7 +153,7 @@ def trade_off(
     type_one = np.linspace(0, 1, require_whole("points", points, minimum=2))
     cost = cost_of_run(mechanism, steps_or_state, relation, records=records)
     profile = cost.profile(accountant, curve=True)
-    most = np.array(bounds_of(profile, _NEGLIGIBLE_DELTA, type_one.tolist()).true_positive_rates)
+    most = np.array(attack_bounds_of_profile(profile, _NEGLIGIBLE_DELTA, type_one.tolist()).true_positive_rates)
     return TradeOff(type_one, 1 - most, cost.records)
 
 
@@ -160,7 +162,7 @@ def plot_epsilon_over_steps(curve: EpsilonOverSteps, *, axes: Any = None, label:
 
     An epoch that is paid for at once is a stair. label: of the curve, in a legend.
     """
-    axes = labeled(
+    axes = labeled_axes(
         axes, "steps of the run", f"epsilon spent at delta {rounded_up(curve.delta, 6)}{for_whom(curve.records)}"
     )
     axes.plot(curve.steps, curve.epsilon, label=label, drawstyle="steps-pre" if curve.by_epoch else "default")
@@ -174,7 +176,7 @@ def plot_delta_over_epsilon(curve: DeltaOverEpsilon, *, axes: Any = None, label:
 
     label: of the curve, in a legend.
     """
-    axes = labeled(axes, f"epsilon{for_whom(curve.records)}", "delta (upper bound)")
+    axes = labeled_axes(axes, f"epsilon{for_whom(curve.records)}", "delta (upper bound)")
     axes.semilogy(curve.epsilon, np.maximum(curve.delta, 1e-300), label=label)
     return axes
 
@@ -185,7 +187,7 @@ def plot_trade_off(curve: TradeOff, *, axes: Any = None, label: str | None = Non
     label: of the curve, in a legend.
     """
     of_type_one = f"type I error (false positive rate){for_whom(curve.records)}"
-    axes = labeled(axes, of_type_one, "type II error (false negative rate)")
+    axes = labeled_axes(axes, of_type_one, "type II error (false negative rate)")
     axes.plot(curve.type_one, curve.type_two, label=label)
-    draw_guessing(axes, [0, 1], [1, 0])
+    draw_guessing_line(axes, [0, 1], [1, 0])
     return axes

@@ -139,7 +139,7 @@ def _escaped(words: str) -> str:
 _COLORS, _LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7"), ("-", "--", "-.", (0, (5, 1, 1, 1, 1, 1)))
 
 
-def labeled(axes: Any, x: str, y: str) -> Any:
+def labeled_axes(axes: Any, x: str, y: str) -> Any:
     """matplotlib axes with the names of both quantities, new ones for None; matplotlib is imported here.
 
     In axes without lines, curves will differ in color and in line, unless the user has chosen another cycle.
@@ -157,7 +157,7 @@ def labeled(axes: Any, x: str, y: str) -> Any:
     return axes
 
 
-def draw_guessing(axes: Any, x: Any, y: Any):
+def draw_guessing_line(axes: Any, x: Any, y: Any):
     """A dotted line for an attacker who guesses, once in these axes. x, y: float (points,)."""
     if all(line.get_label() != "guessing" for line in axes.lines):
         axes.plot(x, y, "k:", linewidth=1, label="guessing")

@@ -12,10 +12,10 @@ from dpx.accounting import checks
 from dpx.accounting.calibration import calibrate_schedule, least_noise_within
 from dpx.accounting.checks import Accountant
 from dpx.accounting.events import profile_of_run
-from dpx.accounting.run_cost import event_of_records
+from dpx.accounting.run_cost import event_for_records
 from dpx.accounting.wording import for_whom, rounded_up
 from dpx.keys.noise import LARGEST_RELEASE
-from dpx.reports.pages import labeled
+from dpx.reports.pages import labeled_axes
 from dpx.sampling.allocation import RandomAllocation
 from dpx.sampling.base import Sampling
 from dpx.sampling.cyclic import CyclicPoissonSampling
@@ -217,7 +217,7 @@ def _checked_budget(epsilon: Any, delta: Any, accountant: Any, records: Any, num
         "delta": checks.require_delta(delta),
         "accountant": accountant,
         "records": require_whole("records", records),
-        "numbers": checks.require_numbers(numbers),
+        "numbers": checks.numbers_per_release(numbers),
     }
 
 
@@ -228,7 +228,7 @@ def _epsilon_of_noise(
     relation = checks.require_relation(sampling.relation)
 
     def spent(noise: float) -> float:
-        event = event_of_records(sampling.event(np.full(steps, noise)), sampling, relation, records)
+        event = event_for_records(sampling.event(np.full(steps, noise)), sampling, relation, records)
         return profile_of_run(event, relation=relation, accountant=accountant, numbers=numbers).epsilon(delta)
 
     return spent
@@ -323,7 +323,7 @@ class NoisePlan:
 
         New axes by default; returns them. Batch sizes whose labels would overlap have none.
         """
-        axes = labeled(axes, "expected batch size", "noise of the run, in clip norms")
+        axes = labeled_axes(axes, "expected batch size", "noise of the run, in clip norms")
         groups: dict[int, list[PlannedRun]] = {}
         for run in self.runs:
             groups.setdefault(round(run.epochs), []).append(run)

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dpx.accounting import checks
-from dpx.accounting.arithmetic import EpsilonParts
+from dpx.accounting.arithmetic import EpsilonWithRounding
 from dpx.accounting.best_of import Selection
 from dpx.accounting.budget import Budget
 from dpx.accounting.ledger import from_event
 from dpx.accounting.run_cost import RunCost, cost_of_run, require_billable
-from dpx.accounting.wording import for_whom, owner_of, rounded_up
+from dpx.accounting.wording import for_whom, rounded_up, unit_in_words
 from dpx.reports.attacks import AttackBounds, bounds_and_curve
 from dpx.reports.pages import Section, as_html, as_markdown, as_text, attack_curve
 from dpx.states.record import unit_mark
 from dpx.sums.float_pair import ETA
 from dpx.trees import described
-from dpx.validation import require_words
+from dpx.validation import require_text
 
 _PACKAGES = ("dpx-jax", "jax", "optax", "dp-accounting", "numpy", "scipy")  # whose versions a report states
 
@@ -73,7 +73,7 @@ class PrivacyReport:
     rows: int | None = None
 
     def __post_init__(self):
-        require_names(self.name, self.dataset)
+        require_one_line_names(self.name, self.dataset)
 
     @property
     def spent(self) -> float:
@@ -96,13 +96,13 @@ class PrivacyReport:
     def to_json(self) -> str:
         """The report as valid JSON; an infinite epsilon is the string "inf"."""
 
-        def finite_number(value: Any) -> Any:
+        def number_for_json(value: Any) -> Any:
             if isinstance(value, dict):
-                return {name: finite_number(inner) for name, inner in value.items()}
+                return {name: number_for_json(inner) for name, inner in value.items()}
             return "inf" if value == math.inf else value
 
         fields = asdict(self) | {"attacks": self.attacks._asdict()}
-        return json.dumps(finite_number(fields), indent=2, allow_nan=False)
+        return json.dumps(number_for_json(fields), indent=2, allow_nan=False)
 
     def to_markdown(self) -> str:
         """The report as a Markdown page; a notebook shows it."""
@@ -170,9 +170,9 @@ def privacy_report(
     checks.warn_of_large_delta(delta, mechanism.sampling)
     cost = cost_of_run(mechanism, steps_or_state, records=records, numbers=numbers)
     drawn = _unit_of(cost.record.unit, unit)
-    cost, words = _with_tuning(cost, tuning, subject := owner_of(cost.records, drawn))
+    cost, words = _with_tuning(cost, tuning, subject := unit_in_words(cost.records, drawn))
     event, relation, records, _, (steps, made, planned, *_) = cost
-    answers: dict[str, EpsilonParts] = {}
+    answers: dict[str, EpsilonWithRounding] = {}
     refusals = []
     for accountant in ("pld", "rdp"):
         try:
@@ -189,7 +189,7 @@ def privacy_report(
         mechanism=str(mechanism),
         steps=steps,
         made=made,
-        ending=_ending(made, steps, planned, subject),
+        ending=_covered_steps_in_words(made, steps, planned, subject),
         unit=f"one {subject}",
         relation=relation,
         sampling=str(mechanism.sampling),
@@ -214,10 +214,10 @@ def privacy_report(
     )
 
 
-def require_names(name: str | None, dataset: str | None):
+def require_one_line_names(name: str | None, dataset: str | None):
     """Raises ValueError unless each is None, or words in one line."""
     for argument, words in (("name", name), ("dataset", dataset)):
-        require_words(argument, "none" if words is None else words)
+        require_text(argument, "none" if words is None else words)
 
 
 def _unit_of(recorded: int, unit: str | None) -> str:
@@ -235,7 +235,7 @@ def _unit_of(recorded: int, unit: str | None) -> str:
     return subject
 
 
-def _ending(made: int, steps: int, planned: bool, unit: str) -> str:
+def _covered_steps_in_words(made: int, steps: int, planned: bool, unit: str) -> str:
     """Which steps epsilon covers, in words, if the run ended before its plan or had no plan."""
     if made < steps:
         words = f"{made} of {steps} planned steps were made, and epsilon covers all {steps}, because what the run"
@@ -247,7 +247,7 @@ def _ending(made: int, steps: int, planned: bool, unit: str) -> str:
 def _with_tuning(cost: RunCost, tuning: Any, unit: str) -> tuple[RunCost, str]:
     """The cost that is stated, and whether that includes the choice of hyper-parameters, in words."""
     if isinstance(tuning, Selection):
-        if (tuning.relation, tuning.records) != (cost.relation, cost.records) or not tuning.covers(cost.event):
+        if (tuning.relation, tuning.records) != (cost.relation, cost.records) or not tuning.allows_trial(cost.event):
             raise ValueError(f"the run must be one that the search counted, got {cost.event}; {tuning}")
         return cost._replace(event=tuning.event, numbers=tuning.numbers), str(tuning)
     if not (tuning is None or isinstance(tuning, str)) or tuning not in (None, "public"):
@@ -328,7 +328,7 @@ def caveats(drawn: str, relation: str, records: int, *, on_a_tpu: bool = False) 
     drawn: what the sampling draws, in words. records: how many of them the unit owns at most. on_a_tpu: whether a step
     was made there.
     """
-    unit = owner_of(records, drawn)
+    unit = unit_in_words(records, drawn)
     differ = _RELATIONS[relation][2].format(unit=unit)
     of_units = () if drawn == "example" else (_NOT_EXAMPLES,)
     of_place = (_ON_A_TPU,) if on_a_tpu else ()
@@ -356,19 +356,19 @@ def sections_of(report: PrivacyReport) -> tuple[Section, ...]:
         f"and the public state, whatever they know about {others}, and however long they compute."
     )
     return (
-        Section("In short", (_promise(report, unit),), _numbers(report, unit), form="box"),
+        Section("In short", (_guarantee_as_bet(report, unit),), _report_numbers(report, unit), form="box"),
         Section("What is protected", (f"The guarantee is for one {unit}: {whole}.", meaning)),
         Section("Against whom", (everyone,)),
-        _learnt(report, unit),
+        _what_readers_learn(report, unit),
         Section("The choice of hyper-parameters", (report.tuning,)),
         Section("Outside of the guarantee", report.caveats),
         Section("How much is spent", (*_spent(report, unit), *report.attacks.sentences(unit)[-1:]), form="folded"),
-        Section("In the words of the code", rows=_code_words(report), form="folded"),
+        Section("In the words of the code", rows=_code_versions_in_words(report), form="folded"),
         Section("Mechanism", code=report.mechanism, form="folded"),
     )
 
 
-def _promise(report: PrivacyReport, unit: str) -> str:
+def _guarantee_as_bet(report: PrivacyReport, unit: str) -> str:
     """The guarantee as a bet on a coin: of 100 guesses, (1 + advantage) / 2 are right at most; rounded up."""
     right = math.ceil(50 * (1 + report.attacks.advantage))
     if right >= 100:
@@ -379,7 +379,7 @@ def _promise(report: PrivacyReport, unit: str) -> str:
     )
 
 
-def _learnt(report: PrivacyReport, unit: str) -> Section:
+def _what_readers_learn(report: PrivacyReport, unit: str) -> Section:
     meaning = (
         f"A false-positive rate is how often an attack says that one {unit} took part where it did not, and a "
         f"true-positive rate is how often it says so where it did. Guessing about one {unit} makes both equal."
@@ -425,7 +425,7 @@ def _target(report: PrivacyReport, unit: str) -> str:
         return f"No epsilon was set as the target for one {unit}."
     numbers = f"epsilon {rounded_up(budget.epsilon, 6)} at delta {rounded_up(budget.delta, 6)}"
     if budget.records != report.records:
-        other = "one record" if budget.records == 1 else f"a {owner_of(budget.records)}"
+        other = "one record" if budget.records == 1 else f"a {unit_in_words(budget.records)}"
         return f"The target was {numbers} for {other}, not for one {unit}."
     words = f"The target for one {unit} was {numbers}"
     if spent <= budget.epsilon and report.delta <= budget.delta:
@@ -435,7 +435,7 @@ def _target(report: PrivacyReport, unit: str) -> str:
     return f"{words}, which cannot be compared with an epsilon at delta {rounded_up(report.delta, 6)}."
 
 
-def _numbers(report: PrivacyReport, unit: str) -> tuple[tuple[str, str], ...]:
+def _report_numbers(report: PrivacyReport, unit: str) -> tuple[tuple[str, str], ...]:
     budget = report.budget
     each = unit if report.records == 1 else "record"
     data = ", ".join(filter(None, [report.dataset, f"{report.rows:,} units, each one {each}" if report.rows else ""]))
@@ -452,7 +452,7 @@ def _numbers(report: PrivacyReport, unit: str) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _code_words(report: PrivacyReport) -> tuple[tuple[str, str], ...]:
+def _code_versions_in_words(report: PrivacyReport) -> tuple[tuple[str, str], ...]:
     costs, whom = report.epsilon.items(), for_whom(report.records)
     return (
         ("relation", report.relation),

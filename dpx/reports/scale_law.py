@@ -50,11 +50,11 @@ class ScaleLaw:
     def loss(self, *, parameters: float, steps: float, step_noise: float) -> float:
         """The loss that the law predicts. Raises ValueError for a number outside the measured range."""
         numbers = parameters, steps, step_noise
-        if outside := self._outside(numbers):
+        if outside := self._extrapolation_in_words(numbers):
             raise ValueError(outside)
-        return _interpolated_loss(self.levels, self.losses, numbers)
+        return _interpolated_training_loss(self.levels, self.losses, numbers)
 
-    def _outside(self, numbers: Sequence[float]) -> str:
+    def _extrapolation_in_words(self, numbers: Sequence[float]) -> str:
         """In words, the first number that is outside of the measured ones; "" if there is none."""
         for name, number, levels in zip(_NAMES, numbers, self.levels, strict=True):
             if not levels[0] <= number <= levels[-1]:
@@ -72,7 +72,7 @@ class ScaleLaw:
                 for at in itertools.product(*map(range, self.losses.shape)):
                     if at[axis] == place:
                         numbers = [one[number] for one, number in zip(self.levels, at, strict=True)]
-                        missed.append(_interpolated_loss(others, kept, numbers) - self.losses[at])
+                        missed.append(_interpolated_training_loss(others, kept, numbers) - self.losses[at])
         return float(np.sqrt(np.mean(np.square(missed)))) if missed else math.nan
 
     def plan(
@@ -92,12 +92,12 @@ class ScaleLaw:
             if size * run.batch_size * run.steps <= compute
         ]
         runs = [
-            ScaledRun(numbers[0], run, _interpolated_loss(self.levels, self.losses, numbers))
+            ScaledRun(numbers[0], run, _interpolated_training_loss(self.levels, self.losses, numbers))
             for run, numbers in within
-            if not self._outside(numbers)
+            if not self._extrapolation_in_words(numbers)
         ]
         if not runs:
-            words = f"; {self._outside(within[0][1])}" if within else ""
+            words = f"; {self._extrapolation_in_words(within[0][1])}" if within else ""
             raise ValueError(f"a run must be within compute {compute:g} and the measured numbers{words}")
         runs.sort(key=lambda one: one.loss)
         return ScalePlan(law=self, noise=noise, runs=tuple(runs), beyond=len(within) - len(runs))
@@ -173,5 +173,5 @@ def fit_scale_law(runs: Iterable[MeasuredRun]) -> ScaleLaw:
     return ScaleLaw(levels=levels, losses=losses)
 
 
-def _interpolated_loss(levels: Sequence[Any], losses: np.ndarray, numbers: Sequence[float]) -> float:
+def _interpolated_training_loss(levels: Sequence[Any], losses: np.ndarray, numbers: Sequence[float]) -> float:
     return float(RegularGridInterpolator([np.log(one) for one in levels], losses)(np.log(numbers)).item())

@@ -13,8 +13,8 @@ from dp_accounting import DpEvent
 from dpx import keys
 from dpx.keys import cipher
 from dpx.sampling.base import VaryingSize
-from dpx.sampling.draws import Draw, once_an_epoch, require_step, step_key
-from dpx.sampling.events import RandomAllocationDpEvent, compose_events, group_multipliers, is_constant
+from dpx.sampling.draws import Draw, draw_epoch_steps, require_step, step_key
+from dpx.sampling.events import RandomAllocationDpEvent, compose_events, count_multipliers, is_constant
 from dpx.validation import require_whole
 
 _TOGETHER = 2**20  # examples whose steps are drawn at once: 16 MiB. The steps depend on this number.
@@ -74,7 +74,7 @@ class RandomAllocation(VaryingSize):
         return self.scattered(drawn, size, keys.fold_in(own, place))
 
     def takes_part(self, key: jax.Array, steps: int) -> jax.Array:
-        return once_an_epoch(key, steps, self.steps_per_epoch, self.steps_per_epoch)
+        return draw_epoch_steps(key, steps, self.steps_per_epoch, self.steps_per_epoch)
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         steps = self.steps_per_epoch
@@ -84,9 +84,9 @@ class RandomAllocation(VaryingSize):
         else:
             epochs = np.sort(multipliers[:whole].reshape(-1, steps), axis=1)
             distinct, counts = np.unique(epochs, axis=0, return_counts=True) if whole else (epochs, np.zeros(0, int))
-        parts = [(*pair,) for pair in zip(map(group_multipliers, distinct), counts.tolist(), strict=True)]
+        parts = [(*pair,) for pair in zip(map(count_multipliers, distinct), counts.tolist(), strict=True)]
         if len(multipliers) > whole:
-            parts.append((group_multipliers(multipliers[whole:]), 1))
+            parts.append((count_multipliers(multipliers[whole:]), 1))
         return compose_events((RandomAllocationDpEvent(noise, steps), count) for noise, count in parts)
 
 

@@ -16,17 +16,17 @@ from dpx.sampling import loading
 from dpx.sampling.batch import Batch
 from dpx.sampling.draws import (
     Draw,
-    Draws,
-    fitting_rows,
+    DrawnBatches,
     pad_draw,
+    padded_row_count,
     record_draw,
-    require_known,
-    require_rows,
+    require_enough_rows,
+    require_not_traced,
     scatter_examples,
-    usual_rows,
+    usual_row_count,
 )
 from dpx.sampling.read_rows import rows_of, unit_of
-from dpx.states.identity import by_fields
+from dpx.states.identity import identity_by_fields
 from dpx.states.reading import next_steps
 from dpx.trees import Tree
 from dpx.validation import require_number, require_whole
@@ -57,7 +57,7 @@ class Sampling(abc.ABC):
 
     def identity(self) -> tuple:
         """What decides which examples are drawn, as plain values. States remember it."""
-        return by_fields(self)
+        return identity_by_fields(self)
 
     @property
     @abc.abstractmethod
@@ -169,7 +169,7 @@ class Sampling(abc.ABC):
         if the mechanism of the state accounts for another sampling, at the first step beyond the budget, and
         inside jit, where `draw_ahead` works instead.
         """
-        require_known(keys.warn_if_guessable(key), state)
+        require_not_traced(keys.warn_if_guessable(key), state)
         (step,) = next_steps(state, self, 1, beyond_budget=beyond_budget)
         rows = rows_of(data, self.examples, key)
         indices, included = self.draw(key, step, size=size)
@@ -208,7 +208,7 @@ class Sampling(abc.ABC):
         budget; for `size` with `chunk_size`; for a sharding of more axes than one; and if several processes have not
         the same key and steps.
         """
-        require_known(keys.warn_if_guessable(key), state)
+        require_not_traced(keys.warn_if_guessable(key), state)
         steps = None if steps is None else require_whole("steps", steps)
         run = next_steps(state, self, steps, beyond_budget=beyond_budget)
         how = loading.Loading(chunk_size=chunk_size, sharding=sharding, prefetch=prefetch, size=size)
@@ -223,7 +223,7 @@ class Sampling(abc.ABC):
         size: int | None = None,
         unit: str = "example",
         beyond_budget: bool = False,
-    ) -> Draws:
+    ) -> DrawnBatches:
         """The draws of the next `steps` steps, stacked, for a `jax.lax.scan` over them (docs/loops.md).
 
         `row.batch(data)` is the batch of a row, inside of jit too, and raises ValueError for data of another length.
@@ -231,7 +231,7 @@ class Sampling(abc.ABC):
         unit: what a row of the data is, in one word; "user" if each row holds all examples of a user.
         The arrays hold 5 bytes for each row of each step. Raises ValueError as `batches` does.
         """
-        require_known(keys.warn_if_guessable(key), state)
+        require_not_traced(keys.warn_if_guessable(key), state)
         run = next_steps(state, self, require_whole("steps", steps), beyond_budget=beyond_budget)
         draws = [self.draw(key, step, size=size) for step in run]
         largest = max(len(indices) for indices, _ in draws)
@@ -239,7 +239,7 @@ class Sampling(abc.ABC):
             np.stack(arrays) for arrays in zip(*(pad_draw(draw, largest) for draw in draws), strict=True)
         )
         drawn = [record_draw(self, key, step, rows, unit) for step, rows in zip(run, included, strict=True)]
-        return Draws(indices, included, jax.tree.map(lambda *numbers: np.stack(numbers), *drawn), self.examples)
+        return DrawnBatches(indices, included, jax.tree.map(lambda *numbers: np.stack(numbers), *drawn), self.examples)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +256,7 @@ class VaryingSize(Sampling):
 
     @property
     def usual_rows(self) -> int:
-        return usual_rows(self.examples, self.divisor / self.examples)
+        return usual_row_count(self.examples, self.divisor / self.examples)
 
     def scattered(self, drawn: np.ndarray, size: int | None, key: jax.Array) -> Draw:
         """The drawn examples in arrays of `size` rows; None takes the usual ones, or more where they do not suffice.
@@ -264,6 +264,6 @@ class VaryingSize(Sampling):
         key: of the rows, ().
         """
         if size is None:
-            size = fitting_rows(len(drawn), self.usual_rows)
-        require_rows(drawn, size)
+            size = padded_row_count(len(drawn), self.usual_rows)
+        require_enough_rows(drawn, size)
         return scatter_examples(drawn, size, key)

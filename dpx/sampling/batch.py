@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.states.record import Drawn
-from dpx.trees import Tree, outlined
+from dpx.states.record import DrawRecord
+from dpx.trees import Tree, repr_with_shapes
 
 
 class Batch(NamedTuple):
@@ -15,10 +15,10 @@ class Batch(NamedTuple):
 
     examples: pytree of arrays, with the B examples on axis 0 of each. A sampling fills padding with zeros.
     included: bool (B,), True where the row counts, False for padding; None says that all B rows count.
-    drawn:    a `Drawn`, set by the sampling. A run has no known cost if it uses the batch twice, at another step, with
-              another number of rows that count, or with a mechanism of another sampling. To change the examples, use
-              `batch._replace(examples=...)`, which keeps this field. Each new row must depend on its own old row alone:
-              no mixup, no statistics of the batch. Nothing can check that.
+    drawn:    a `DrawRecord`, set by the sampling. A run has no known cost if it uses the batch twice, at another step,
+              with another number of rows that count, or with a mechanism of another sampling. To change the examples,
+              use `batch._replace(examples=...)`, which keeps this field. Each new row must depend on its own old row
+              alone: no mixup, no statistics of the batch. Nothing can check that.
 
         >>> padded = dpx.Batch(np.ones((4, 3)), included=np.array([True, True, True, False]))
         >>> padded._replace(examples=2 * padded.examples).examples.shape
@@ -27,9 +27,9 @@ class Batch(NamedTuple):
 
     examples: Tree
     included: jax.Array | np.ndarray | None
-    drawn: Drawn | None = None
+    drawn: DrawRecord | None = None
 
-    __repr__ = outlined
+    __repr__ = repr_with_shapes
 
 
 def require_batch(batch: Any) -> Batch:

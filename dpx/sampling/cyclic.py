@@ -11,7 +11,7 @@ from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from dpx import keys
 from dpx.sampling.allocation import allocate_examples
 from dpx.sampling.base import VaryingSize
-from dpx.sampling.draws import Draw, require_step, step_key, store_sizes, toss_coins, toss_every_step
+from dpx.sampling.draws import Draw, normalize_sizes, require_step, step_key, toss_coins, toss_every_step
 from dpx.sampling.events import compose_releases
 from dpx.validation import require_whole
 
@@ -46,7 +46,7 @@ class CyclicPoissonSampling(VaryingSize):
     one_key: ClassVar[bool] = True
 
     def __post_init__(self):
-        store_sizes(self)
+        normalize_sizes(self)
         bands = require_whole("bands", self.bands)
         if self.examples >= 2**31:
             raise ValueError(f"examples must be below 2^31, because an index is an int32; got {self.examples}")

@@ -14,10 +14,10 @@ import scipy.special
 from dpx import keys
 from dpx.keys import cipher
 from dpx.sampling.batch import Batch
-from dpx.sampling.read_rows import zeros_excluded
+from dpx.sampling.read_rows import zero_excluded_rows
 from dpx.states.identity import fingerprint
-from dpx.states.record import Drawn, unit_mark
-from dpx.trees import Tree, batch_size, described, outlined
+from dpx.states.record import DrawRecord, unit_mark
+from dpx.trees import Tree, batch_size, described, repr_with_shapes
 from dpx.validation import require_whole
 
 
@@ -30,12 +30,12 @@ class Draw(NamedTuple):
     indices: np.ndarray
     included: np.ndarray
 
-    __repr__ = outlined
+    __repr__ = repr_with_shapes
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, repr=False)
-class Draws:
+class DrawnBatches:
     """The rows of many batches of one run, for a loop inside jit. `jax.lax.scan` over it gives one row after another.
 
     indices: int32 (steps, size), the rows of the data, 0 for padding. included: bool (steps, size), False for padding.
@@ -48,7 +48,7 @@ class Draws:
     drawn: Any
     examples: int = field(metadata={"static": True})
 
-    __repr__ = outlined
+    __repr__ = repr_with_shapes
 
     def batch(self, data: Tree) -> Batch:
         """The batch of a row, with zeros as padding. data: a pytree of arrays with the `examples` examples on axis 0.
@@ -61,17 +61,17 @@ class Draws:
         if jnp.ndim(self.indices) != 1:
             raise ValueError(f"draws must be those of one step, (size,); got indices of {jnp.shape(self.indices)}")
         included = jnp.asarray(self.included)
-        examples = jax.tree.map(lambda leaf: zeros_excluded(jnp.asarray(leaf)[self.indices], included), data)
+        examples = jax.tree.map(lambda leaf: zero_excluded_rows(jnp.asarray(leaf)[self.indices], included), data)
         return Batch(examples, self.included, self.drawn)
 
 
-def record_draw(sampling: Any, key: jax.Array, step: int, included: np.ndarray, unit: str) -> Drawn:
+def record_draw(sampling: Any, key: jax.Array, step: int, included: np.ndarray, unit: str) -> DrawRecord:
     """How the batch of one step was drawn. included: bool (size,). unit: the name of what a row holds."""
     marks = keys.mark_of_key(key), 0, fingerprint(sampling), unit_mark(unit)
-    return Drawn(*map(np.uint32, (step, included.sum(), *marks)))
+    return DrawRecord(*map(np.uint32, (step, included.sum(), *marks)))
 
 
-def store_sizes(sampling: Any, *, whole: bool = False):
+def normalize_sizes(sampling: Any, *, whole: bool = False):
     """Stores both sizes as Python numbers, so that equal records print alike. Raises ValueError for wrong sizes."""
     examples, size = require_whole("examples", sampling.examples), sampling.batch_size
     number = int | np.integer if whole else int | float | np.integer | np.floating
@@ -83,7 +83,7 @@ def store_sizes(sampling: Any, *, whole: bool = False):
     object.__setattr__(sampling, "batch_size", int(size) if size == int(size) else float(size))
 
 
-def require_known(key: jax.Array, *others: Any):
+def require_not_traced(key: jax.Array, *others: Any):
     """Raises ValueError if jax traces one of them, or anything else at this moment."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves([keys.stream(key, "sampling"), *others])):
         raise ValueError(
@@ -96,7 +96,7 @@ def require_known(key: jax.Array, *others: Any):
 
 def require_step(key: jax.Array, step: Any) -> int:
     """`step` as an int. Raises ValueError unless it is a whole number of at least 0, and if it or `key` is traced."""
-    require_known(key, step)
+    require_not_traced(key, step)
     whole = isinstance(step, jax.Array | np.ndarray) and jnp.shape(step) == () and step.dtype.kind in "iu"
     whole |= isinstance(step, int | np.integer) and not isinstance(step, bool)
     if not whole or step < 0:
@@ -127,13 +127,13 @@ def toss_every_step(key: jax.Array, steps: int, rate: float) -> jax.Array:
     return jax.vmap(lambda step: toss_coins(keys.fold_in(key, step), 1, rate)[0])(jnp.arange(steps))
 
 
-def once_an_epoch(key: jax.Array, steps: int, epoch: int, places: int, size: int = 1) -> jax.Array:
+def draw_epoch_steps(key: jax.Array, steps: int, epoch: int, places: int, size: int = 1) -> jax.Array:
     """The step of one of `places` places in each epoch, drawn anew, of which a step has `size`; bool (steps,)."""
     drawn = jax.random.randint(keys.public_key(key), (-(-steps // epoch), 1), 0, places) // size
     return (jnp.arange(epoch)[None] == drawn).reshape(-1)[:steps]
 
 
-def require_rows(drawn: np.ndarray, size: int):
+def require_enough_rows(drawn: np.ndarray, size: int):
     """Raises ValueError unless `size` rows hold the drawn examples."""
     if len(drawn) > size:
         raise ValueError(
@@ -141,14 +141,14 @@ def require_rows(drawn: np.ndarray, size: int):
         )
 
 
-def fitting_rows(drawn: int, usual: int) -> int:
+def padded_row_count(drawn: int, usual: int) -> int:
     """The usual rows of a batch of varying size, or, if it is larger, the next multiple of 1/8 of them."""
     return usual if drawn <= usual else round_up(drawn, max(1, usual // 8))
 
 
 def pad_examples(drawn: np.ndarray, size: int) -> Draw:
     """The drawn examples in arrays of `size` rows. Raises ValueError if they are more."""
-    require_rows(drawn, size)
+    require_enough_rows(drawn, size)
     indices = np.zeros(size, np.int32)
     indices[: len(drawn)] = drawn
     return Draw(indices, np.arange(size) < len(drawn))
@@ -177,7 +177,7 @@ LARGE = 1e-9  # the probability that a batch has more rows than a drawn batch us
 
 
 @functools.lru_cache
-def usual_rows(examples: int, probability: float) -> int:
+def usual_row_count(examples: int, probability: float) -> int:
     """Rows that a batch of coins exceeds with a probability below 1e-9: a multiple of 8, or all the examples."""
     mean = examples * probability
     sizes = np.arange(round_up(mean, 8), mean + 10 * math.sqrt(mean) + 80, 8)

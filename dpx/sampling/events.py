@@ -30,7 +30,7 @@ def is_constant(noise_multipliers: np.ndarray) -> bool:
     return len(noise_multipliers) > 0 and noise_multipliers.strides == (0,)
 
 
-def group_multipliers(noise_multipliers: np.ndarray) -> tuple[tuple[float, int], ...]:
+def count_multipliers(noise_multipliers: np.ndarray) -> tuple[tuple[float, int], ...]:
     """Noise multipliers, float64 (steps,), as rising pairs (noise multiplier, number of steps)."""
     if is_constant(noise_multipliers):
         return ((float(noise_multipliers[0]), len(noise_multipliers)),)
@@ -51,4 +51,4 @@ def compose_releases(multipliers: np.ndarray, event_of: Callable[[float], DpEven
 
     multipliers: float64 (steps,). event_of: (noise multiplier) -> DpEvent.
     """
-    return compose_events((event_of(value), count) for value, count in group_multipliers(multipliers))
+    return compose_events((event_of(value), count) for value, count in count_multipliers(multipliers))

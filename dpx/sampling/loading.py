@@ -19,11 +19,11 @@ from dpx import keys
 from dpx.sampling.batch import Batch
 from dpx.sampling.draws import Draw, pad_draw, record_draw, round_up
 from dpx.sampling.read_rows import Rows, rows_of, unit_of
-from dpx.states.record import Drawn
+from dpx.states.record import DrawRecord
 from dpx.trees import described
 from dpx.validation import require_whole
 
-Piece = tuple[Draw, Drawn, bool]  # rows of a batch or chunk, how it was drawn, and whether its step ends with it
+Piece = tuple[Draw, DrawRecord, bool]  # rows of a batch or chunk, how it was drawn, and whether its step ends with it
 SETTINGS = ("enable_x64", "default_device")  # of jax, which `with` sets for one thread alone
 
 
@@ -72,19 +72,19 @@ def batches(sampling: Any, data: Any, key: jax.Array, steps: range, loading: Loa
     but not with one key from one step on.
     """
     rows, unit = rows_of(data, sampling.examples, key), unit_of(data)
-    require_one_run(key, steps, loading.sharding)
+    require_same_run_in_processes(key, steps, loading.sharding)
 
     def load():
         for step in steps:
             draw = sampling.draw(key, step, size=loading.size)
-            for some, drawn, last in draw_pieces(draw, record_draw(sampling, key, step, draw.included, unit), loading):
+            for some, drawn, last in split_draw(draw, record_draw(sampling, key, step, draw.included, unit), loading):
                 yield on_devices(rows, some, drawn, loading.sharding), last
 
-    loaded = made_ahead(load(), loading.prefetch) if loading.prefetch else load()
-    return whole_batches(loaded) if loading.chunk_size is None else batches_in_chunks(loaded, len(steps))
+    loaded = prefetched(load(), loading.prefetch) if loading.prefetch else load()
+    return whole_batches(loaded) if loading.chunk_size is None else batch_chunks(loaded, len(steps))
 
 
-def require_one_run(key: jax.Array, steps: range, sharding: jax.sharding.Sharding | None):
+def require_same_run_in_processes(key: jax.Array, steps: range, sharding: jax.sharding.Sharding | None):
     """Raises ValueError unless all processes have the same key and steps, if their devices share a batch."""
     if sharding is None or len({device.process_index for device in sharding.device_set}) < max(2, jax.process_count()):
         return
@@ -97,7 +97,7 @@ def require_one_run(key: jax.Array, steps: range, sharding: jax.sharding.Shardin
         )
 
 
-def draw_pieces(draw: Draw, drawn: Drawn, loading: Loading) -> Iterator[Piece]:
+def split_draw(draw: Draw, drawn: DrawRecord, loading: Loading) -> Iterator[Piece]:
     """What is loaded at once: the whole draw of a step, or its chunks, of equal sizes and at least one."""
     if loading.chunk_size is None:
         yield pad_draw(draw, round_up(len(draw.indices), loading.shards)), drawn, True
@@ -109,7 +109,7 @@ def draw_pieces(draw: Draw, drawn: Drawn, loading: Loading) -> Iterator[Piece]:
         yield Draw(whole.indices[rows], whole.included[rows]), own, start + size >= len(whole.indices)
 
 
-def on_devices(rows: Rows, draw: Draw, drawn: Drawn, sharding: jax.sharding.Sharding | None) -> Batch:
+def on_devices(rows: Rows, draw: Draw, drawn: DrawRecord, sharding: jax.sharding.Sharding | None) -> Batch:
     """The batch on its devices. Of a sharded one, the rows of the devices of this process are read."""
     if sharding is None:
         return jax.device_put(Batch(rows(*draw, int(drawn.step)), draw.included, drawn))
@@ -131,7 +131,7 @@ def on_devices(rows: Rows, draw: Draw, drawn: Drawn, sharding: jax.sharding.Shar
         everywhere = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
     examples = jax.tree.map(np.asarray, rows(draw.indices[own], draw.included[own], int(drawn.step)))
     whole = [jax.make_array_from_callback((), everywhere, lambda _, number=number: number) for number in drawn]
-    return Batch(jax.tree.map(spread, examples), spread(draw.included[own]), Drawn(*whole))
+    return Batch(jax.tree.map(spread, examples), spread(draw.included[own]), DrawRecord(*whole))
 
 
 def whole_batches(loaded: Generator[tuple[Batch, bool]]) -> Generator[Batch]:
@@ -140,7 +140,7 @@ def whole_batches(loaded: Generator[tuple[Batch, bool]]) -> Generator[Batch]:
         yield from (batch for batch, _ in loaded)
 
 
-def batches_in_chunks(loaded: Generator[tuple[Batch, bool]], steps: int) -> Generator[Iterator[Batch]]:
+def batch_chunks(loaded: Generator[tuple[Batch, bool]], steps: int) -> Generator[Iterator[Batch]]:
     """The chunks of each step. Raises ValueError where some of a step were left out, because they are paid for too."""
 
     complete = False
@@ -161,7 +161,7 @@ def batches_in_chunks(loaded: Generator[tuple[Batch, bool]], steps: int) -> Gene
                 raise ValueError("every chunk of a batch must be used before the next batch: the cost counts all")
 
 
-def made_ahead(items: Iterator[Any], depth: int) -> Generator[Any]:
+def prefetched(items: Iterator[Any], depth: int) -> Generator[Any]:
     """`items`, of which a thread makes up to `depth` before they are asked for. It ends with this generator."""
     ready, room, stopped = queue.SimpleQueue(), threading.Semaphore(depth), threading.Event()
     end = object()

@@ -17,14 +17,14 @@ from dpx.sampling import weights as by_weight
 from dpx.sampling.base import VaryingSize
 from dpx.sampling.draws import (
     Draw,
-    fitting_rows,
+    normalize_sizes,
+    padded_row_count,
     random_order,
     require_step,
     step_key,
-    store_sizes,
     toss_coins,
     toss_every_step,
-    usual_rows,
+    usual_row_count,
 )
 from dpx.sampling.events import compose_releases
 from dpx.sampling.weights import PublicWeights
@@ -75,7 +75,7 @@ class PoissonSampling(VaryingSize):
     relation: ClassVar[str] = "zero_out"
 
     def __post_init__(self):
-        store_sizes(self)
+        normalize_sizes(self)
         if self.weights is not None:
             object.__setattr__(self, "weights", PublicWeights(self.weights, self.examples))
             if (count := int((self.rates == 1).sum())) and self.batch_size < self.examples:
@@ -132,7 +132,7 @@ class PoissonSampling(VaryingSize):
         return not self.truncates
 
     @functools.cached_property
-    def _heads(self) -> by_weight.CoinThresholds:
+    def _coin_thresholds(self) -> by_weight.CoinThresholds:
         return by_weight.coin_thresholds(self.rates)
 
     @property
@@ -158,16 +158,16 @@ class PoissonSampling(VaryingSize):
         if self.truncates:
             return int(self.most_rows)
         # With several rates, a batch is not larger than of one rate with the same mean (Hoeffding 1956).
-        return usual_rows(self.examples, self.divisor / self.examples)
+        return usual_row_count(self.examples, self.divisor / self.examples)
 
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         own = step_key(key, require_step(key, step))
         if self.weights is None:
             drawn = np.flatnonzero(toss_coins(own, self.examples, self.probability))
         else:
-            drawn = np.flatnonzero(by_weight.toss_weighted_coins(own, self._heads))
+            drawn = np.flatnonzero(by_weight.toss_weighted_coins(own, self._coin_thresholds))
         if len(drawn) > self.most_rows:
-            fitting = fitting_rows(len(drawn), usual_rows(self.examples, self.probability))
+            fitting = padded_row_count(len(drawn), usual_row_count(self.examples, self.probability))
             drawn = _random_subset(drawn, int(self.most_rows), keys.fold_in(own, _KEPT), fitting)
         return self.scattered(drawn, size, keys.fold_in(own, _ROWS))
 

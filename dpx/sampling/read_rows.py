@@ -36,7 +36,7 @@ def rows_of(data: Any, examples: int, key: jax.Array) -> Rows:
     """
     if (length := length_of(data)) != examples:
         raise ValueError(f"data must hold the {examples} examples of the sampling, got {length}")
-    if _is_source(data):
+    if _is_data_source(data):
         read = _checking_repeats(data, _items_of(data, key))
     elif others := [leaf for leaf in jax.tree.leaves(data) if not isinstance(leaf, jax.Array | np.ndarray)]:
         # in files, or made when they are asked for
@@ -49,13 +49,13 @@ def rows_of(data: Any, examples: int, key: jax.Array) -> Rows:
             def of_leaf(leaf):
                 if isinstance(leaf, jax.Array):
                     return _taken(leaf, indices, included)
-                return _zeros_in_place(read_rows(leaf, indices), included)
+                return _zero_excluded_in_place(read_rows(leaf, indices), included)
 
             return jax.tree.map(of_leaf, data)
 
         return rows_of_arrays
     return lambda indices, included, step: jax.tree.map(
-        lambda leaf: _zeros_in_place(leaf, included), read(indices, step)
+        lambda leaf: _zero_excluded_in_place(leaf, included), read(indices, step)
     )
 
 
@@ -97,28 +97,28 @@ def generators_of_items(key: jax.Array, step: int) -> Callable[[int], np.random.
     return lambda number: np.random.Generator(np.random.Philox(key=int.from_bytes(words), counter=number << 192))
 
 
-def zeros_excluded(rows: jax.Array, included: jax.Array | np.ndarray) -> jax.Array:
+def zero_excluded_rows(rows: jax.Array, included: jax.Array | np.ndarray) -> jax.Array:
     """`rows`, (B, ...), but zeros where `included`, bool (B,), is False."""
     if jnp.issubdtype(rows.dtype, jax.dtypes.prng_key):
-        words = zeros_excluded(jax.random.key_data(rows), included)
+        words = zero_excluded_rows(jax.random.key_data(rows), included)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(rows))
     return jnp.where(included.reshape(-1, *[1] * (rows.ndim - 1)), rows, jnp.zeros((), rows.dtype))
 
 
-_taken = jax.jit(lambda array, indices, included: zeros_excluded(array[indices], included))
+_taken = jax.jit(lambda array, indices, included: zero_excluded_rows(array[indices], included))
 
 
-def _zeros_in_place(rows: Any, included: np.ndarray) -> Any:
+def _zero_excluded_in_place(rows: Any, included: np.ndarray) -> Any:
     """The same; in place for an array of numpy, which nobody else holds."""
     if isinstance(rows, jax.Array):
-        return zeros_excluded(rows, included)
+        return zero_excluded_rows(rows, included)
     rows[~included] = 0
     return rows
 
 
 def length_of(data: Any) -> int:
     """How many examples `data` holds, as arrays or as a source. Raises ValueError for anything else."""
-    return len(data) if _is_source(data) else batch_size(data)
+    return len(data) if _is_data_source(data) else batch_size(data)
 
 
 def unit_of(data: Any) -> str:
@@ -127,7 +127,7 @@ def unit_of(data: Any) -> str:
     return unit if isinstance(unit, str) else "example"
 
 
-def _is_source(data: Any) -> bool:
+def _is_data_source(data: Any) -> bool:
     """Whether `data` is asked for examples one at a time. Raises ValueError unless it is that or holds arrays."""
     iterator = hasattr(data, "__next__")
     if not iterator:

@@ -24,13 +24,13 @@ from dpx import keys
 from dpx.sampling.base import Sampling as Sampling
 from dpx.sampling.draws import (
     Draw,
-    once_an_epoch,
+    draw_epoch_steps,
+    normalize_sizes,
     pad_examples,
     permutation,
     random_order,
     require_step,
     step_key,
-    store_sizes,
 )
 from dpx.sampling.events import compose_releases
 from dpx.validation import require_whole
@@ -56,7 +56,7 @@ class FixedSizeSampling(Sampling):
     relation: ClassVar[str] = "replace_one"
 
     def __post_init__(self):
-        store_sizes(self, whole=True)
+        normalize_sizes(self, whole=True)
 
     @property
     def divisor(self) -> float:
@@ -90,7 +90,7 @@ class _Epochs(Sampling):
     relation: ClassVar[str] = "zero_out"
 
     def __post_init__(self):
-        store_sizes(self, whole=True)
+        normalize_sizes(self, whole=True)
 
     @property
     def divisor(self) -> float:
@@ -147,7 +147,7 @@ class ShuffledEpochs(_Epochs):
         return permutation(step_key(key, epoch), self.examples)[start:stop]
 
     def takes_part(self, key: jax.Array, steps: int) -> jax.Array:
-        return once_an_epoch(key, steps, self.steps_per_epoch, self.examples, self.batch_size)
+        return draw_epoch_steps(key, steps, self.steps_per_epoch, self.examples, self.batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,10 +40,10 @@ def identity_of(value: Any, *, without: str = "") -> Any:
         return tuple(identity_of(part, without=without) for part in value)
     if isinstance(value, type) or not (attrs.has(type(value)) or dataclasses.is_dataclass(value)):
         raise ValueError(f"a record must have a method identity() or be a dataclass, got {described(value)}")
-    return by_fields(value, without=without)
+    return identity_by_fields(value, without=without)
 
 
-def by_fields(record: Any, *, without: str = "") -> tuple:
+def identity_by_fields(record: Any, *, without: str = "") -> tuple:
     """The identity of a dataclass or an event by the name of its type and its fields, but for one that is left out."""
     kind = type(record)
     fields = attrs.fields(kind) if attrs.has(kind) else dataclasses.fields(record)

@@ -30,7 +30,7 @@ def publishable_state(state: Tree) -> Tree:
         True
     """
     functions = functools.partial | optax.GradientTransformation
-    if any(_unreleased(kind.__name__) for kind in type(state).__mro__) or isinstance(state, functions):
+    if any(_is_unreleased(kind.__name__) for kind in type(state).__mro__) or isinstance(state, functions):
         return None
     if hasattr(state, "_fields"):
         names = state._fields
@@ -44,7 +44,7 @@ def publishable_state(state: Tree) -> Tree:
         return type(state)(publishable_state(part) for part in state)
     parts, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda part: part is not state)
     if any(path for path, _ in parts):  # another container that jax knows
-        return treedef.unflatten([_public_child(path[0], part, type(state)) for path, part in parts])
+        return treedef.unflatten([_public_part_of_container(path[0], part, type(state)) for path, part in parts])
     if isinstance(state, Mapping):
         return _public_items(state)
     if callable(state):
@@ -52,7 +52,7 @@ def publishable_state(state: Tree) -> Tree:
     return _public_leaf(state)
 
 
-def _public_child(key: Any, part: Tree, kind: type) -> Tree:
+def _public_part_of_container(key: Any, part: Tree, kind: type) -> Tree:
     """A part of a container that jax knows. If it has no name, its key is a number from jax."""
     if isinstance(key, jax.tree_util.FlattenedIndexKey):
         raise ValueError(f"state must name its parts: register {kind} with jax.tree_util.register_pytree_with_keys")
@@ -61,14 +61,14 @@ def _public_child(key: Any, part: Tree, kind: type) -> Tree:
 
 def _public_part(name: Any, part: Tree) -> Tree:
     """The public part of what has a name."""
-    if _unreleased(name):
+    if _is_unreleased(name):
         return None
     if any(word in str(name).lower() for word in ("key", "rng")):
-        part = jax.tree.map(lambda leaf: None if _like_raw_keys(leaf) else leaf, part)
+        part = jax.tree.map(lambda leaf: None if _may_be_raw_keys(leaf) else leaf, part)
     return publishable_state(part)
 
 
-def _like_raw_keys(leaf: Any) -> bool:
+def _may_be_raw_keys(leaf: Any) -> bool:
     """Whether a leaf has the dtype and the shape of the words of PRNG keys."""
     return getattr(leaf, "dtype", None) == np.uint32 and jnp.shape(leaf)[-1:] in ((2,), (4,))
 
@@ -88,6 +88,6 @@ def _public_items(items: Mapping) -> dict:
     return {name: _public_part(name, part) for name, part in items.items()}
 
 
-def _unreleased(name: Any) -> bool:
+def _is_unreleased(name: Any) -> bool:
     """Whether a field, a key, or a flattened path in any notation names an unreleased value."""
     return "unreleased" in str(name).lower()

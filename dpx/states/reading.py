@@ -11,7 +11,7 @@ import numpy as np
 
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.states.identity import fingerprint
-from dpx.states.record import LARGEST_PRECISION, LARGEST_WEIGHT, REASONS, RECORD_VERSION, ReleaseState, noise_order
+from dpx.states.record import LARGEST_PRECISION, LARGEST_WEIGHT, REASONS, RECORD_VERSION, ReleaseState, noise_order_hash
 from dpx.trees import Tree
 from dpx.validation import require_whole
 
@@ -28,13 +28,13 @@ def release_state(state: Tree) -> ReleaseState:
     """
     if isinstance(state, jax.core.Tracer):
         raise ValueError(_TRACED)
-    releases = _search(state, ())
+    releases = _find_release_states(state, ())
     if len(releases) != 1:
         advice = "Restore a stored state into the structure of optimizer.init(params)."
         raise ValueError(f"state must hold exactly one mechanism's state, found {len(releases)}. ({advice})")
     release, holders = releases[0]
     for holder, key in holders:
-        _require_plain(holder, key)
+        _require_unwrapped(holder, key)
     if isinstance(release.step, jax.core.Tracer):
         raise ValueError(_TRACED)
     if jnp.shape(release.step) != ():
@@ -50,15 +50,15 @@ def release_state(state: Tree) -> ReleaseState:
     return release
 
 
-def _search(node: Tree, holders: tuple) -> list[tuple[ReleaseState, tuple]]:
+def _find_release_states(node: Tree, holders: tuple) -> list[tuple[ReleaseState, tuple]]:
     """Every ReleaseState in `node`, with the nodes that hold it, the outermost first, and the key in each."""
     if isinstance(node, ReleaseState):
         return [(node, holders)]
     children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda part: part is not node)
-    return [hit for path, part in children if path for hit in _search(part, (*holders, (node, path[0])))]
+    return [hit for path, part in children if path for hit in _find_release_states(part, (*holders, (node, path[0])))]
 
 
-def _require_plain(node: Any, key: Any) -> None:
+def _require_unwrapped(node: Any, key: Any) -> None:
     """Raises ValueError if `node`, which holds the mechanism's state at `key`, is a wrapper's or another chain's."""
     holder = type(node)
     if hasattr(node, "_fields") and holder.__module__.split(".")[0] == "optax" and not _is_lookahead(node):
@@ -72,11 +72,13 @@ def _require_plain(node: Any, key: Any) -> None:
             "the mechanism must come first in the chain, because a transform before it sees raw gradients and is not "
             f"counted; got it at position {key.idx}. (If this is a tuple of your own, pass the optimizer state alone.)"
         )
-    if isinstance(node, Mapping) and any(_is_transform(part) for name, part in node.items() if name != key.key):
+    if isinstance(node, Mapping) and any(
+        _is_state_of_transform(part) for name, part in node.items() if name != key.key
+    ):
         raise ValueError("the mechanism must come first, and optax.named_chain does not keep the order; use dpx.chain")
 
 
-def _is_transform(state: Tree) -> bool:
+def _is_state_of_transform(state: Tree) -> bool:
     """Whether `state` may belong to a transformation, because it is empty or of optax."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node).__module__.startswith("optax"))
     return not nodes or any(type(node).__module__.startswith("optax") for node in nodes)
@@ -108,7 +110,7 @@ def steps_taken(state: Tree) -> int:
     return int(release_state(state).step)
 
 
-class RunRecord(NamedTuple):
+class RunFacts(NamedTuple):
     """What a number of steps, or an optimizer state, says about its run.
 
     steps: ints, those that the cost covers; made: of them, those that were made. planned: whether a plan says that the
@@ -134,12 +136,12 @@ class RunRecord(NamedTuple):
     state: Tree = None
 
 
-def read_run(steps_or_state: Any) -> RunRecord:
+def read_run(steps_or_state: Any) -> RunFacts:
     """Raises ValueError for a number of steps that is not whole, and as `release_state` does."""
     if not isinstance(steps_or_state, bool | int | float | np.generic):
         release = release_state(steps_or_state)
         made, plan = int(release.step), int(release.plan)
-        return RunRecord(
+        return RunFacts(
             max(made, plan),
             made,
             made < plan or made in (0, plan, int(release.planned_steps)),
@@ -150,7 +152,7 @@ def read_run(steps_or_state: Any) -> RunRecord:
             steps_or_state,
         )
     steps = require_whole("steps", steps_or_state, minimum=0)
-    return RunRecord(steps, made=steps)
+    return RunFacts(steps, made=steps)
 
 
 def next_steps(state: Tree, sampling: Any, steps: int | None, *, beyond_budget: bool) -> range:
@@ -176,7 +178,7 @@ def next_steps(state: Tree, sampling: Any, steps: int | None, *, beyond_budget: 
     return range(first, first + steps)
 
 
-def require_matching(state: Tree, mechanism: Any, multipliers: np.ndarray) -> None:
+def require_state_of_mechanism(state: Tree, mechanism: Any, multipliers: np.ndarray) -> None:
     """Raises ValueError unless `mechanism` made the releases of `state`, with these noise multipliers in order.
 
     multipliers: float64 (steps,), one for each release.
@@ -195,10 +197,10 @@ def require_matching(state: Tree, mechanism: Any, multipliers: np.ndarray) -> No
             "the noise of the state's releases was drawn with another key than the mechanism's, so it may be the noise "
             f"of another run too: {advice} and the same key. (A compiled step keeps the key that it was compiled with.)"
         )
-    _require_noise(release, multipliers, advice)
+    _require_recorded_multipliers(release, multipliers, advice)
 
 
-def _require_noise(release: ReleaseState, multipliers: np.ndarray, advice: str) -> None:
+def _require_recorded_multipliers(release: ReleaseState, multipliers: np.ndarray, advice: str) -> None:
     """Raises ValueError unless the record has these noise multipliers, float64 (steps,), in this order."""
     with np.errstate(divide="ignore"):
         expected = float(np.sum(np.minimum(multipliers**-2.0, LARGEST_PRECISION)))
@@ -210,7 +212,7 @@ def _require_noise(release: ReleaseState, multipliers: np.ndarray, advice: str) 
             "they are the same, its schedule is not a function of the step alone"
         )
     steps = len(multipliers)
-    weighted = noise_order(multipliers.astype(np.float32).view(np.uint32), np.arange(steps, dtype=np.int32))
+    weighted = noise_order_hash(multipliers.astype(np.float32).view(np.uint32), np.arange(steps, dtype=np.int32))
     apart = (int(release.order) - int(weighted.sum(dtype=np.uint64)) + 2**31) % 2**32 - 2**31
     if abs(apart) > LARGEST_WEIGHT * min(steps, 6 * math.sqrt(steps)):
         raise ValueError(

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from dp_accounting import DpEvent
 
-from dpx.keys.noise import counting_releases, numbers_of
+from dpx.keys.noise import count_numbers_with_cost, counting_releases
 from dpx.states.identity import fingerprint
-from dpx.trees import Tree, described, map_states
+from dpx.trees import Tree, described, map_nodes_of_type
 from dpx.xla.place import current_place
 
 RECORD_VERSION = 1  # raise it with the form or the meaning of a record, so that stored states are refused by name
 LARGEST_PRECISION = 1e30  # of one release, noise_multiplier^-2; a multiplier below 1e-15 counts as 1e-15
 SEVERAL_KEYS = np.uint32(1)  # in place of the mark of a key, which is larger
-LARGEST_WEIGHT = 255  # of `noise_order`
+LARGEST_WEIGHT = 255  # of `noise_order_hash`
 # Why a run has no cost. The record keeps the place of a reason in this list, from 1.
 REASONS = {
     "mechanism": "its releases were made by mechanisms of different samplings or events",
@@ -36,7 +36,7 @@ REASONS = {
 }
 
 
-class Drawn(NamedTuple):
+class DrawRecord(NamedTuple):
     """How a batch was drawn, set by the sampling; each uint32 (), or (steps,) in the draws of many steps.
 
     step:      the number of steps before, for which the batch was drawn.
@@ -61,10 +61,10 @@ class ReleaseState(NamedTuple):
     step:          int32 (), how many releases were made.
     precision:     float32 (2,), the sum of noise_multiplier^-2 over them, and the amount by which rounding made that
                    sum too large (Kahan's compensation).
-    order:         uint32 (), the sum of `noise_order` over them, which another order of the multipliers changes.
+    order:         uint32 (), the sum of `noise_order_hash` over them, which another order of the multipliers changes.
     fingerprints:  uint32 (2,), of the sampling record, and of the event without its noise multipliers.
     planned_steps: int32 (), the steps of the budget that the noise was calibrated for; 0 without a budget.
-    plan:          int32 (), the steps that the run planned, which all count (`reading.RunRecord`); 0 if nobody
+    plan:          int32 (), the steps that the run planned, which all count (`reading.RunFacts`); 0 if nobody
                    planned any, or if public information alone decides where the run ends.
     numbers:       uint32 (), the most numbers that a release has, as the cost assumes; 0 is 2^32.
     in_integers:   int32 (), 1 after a release whose noise was drawn in integers, as on a TPU; otherwise 0.
@@ -99,7 +99,7 @@ class ReleaseState(NamedTuple):
         step, budgeted, plan, integers = (jnp.zeros((), jnp.int32) for _ in range(4))
         order, *marks = (jnp.zeros((), jnp.uint32) for _ in range(5))
         shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
-        numbers = _as_numbers(numbers_of(shapes)) if shapes else _as_numbers(0)
+        numbers = _as_uint32(count_numbers_with_cost(shapes)) if shapes else _as_uint32(0)
         fingerprints, version = jnp.zeros(2, jnp.uint32), jnp.full((), RECORD_VERSION, jnp.int32)
         counts = step, jnp.zeros(2, jnp.float32), order, fingerprints, budgeted, plan, numbers, integers
         return cls(*counts, *marks)._replace(version=version)
@@ -113,12 +113,12 @@ class ReleaseState(NamedTuple):
         return self._replace(
             step=self.step + 1,
             precision=jnp.stack([longer, (longer - total) - term]),
-            order=self.order + noise_order(jax.lax.bitcast_convert_type(multiplier, jnp.uint32), self.step),
+            order=self.order + noise_order_hash(jax.lax.bitcast_convert_type(multiplier, jnp.uint32), self.step),
             in_integers=jnp.ones_like(self.in_integers) if current_place().platform == "tpu" else self.in_integers,
         )
 
 
-def noise_order(bits: Any, step: Any) -> Any:
+def noise_order_hash(bits: Any, step: Any) -> Any:
     """What a release adds to `ReleaseState.order`, modulo 2^32: its noise multiplier times a weight of its step.
 
     bits: uint32 (...), of the float32 noise multiplier. They grow about as its logarithm, by 2^23 for a factor of 2.
@@ -151,15 +151,15 @@ def stamp_state(state: Tree, fingerprints: np.ndarray, budget: Any) -> Tree:
             return node._replace(**stamp)
         if not isinstance(node.numbers, jax.core.Tracer):
             _require_fewer(int(node.numbers), numbers)
-        return node._replace(**stamp, numbers=_as_numbers(numbers))
+        return node._replace(**stamp, numbers=_as_uint32(numbers))
 
-    state = map_states(stamp_one, state, ReleaseState)
+    state = map_nodes_of_type(stamp_one, state, ReleaseState)
     return with_plan(state, 0 if budget is None or budget.public_stop else steps)
 
 
 def with_plan(state: Tree, steps: int) -> Tree:
     """`state` with `steps` as the plan of its run; 0 is for a run without a plan."""
-    return map_states(lambda node: node._replace(plan=jnp.zeros_like(node.plan) + steps), state, ReleaseState)
+    return map_nodes_of_type(lambda node: node._replace(plan=jnp.zeros_like(node.plan) + steps), state, ReleaseState)
 
 
 def _require_fewer(own: int, numbers: int) -> None:
@@ -189,16 +189,16 @@ def release_and_count(release: Callable, *given: Any, budget: Any) -> tuple[Tree
         known = node.numbers - one  # 0, which is 2^32, is the largest
         return node._replace(numbers=jnp.where((own < known) & (not stated), most, jnp.maximum(known, own)) + one)
 
-    return updates, map_states(of_release, state, ReleaseState)
+    return updates, map_nodes_of_type(of_release, state, ReleaseState)
 
 
-def _as_numbers(numbers: int) -> jax.Array:
+def _as_uint32(numbers: int) -> jax.Array:
     """uint32 (), known also inside of jit; 2^32 is 0."""
     with jax.ensure_compile_time_eval():
         return jnp.full((), min(numbers, 2**32) % 2**32, jnp.uint32)
 
 
-def check_batch(state: Tree, mechanism: Any, rows: jax.Array, drawn: Drawn | None, *, ordered: Any = True) -> Tree:
+def check_batch(state: Tree, mechanism: Any, rows: jax.Array, drawn: DrawRecord | None, *, ordered: Any = True) -> Tree:
     """Checks a batch against what the mechanism's cost assumes. If it does not fit, marks the state as without a cost.
 
     rows: int (), how many rows of the batch count. ordered: bool (), whether the sums are of the chunks of one batch,
@@ -218,7 +218,7 @@ def check_batch(state: Tree, mechanism: Any, rows: jax.Array, drawn: Drawn | Non
             wrong["chunks"] = jnp.logical_not(ordered)
         node = node._replace(noise_key=noise_key)
         if drawn is not None:
-            of_batch = Drawn(*(jnp.asarray(number).astype(jnp.uint32) for number in drawn))
+            of_batch = DrawRecord(*(jnp.asarray(number).astype(jnp.uint32) for number in drawn))
             several = _marks_differ(node.batch_key, of_batch.key)
             if sampling.one_key:
                 wrong["batch key"] = several
@@ -236,7 +236,7 @@ def check_batch(state: Tree, mechanism: Any, rows: jax.Array, drawn: Drawn | Non
                 problem = jax.lax.select(wrong[reason], jnp.uint32(place), problem)  # `jnp.where` takes longer to trace
         return node._replace(problem=jax.lax.select(node.problem == 0, problem, node.problem))
 
-    return map_states(check, state, ReleaseState)
+    return map_nodes_of_type(check, state, ReleaseState)
 
 
 def _marks_differ(known: jax.Array, mark: Any) -> jax.Array:

@@ -51,7 +51,7 @@ _BLOCKS = 4096  # of the cipher at once
 _LEAST_SIZE = 16  # numbers that are drawn; more are drawn by powers of two, so that few programs are compiled
 
 
-class Effect(NamedTuple):
+class UnitSensitivity(NamedTuple):
     """What one unit moves at most: the sum of absolute values, float; the 2-norm, float; and how many numbers, int."""
 
     one: float
@@ -67,7 +67,7 @@ class Noise:
     scale: float
 
     @classmethod
-    def of_multiplier(cls, kind: Kind, noise_multiplier: float, effect: Effect) -> "Noise":
+    def of_multiplier(cls, kind: Kind, noise_multiplier: float, effect: UnitSensitivity) -> "Noise":
         """The noise of a multiplier, relative to the effect. Raises ValueError where the proofs have no room for it."""
         if kind == "gaussian":
             scale = float(np.nextafter(np.float32(noise_multiplier * effect.two), np.float32(math.inf)))
@@ -132,7 +132,7 @@ def _with_gaussian(key: jax.Array, sums: np.ndarray, deviation: float) -> np.nda
 
 
 def _with_laplace(key: jax.Array, sums: np.ndarray, scale: float, low: int, high: int) -> np.ndarray:
-    center, digits = coins_of(scale)
+    center, digits = laplace_coins(scale)
     *coins, of_center, signs, free = random_words(key, (len(digits) + 3) * len(sums)).reshape(-1, len(sums), 2)
     shown = [_coins_show_one(coin, digit).astype(np.int64) for coin, digit in zip(coins, digits, strict=True)]
     size = 1 + sum(digit << j for j, digit in enumerate(shown))
@@ -159,7 +159,7 @@ def _laplace_grid(scale: float, low: int, high: int) -> tuple[int, int, int]:
     return low - more, span, max(0, span.bit_length() - _FINEST)
 
 
-def coins_of(scale: float) -> tuple[int, list[int]]:
+def laplace_coins(scale: float) -> tuple[int, list[int]]:
     """The coins of round(L) for Laplace noise of this scale: that it is not 0, and those of the digits of |N| - 1, the
     lowest first. Each is a number x of 128 digits, and the coin shows 1 with probability x 2^-128."""
     digits = max(1, math.ceil(math.log2(_TAIL * scale)) + 1)

@@ -99,7 +99,7 @@ def release_quantiles(
     epsilon = 1 / multiplier - _SPARE
     if epsilon < _SPARE:
         raise ValueError(f"noise_multiplier must be at most {1 / _SPARE / 2:.3g}, got {multiplier}")
-    counts = counts_at(records.values[:, 0], low, high, points)
+    counts = nearest_point_counts(records.values[:, 0], low, high, points)
     query = f"quantiles {whole} {low} {high} {points} {multiplier} {records.most}"
     event, own = asked.begin(records, lambda each: _event_of_quantiles(each, len(shares)), multiplier, 1, query, counts)
     drawn = [
@@ -117,7 +117,7 @@ def _event_of_quantiles(multiplier: float, quantiles: int) -> DpEvent:
     return one if quantiles == 1 else SelfComposedDpEvent(one, quantiles)
 
 
-def counts_at(values: np.ndarray, low: float, high: float, points: int) -> np.ndarray:
+def nearest_point_counts(values: np.ndarray, low: float, high: float, points: int) -> np.ndarray:
     """How many values are nearest to each point, int64 (points,)."""
     there = np.clip(values[~np.isnan(values)], low, high)
     places = np.rint((there - low) / (high - low) * (points - 1)).astype(np.int64)

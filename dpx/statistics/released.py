@@ -17,9 +17,9 @@ from dpx.accounting.events import event_epsilon, profile_of_run
 from dpx.accounting.pure import PureDpEvent
 from dpx.sampling.schemes import FullBatch
 from dpx.sampling.users import UserData
-from dpx.statistics.noise import LARGEST_SUM, Effect, Noise, key_of_query, padded_size
+from dpx.statistics.noise import LARGEST_SUM, Noise, UnitSensitivity, key_of_query, padded_size
 from dpx.trees import described, require_arrays
-from dpx.validation import require_floats, require_number, require_open_fraction, require_words
+from dpx.validation import require_floats, require_number, require_open_fraction, require_text
 
 RELATION = "zero_out"
 _ANSWERED: dict[int, int] = {}  # the mark of the noise of what each key has released, by the mark of the key
@@ -132,7 +132,7 @@ class Statistic(Release):
         return self.interval_at(1 - require_open_fraction("confidence", confidence))
 
 
-class _Priced(NamedTuple):
+class _CalibrationTarget(NamedTuple):
     """What `calibrate` asks of a mechanism."""
 
     event: Callable[[int], DpEvent]
@@ -152,8 +152,8 @@ class StatisticRequest:
 
     def __post_init__(self):
         keys.warn_if_guessable(keys.require_key(self.key))
-        require_words("words", self.words)
-        require_words("part", "all" if self.part is None else self.part)
+        require_text("words", self.words)
+        require_text("part", "all" if self.part is None else self.part)
         if self.noise not in (None, "gaussian", "laplace"):
             raise ValueError(f'noise must be "gaussian", "laplace" or None, got {described(self.noise)}')
         if not isinstance(self.noise_multiplier, Budget):
@@ -164,7 +164,7 @@ class StatisticRequest:
                 f"the dpx.Budget of a statistic must have {words}dpx.UserData; got {self.noise_multiplier}"
             )
 
-    def noise_for(self, records: StatisticRecords, effect: Effect, size: int) -> tuple[Noise, float]:
+    def noise_for(self, records: StatisticRecords, effect: UnitSensitivity, size: int) -> tuple[Noise, float]:
         """The noise on `size` numbers, and its multiplier; of both kinds, the one that deviates less."""
         kinds: list[Any] = [self.noise or "gaussian"]
         if self.noise is None and isinstance(self.noise_multiplier, Budget) and self.ledger is None:
@@ -187,20 +187,20 @@ class StatisticRequest:
         sampling = FullBatch(examples=records.units)
         price = {"epsilon": budget.epsilon, "delta": budget.delta, "accountant": budget.accountant}
 
-        def make(multiplier: float) -> _Priced:
-            return _Priced(lambda steps: SelfComposedDpEvent(event(multiplier), steps), sampling)
+        def make(multiplier: float) -> _CalibrationTarget:
+            return _CalibrationTarget(lambda steps: SelfComposedDpEvent(event(multiplier), steps), sampling)
 
         numbers = numbers if budget.numbers is None else max(numbers, budget.numbers)
         return calibrate(make, steps=budget.steps, **price, numbers=numbers)
 
     def noisy(
-        self, records: StatisticRecords, sums: np.ndarray, effect: Effect, low: int, high: int, *, query: str
+        self, records: StatisticRecords, sums: np.ndarray, effect: UnitSensitivity, low: int, high: int, *, query: str
     ) -> tuple[np.ndarray, Noise, dict[str, Any]]:
         """The sums, int64 (...), with noise, float64 (...); the noise; and the fields of its `Statistic`.
 
         effect: of one record. low, high: public bounds of the sums. query: what is asked, with all public arguments.
         """
-        effect = Effect(
+        effect = UnitSensitivity(
             effect.one * records.most, effect.two * records.most, min(sums.size, effect.moves * records.most)
         )
         noise, multiplier = self.noise_for(records, effect, sums.size)
@@ -253,7 +253,9 @@ def event_of_noise(kind: str, noise_multiplier: float) -> DpEvent:
     return GaussianDpEvent(noise_multiplier) if kind == "gaussian" else PureDpEvent(1 / noise_multiplier)
 
 
-def ratio_bounds(cells: np.ndarray, weights: tuple[float, ...], noise: Noise, error: float, off: float) -> tuple:
+def weighted_mean_bounds(
+    cells: np.ndarray, weights: tuple[float, ...], noise: Noise, error: float, off: float
+) -> tuple:
     """Bounds of sum_i w_i S_i / sum_i S_i, in [0, 1], float64 (...) each, from noisy cells of the sums S.
 
     The true ratio f has sum_i (w_i - f) S_i = 0, so sum_i (w_i - f) cells_i is noise alone, whose half width is known

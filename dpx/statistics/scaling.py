@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dpx.accounting.budget import Budget
-from dpx.statistics.noise import Effect
-from dpx.statistics.released import Statistic, StatisticRequest, bounds_of, ratio_bounds, records_of, safe_ratio
-from dpx.statistics.sums import QUANTA, spread_in_cells
+from dpx.statistics.noise import UnitSensitivity
+from dpx.statistics.released import Statistic, StatisticRequest, bounds_of, records_of, safe_ratio, weighted_mean_bounds
+from dpx.statistics.sums import QUANTA, bernstein_cell_sums
 
 _LARGEST_VARIANCE = 0.25  # of values in [0, 1]
 
@@ -66,8 +66,12 @@ def standardize(
     asked = StatisticRequest(words, key, noise_multiplier, noise, ledger, part)
     records = records_of(data)
     low, high = bounds_of(low, high, records)
-    cells, columns, most = spread_in_cells(records, low, high, 2), records.values.shape[1], QUANTA * records.most_rows
-    effect = Effect(QUANTA * columns, QUANTA * math.sqrt(columns), 3 * columns)
+    cells, columns, most = (
+        bernstein_cell_sums(records, low, high, 2),
+        records.values.shape[1],
+        QUANTA * records.most_rows,
+    )
+    effect = UnitSensitivity(QUANTA * columns, QUANTA * math.sqrt(columns), 3 * columns)
     query = f"standardize {low.tolist()} {high.tolist()}"
     records = records.public
     noisy, added, facts = asked.noisy(records, cells, effect, 0, most, query=query)
@@ -80,9 +84,10 @@ def standardize(
 
     def interval_at(error: float) -> tuple[Any, Any]:
         off = records.most_rows / 2 + 2 * added.rounding(0, most)
-        mean_low, mean_high = ratio_bounds(noisy, (0.0, 0.5, 1.0), added, error, off)
+        mean_low, mean_high = weighted_mean_bounds(noisy, (0.0, 0.5, 1.0), added, error, off)
         (low_1, high_1), (low_2, high_2) = (
-            ratio_bounds(noisy, weights, added, error / 2, off) for weights in ((0.0, 0.5, 1.0), (0.0, 0.0, 1.0))
+            weighted_mean_bounds(noisy, weights, added, error / 2, off)
+            for weights in ((0.0, 0.5, 1.0), (0.0, 0.0, 1.0))
         )
         variances = low_2 - high_1**2, high_2 - low_1**2
         scales = (size * np.sqrt(np.clip(one, 0, _LARGEST_VARIANCE)) for one in variances)

@@ -22,15 +22,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dpx.accounting.budget import Budget
-from dpx.statistics.noise import Effect
+from dpx.statistics.noise import UnitSensitivity
 from dpx.statistics.released import (
     Statistic,
     StatisticRecords,
     StatisticRequest,
     bounds_of,
-    ratio_bounds,
     records_of,
     safe_ratio,
+    weighted_mean_bounds,
 )
 from dpx.trees import described
 from dpx.validation import require_bool
@@ -64,8 +64,8 @@ def release_count(
         raise ValueError(f"data of a count must be numbers or bools, got {described(records.values)}")
     there = records.values if records.values.dtype.kind == "b" else ~np.isnan(records.values)
     columns = there.shape[1]
-    effect = Effect(WHOLE * columns, WHOLE * math.sqrt(columns), columns)
-    return _release_counts(
+    effect = UnitSensitivity(WHOLE * columns, WHOLE * math.sqrt(columns), columns)
+    return _release_noisy_counts(
         asked, records, WHOLE * there.sum(axis=0, dtype=np.int64), effect, "count", records.public.shaped
     )
 
@@ -124,11 +124,16 @@ def release_histogram(
         inside = public[places] == values
     sums = WHOLE * np.bincount(places[inside], minlength=bins).astype(np.int64)
     query = f"histogram {public.dtype} {public.tolist()}"
-    return _release_counts(asked, records, sums, Effect(WHOLE, WHOLE, 1), query, lambda found: found)
+    return _release_noisy_counts(asked, records, sums, UnitSensitivity(WHOLE, WHOLE, 1), query, lambda found: found)
 
 
-def _release_counts(
-    asked: StatisticRequest, records: StatisticRecords, sums: np.ndarray, effect: Effect, query: str, shaped: Any
+def _release_noisy_counts(
+    asked: StatisticRequest,
+    records: StatisticRecords,
+    sums: np.ndarray,
+    effect: UnitSensitivity,
+    query: str,
+    shaped: Any,
 ) -> Statistic:
     """Counts, which are sums of WHOLE for each."""
     most = WHOLE * records.most_rows
@@ -165,10 +170,10 @@ def release_sum(
     low, high = bounds_of(low, high, records)
     unit = np.maximum(np.abs(low), np.abs(high))
     quanta = _in_quanta(np.clip(records.values, low, high) / unit)
-    return _spread_sum(asked, records, quanta, unit / QUANTA, 0.0, f"sum {low.tolist()} {high.tolist()}")
+    return _sum_in_quanta(asked, records, quanta, unit / QUANTA, 0.0, f"sum {low.tolist()} {high.tolist()}")
 
 
-def _spread_sum(
+def _sum_in_quanta(
     asked: StatisticRequest,
     records: StatisticRecords,
     quanta: np.ndarray,
@@ -178,7 +183,7 @@ def _spread_sum(
 ) -> Statistic:
     """offset + size times the sums of quanta, int64 (rows, columns), each at most QUANTA in size."""
     columns, most = quanta.shape[1], QUANTA * records.most_rows
-    effect = Effect(QUANTA * columns, QUANTA * math.sqrt(columns), columns)
+    effect = UnitSensitivity(QUANTA * columns, QUANTA * math.sqrt(columns), columns)
     records = records.public
     noisy, added, facts = asked.noisy(records, quanta.sum(axis=0), effect, -most, most, query=query)
     value: np.ndarray = offset + noisy * size
@@ -235,17 +240,21 @@ def release_mean(
         half, rows = (high - low) / 2, len(records.values)
         middle = low + half
         quanta = _in_quanta((np.clip(records.values, low, high) - middle) / half)
-        found = _spread_sum(asked, records, quanta, half / (QUANTA * rows), middle, query)
+        found = _sum_in_quanta(asked, records, quanta, half / (QUANTA * rows), middle, query)
         return _cut_to_bounds(found, records.public, low, high)
-    cells, columns, most = spread_in_cells(records, low, high, 1), records.values.shape[1], QUANTA * records.most_rows
-    effect = Effect(QUANTA * columns, QUANTA * math.sqrt(columns), 2 * columns)
+    cells, columns, most = (
+        bernstein_cell_sums(records, low, high, 1),
+        records.values.shape[1],
+        QUANTA * records.most_rows,
+    )
+    effect = UnitSensitivity(QUANTA * columns, QUANTA * math.sqrt(columns), 2 * columns)
     records = records.public
     noisy, added, facts = asked.noisy(records, cells, effect, 0, most, query=query)
     value = low + (high - low) * safe_ratio(noisy[1], noisy.sum(axis=0), 0.5)
 
     def interval_at(error: float) -> tuple[Any, Any]:
         off = records.most_rows / 2 + added.rounding(0, most)
-        found = ratio_bounds(noisy, (0.0, 1.0), added, error, off)
+        found = weighted_mean_bounds(noisy, (0.0, 1.0), added, error, off)
         return tuple(records.shaped(low + (high - low) * share) for share in found)
 
     return Statistic(value=records.shaped(value), interval_at=interval_at, **facts)
@@ -264,7 +273,7 @@ def _cut_to_bounds(found: Statistic, records: StatisticRecords, low: np.ndarray,
     return Statistic(**vars(found) | {"value": cut(found.value), "interval_at": interval_at})
 
 
-def spread_in_cells(records: StatisticRecords, low: np.ndarray, high: np.ndarray, degree: int) -> np.ndarray:
+def bernstein_cell_sums(records: StatisticRecords, low: np.ndarray, high: np.ndarray, degree: int) -> np.ndarray:
     """The sums of the quanta that a record spreads, int64 (degree + 1, columns): the basis of Bernstein's polynomials,
     whose terms are at least 0 and add up to 1, so that the quanta of a record that is there add up to QUANTA."""
     there = ~np.isnan(records.values)

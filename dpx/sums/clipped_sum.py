@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.sums.float_pair import FloatPair, add_pairs, blocks_for, most_float32_rows, pair_of_trees, with_low
+from dpx.sums.float_pair import FloatPair, add_pairs, count_blocks, most_float32_rows, pair_of_trees, with_low
 from dpx.sums.microbatches import sum_in_segments
 from dpx.trees import Tree
-from dpx.xla.matrix_units import FLOAT32, Unit
+from dpx.xla.matrix_units import FLOAT32, MatrixUnit
 from dpx.xla.ordering import opaque_false
 from dpx.xla.place import current_place
 
@@ -64,7 +64,7 @@ def zero_excluded(rows: jax.Array, included: jax.Array) -> jax.Array:
     return jax.lax.select(repeat_to_shape(included, rows.shape), rows, jnp.zeros_like(rows))
 
 
-def weighted_rows(factors: jax.Array, rows: Tree) -> Tree:
+def rows_with_excluded_zeroed(factors: jax.Array, rows: Tree) -> Tree:
     """`rows`, (B, ...), but 0 where the factor, float32 (B,), is 0, because an excluded example may hold NaN. Called
     for the rows of one block, because a loop over blocks would keep such a copy of all rows."""
 
@@ -99,15 +99,16 @@ def weighted_sum(factors: jax.Array, rows: jax.Array, *, apart: bool = False) ->
         def sum_block(some):
             return jnp.sum(
                 functools.reduce(
-                    jnp.add, [scaled_rows(f, weighted_rows(f, x)) for f, x in _parts_of_rows(*some, apart=apart)]
+                    jnp.add,
+                    [scaled_rows(f, rows_with_excluded_zeroed(f, x)) for f, x in _parts_of_rows(*some, apart=apart)],
                 ),
                 0,
             )
 
         return sum_in_blocks(sum_block, (factors, rows), math.prod(rows.shape[1:]) if on_cpu else 0)
-    rows = weighted_rows(factors, rows)
-    size, devices = len(rows), devices_for(len(rows))
-    blocks = blocks_for(size, devices)
+    rows = rows_with_excluded_zeroed(factors, rows)
+    size, devices = len(rows), count_devices_of_rows(len(rows))
+    blocks = count_blocks(size, devices)
     if blocks == 1 or devices > 1:
         product = functools.partial(jnp.tensordot, axes=1, precision=EXACT)
         return sum_in_blocks(lambda some: product(*some), (factors, rows), math.prod(rows.shape[1:]))
@@ -141,7 +142,7 @@ def in_range(norms: Tree) -> jax.Array:
     return functools.reduce(jnp.logical_and, [norm <= LARGEST for norm in jax.tree.leaves(norms)])
 
 
-def devices_for(rows: int) -> int:
+def count_devices_of_rows(rows: int) -> int:
     """Over how many devices the rows may be evenly sharded; 1 if they are not, or if there are too many devices."""
     place = current_place()
     devices = place.row_devices or place.devices
@@ -152,7 +153,7 @@ def total_of_rows(sum_few: Callable[[Tree], Tree], rows: Tree) -> FloatPair:
     """The sum of all rows, a tree of arrays (r, ...). sum_few: the float32 sum of up to `most_float32_rows` of them.
     More rows are added part by part. Each part takes equally many from every device, so that no row moves."""
     size = jax.tree.leaves(rows)[0].shape[0]
-    devices = devices_for(size)
+    devices = count_devices_of_rows(size)
     most = most_float32_rows(devices, current_place().unit)
     if size <= most:
         return FloatPair(sum_few(rows))
@@ -193,16 +194,16 @@ def add_in_turns(
     return add(total, of_part(size - left, left)) if left else total
 
 
-def sum_in_blocks(sum_block: Callable[[Tree], Any], rows: Tree, numbers: int, unit: Unit = FLOAT32) -> Any:
+def sum_in_blocks(sum_block: Callable[[Tree], Any], rows: Tree, numbers: int, unit: MatrixUnit = FLOAT32) -> Any:
     """The float32 sum of up to `most_float32_rows` rows. numbers: how many numbers the sum has. sum_block: computes the
     float32 sum of up to `MOST_ROWS` rows, in any order, with the additions of `unit`."""
     size = jax.tree.leaves(rows)[0].shape[0]
-    devices = devices_for(size)
-    blocks, small = blocks_for(size, devices, unit), AT_ONCE if unit.rounds else SMALL_SUMS
+    devices = count_devices_of_rows(size)
+    blocks, small = count_blocks(size, devices, unit), AT_ONCE if unit.rounds else SMALL_SUMS
     if unit.rounds and current_place().platform in ("gpu", "cuda"):
         small = AT_ONCE_ON_A_GPU
     if unit.rounds and 2 * blocks * numbers <= small:
-        blocks = blocks_for(size, devices, unit, more=2.0)
+        blocks = count_blocks(size, devices, unit, more=2.0)
     if blocks == 1:
         return sum_block(rows)
     if size % blocks == 0 and (devices > 1 or blocks * numbers <= small):

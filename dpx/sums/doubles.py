@@ -3,7 +3,7 @@
 `as_float64` is exact for what `as_float_pair` made, because high and low are parts of one float64 number.
 `as_float_pair` is off by 2^-48 = 32 v of every number: high by 2^-24 of it, and low by 2^-24 of that (and by less than
     2^-125, where float32 ends). A cast to float32 and back would not do, because XLA may drop both.
-`norm_of_total` is off by 32 v of it, for up to 2^32 numbers: a square is rounded once, then in sums of 16 and of 8,
+`norm_of_pair` is off by 32 v of it, for up to 2^32 numbers: a square is rounded once, then in sums of 16 and of 8,
     which leave fewer than 2^26 numbers, with up to 22 from the end of every array, and then in up to 13 sums of 4. That
     is 1 + 15 + 7 + 39 roundings, which count half in the root, plus the root's own. One long sum would round a square
     2^32 times. Sums of 16 and 8 stay within one array, so few numbers move where it is sharded.
@@ -47,7 +47,7 @@ def difference_to_total(released: Tree, total: FloatPair) -> FloatPair:
     return as_float_pair(jax.tree.map(lambda r, before: r.astype(jnp.float64) - before, released, as_float64(total)))
 
 
-def norm_of_total(total: FloatPair) -> jax.Array:
+def norm_of_pair(total: FloatPair) -> jax.Array:
     """The root of the sum of the squares of a total of two numbers, float64 ()."""
     parts = [jnp.zeros(1, jnp.float64)]
     for high, low in zip(*map(jax.tree.leaves, total), strict=True):

@@ -69,7 +69,7 @@ import jax
 import jax.numpy as jnp
 
 from dpx.trees import Tree
-from dpx.xla.matrix_units import FLOAT32, Unit
+from dpx.xla.matrix_units import FLOAT32, MatrixUnit
 
 ETA = 131 * 2.0**-17  # 9.995e-4
 RESERVE = 2.0**-18
@@ -93,17 +93,17 @@ def as_pair(sums: Any) -> FloatPair:
     return sums if isinstance(sums, FloatPair) else FloatPair(sums)
 
 
-def is_total(node: Any) -> bool:
+def is_float_pair(node: Any) -> bool:
     return isinstance(node, FloatPair)
 
 
 def pair_of_trees(totals: Tree) -> FloatPair:
     """One `FloatPair` made from a tree that has one for each array."""
-    high = jax.tree.map(lambda total: total.high, totals, is_leaf=is_total)
-    found = jax.tree.leaves(totals, is_leaf=is_total)
+    high = jax.tree.map(lambda total: total.high, totals, is_leaf=is_float_pair)
+    found = jax.tree.leaves(totals, is_leaf=is_float_pair)
     if all(total.low is None for total in found):
         return FloatPair(high)
-    low = jax.tree.map(lambda t: jnp.zeros_like(t.high) if t.low is None else t.low, totals, is_leaf=is_total)
+    low = jax.tree.map(lambda t: jnp.zeros_like(t.high) if t.low is None else t.low, totals, is_leaf=is_float_pair)
     return FloatPair(high, low)
 
 
@@ -134,30 +134,30 @@ def _sum_with_error(high: jax.Array, more: jax.Array, *lows: jax.Array) -> tuple
 
 
 @functools.cache
-def chain_error(terms: int, more: int) -> float:
+def error_of_chained_sum(terms: int, more: int) -> float:
     """sqrt(n sum of D^2) for a chain of n = `terms`, each rounded `more` times before, as in the proof."""
     squares = (terms - 1 + more) ** 2 + sum((depth + more) ** 2 for depth in range(1, terms))
     return math.sqrt(terms * squares)
 
 
 @functools.cache
-def block_error(rows: int, unit: Unit = FLOAT32) -> float:
+def block_error(rows: int, unit: MatrixUnit = FLOAT32) -> float:
     """What the additions in a block of `rows` rows move, in units of 2 u C, by the worst adder that `unit` may have."""
 
-    def move_by_adder(adder):
+    def rounding_of_adder(adder):
         if adder.products == 1:
-            return chain_error(rows, PRODUCTS)
+            return error_of_chained_sum(rows, PRODUCTS)
         return math.sqrt(rows * sum(math.ceil(row / adder.products) ** 2 for row in range(1, rows + 1)))
 
-    return max(adder.move * move_by_adder(adder) for adder in unit.adders)
+    return max(adder.move * rounding_of_adder(adder) for adder in unit.adders)
 
 
-def rounding_share(rows: int, blocks: int = 1, loops: tuple[int, ...] = (), unit: Unit = FLOAT32) -> float:
+def rounding_share(rows: int, blocks: int = 1, loops: tuple[int, ...] = (), unit: MatrixUnit = FLOAT32) -> float:
     """What rounding adds to the move of a sum of blocks of `rows` rows, relative to C. loops: the numbers of turns of
     the loops over these sums, innermost first. unit: what makes the blocks."""
     roundings = block_error(rows, unit) + rows * blocks
     if blocks > 1:
-        roundings += rows * chain_error(blocks, 0)
+        roundings += rows * error_of_chained_sum(blocks, 0)
     rows *= blocks
     for turns in loops:
         roundings += rows * (turns * (turns + 1) / 2 - 1)
@@ -166,7 +166,7 @@ def rounding_share(rows: int, blocks: int = 1, loops: tuple[int, ...] = (), unit
 
 
 @functools.cache
-def most_float32_rows(devices: int, unit: Unit = FLOAT32) -> int:
+def most_float32_rows(devices: int, unit: MatrixUnit = FLOAT32) -> int:
     """How many rows at most are added in float32 alone, in blocks: a multiple of `devices`; 0 for too many."""
     fitting = [
         rows * blocks
@@ -177,7 +177,7 @@ def most_float32_rows(devices: int, unit: Unit = FLOAT32) -> int:
     return max(fitting, default=0)
 
 
-def blocks_for(rows: int, devices: int, unit: Unit = FLOAT32, more: float = 1.5) -> int:
+def count_blocks(rows: int, devices: int, unit: MatrixUnit = FLOAT32, more: float = 1.5) -> int:
     """The number of blocks for up to `most_float32_rows` rows, a multiple of `devices`: the fewest, or up to `more`
     times as many if that makes all blocks equal."""
     counts = range(devices, max(1, rows) + devices, devices)
@@ -186,12 +186,12 @@ def blocks_for(rows: int, devices: int, unit: Unit = FLOAT32, more: float = 1.5)
 
 
 @functools.cache
-def most_float32_turns(rows: int, unit: Unit = FLOAT32) -> int:
+def most_float32_turns(rows: int, unit: MatrixUnit = FLOAT32) -> int:
     """How many float32 sums of this many rows a loop adds in float32: at least 1."""
     fitting = [turns for turns in range(1, 513) if may_add_in_float32(rows, loops=(turns,), unit=unit)]
     return max(fitting, default=1)
 
 
-def may_add_in_float32(rows: int, blocks: int = 1, loops: tuple[int, ...] = (), unit: Unit = FLOAT32) -> bool:
+def may_add_in_float32(rows: int, blocks: int = 1, loops: tuple[int, ...] = (), unit: MatrixUnit = FLOAT32) -> bool:
     """Whether a sum of such blocks is as exact as `ETA` says: see `rounding_share`."""
     return rows <= MOST_ROWS and rounding_share(rows, blocks, loops, unit) <= ETA - RESERVE

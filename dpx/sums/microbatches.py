@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from dpx.sums.float_pair import FloatPair, add_pairs, is_total, may_add_in_float32, most_float32_turns, with_low
+from dpx.sums.float_pair import FloatPair, add_pairs, is_float_pair, may_add_in_float32, most_float32_turns, with_low
 from dpx.trees import Tree
 from dpx.xla.ordering import compute_after
 from dpx.xla.place import current_place
@@ -130,14 +130,16 @@ def _plus_pairs(sums: Tree, more: Tree) -> Tree:
     """The sum of two: `FloatPair`s as two float32 numbers, other arrays as they are."""
 
     def add(one, other):
-        return add_pairs(with_low(one), other) if is_total(one) else one + other
+        return add_pairs(with_low(one), other) if is_float_pair(one) else one + other
 
-    return jax.tree.map(add, sums, more, is_leaf=is_total)
+    return jax.tree.map(add, sums, more, is_leaf=is_float_pair)
 
 
 def _with_low(sums: Tree) -> Tree:
     """The sums, with two numbers for each coordinate of every `FloatPair`."""
-    return jax.tree.map(lambda one: FloatPair(one.high, one.high) if is_total(one) else one, sums, is_leaf=is_total)
+    return jax.tree.map(
+        lambda one: FloatPair(one.high, one.high) if is_float_pair(one) else one, sums, is_leaf=is_float_pair
+    )
 
 
 def sum_in_segments(function: Callable[[Tree], tuple[Tree, Tree]], rows: Tree) -> tuple[Tree, Tree]:

@@ -32,13 +32,13 @@ def norm(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.
     parts, roundings, devices = [], 0, current_place().devices
     for number, x in enumerate(arrays):
         if x.size and devices == 1 and (count := _number_of_parts(x.shape)) > 1:
-            squares, rounded = _of_parts(x if scales is None else x * scales[number], count)
+            squares, rounded = _sum_squares_in_parts(x if scales is None else x * scales[number], count)
             parts += squares
             roundings = max(roundings, rounded)
             continue
         x = lax.convert_element_type(x, np.float32)
         if x.size and devices > 1:
-            squares, rounded = _along_axes(x, None if scales is None else scales[number], devices)
+            squares, rounded = _sum_squares_along_axes(x, None if scales is None else scales[number], devices)
             parts.append(squares)
             roundings = max(roundings, rounded)
         elif x.size:
@@ -66,7 +66,7 @@ def raised_by_roundings(norm: jax.Array, roundings: int) -> jax.Array:
     return lax.mul(norm, lax.full_like(norm, 1 + (roundings / 2 + MARGIN) * UNIT))
 
 
-def _along_axes(x: jax.Array, scale: jax.Array | None, devices: int) -> tuple[jax.Array, int]:
+def _sum_squares_along_axes(x: jax.Array, scale: jax.Array | None, devices: int) -> tuple[jax.Array, int]:
     """The sum of the squares, float32 (1,), one axis after another; and how often a square is rounded at most. Axes are
     not merged, because XLA would gather an array that is sharded along the second of them. A long axis is cut into a
     multiple of `devices` parts, so that each device adds its own."""
@@ -96,7 +96,7 @@ def _number_of_parts(shape: tuple[int, ...]) -> int:
     return count
 
 
-def _of_parts(x: jax.Array, count: int) -> tuple[list[jax.Array], int]:
+def _sum_squares_in_parts(x: jax.Array, count: int) -> tuple[list[jax.Array], int]:
     """The sums of the squares along all axes but the last: of one part plus the next, element by element, and then
     along WIDEST rows or fewer, or SHORT rows of long parts; the rows that are left are apart. Also how often a square
     is rounded at most. A TPU reads several parts at a time. Sums along the last axis take it three times as long, and

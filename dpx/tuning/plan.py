@@ -23,7 +23,7 @@ from dpx.accounting.run_cost import cost_of_run
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.states.reading import release_state
 from dpx.sums.float_pair import ETA, FloatPair
-from dpx.trees import Tree, described, outlined
+from dpx.trees import Tree, described, repr_with_shapes
 from dpx.validation import require_floats, require_function, require_number, require_whole
 
 _TOLERANCE = 1e-4  # relative, of the epsilon of a budget
@@ -41,7 +41,7 @@ class Trial(NamedTuple):
     key: jax.Array
     folder: Path | None
 
-    __repr__ = outlined
+    __repr__ = repr_with_shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ class SearchSettings:
         runs = zip(mechanisms, steps, strict=True)
         return best_of(*runs, trials=self.trials, score_on=noise, distribution=self.distribution)
 
-    def noises(self) -> list[float | None]:
+    def trial_noise_multipliers(self) -> list[float | None]:
         """The noise multiplier of each configuration, with which the search costs at most its budget; None without one.
 
         First each configuration gets the noise that it would need alone, because small batches need less than large
@@ -172,7 +172,7 @@ class SearchPlan:
     @classmethod
     def from_settings(cls, settings: SearchSettings) -> "SearchPlan":
         """Raises ValueError for settings that have no cost, or no noise that meets their budget."""
-        noises, own, delta = settings.noises(), _trial_key(settings.key, 0), settings.delta
+        noises, own, delta = settings.trial_noise_multipliers(), _trial_key(settings.key, 0), settings.delta
         pairs = zip(settings.configurations, noises, strict=True)
         mechanisms = [settings.build(each, own, noise) for each, noise in pairs]
         if settings.steps is not None:

@@ -16,18 +16,18 @@ from dpx import keys
 from dpx.accounting.arithmetic import normal_sampler
 from dpx.accounting.best_of import Distribution, Selection
 from dpx.accounting.budget import Budget
-from dpx.accounting.selection import SHAPES, draw_trials
+from dpx.accounting.selection import SHAPES, draw_trial_count
 from dpx.fitting import processes
 from dpx.fitting.facts import bytes_of
 from dpx.fitting.folder import SENSITIVE
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.ledgers import PrivacyLedger
-from dpx.ledgers.files import lock_of, make_folder, read_json, replace_file
+from dpx.ledgers.files import acquire_lock, make_folder, read_json, replace_file
 from dpx.mechanism import Mechanism
 from dpx.reports.report import PrivacyReport, privacy_report, version_of
 from dpx.states.identity import fingerprint
 from dpx.states.reading import steps_taken
-from dpx.trees import Tree, outlined, path_of
+from dpx.trees import Tree, path_of, repr_with_shapes
 from dpx.tuning.plan import ScoreOn, SearchPlan, SearchSettings, Trial
 from dpx.validation import require_function
 
@@ -51,7 +51,7 @@ class SearchResult(NamedTuple):
     cost: Selection
     report: PrivacyReport | None
 
-    __repr__ = outlined
+    __repr__ = repr_with_shapes
 
 
 def search(
@@ -115,7 +115,7 @@ def search(
     with _opened_folder(checkpoints, plan) as folder:
         if ledger is not None:
             processes.from_first_process(lambda: _pay_for_search(ledger, plan, unit or "example", words, folder))
-        for number in range(draw_trials(keys.stream(key, "number of trials"), cost.trials, SHAPES[distribution])):
+        for number in range(draw_trial_count(keys.stream(key, "number of trials"), cost.trials, SHAPES[distribution])):
             trial, params, state = plan.run(train, number, folder)
             value = plan.scored(params, number) if folder is None else _stored_score(plan, params, number, folder)
             if winner is None or value > best:
@@ -157,7 +157,7 @@ def _opened_folder(folder: str | Path | None, plan: SearchPlan) -> Iterator[Path
 
         def begin():
             make_folder(path)
-            stack.callback(lock_of(path).release)
+            stack.callback(acquire_lock(path).release)
             file = path / "search.json"
             if not file.is_file():
                 replace_file(file, json.dumps(own | {"mark": secrets.token_hex(8)}, indent=2) + "\n")

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend import core
 
-from dpx.xla.jaxprs import inner_bodies, parts_of_scan
+from dpx.xla.jaxprs import constants_and_carry_of_scan, inner_bodies
 
 Marks = Sequence[int]  # sets of bits, one for each value
 Visit = Callable[[core.JaxprEqn, Marks, int], None]
@@ -48,7 +48,7 @@ def _marks_through(equation: core.JaxprEqn, inputs: list[int], visit: Visit) -> 
         outputs = _marks_of_loop(params["body_jaxpr"], inputs[ahead:constants], inputs[constants:], (), visit)
         return outputs, join_marks(spread_marks(params["cond_jaxpr"], [*inputs[:ahead], *outputs], visit))
     if name == "scan":
-        constants, count = parts_of_scan(params)
+        constants, count = constants_and_carry_of_scan(params)
         carried = constants + count
         return _marks_of_loop(
             params["jaxpr"], inputs[:constants], inputs[constants:carried], inputs[carried:], visit

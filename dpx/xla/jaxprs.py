@@ -105,7 +105,7 @@ def inputs_read(jaxpr: Any) -> list[bool]:
     return [var in needed for var in jaxpr.invars]
 
 
-def parts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
+def constants_and_carry_of_scan(params: dict[str, Any]) -> tuple[int, int]:
     """How many operands of a scan are the same in all iterations, and how many one iteration hands to the next."""
     if "num_consts" in params:  # up to jax 0.10
         return params["num_consts"], params["num_carry"]

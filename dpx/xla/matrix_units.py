@@ -54,30 +54,30 @@ from jax import lax
 FLOAT32_FRACTION = 23  # bits
 
 
-class Adder(NamedTuple):
+class HardwareAdder(NamedTuple):
     """products: k, how many an instruction adds. move: c, how far it moves between two runs."""
 
     products: int
     move: float
 
 
-def tensor_core(products: int, extra: int) -> Adder:
+def tensor_core_adder(products: int, extra: int) -> HardwareAdder:
     """The adder (k, e) of the proof."""
-    return Adder(products, 1 + (products + 1) * 2.0**-extra)
+    return HardwareAdder(products, 1 + (products + 1) * 2.0**-extra)
 
 
-FUSED = Adder(1, 1.0)  # a float32 addition of a product
+FUSED = HardwareAdder(1, 1.0)  # a float32 addition of a product
 
 
 @dataclass(frozen=True)
-class Unit:
+class MatrixUnit:
     """fraction: bits of an operand's fraction. precision: how a product of such operands is asked for. adders: those
     that it may have, because a program is compiled for a platform and not for one device. rounding_factor: how much
     more than float32 additions those of one sum may round."""
 
     fraction: int
     precision: Any
-    adders: tuple[Adder, ...] = (FUSED,)
+    adders: tuple[HardwareAdder, ...] = (FUSED,)
     rounding_factor: float = 1.0
 
     @property
@@ -109,14 +109,18 @@ class Unit:
         return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) & kept, jnp.float32)
 
 
-FLOAT32 = Unit(FLOAT32_FRACTION, lax.Precision.HIGHEST)
-TF32 = Unit(10, lax.DotAlgorithmPreset.TF32_TF32_F32, (FUSED, tensor_core(4, 1), tensor_core(8, 2)), 1.6)
-BFLOAT16 = Unit(7, lax.DotAlgorithmPreset.BF16_BF16_F32, (FUSED, tensor_core(8, 1), tensor_core(16, 2)), 1.6)
-OF_A_TPU = Unit(7, lax.DotAlgorithmPreset.BF16_BF16_F32, (Adder(1, 4.0),), 4.0)
+FLOAT32 = MatrixUnit(FLOAT32_FRACTION, lax.Precision.HIGHEST)
+TF32 = MatrixUnit(
+    10, lax.DotAlgorithmPreset.TF32_TF32_F32, (FUSED, tensor_core_adder(4, 1), tensor_core_adder(8, 2)), 1.6
+)
+BFLOAT16 = MatrixUnit(
+    7, lax.DotAlgorithmPreset.BF16_BF16_F32, (FUSED, tensor_core_adder(8, 1), tensor_core_adder(16, 2)), 1.6
+)
+OF_A_TPU = MatrixUnit(7, lax.DotAlgorithmPreset.BF16_BF16_F32, (HardwareAdder(1, 4.0),), 4.0)
 FULL, SHORT = ("highest", "float32", "F32_F32_F32"), ("bfloat16", "BF16_BF16_F32")  # precisions of JAX's products
 
 
-def unit_of(platform: str) -> Unit:
+def matrix_unit_of(platform: str) -> MatrixUnit:
     """What multiplies matrices on this platform, under JAX's default precision."""
     config: Any = jax.config
     precision = config.jax_default_matmul_precision

@@ -23,7 +23,7 @@ def is_suspected_version(version: str = jaxlib.__version__) -> bool:
     return WRONG <= tuple(int(part) for part in version.split(".")[:3] if part.isdigit()) < RIGHT
 
 
-def keep_rows_apart() -> None:
+def disable_row_mixing() -> None:
     """Turns the fault off for this process and those that it starts, where XLA has not read its flags yet."""
     flags = os.environ.get("XLA_FLAGS", "")
     if is_suspected_version() and FLAG not in flags and flags.strip()[:1] in ("", "-"):  # else it names a file of flags
@@ -33,7 +33,7 @@ def keep_rows_apart() -> None:
 @functools.cache
 def require_rows_apart() -> None:
     """Raises ValueError if XLA mixes rows on the CPU of this process."""
-    if is_suspected_version() and jax.default_backend() == "cpu" and mixes_rows():
+    if is_suspected_version() and jax.default_backend() == "cpu" and has_row_mixing_fault():
         raise ValueError(
             f"jaxlib {jaxlib.__version__} mixes the rows of a batch on this CPU, so one example would move others "
             "without a bound: import dpx before the first computation of JAX, without another "
@@ -41,7 +41,7 @@ def require_rows_apart() -> None:
         )
 
 
-def mixes_rows() -> bool:
+def has_row_mixing_fault() -> bool:
     """Whether a row of two sums sees another row, in the least program that is known to have the fault."""
 
     def sums(b, k, u, v):

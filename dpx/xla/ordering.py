@@ -33,12 +33,12 @@ def with_cotangent_computed_once(x: jax.Array) -> jax.Array:
     return x
 
 
-def _same_cotangent(_, cotangent: jax.Array) -> tuple[jax.Array]:
+def _pass_cotangent_on(_, cotangent: jax.Array) -> tuple[jax.Array]:
     one = jnp.ones_like(cotangent)
     return (cotangent / jnp.where(cotangent > jnp.inf, one + one, one),)
 
 
-with_cotangent_computed_once.defvjp(lambda x: (x, None), _same_cotangent)
+with_cotangent_computed_once.defvjp(lambda x: (x, None), _pass_cotangent_on)
 
 
 def opaque_false(tree: Tree) -> jax.Array:

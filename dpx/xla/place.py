@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import jax
 
-from dpx.xla.matrix_units import Unit, unit_of
+from dpx.xla.matrix_units import MatrixUnit, matrix_unit_of
 
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 _TRACED_FOR = jax.make_user_context(default_value=None)
@@ -37,9 +37,9 @@ class Place:
     memory: int | None | Literal["own"] = "own"
 
     @property
-    def unit(self) -> Unit:
+    def unit(self) -> MatrixUnit:
         """What multiplies matrices there."""
-        return unit_of(self.platform)
+        return matrix_unit_of(self.platform)
 
     @property
     def most_memory(self) -> int | None:
@@ -56,11 +56,11 @@ class Place:
 
 
 def current_place() -> Place:
-    """The place that programs are traced for now: `traced_for`'s, or by default all devices of all processes."""
+    """The place that programs are traced for now: `tracing_for_place`'s, or by default all devices of all processes."""
     return _TRACED_FOR.value or Place(jax.default_backend(), jax.device_count())
 
 
-def traced_for(**changes: Any) -> contextlib.AbstractContextManager[None]:
+def tracing_for_place(**changes: Any) -> contextlib.AbstractContextManager[None]:
     """A context in which programs are traced for `current_place()` with these fields of `Place` changed. They must then
     run in such a place, unless they are only compiled or compared."""
     place = dataclasses.replace(current_place(), **changes)
@@ -75,12 +75,12 @@ def full_precision() -> contextlib.AbstractContextManager[None]:
 
 def float64(what: str) -> contextlib.AbstractContextManager[None]:
     """`jax.enable_x64` for what must be computed in IEEE's float64. what: its name, for an error. Raises as
-    `require_float64`."""
-    require_float64(what)
+    `require_ieee_float64`."""
+    require_ieee_float64(what)
     return jax.enable_x64(True)
 
 
-def require_float64(what: str) -> None:
+def require_ieee_float64(what: str) -> None:
     """Raises ValueError for a TPU, whose float64 is a pair of float32 numbers, for which nothing is proved.
 
     what: the name of what needs it. The state of a mechanism asks, so that a run ends before it begins.

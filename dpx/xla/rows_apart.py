@@ -3,10 +3,11 @@
 The gradient of a kernel in feature groups is a convolution in *batch* groups. `jax.vmap` makes the rows of a batch more
 such groups, and XLA makes one convolution of all groups, with zeros between them, on CPUs and GPUs. Because 0 * NaN is
 NaN, one row with NaN or infinity would reach the gradients of all others, and a private sum would move by many clip
-norms. So `rows_apart` writes batch groups as feature groups, which XLA computes one by one (tests/test_rows_apart.py).
+norms. So `with_rows_apart` writes batch groups as feature groups, which XLA computes one by one
+(tests/test_rows_apart.py).
 
 Some functions are one loop over all their numbers, which ends when the last of them has converged. The others go on
-and move by roundings (1.5e-6 for `lax.betainc`), so the slowest row of a batch would change all rows. `rows_apart`
+and move by roundings (1.5e-6 for `lax.betainc`), so the slowest row of a batch would change all rows. `with_rows_apart`
 computes such functions row after row. No other loop needs this: `jax.vmap` stops each row of a loop in the loss by
 itself, and jax's other series (igamma and its derivatives) stop each number by itself.
 """
@@ -28,7 +29,7 @@ ITERATES = frozenset({"regularized_incomplete_beta"})
 ITERATES_ON_TPU = ITERATES | {"eigh", "svd"}
 
 
-def rows_apart(function: Callable) -> Callable:
+def with_rows_apart(function: Callable) -> Callable:
     """`function` of pytrees of arrays, whose rows stay apart under `jax.vmap`, whatever values they hold."""
 
     def apart(*arguments):
@@ -41,7 +42,7 @@ def rows_apart(function: Callable) -> Callable:
 
 
 def may_mix_rows(jaxpr: Any, *, tangents: bool = True) -> bool:
-    """Whether the gradient may need `rows_apart`. tangents: whether derivatives by `jax.custom_jvp` count."""
+    """Whether the gradient may need `with_rows_apart`. tangents: whether derivatives by `jax.custom_jvp` count."""
 
     def may_mix(equation):
         name = equation.primitive.name
@@ -80,17 +81,19 @@ def _may_mix_tangents(equation: core.JaxprEqn) -> bool:
 
 def _rewritten_apart(equation: core.JaxprEqn, operands: list) -> list[jax.Array]:
     if equation.primitive.name == "conv_general_dilated":
-        return [_in_feature_groups(*operands, **equation.params)]
+        return [_batch_groups_as_feature_groups(*operands, **equation.params)]
     if iterates_together(equation):
         in_turn = jax.custom_batching.sequential_vmap(
             lambda *given: bind_equation(equation, list(given), equation.params)
         )
         return in_turn(*operands)
-    inner = jax.tree.map(_body_apart, equation.params, is_leaf=lambda value: not isinstance(value, dict | tuple | list))
+    inner = jax.tree.map(
+        _body_with_rows_apart, equation.params, is_leaf=lambda value: not isinstance(value, dict | tuple | list)
+    )
     return bind_equation(equation, operands, inner)
 
 
-def _body_apart(value: Any) -> Any:
+def _body_with_rows_apart(value: Any) -> Any:
     """A parameter of an equation; a jaxpr that mixes rows becomes one that does not."""
     if not isinstance(value, core.Jaxpr | core.ClosedJaxpr) or not any(map(_mixes_rows, equations(value))):
         return value
@@ -106,7 +109,9 @@ def _mixes_rows(equation: core.JaxprEqn) -> bool:
     return in_groups or iterates_together(equation)
 
 
-def _in_feature_groups(data: jax.Array, kernel: jax.Array, *, batch_group_count: int, **params) -> jax.Array:
+def _batch_groups_as_feature_groups(
+    data: jax.Array, kernel: jax.Array, *, batch_group_count: int, **params
+) -> jax.Array:
     bind = functools.partial(lax.conv_general_dilated_p.bind, batch_group_count=1, **params)
     if batch_group_count == 1:
         return bind(data, kernel)

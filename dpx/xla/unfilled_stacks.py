@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import core
 
 from dpx.trees import Tree
-from dpx.xla.jaxprs import bind_equation, evaluate, parts_of_scan
+from dpx.xla.jaxprs import bind_equation, constants_and_carry_of_scan, evaluate
 
 
 def stacking_unfilled(function: Callable[[Tree], Tree]) -> Callable[[Tree], Tree]:
@@ -35,7 +35,7 @@ def stacking_unfilled(function: Callable[[Tree], Tree]) -> Callable[[Tree], Tree
 
 
 def _stacked(equation: core.JaxprEqn) -> list[Any]:
-    return [v.aval for v in equation.outvars[parts_of_scan(equation.params)[1] :]]
+    return [v.aval for v in equation.outvars[constants_and_carry_of_scan(equation.params)[1] :]]
 
 
 def _stacks_numbers(equation: core.JaxprEqn) -> bool:
@@ -47,7 +47,7 @@ def _stacks_numbers(equation: core.JaxprEqn) -> bool:
 def _looped(equation: core.JaxprEqn, operands: list) -> list[jax.Array]:
     """The results of a scan that runs backward."""
     body, length = core.jaxpr_as_fun(equation.params["jaxpr"]), equation.params["length"]
-    constants, carried = parts_of_scan(equation.params)
+    constants, carried = constants_and_carry_of_scan(equation.params)
     fixed, begin, rows = operands[:constants], operands[constants:][:carried], operands[constants + carried :]
 
     def turn(number, state):

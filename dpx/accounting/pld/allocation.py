@@ -40,7 +40,7 @@ from dpx.accounting.loss import Loss, ReleaseCount, in_deviations
 from dpx.accounting.pld import moments, ratio_laws
 from dpx.accounting.pld.losses import Losses, Pmf, SampledGaussian, StepLoss, dominating_pmf
 from dpx.accounting.pld.moments import Noise
-from dpx.sampling.events import RandomAllocationDpEvent, group_multipliers
+from dpx.sampling.events import RandomAllocationDpEvent, count_multipliers
 
 _KNOWN_BELOW = 0.05  # noise multiplier
 _MOST_DISTINCT, _LEAST_RATIO = 4, 1.004  # noise multipliers of one epoch, and the ratio of those that count as one
@@ -151,7 +151,7 @@ def _least_noise(noises: Iterable[Noise]) -> Noise:
     for noise in noises:
         values, counts = zip(*noise, strict=True)
         least = np.minimum(least, np.repeat(values, counts))
-    return few_multipliers(group_multipliers(np.asarray(least)))
+    return few_multipliers(count_multipliers(np.asarray(least)))
 
 
 @dataclass(frozen=True)

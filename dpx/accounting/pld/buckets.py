@@ -87,7 +87,7 @@ def bucketed_steps(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, bu
     for number in numbers:
         rows = np.flatnonzero(rate_groups == number)
         rows = rows[np.argsort(sigmas[rows], kind="stable")]
-        cost = repeats[rows] * _rounding_cost(sigmas[rows], rates[rows])
+        cost = repeats[rows] * _noise_cost_slope(sigmas[rows], rates[rows])
         labels[rows] = number * buckets + _labels_of_groups(np.log(sigmas[rows]), cost, buckets_each)
     distinct, labels = np.unique(labels, return_inverse=True)
     low_noise, high_noise = np.full(len(distinct), np.inf), np.zeros(len(distinct))
@@ -99,7 +99,7 @@ def bucketed_steps(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, bu
     return Buckets(low_noise, high_noise, low_rate, high_rate, np.bincount(labels, repeats).astype(np.int64))
 
 
-def _rounding_cost(sigmas: np.ndarray, rates: np.ndarray) -> np.ndarray:
+def _noise_cost_slope(sigmas: np.ndarray, rates: np.ndarray) -> np.ndarray:
     """The change of each step's bill with a relative change of its noise, up to a constant factor; float64 (T,)."""
     precision = np.minimum(sigmas**-2.0, _LARGEST_PRECISION)
     return precision * np.exp(np.minimum(precision, -2 * np.log(rates)))

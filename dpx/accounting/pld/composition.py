@@ -60,7 +60,7 @@ class CompositionGrid:
         """The largest loss of the window."""
         return (self.first + self.size - 1) * self.grid
 
-    def wrapped(self, losses: np.ndarray) -> np.ndarray:
+    def wraparound_delta(self, losses: np.ndarray) -> np.ndarray:
         """A bound on the part of delta at `losses`, float64 (n,), that wrapped around the window, from either end."""
         span = self.size * self.grid
         above = self.tilt * span + self.wrap_log_moment - self.wrap_tilt * (losses + span)
@@ -151,13 +151,13 @@ class SummedLoss:
             beyond = math.exp(min(0.0, total.log_moment - plan.tilt * plan.largest))
             self._bounded = -math.expm1(total.log_finite) + beyond + rounding
         else:
-            self._bounded = -(rounding + plan.wrapped(self._losses))
+            self._bounded = -(rounding + plan.wraparound_delta(self._losses))
 
     def _deltas(self) -> np.ndarray:
         deltas = np.clip(np.maximum(self._upper - self._lower, 0) + self._bounded, 0, 1)
         return np.where(np.isnan(deltas), 1.0, deltas)  # what cannot be computed is not private
 
-    def bounded_share(self, epsilon: float) -> float:
+    def uncomputed_share(self, epsilon: float) -> float:
         """The share of delta at epsilon that was not computed but bounded, because it was dropped or rounded."""
         k = self._index(epsilon)
         return float(self._bounded[k]) / max(self.delta(epsilon), 1e-300)

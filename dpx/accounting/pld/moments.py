@@ -112,13 +112,13 @@ def _log_transform(noise: Noise, steps_per_epoch: int) -> tuple[np.ndarray, np.n
     total = -others * np.exp(np.minimum(v, 600))
     used = len(v)
     for s, count in noise:
-        log = _log_laplace(s, v)
+        log = _log_laplace_transform(s, v)
         used = min(used, int(np.searchsorted(-log, -_LEAST_LOG)))
         total = total + count * log
     return v[:used], total[:used]
 
 
-def _log_laplace(s: float, v: np.ndarray) -> np.ndarray:
+def _log_laplace_transform(s: float, v: np.ndarray) -> np.ndarray:
     """ln E exp(-e^v u), float64 (points,), by the trapezoidal rule, whose error falls exponentially for such functions.
 
     Beyond the range, the integrand is at most the density. It falls with v.

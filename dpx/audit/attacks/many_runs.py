@@ -190,7 +190,7 @@ def simulator(attack: Attack, chunk: int) -> Callable[..., Iterator[ObservedRuns
     return simulate
 
 
-class CanaryCounts(NamedTuple):
+class CanaryEstimates(NamedTuple):
     """Of many runs, float32 (runs, steps, features) each: the canaries that each release seems to hold, and the size of
     the move of one canary; 0 both where it does not move what is observed."""
 
@@ -209,12 +209,12 @@ class CanaryMoves(NamedTuple):
     known: np.ndarray
     noisy: np.ndarray
 
-    def counts(self, found: ObservedRuns) -> CanaryCounts:
-        """`CanaryCounts` of the runs. found.moves must hold the moves under one noise, if any are `known`."""
+    def counts(self, found: ObservedRuns) -> CanaryEstimates:
+        """`CanaryEstimates` of the runs. found.moves must hold the moves under one noise, if any are `known`."""
         moves = np.where(self.known, found.moves[:, 0], self.mean) if self.known.any() else self.mean
         moves = np.broadcast_to(moves, found.observed.shape)
         counts = np.divide(found.observed, moves, out=np.zeros(moves.shape), where=moves != 0)
-        return CanaryCounts(counts, np.abs(moves))
+        return CanaryEstimates(counts, np.abs(moves))
 
 
 def moves_of(pilot: ObservedRuns) -> CanaryMoves:
@@ -231,7 +231,7 @@ def _root_mean_square(values: np.ndarray) -> np.ndarray:
 
 
 class PilotStatistic(NamedTuple):
-    """What the pilot runs say about `CanaryCounts`.
+    """What the pilot runs say about `CanaryEstimates`.
 
     center: float64 (steps * features,), the mean count without the canary.
     whitening: float64 (steps * features,) squared, lower triangular.
@@ -251,12 +251,12 @@ class PilotStatistic(NamedTuple):
     groups: int = 1
     columns: np.ndarray | None = None
 
-    def scores(self, found: CanaryCounts) -> np.ndarray:
+    def scores(self, found: CanaryEstimates) -> np.ndarray:
         """The score of each run, float64 (runs,)."""
         weights = _precision_weights(found.moves, self.moves, self.gain)
         residuals = ((_flat_counts(found.counts) - self.center) * _flat_counts(weights)) @ self.whitening.T
         if self.columns is not None:
-            return self._of_groups(residuals.reshape(found.counts.shape), self.columns)
+            return self._group_statistics(residuals.reshape(found.counts.shape), self.columns)
         signal = self.signal * weights
         exponents = (residuals.reshape(signal.shape) * signal - signal**2 / 2).sum(axis=2)
         if self.period:
@@ -267,7 +267,7 @@ class PilotStatistic(NamedTuple):
         with np.errstate(divide="ignore"):
             return np.logaddexp(np.log1p(-self.rates), np.log(self.rates) + exponents).sum(axis=1)
 
-    def _of_groups(self, residuals: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    def _group_statistics(self, residuals: np.ndarray, columns: np.ndarray) -> np.ndarray:
         exponents = np.einsum("nsf,tsf->nt", residuals, columns) - np.square(columns).sum(axis=(1, 2)) / 2
         coins = np.minimum(self.rates * self.groups, 1.0)
         with np.errstate(divide="ignore"):
@@ -276,8 +276,8 @@ class PilotStatistic(NamedTuple):
         return special.logsumexp(ratios @ of_group.T, axis=1) - np.log(self.groups)
 
 
-def fit_statistic(
-    without: CanaryCounts, with_: CanaryCounts, rates: np.ndarray, period: int, groups: int = 1
+def fit_pilot_statistic(
+    without: CanaryEstimates, with_: CanaryEstimates, rates: np.ndarray, period: int, groups: int = 1
 ) -> PilotStatistic:
     """The statistic for pilot runs without the canary, and with the canary in every batch.
 
@@ -286,7 +286,7 @@ def fit_statistic(
     moves = without.moves.astype(np.float64).mean(axis=0)
     center = _flat_counts(without.counts).mean(axis=0)
     residuals = _flat_counts(without.counts) - center
-    gain = _gain_of_moves(residuals, _flat_counts(_precision_weights(without.moves, moves, 1.0)))
+    gain = _residual_decay_rate(residuals, _flat_counts(_precision_weights(without.moves, moves, 1.0)))
     residuals *= _flat_counts(_precision_weights(without.moves, moves, gain))
     covariance = residuals.T @ residuals / len(residuals)
     scale = np.maximum(np.diag(covariance), 1e-30)
@@ -317,7 +317,7 @@ def _precision_weights(moves: np.ndarray, mean: np.ndarray, gain: float) -> np.n
     return np.where(moved, np.divide(moves, mean, out=np.ones(moves.shape), where=moved) ** gain, 0.0)
 
 
-def _gain_of_moves(residuals: np.ndarray, relative_moves: np.ndarray) -> float:
+def _residual_decay_rate(residuals: np.ndarray, relative_moves: np.ndarray) -> float:
     """How fast the residuals shrink as the moves grow: the slope of -ln |residual| against ln move between runs.
 
     It is 0 if the moves hardly differ between runs, and at most 1, the gain if the noise does not depend on the move.
@@ -467,7 +467,7 @@ def _scores_of_runs(
     batch_keys = jax.random.split(keys.public_key(keys.stream(key, "pilot batches")), pilots)
     taken = jax.jit(jax.vmap(lambda key: attack.takes_part(key, attack.steps)))(batch_keys)
     rates = np.asarray(taken, np.float64).mean(axis=0)  # how often the canary takes part at each step
-    statistic = fit_statistic(moves.counts(without), moves.counts(with_), rates, period, groups)
+    statistic = fit_pilot_statistic(moves.counts(without), moves.counts(with_), rates, period, groups)
 
     def scores(world: str, present: bool) -> np.ndarray:
         found = simulate(keys.stream(key, world), runs, present=present, always=False, noises=noises)

@@ -110,7 +110,7 @@ def one_run(
     if members.shape != scores.shape or members.dtype != np.bool_:
         raise ValueError(f"members must be bool {scores.shape}, like the scores; got {members.dtype}{members.shape}")
     size = len(scores)
-    counts = _require_guesses(guesses, size)
+    counts = _guess_counts(guesses, size)
     order = np.argsort(scores, kind="stable")
     right = np.array([members[order[size - k // 2 :]].sum() + (~members[order[: k // 2]]).sum() for k in counts])
     miss = (1 - confidence) / len(counts)
@@ -142,16 +142,16 @@ def canary_loss(
     """
     scale = require_number("scale", scale, minimum=0, exclusive=True)
 
-    def with_canaries(params, example):
+    def loss_with_canaries(params, example):
         inner, coordinate = example
         place = scale * leaf(params).reshape(-1)[jnp.maximum(coordinate, 0)]
         usual = loss(params, inner)
         return jnp.where(coordinate < 0, usual, place.astype(jnp.result_type(usual)))
 
-    return with_canaries
+    return loss_with_canaries
 
 
-def _require_guesses(guesses: Any, canaries: int) -> np.ndarray:
+def _guess_counts(guesses: Any, canaries: int) -> np.ndarray:
     """How many guesses to try, int64 (n,). Half of each are guessed to be members, so all are even."""
     given = [share * canaries for share in SHARES] if guesses is None else np.atleast_1d(guesses).tolist()
     counts = [int(number) // 2 * 2 for number in given] if guesses is None else given

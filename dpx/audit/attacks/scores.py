@@ -25,7 +25,7 @@ from scipy import special
 
 from dpx.accounting import checks, gdp
 from dpx.reports.curves import TradeOff, plot_trade_off
-from dpx.trees import outlined
+from dpx.trees import repr_with_shapes
 from dpx.validation import require_open_fraction
 
 _THRESHOLDS = 400  # candidates, most of them in the tails, where the bound at a small delta is best
@@ -44,7 +44,7 @@ class Roc(NamedTuple):
     type_one: np.ndarray
     type_two: np.ndarray
 
-    __repr__ = outlined
+    __repr__ = repr_with_shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +117,10 @@ def lower_bound_from_scores(
     present = _sorted_halves(require_scores("with_canary", with_canary, _LEAST_RUNS, "runs"))
     absent = _sorted_halves(require_scores("without_canary", without_canary, _LEAST_RUNS, "runs"))
     miss, bounds = (1 - confidence) / 2, []
-    for bound_of in (functools.partial(raw_epsilon, delta=delta), gaussian_mu):
+    for bound_of in (functools.partial(epsilon_of_rates, delta=delta), gaussian_mu):
         chosen_by = functools.partial(bound_of, miss=_CHOICE_MISS * miss)
         threshold, finds_with = _best_test(present[0], absent[0], chosen_by)
-        counted = _count_findings(present[1], absent[1], np.array([threshold]), finds_with)
+        counted = _count_detections(present[1], absent[1], np.array([threshold]), finds_with)
         bounds.append(float(bound_of(counted, miss=miss)[0]))
     shown = np.quantile(np.concatenate([present[1], absent[1]]), np.linspace(0, 1, _ROC_POINTS), method="higher")
     return LowerBound(
@@ -134,7 +134,7 @@ def lower_bound_from_scores(
     )
 
 
-class Rates(NamedTuple):
+class GuessRates(NamedTuple):
     """How often a test finds a world, "with" or "without". All but the numbers of runs: int (thresholds,).
 
     true: in how many of the `true_runs` runs of that world. false: in how many of the `false_runs` runs of the other.
@@ -158,7 +158,7 @@ def clopper_pearson(count: Any, runs: int, miss: float) -> tuple[np.ndarray, np.
     return lower, upper
 
 
-def raw_epsilon(rates: Rates, *, delta: float, miss: float) -> np.ndarray:
+def epsilon_of_rates(rates: GuessRates, *, delta: float, miss: float) -> np.ndarray:
     """ln((b - delta) / a) with b bounded from below and a from above, float64 (n,); -inf where b may be below delta."""
     true, _ = clopper_pearson(rates.true, rates.true_runs, miss)
     _, false = clopper_pearson(rates.false, rates.false_runs, miss)
@@ -166,7 +166,7 @@ def raw_epsilon(rates: Rates, *, delta: float, miss: float) -> np.ndarray:
         return np.log(np.maximum(0.0, true - delta)) - np.log(false)
 
 
-def gaussian_mu(rates: Rates, *, miss: float) -> np.ndarray:
+def gaussian_mu(rates: GuessRates, *, miss: float) -> np.ndarray:
     """The mu for which N(0, 1) and N(mu, 1) have the error rates, both bounded from above, float64 (n,)."""
     _, false = clopper_pearson(rates.false, rates.false_runs, miss)
     _, missed = clopper_pearson(rates.true_runs - rates.true, rates.true_runs, miss)
@@ -190,19 +190,21 @@ def _sorted_halves(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.sort(scores[:middle]), np.sort(scores[middle:])
 
 
-def _count_findings(present: np.ndarray, absent: np.ndarray, thresholds: np.ndarray, finds_with: bool) -> Rates:
+def _count_detections(present: np.ndarray, absent: np.ndarray, thresholds: np.ndarray, finds_with: bool) -> GuessRates:
     """The counts of the test for one world. present, absent: sorted scores of the runs with and without the example."""
     below_with, below_without = (np.searchsorted(world, thresholds, "left") for world in (present, absent))
     if finds_with:
-        return Rates(len(present) - below_with, len(present), len(absent) - below_without, len(absent))
-    return Rates(below_without, len(absent), below_with, len(present))
+        return GuessRates(len(present) - below_with, len(present), len(absent) - below_without, len(absent))
+    return GuessRates(below_without, len(absent), below_with, len(present))
 
 
-def _best_test(present: np.ndarray, absent: np.ndarray, bound_of: Callable[[Rates], np.ndarray]) -> tuple[float, bool]:
+def _best_test(
+    present: np.ndarray, absent: np.ndarray, bound_of: Callable[[GuessRates], np.ndarray]
+) -> tuple[float, bool]:
     """The threshold, and the world that is found, with the largest bound on these runs."""
     thresholds, found = _candidate_thresholds(present, absent), []
     for finds_with in (True, False):
-        bounds = bound_of(_count_findings(present, absent, thresholds, finds_with))
+        bounds = bound_of(_count_detections(present, absent, thresholds, finds_with))
         best = int(np.argmax(bounds))
         found.append((bounds[best], float(thresholds[best]), finds_with))
     return max(found)[1:]

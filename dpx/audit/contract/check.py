@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from dpx.audit.contract import cost, line_checks, noise, secrecy
 from dpx.audit.contract.inputs import default_params
-from dpx.audit.contract.report import Broken, ContractReport, Line, NotChecked
+from dpx.audit.contract.report import BrokenLine, ContractReport, Line, NotChecked
 from dpx.audit.contract.trial import Trial
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.trees import Tree, batch_size, described
@@ -17,19 +17,19 @@ from dpx.validation import require_whole
 from dpx.xla.place import full_precision
 
 LINES: dict[str, Callable[[Trial], str]] = {
-    "bounded": line_checks.bounded,
-    "float32": line_checks.float32,
-    "adjacent": line_checks.adjacent,
-    "padding": line_checks.padding,
-    "additive": line_checks.additive,
+    "bounded": line_checks.check_bounded,
+    "float32": line_checks.check_float32,
+    "adjacent": line_checks.check_adjacent,
+    "padding": line_checks.check_padding,
+    "additive": line_checks.check_additive,
     "divisor": line_checks.divisor,
-    "noise": noise.noise,
-    "bits": secrecy.bits,
-    "resume": line_checks.resume,
-    "cost": cost.cost,
-    "sampling": cost.sampling,
-    "secrecy": secrecy.secrecy,
-    "branches": secrecy.branches,
+    "noise": noise.check_noise,
+    "bits": secrecy.check_bits,
+    "resume": line_checks.check_resume,
+    "cost": cost.check_cost,
+    "sampling": cost.check_sampling,
+    "secrecy": secrecy.check_secrecy,
+    "branches": secrecy.check_branches,
 }
 # For one call, by a union bound: ten tests of draws at 4e-6 each; at 1e-6 each, two of signs and sizes, eleven of the
 # coordinates, three of repeats, one of larger parameters, one of noise that is seen soon and four of batches. The sum
@@ -89,13 +89,13 @@ def check_contract(
     draws, seed = require_whole("draws", draws, minimum=500), require_whole("seed", seed, minimum=0)
     with full_precision():
         trial = Trial(mechanism, params, loss, examples, draws=draws, seed=seed, rebuild=rebuild)
-        return ContractReport(tuple(_check_line(trial, name) for name in names), FALSE_ALARMS)
+        return ContractReport(tuple(_check_contract_line(trial, name) for name in names), FALSE_ALARMS)
 
 
-def _check_line(trial: Trial, name: str) -> Line:
+def _check_contract_line(trial: Trial, name: str) -> Line:
     try:
         return Line(name, "pass", LINES[name](trial))
-    except Broken as broken:
+    except BrokenLine as broken:
         return Line(name, "fail", str(broken))
     except NotChecked as reason:
         return Line(name, "not checked", str(reason))

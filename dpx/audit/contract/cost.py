@@ -23,8 +23,8 @@ from scipy import linalg, special, stats
 
 from dpx.accounting.groups import GroupGaussianDpEvent
 from dpx.accounting.ledger import from_event
-from dpx.audit.contract.draws import chi_square_over_freedom
-from dpx.audit.contract.report import Broken, NotChecked
+from dpx.audit.contract.draws import reduced_chi_square_quantile
+from dpx.audit.contract.report import BrokenLine, NotChecked
 from dpx.audit.contract.trial import Trial, name_of_own_event
 from dpx.sampling.base import Sampling
 from dpx.sampling.cyclic import CyclicPoissonSampling
@@ -49,20 +49,20 @@ OF_SAMPLINGS = (  # events of batches that are drawn in one way
 _PROBABILITY = "sampling_probability"
 
 
-def cost(trial: Trial) -> str:
+def check_cost(trial: Trial) -> str:
     """The event counts every release at the noise multiplier that the mechanism used, and the state counts them."""
     release = release_state(trial.state(TAKEN))
     if int(release.step) != TAKEN:
-        raise Broken(f"the state counts {int(release.step)} releases after {TAKEN}")
+        raise BrokenLine(f"the state counts {int(release.step)} releases after {TAKEN}")
     used = trial.multipliers[:TAKEN]
     precision = float(release.precision[0]) - float(release.precision[1])
     if (used > 0).all() and not math.isclose(precision, float(np.sum(used**-2.0)), rel_tol=1e-5):
-        raise Broken(f"the state records other noise multipliers than {used.tolist()}, which the cost counts")
-    return billed_releases(trial)
+        raise BrokenLine(f"the state records other noise multipliers than {used.tolist()}, which the cost counts")
+    return check_billed_releases(trial)
 
 
-def billed_releases(trial: Trial) -> str:
-    """What the events of runs of many lengths count, in words. Raises Broken if that is less than what is drawn."""
+def check_billed_releases(trial: Trial) -> str:
+    """What the events of runs of many lengths count, in words. Raises BrokenLine if that is less than what is drawn."""
     mechanism = trial.mechanism
     own, more, last = "", False, 0
     all_steps = BILLED if callable(mechanism.noise_multiplier) else (*BILLED, BILLED_WITHOUT_SCHEDULE)
@@ -76,12 +76,12 @@ def billed_releases(trial: Trial) -> str:
             raise NotChecked(f"{steps} steps have no event: {error}") from None
         name, last = name_of_own_event(event, mechanism.sampling), steps
         if name or mechanism.correlated is not None:
-            _require_plausible(event, trial.multipliers[:steps], mechanism.sampling)
+            _require_plausible_event(event, trial.multipliers[:steps], mechanism.sampling)
             own = own or name
         else:
             more |= _require_billed(expected, event, steps)
     if mechanism.correlated is not None:
-        return require_sensitivity(trial)
+        return require_costed_sensitivity(trial)
     if own:
         raise NotChecked(f"{own} is not an event of the sampling, so its own proof and tests must say that it is true")
     extra = "; the cost counts more releases" if more else ""
@@ -90,15 +90,15 @@ def billed_releases(trial: Trial) -> str:
 
 
 def _require_billed(expected: DpEvent, event: DpEvent, steps: int) -> bool:
-    """Whether the event has more releases than expected. Raises Broken if it lacks one."""
+    """Whether the event has more releases than expected. Raises BrokenLine if it lacks one."""
     wanted, offered = from_event(expected).events, from_event(event).events
     if missing := _missing_release(wanted, offered):
-        raise Broken(f"{steps} steps do not count {missing}, of noise multiplier and sampling of the mechanism")
+        raise BrokenLine(f"{steps} steps do not count {missing}, of noise multiplier and sampling of the mechanism")
     return sum(offered.values()) > sum(wanted.values())
 
 
-def _require_plausible(event: DpEvent, multipliers: np.ndarray, sampling: Sampling) -> None:
-    """Raises Broken for an event of another sampling than the one that draws, or of its own kind that counts less.
+def _require_plausible_event(event: DpEvent, multipliers: np.ndarray, sampling: Sampling) -> None:
+    """Raises BrokenLine for an event of another sampling than the one that draws, or of its own kind that counts less.
 
     An event of its own kind, such as error feedback's, must have a proof, which cannot be checked here. But it must be
     of the record that draws and at least of its rate, have all releases, and noise of at most the multiplier.
@@ -107,19 +107,21 @@ def _require_plausible(event: DpEvent, multipliers: np.ndarray, sampling: Sampli
     if foreign := sorted(
         {type(part).__name__ for part in parts if isinstance(part, OF_SAMPLINGS)} - _sampling_types(sampling)
     ):
-        raise Broken(f"{steps} steps count {', '.join(foreign)}, which is not of the sampling that draws, {sampling}")
+        raise BrokenLine(
+            f"{steps} steps count {', '.join(foreign)}, which is not of the sampling that draws, {sampling}"
+        )
     drawn = (getattr(part, _PROBABILITY, None) for part in _releases_of(sampling.event(np.ones(1))))
     rate = max((rate for rate in drawn if rate is not None), default=1.0)
     for part in parts:
         if getattr(part, _PROBABILITY, 1.0) < rate * (1 - 1e-6):
-            raise Broken(f"{steps} steps count {part}, of a lower rate than the sampling that draws, {sampling}")
+            raise BrokenLine(f"{steps} steps count {part}, of a lower rate than the sampling that draws, {sampling}")
         if identity_of(getattr(part, "sampling", sampling)) != identity_of(sampling):
-            raise Broken(f"{steps} steps count {part}, of another sampling than the one that draws, {sampling}")
+            raise BrokenLine(f"{steps} steps count {part}, of another sampling than the one that draws, {sampling}")
         noise = getattr(part, "noise_multiplier", 0.0)
         if isinstance(noise, int | float) and noise > multipliers.max(initial=0) * (1 + 1e-6):
-            raise Broken(f"{steps} steps count {part}, of more noise than the largest multiplier of the mechanism")
+            raise BrokenLine(f"{steps} steps count {part}, of more noise than the largest multiplier of the mechanism")
     if (ledger := from_event(event)).readable and (most := ledger.released.most) < steps:
-        raise Broken(f"{steps} steps are counted as {most} releases of noisy numbers")
+        raise BrokenLine(f"{steps} steps are counted as {most} releases of noisy numbers")
 
 
 def _sampling_types(sampling: Sampling) -> set[str]:
@@ -181,7 +183,7 @@ SHORT, MOST_PATTERNS = 10, 4096  # steps of a run whose patterns are all tried, 
 BILL_SLACK = 1e-3  # of costs, which are rounded
 
 
-def require_sensitivity(trial: Trial) -> str:
+def require_costed_sensitivity(trial: Trial) -> str:
     """The event of a short run costs at least what the worst pattern of steps moves."""
     mechanism, shown = trial.mechanism, 0.0
     tried = 0
@@ -196,10 +198,10 @@ def require_sensitivity(trial: Trial) -> str:
         moved = trial.multiplier(0) / min(loss.noise_multiplier for loss in billed)
         if not moved >= largest * (1 - BILL_SLACK):
             words = f"an example moves C G by {largest:.6g} clip norms in {steps} steps"
-            raise Broken(f"{words}, and {moved:.6g} are paid for")
+            raise BrokenLine(f"{words}, and {moved:.6g} are paid for")
         turns = math.ceil(steps / getattr(mechanism.sampling, "bands", steps))
         if sum(billed.values()) < turns:
-            raise Broken(f"{steps} steps are counted as {sum(billed.values())} turns, and are {turns}")
+            raise BrokenLine(f"{steps} steps are counted as {sum(billed.values())} turns, and are {turns}")
         shown = max(shown, largest / moved)
     return f"{tried} patterns and signs of up to {SHORT} steps move C G by at most {shown:.4g} of what the cost counts"
 
@@ -226,7 +228,7 @@ FAR = 10.0  # standard deviations of a sum of squares, whose tails are longer th
 BATCH_RATE = 1e-6  # of false alarms, of each test of the batches
 
 
-def sampling(trial: Trial) -> str:
+def check_sampling(trial: Trial) -> str:
     """The batches that the sampling draws have the distribution that the event assumes."""
     record = trial.mechanism.sampling
     releases = from_event(record.event(np.ones(1))).events
@@ -235,9 +237,9 @@ def sampling(trial: Trial) -> str:
     key = jax.random.key(trial.seed + 1)
     batches = [_drawn_examples(record.draw(key, step)) for step in range(DRAWN)]
     if any(len(np.unique(batch)) < len(batch) for batch in batches):
-        raise Broken("a batch holds an example twice")
+        raise BrokenLine("a batch holds an example twice")
     (event,) = releases
-    _require_relation(event, record)
+    _require_sensitivity_of_relation(event, record)
     if isinstance(event, PoissonSampledDpEvent):
         rate, bands = float(event.sampling_probability), record.groups
         if bands > 1:
@@ -249,16 +251,16 @@ def sampling(trial: Trial) -> str:
         _require_poisson(batches, record.examples, rate)
         return f"{DRAWN} batches are drawn as the event says: each example at rate {rate:.4g}"
     if isinstance(event, SampledWithoutReplacementDpEvent):
-        _require_subsets(batches, record.examples, event)
+        _require_uniform_subsets(batches, record.examples, event)
         return f"{DRAWN} batches are subsets of {event.sample_size} examples, as the event says"
     if isinstance(event, TruncatedSubsampledGaussianDpEvent):
         batches += [_drawn_examples(record.draw(key, step)) for step in range(DRAWN, DRAWN_CUT)]
-        _require_truncated(batches, record.examples, event)
+        _require_truncated_poisson(batches, record.examples, event)
         return f"{DRAWN_CUT} batches are cut at random to {event.truncated_batch_size} rows, as the event says"
     if isinstance(event, RandomAllocationDpEvent):
-        _require_allocated(lambda step: record.draw(key, step), record.examples, event.steps_per_epoch)
+        _require_random_allocation(lambda step: record.draw(key, step), record.examples, event.steps_per_epoch)
         return f"in {DRAWN} batches of each of two epochs, the examples take part once an epoch, as the event says"
-    _require_counted(batches, record)
+    _require_participations_counted(batches, record)
     return f"in {DRAWN} batches, no example takes part more often than the event counts"
 
 
@@ -268,8 +270,8 @@ def _drawn_examples(draw: Draw) -> np.ndarray:
     return np.asarray(indices)[np.asarray(included)]
 
 
-def _require_relation(event: DpEvent, record: Sampling):
-    """Raises Broken if the event of noise multiplier 1 has more than 1, or 1/2 where an example is exchanged."""
+def _require_sensitivity_of_relation(event: DpEvent, record: Sampling):
+    """Raises BrokenLine if the event of noise multiplier 1 has more than 1, or 1/2 where an example is exchanged."""
     inner = getattr(event, "event", event)
     most = 0.5 if record.relation == "replace_one" else 1.0
     billed = getattr(inner, "noise_multiplier", 0.0)
@@ -277,7 +279,7 @@ def _require_relation(event: DpEvent, record: Sampling):
         billed = max(sigma for sigma, _ in inner.noise_multiplier)
     if billed > most:
         words = f"at most {most:g} is true under the relation {record.relation!r}"
-        raise Broken(f"the event of noise multiplier 1 has {billed:g}, and {words}")
+        raise BrokenLine(f"the event of noise multiplier 1 has {billed:g}, and {words}")
 
 
 def _require_poisson(batches: list[np.ndarray], examples: int, rate: float):
@@ -289,8 +291,8 @@ def _require_poisson(batches: list[np.ndarray], examples: int, rate: float):
     for words, counts, probability in (("examples", sizes, rate), ("examples shared with the next", shared, rate**2)):
         total, trials = counts.sum(), examples * len(counts)
         _require_binomial(total, trials, probability, f"{words} in {len(counts)} batches; rate {rate:.4g}")
-    _require_alike(np.bincount(np.concatenate(batches), minlength=examples), len(batches), rate)
-    _require_spread(sizes, examples * rate * (1 - rate))
+    _require_equal_rates(np.bincount(np.concatenate(batches), minlength=examples), len(batches), rate)
+    _require_variance(sizes, examples * rate * (1 - rate))
 
 
 def _require_cyclic(draw: Callable[[int], Draw], examples: int, bands: int, rate: float) -> int:
@@ -299,7 +301,7 @@ def _require_cyclic(draw: Callable[[int], Draw], examples: int, bands: int, rate
     batches = [_drawn_examples(draw(step)) for step in range(turns * bands)]
     taken = np.array([np.bincount(np.concatenate(batches[g::bands]), minlength=examples) for g in range(bands)])
     if ((taken > 0).sum(axis=0) > 1).any():
-        raise Broken("an example takes part in the steps of two groups, and the cost counts those of one")
+        raise BrokenLine("an example takes part in the steps of two groups, and the cost counts those of one")
     if rate == 1:
         return len(batches)
     pairs = [(first + g, first + g + bands) for first in range(0, len(batches), 2 * bands) for g in range(bands)]
@@ -307,61 +309,63 @@ def _require_cyclic(draw: Callable[[int], Draw], examples: int, bands: int, rate
     counts, words = taken.sum(axis=0), f"in {turns} turns of {bands} groups; rate {rate:.4g}"
     _require_binomial(int(counts.sum()), examples * turns, rate, f"examples {words}")
     _require_binomial(shared, examples * turns // 2, rate**2, f"examples shared with the next turn {words}")
-    _require_alike(counts, turns, rate)
+    _require_equal_rates(counts, turns, rate)
     return len(batches)
 
 
-def _require_alike(taken: np.ndarray, trials: int, rate: float):
+def _require_equal_rates(taken: np.ndarray, trials: int, rate: float):
     """Whether all examples take part about equally often, int (examples,), in this many independent trials."""
     variance = trials * rate * (1 - rate)
     scatter = float(((taken - trials * rate) ** 2).sum()) / variance
     if scatter > len(taken) + FAR * math.sqrt(len(taken) * (2 + 1 / variance)):
-        raise Broken(f"some examples take part more often than others: {scatter / len(taken):.3g} times the variance")
+        raise BrokenLine(
+            f"some examples take part more often than others: {scatter / len(taken):.3g} times the variance"
+        )
 
 
 def _require_weighted_poisson(batches: list[np.ndarray], rates: np.ndarray, billed: float):
     """Examples of low and of high rates, and those shared with the next batch, fit independent coins."""
     if rates.max() > billed * (1 + 1e-12):
-        raise Broken(f"an example takes part at rate {rates.max():.6g}, and {billed:.6g} is paid for")
+        raise BrokenLine(f"an example takes part at rate {rates.max():.6g}, and {billed:.6g} is paid for")
     taken = np.bincount(np.concatenate(batches), minlength=len(rates))
     pairs = list(zip(batches[:-1:2], batches[1::2], strict=True))
     for number, group in enumerate(np.array_split(np.argsort(rates, kind="stable"), 4), start=1):
         q, words = rates[group], f"of quarter {number} of the rates"
-        _require_coins(int(taken[group].sum()), np.tile(q, len(batches)), f"examples {words}")
+        _require_counts_fit_rates(int(taken[group].sum()), np.tile(q, len(batches)), f"examples {words}")
         inside = np.isin(np.arange(len(rates)), group)
         shared = sum(int(inside[np.intersect1d(a, b)].sum()) for a, b in pairs)
-        _require_coins(shared, np.tile(q**2, len(pairs)), f"examples {words} shared with the next")
+        _require_counts_fit_rates(shared, np.tile(q**2, len(pairs)), f"examples {words} shared with the next")
     sizes = np.array([len(batch) for batch in batches])
     variance = float((rates * (1 - rates)).sum())
     if variance > 0:
-        _require_spread(sizes, variance)
+        _require_variance(sizes, variance)
 
 
-def _require_coins(count: int, rates: np.ndarray, words: str):
+def _require_counts_fit_rates(count: int, rates: np.ndarray, words: str):
     """Bernstein's inequality for independent coins."""
     mean, variance, log = rates.sum(), float((rates * (1 - rates)).sum()), math.log(2 / BATCH_RATE)
     if abs(count - mean) > log / 3 + math.sqrt(log**2 / 9 + 2 * log * variance) + 1e-9 * mean:
-        raise Broken(f"batches hold {count} {words}, where coins of the stated rates hold {mean:.1f}")
+        raise BrokenLine(f"batches hold {count} {words}, where coins of the stated rates hold {mean:.1f}")
 
 
 def _require_binomial(count: int, trials: int, probability: float, words: str):
     if min(special.bdtr(count, trials, probability), special.bdtrc(count - 1, trials, probability)) < BATCH_RATE / 2:
-        raise Broken(f"{count} {words} says {trials * probability:.1f}")
+        raise BrokenLine(f"{count} {words} says {trials * probability:.1f}")
 
 
-def _require_spread(sizes: np.ndarray, variance: float):
+def _require_variance(sizes: np.ndarray, variance: float):
     ratio = sizes.var(ddof=1) / variance  # as the binomial's, by a normal approximation with slack for its tails
-    low, high = (chi_square_over_freedom(p, len(sizes) - 1) for p in (BATCH_RATE / 10, 1 - BATCH_RATE / 10))
+    low, high = (reduced_chi_square_quantile(p, len(sizes) - 1) for p in (BATCH_RATE / 10, 1 - BATCH_RATE / 10))
     if not low * 0.9 <= ratio <= high * (1.1 + 3 / variance):
-        raise Broken(f"the variance of the sizes of batches is {ratio:.3g} times that of independent examples")
+        raise BrokenLine(f"the variance of the sizes of batches is {ratio:.3g} times that of independent examples")
 
 
-def _require_truncated(batches: list[np.ndarray], examples: int, event: TruncatedSubsampledGaussianDpEvent):
+def _require_truncated_poisson(batches: list[np.ndarray], examples: int, event: TruncatedSubsampledGaussianDpEvent):
     """Sizes fit coins at this rate, cut at the most rows; the examples are uniformly random, whatever the sizes are."""
     rate, most = event.sampling_probability, event.truncated_batch_size
     sizes = np.array([len(batch) for batch in batches])
     if sizes.max() > most or examples != event.dataset_size:
-        raise Broken(f"batches of up to {sizes.max()} of {examples} examples do not fit {event}")
+        raise BrokenLine(f"batches of up to {sizes.max()} of {examples} examples do not fit {event}")
     for quantile in (0.25, 0.5, 0.75, 1.0):
         limit = min(most, int(stats.binom.ppf(min(quantile, 0.999), examples, rate))) - 1
         words = f"of {len(sizes)} batches have at most {limit} examples; rate {rate:.4g}"
@@ -374,27 +378,29 @@ def _require_truncated(batches: list[np.ndarray], examples: int, event: Truncate
         ("shared with the next", shared, overlap, sizes[::2].sum()),
     ):  # given the sizes, the variance is at most a binomial's (Hoeffding)
         if abs(count - mean) > math.sqrt(trials * math.log(2 / BATCH_RATE) / 2):
-            raise Broken(f"batches hold {count} examples {words}, where independent random ones hold {mean:.1f}")
+            raise BrokenLine(f"batches hold {count} examples {words}, where independent random ones hold {mean:.1f}")
 
 
-def _require_subsets(batches: list[np.ndarray], examples: int, event: SampledWithoutReplacementDpEvent):
+def _require_uniform_subsets(batches: list[np.ndarray], examples: int, event: SampledWithoutReplacementDpEvent):
     sizes = {len(batch) for batch in batches}
     if sizes != {event.sample_size} or examples != event.source_dataset_size:
-        raise Broken(f"batches of {sorted(sizes)} of {examples} examples do not fit {event}")
+        raise BrokenLine(f"batches of {sorted(sizes)} of {examples} examples do not fit {event}")
     shared = sum(len(np.intersect1d(a, b)) for a, b in zip(batches[:-1:2], batches[1::2], strict=True))
     mean = len(batches) // 2 * event.sample_size**2 / examples
     trials = len(batches) // 2 * event.sample_size  # the variance is at most a binomial's (Hoeffding)
     if abs(shared - mean) > math.sqrt(trials * math.log(2 / BATCH_RATE) / 2):
-        raise Broken(f"batches share {shared} examples with the next, where independent subsets share {mean:.1f}")
+        raise BrokenLine(f"batches share {shared} examples with the next, where independent subsets share {mean:.1f}")
 
 
-def _require_allocated(draw: Callable[[int], Draw], examples: int, steps: int):
+def _require_random_allocation(draw: Callable[[int], Draw], examples: int, steps: int):
     """Once an epoch, in batches whose sizes vary as with independent examples, and different ones in the next epoch."""
     number = min(steps, DRAWN)
     epochs = [[_drawn_examples(draw(epoch * steps + place)) for place in range(number)] for epoch in (0, 1)]
     for taken in (np.bincount(np.concatenate(batches), minlength=examples) for batches in epochs):
         if taken.max() > 1 or (number == steps and taken.min() < 1):
-            raise Broken(f"an example is in {taken.max()} of {number} steps of an epoch, another one in {taken.min()}")
+            raise BrokenLine(
+                f"an example is in {taken.max()} of {number} steps of an epoch, another one in {taken.min()}"
+            )
     sizes = np.array([len(batch) for batches in epochs for batch in batches])
     again = sum(len(np.intersect1d(*pair)) for pair in zip(*epochs, strict=True))
     for words, count, trials, rate in (
@@ -403,12 +409,12 @@ def _require_allocated(draw: Callable[[int], Draw], examples: int, steps: int):
     ):
         _require_binomial(count, trials, rate, f"{words}; random allocation")
     if steps > 1:
-        _require_spread(sizes, examples / steps * (1 - 1 / steps))
+        _require_variance(sizes, examples / steps * (1 - 1 / steps))
 
 
-def _require_counted(batches: list[np.ndarray], record: Sampling):
+def _require_participations_counted(batches: list[np.ndarray], record: Sampling):
     """Every example takes part in at most as many steps as the event of all steps has Gaussian releases."""
     taken = np.bincount(np.concatenate(batches), minlength=record.examples).max()
     billed = sum(from_event(record.event(np.ones(len(batches)))).counts.values())
     if taken > billed:
-        raise Broken(f"an example takes part in {taken} of {len(batches)} steps, and {billed} are paid for")
+        raise BrokenLine(f"an example takes part in {taken} of {len(batches)} steps, and {billed} are paid for")

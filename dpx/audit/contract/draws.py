@@ -19,14 +19,14 @@ from jax.extend import core
 from scipy import special
 
 from dpx.audit.contract import inputs
-from dpx.audit.contract.report import Broken
+from dpx.audit.contract.report import BrokenLine
 from dpx.audit.contract.subject import SMALL, Release, TracedRelease
 from dpx.audit.stand_ins import without_grid
 from dpx.keys import is_key
 from dpx.mechanism import Mechanism
 from dpx.states.public import publishable_state
 from dpx.states.record import ReleaseState
-from dpx.trees import Tree, map_states, split
+from dpx.trees import Tree, map_nodes_of_type, unflatten_vectors
 from dpx.xla.jaxprs import inputs_read
 
 SHARED_KEY_RATE = 1e-6  # of false alarms, of the test of the noise against the coordinates
@@ -50,7 +50,7 @@ class NoiseDraws:
         self.words = np.asarray(jax.random.key_data(self.keys))
         self._found: dict[tuple[int, bool], np.ndarray] = {}
         grads = inputs.normal_gradients(subject.params, 0, rows=1)
-        assert len(subject.counters)  # known before anything is traced
+        assert len(subject.step_counter_mask)  # known before anything is traced
 
         def empty_step(mechanism, state, step, params):
             state = subject.at_step(state, step)
@@ -123,12 +123,15 @@ def obvious_fault(traced: TracedRelease) -> str:
 
     It sees nothing if steps differ by more than their noise, or if only a state changes the noise.
     """
-    subject, sums = traced.subject, [np.zeros(traced.numbers, np.float32), inputs.wave_numbers(traced.numbers, 1.0)]
+    subject, sums = (
+        traced.subject,
+        [np.zeros(traced.numbers, np.float32), inputs.oscillating_values(traced.numbers, 1.0)],
+    )
 
     def at_step(step):
-        state = map_states(lambda node: node._replace(step=step), subject.state(0), ReleaseState)
+        state = map_nodes_of_type(lambda node: node._replace(step=step), subject.state(0), ReleaseState)
         run = without_grid(subject.mechanism.release)
-        both = [run(split(each, traced.sums_like), state, subject.params)[0] for each in sums]
+        both = [run(unflatten_vectors(each, traced.sums_like), state, subject.params)[0] for each in sums]
         return [inputs.public_floats(updates) for updates in both]
 
     # Quick also where jax is told to optimize nothing.
@@ -179,7 +182,7 @@ def whitened_draws(draws: NoiseDraws, step: int, release: Release) -> np.ndarray
 def in_units_of_maps(change: np.ndarray, maps: np.ndarray) -> np.ndarray:
     """Each change, (count, o), in the units of its own map, (count, o, m), in orthogonal directions: (count, r).
 
-    Raises Broken if a change is correlated with an entry of its map: the noise then comes from the key of the map.
+    Raises BrokenLine if a change is correlated with an entry of its map: the noise then comes from the key of the map.
     """
     left, sizes, right = np.linalg.svd(maps, full_matrices=False)
     large = sizes > SMALL * sizes[:, :1]
@@ -191,7 +194,7 @@ def in_units_of_maps(change: np.ndarray, maps: np.ndarray) -> np.ndarray:
     scaled = [(a - a.mean(0)) / np.maximum(a.std(0), 1e-30) for a in (normals, entries)]
     correlation = np.abs(scaled[0].T @ scaled[1]).max(initial=0) / math.sqrt(len(maps))
     if correlation > 1 - special.ndtri(SHARED_KEY_RATE / max(2 * normals.shape[1] * entries.shape[1], 1)):
-        raise Broken("the noise is correlated with the random coordinates, so it shares their key")
+        raise BrokenLine("the noise is correlated with the random coordinates, so it shares their key")
     return standard
 
 
@@ -210,7 +213,7 @@ def _decorrelated(draws: np.ndarray) -> np.ndarray:
     """Draws, float64 (count, o), in uncorrelated directions of deviation 1, each near a coordinate if possible."""
     draws = draws[:, draws.std(0) > 0] - draws.mean(0)[draws.std(0) > 0]
     if not draws.shape[1]:
-        raise Broken("a step of an empty batch has no noise")
+        raise BrokenLine("a step of an empty batch has no noise")
     values, vectors = np.linalg.eigh(np.atleast_2d(np.cov(draws, rowvar=False)))
     large = values > 1e-8 * values[-1]
     uncorrelated = draws @ (vectors[:, large] / np.sqrt(values[large]))
@@ -226,11 +229,11 @@ def measured_release(release: Release, draws: NoiseDraws, step: int, *, others: 
     """
     found = draws(step, others=others)[:, : release.updates]
     if not np.isfinite(found).all():
-        raise Broken(f"the noise is not finite at step {step}")
+        raise BrokenLine(f"the noise is not finite at step {step}")
     state, params = draws.subject.state(step), draws.subject.others if others else draws.subject.params
     traced = draws.traced
     _, _, (by_sums, _) = traced.derivatives_at(
-        [(inputs.wave_numbers(traced.numbers, 1.0), np.zeros(0, np.float32))], state, params
+        [(inputs.oscillating_values(traced.numbers, 1.0), np.zeros(0, np.float32))], state, params
     )
     data = by_sums[0].astype(np.float64)[: release.updates]
     maps = draws.noise_maps
@@ -249,7 +252,7 @@ def measured_release(release: Release, draws: NoiseDraws, step: int, *, others: 
     return release._replace(noise=padded, exchange=exchange, uncovered=float(uncovered), tolerance=tolerance)
 
 
-def chi_square_over_freedom(probability: float, freedom: int) -> float:
+def reduced_chi_square_quantile(probability: float, freedom: int) -> float:
     """The quantile of a chi-square variable divided by its degrees of freedom."""
     return 2 * float(special.gammaincinv(freedom / 2, probability)) / freedom
 
@@ -310,35 +313,37 @@ COLUMNS = 4  # in which two rows may not agree
 PLACES = 5  # at which two columns may not agree, with one distance between the rows
 
 
-def require_standard(draws: np.ndarray):
-    """Raises Broken unless the columns of `draws`, float64 (count, columns), are independent standard normals."""
+def require_standard_normals(draws: np.ndarray):
+    """Raises BrokenLine unless the columns of `draws`, float64 (count, columns), are independent standard normals."""
     if not np.isfinite(draws).all():
-        raise Broken("a draw of the noise is not finite")
+        raise BrokenLine("a draw of the noise is not finite")
     count, columns = draws.shape
     means = np.abs(draws.mean(0)) * math.sqrt(count)
     if means.max() > -special.ndtri(RATE / (2 * columns)):
-        raise Broken(f"the mean of the noise is {means.max() / math.sqrt(count):.3g} standard deviations away from 0")
-    low, high = (chi_square_over_freedom(p, count - 1) for p in (RATE / (2 * columns), 1 - RATE / (2 * columns)))
+        raise BrokenLine(
+            f"the mean of the noise is {means.max() / math.sqrt(count):.3g} standard deviations away from 0"
+        )
+    low, high = (reduced_chi_square_quantile(p, count - 1) for p in (RATE / (2 * columns), 1 - RATE / (2 * columns)))
     variances = draws.var(0, ddof=1)
     if variances.min() < low or variances.max() > high:
         worst = math.sqrt(variances.min() if variances.min() < low else variances.max())
-        raise Broken(f"the noise is drawn at {worst:.4g} times its stated size in some direction")
+        raise BrokenLine(f"the noise is drawn at {worst:.4g} times its stated size in some direction")
     if columns > 1:
         correlations = np.corrcoef(draws, rowvar=False) - np.eye(columns)
         most = np.abs(np.arctanh(np.clip(correlations, -1 + 1e-12, 1 - 1e-12))).max() * math.sqrt(count - 3)
         if most > -special.ndtri(RATE / (columns * (columns - 1))):
-            raise Broken(f"noise of two coordinates or steps has the correlation {np.abs(correlations).max():.3g}")
+            raise BrokenLine(f"noise of two coordinates or steps has the correlation {np.abs(correlations).max():.3g}")
     ordered = np.sort(draws.ravel())
     distance = np.abs(special.ndtr(ordered) - (np.arange(len(ordered)) + 0.5) / len(ordered)).max()
     if distance > math.sqrt(math.log(2 / RATE) / (2 * len(ordered))) + 0.5 / len(ordered):
-        raise Broken(f"the noise is not normal: its distribution function is {distance:.2g} away")
+        raise BrokenLine(f"the noise is not normal: its distribution function is {distance:.2g} away")
     largest, expected = np.abs(ordered[[0, -1]]).max(), special.ndtri((1 + RATE ** (1 / len(ordered))) / 2)
     if largest < expected:
-        raise Broken(f"the tail of the noise is cut: of {len(ordered)} draws, the largest is {largest:.3g}")
+        raise BrokenLine(f"the tail of the noise is cut: of {len(ordered)} draws, the largest is {largest:.3g}")
 
 
-def require_no_pattern(draws: np.ndarray, *, triples: bool = False):
-    """Raises Broken if the signs and sizes of two columns of `draws`, float64 (count, columns), are dependent.
+def require_independent_columns(draws: np.ndarray, *, triples: bool = False):
+    """Raises BrokenLine if the signs and sizes of two columns of `draws`, float64 (count, columns), are dependent.
 
     triples: test three columns too, of MOST_COINS coins. A column of independent standard normals makes two independent
         fair coins: its sign, and whether |z| is above the median. A product of two or three coins is a fair coin too,
@@ -354,17 +359,17 @@ def require_no_pattern(draws: np.ndarray, *, triples: bool = False):
     pairs = np.abs(coins.T @ coins) / count
     np.fill_diagonal(pairs, 0)
     if pairs.max(initial=0) > limit:
-        raise Broken(f"signs and sizes of noise at two places are dependent, at {pairs.max():.3g} of 1")
+        raise BrokenLine(f"signs and sizes of noise at two places are dependent, at {pairs.max():.3g} of 1")
     for number, coin in enumerate(some.T) if triples else ():
         before = some[:, :number]
         products = np.abs((before * coin[:, None]).T @ before) / count
         np.fill_diagonal(products, 0)
         if products.max(initial=0) > limit:
-            raise Broken(f"signs and sizes of noise at three places are dependent, at {products.max():.3g} of 1")
+            raise BrokenLine(f"signs and sizes of noise at three places are dependent, at {products.max():.3g} of 1")
 
 
 def require_no_repeats(noise: np.ndarray, words: str):
-    """Raises Broken with these words if two rows of `noise`, float64 (rows, columns), repeat each other.
+    """Raises BrokenLine with these words if two rows of `check_noise`, float64 (rows, columns), repeat each other.
 
     Signs do not count. Two rows repeat each other if COLUMNS of their numbers are equal. Two columns do, or a column
     itself, if PLACES of their numbers are, with one distance between the rows. Zeros do not count.
@@ -381,11 +386,11 @@ def require_no_repeats(noise: np.ndarray, words: str):
     same = [_adjacent_equal(column) for column in bins.T]
     pairs = np.concatenate([one * rows + other for one, other in same])
     if _largest_count(pairs) >= COLUMNS:
-        raise Broken(words)
+        raise BrokenLine(words)
     first, second = _adjacent_equal(bins.ravel())
     distances, places = second // columns - first // columns, (first % columns) * columns + second % columns
     if _largest_count(distances * columns**2 + places) >= PLACES:
-        raise Broken(words)
+        raise BrokenLine(words)
 
 
 def _adjacent_equal(bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx.keys import is_key
-from dpx.trees import Tree, split
+from dpx.trees import Tree, unflatten_vectors
 
 ROWS = 6  # of a batch
 RANDOM = 8  # gradients far above any clip norm, whose contributions tell the clip norm
@@ -21,10 +21,10 @@ VALUES = (0.5, -1.0, 0.0, 2.0, -0.125, 32.0, 1.0)  # of parameters; no rounding 
 def default_params() -> Tree:
     """Parameters, float32, from no numbers to 4 axes: two equal shapes, and values of several sizes and signs."""
     shapes = {"kernel": (4, 3), "bias": (3,), "scale": (), "first": (2, 1, 3, 2), "second": (2, 1, 3, 2)}
-    return other_values({name: np.ones(shape, np.float32) for name, shape in shapes.items()})
+    return extreme_values_like({name: np.ones(shape, np.float32) for name, shape in shapes.items()})
 
 
-def other_values(params: Tree, first: int = 0) -> Tree:
+def extreme_values_like(params: Tree, first: int = 0) -> Tree:
     """Parameters of sizes and signs from VALUES, in the shapes and dtypes of `params`, whose values are not read."""
     leaves, structure = jax.tree.flatten(params)
     numbers = [(np.arange(leaf.size) + place + first).reshape(leaf.shape) for place, leaf in enumerate(leaves)]
@@ -46,7 +46,7 @@ def loud_gradients(params: Tree) -> Tree:
     chosen = np.linspace(0, size - 1, min(size, BASIS)).astype(int)
     basis = np.zeros((len(chosen), size), np.float32)
     basis[np.arange(len(chosen)), chosen] = 1e6 * (-1.0) ** np.arange(len(chosen))
-    return joined_rows([ordinary, split(basis, params)])
+    return joined_rows([ordinary, unflatten_vectors(basis, params)])
 
 
 def hostile_gradients(params: Tree) -> tuple[Tree, Tree, Tree]:
@@ -98,7 +98,7 @@ def with_garbage(rows: Tree, position: int) -> Tree:
     return jax.tree.map(replace_leaf, rows)
 
 
-def product_loss(params: Tree, example: Tree) -> jax.Array:
+def loss_of_products(params: Tree, example: Tree) -> jax.Array:
     """A loss whose gradient is the gradient in the example, as products that ghost norms follow: A^T B with A = 1."""
     ones, grad = example
     parts = jax.tree.map(lambda p, a, g: jnp.sum((a @ as_matrix(p)) * as_matrix(g)), params, ones, grad)
@@ -106,7 +106,7 @@ def product_loss(params: Tree, example: Tree) -> jax.Array:
 
 
 def product_examples(params: Tree, grads: Tree) -> Tree:
-    """[B, ...] gradients as the examples of `product_loss`."""
+    """[B, ...] gradients as the examples of `loss_of_products`."""
     rows = len(jax.tree.leaves(grads)[0])
     ones = jax.tree.map(lambda p: jnp.eye(as_matrix(p).shape[0]), params)
     return jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, *a.shape)), ones), grads
@@ -121,7 +121,7 @@ def as_matrix(leaf: jax.Array) -> jax.Array:
     return leaf if leaf.ndim == 2 else leaf.reshape(1, -1)
 
 
-def wave_numbers(size: int, height: float, start: float = 0.0) -> np.ndarray:
+def oscillating_values(size: int, height: float, start: float = 0.0) -> np.ndarray:
     """Numbers of about this height, other ones on every coordinate; float32 (size,)."""
     return (height * np.cos(start + np.arange(size))).astype(np.float32)
 

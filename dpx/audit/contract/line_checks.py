@@ -1,6 +1,6 @@
 """The lines of the contract about what one example, padding and microbatches do to a release.
 
-Each function returns words, raises Broken where the line does not hold, and NotChecked where it cannot tell.
+Each function returns words, raises BrokenLine where the line does not hold, and NotChecked where it cannot tell.
 """
 
 import jax
@@ -10,9 +10,9 @@ from jax.extend import core
 from dpx.audit.contract import inputs
 from dpx.audit.contract.draws import FULLY
 from dpx.audit.contract.noise import require_rows_alone
-from dpx.audit.contract.report import Broken, numbers_in_words
+from dpx.audit.contract.report import BrokenLine, numbers_as_text
 from dpx.audit.contract.secrecy import KEY, RAW
-from dpx.audit.contract.subject import AT_STEPS, STEPS, Problem, all_but_one, all_included
+from dpx.audit.contract.subject import AT_STEPS, STEPS, AuditProblem, all_but_one, all_included
 from dpx.audit.contract.trial import Trial
 from dpx.keys import is_key
 from dpx.xla.dataflow import join_marks, spread_marks
@@ -22,7 +22,7 @@ TOLERANCE = 1e-5  # relative, of the norm of a contribution
 GARBAGE = (0, 3, inputs.ROWS - 2)  # positions of the first of two rows of padding
 
 
-def bounded(trial: Trial) -> str:
+def check_bounded(trial: Trial) -> str:
     """No gradient, of any size and dtype, contributes more than a very large one; what is not finite contributes 0."""
     rows, replacements = 0, [trial.with_loud(tree) for tree in trial.hostile[1:]]
     for step in STEPS:
@@ -41,15 +41,15 @@ def bounded(trial: Trial) -> str:
                 norms = trial.norms(step, of_each(problem.hostile, state))
                 rows += len(norms)
                 _require_at_most(norms, clip_norm, f"{name} of the loss, step {step}")
-    norms = numbers_in_words([trial.clip_norm(step) for step in STEPS])
+    norms = numbers_as_text([trial.clip_norm(step) for step in STEPS])
     return f"{rows} examples {AT_STEPS}: none contributes more than norm {norms}; those that are not finite, zero"
 
 
 def _require_at_most(norms: np.ndarray, clip_norm: float, where: str):
     if not np.isfinite(norms).all():
-        raise Broken(f"an example contributes {norms[~np.isfinite(norms)][0]} ({where})")
+        raise BrokenLine(f"an example contributes {norms[~np.isfinite(norms)][0]} ({where})")
     if norms.max() > clip_norm * (1 + TOLERANCE) + 1e-45:
-        raise Broken(f"an example contributes norm {norms.max():.7g}, other large ones {clip_norm:.7g} ({where})")
+        raise BrokenLine(f"an example contributes norm {norms.max():.7g}, other large ones {clip_norm:.7g} ({where})")
 
 
 def _require_zero(trial: Trial, sums, replaced, where: str):
@@ -59,26 +59,26 @@ def _require_zero(trial: Trial, sums, replaced, where: str):
     scale = np.abs(by_zero).max(1) * 1e-5
     unread = (np.abs(by_zero - by_one).max(1) <= scale) & (np.abs(found - by_zero).max(1) <= scale)
     if (np.abs(found).max(1) > 0)[broken & ~unread].any():
-        raise Broken(f"an example that is not finite contributes ({where})")
+        raise BrokenLine(f"an example that is not finite contributes ({where})")
 
 
-def float32(trial: Trial) -> str:
+def check_float32(trial: Trial) -> str:
     """Neither the sums, from gradients of any dtype, nor the noise are computed in less than float32.
 
     What depends on both comes after the noise, so an optimizer may keep its state in bfloat16.
     """
-    for closed in (trial.traced_once, *map(trial.trace, inputs.LOW)):
+    for closed in (trial.program_of_update, *map(trial.trace, inputs.LOW)):
         found = set()
 
         def visit(equation, marks, control, found=found):
             if join_marks(marks) in (RAW, KEY):
-                found |= _low_precision(equation)
+                found |= _low_precision_in_words(equation)
 
         raw = [RAW] * len(jax.tree.leaves(trial.params))
         marks = raw + [0] * (len(closed.jaxpr.invars) - len(raw))
         spread_marks(closed, marks, visit, [KEY if is_key(leaf) else 0 for leaf in closed.consts])
         if found:
-            raise Broken(f"computes in less than 32 bits: {', '.join(sorted(found))}")
+            raise BrokenLine(f"computes in less than 32 bits: {', '.join(sorted(found))}")
     return "sums and noise have no arithmetic in less than 32 bits, on gradients in float32, float16 and bfloat16"
 
 
@@ -89,7 +89,7 @@ MOVES = {
 }  # fmt: skip
 
 
-def _low_precision(equation: core.JaxprEqn) -> set[str]:
+def _low_precision_in_words(equation: core.JaxprEqn) -> set[str]:
     """What an equation computes in float16 or bfloat16, in words."""
     given = {str(getattr(v.aval, "dtype", "")) for v in equation.invars}
     low = {str(getattr(v.aval, "dtype", "")) for v in equation.outvars} & {"float16", "bfloat16"}
@@ -98,7 +98,7 @@ def _low_precision(equation: core.JaxprEqn) -> set[str]:
     return {f"{equation.primitive.name} in {dtype}" for dtype in low}
 
 
-def adjacent(trial: Trial) -> str:
+def check_adjacent(trial: Trial) -> str:
     """One example moves the update by at most what the cost assumes, on every path, whoever else is there."""
     trial.require_noise()
     largest, tried = 0.0, 0
@@ -114,9 +114,9 @@ def adjacent(trial: Trial) -> str:
                 for missing in range(inputs.ROWS):
                     others, _ = path(rows, trial.state(step), all_but_one(missing))
                     change = inputs.flattened_leaves(everyones) - inputs.flattened_leaves(others)
-                    size = release.size_of_update(change)
+                    size = release.change_of_update_in_noise(change)
                     if not size <= most:
-                        raise Broken(
+                        raise BrokenLine(
                             f"one example moves the update by {size:.6g} standard deviations of the noise, and "
                             f"{trial.largest_contribution(step):.6g} are paid for ({name}, {problem.name}, step {step})"
                         )
@@ -126,7 +126,7 @@ def adjacent(trial: Trial) -> str:
 
 
 def _require_adjacent_sums(trial: Trial, step: int) -> None:
-    """Raises Broken if one example left out moves the released sums by more than the clip norm."""
+    """Raises BrokenLine if one example left out moves the released sums by more than the clip norm."""
     state, rows = trial.state(step), _with_a_loud_row(trial, trial.problems[0])
     everyones = trial.sums(rows, state, all_included())
     for missing in range(inputs.ROWS):
@@ -134,10 +134,12 @@ def _require_adjacent_sums(trial: Trial, step: int) -> None:
         change = jax.tree.map(lambda a, b: np.asarray(a)[None] - np.asarray(b)[None], everyones, others)
         (norm,) = trial.norms(step, change)
         if not norm <= trial.clip_norm(step) * (1 + 1e-5):
-            raise Broken(f"one example moves the sum by {norm:.7g}, and the clip norm is {trial.clip_norm(step):.7g}")
+            raise BrokenLine(
+                f"one example moves the sum by {norm:.7g}, and the clip norm is {trial.clip_norm(step):.7g}"
+            )
 
 
-def _with_a_loud_row(trial: Trial, problem: Problem):
+def _with_a_loud_row(trial: Trial, problem: AuditProblem):
     """The rows. If they are gradients, one of them is 10^6 times as large."""
     if problem is not trial.problems[0]:
         return problem.rows
@@ -145,7 +147,7 @@ def _with_a_loud_row(trial: Trial, problem: Problem):
     return jax.tree.map(lambda g: g * scale.reshape(-1, *[1] * (g.ndim - 1)), problem.rows)
 
 
-def padding(trial: Trial) -> str:
+def check_padding(trial: Trial) -> str:
     """Rows that do not count change nothing, in any position. If none counts, the step is pure noise."""
     nobody = np.zeros(inputs.ROWS, bool)
     for problem in trial.problems:
@@ -169,7 +171,7 @@ def padding(trial: Trial) -> str:
     return f"NaN, 1e30 and -inf in rows that do not count, at {len(GARBAGE)} positions: the same step"
 
 
-def additive(trial: Trial) -> str:
+def check_additive(trial: Trial) -> str:
     """Every path gives the same step."""
     names = []
     for problem in trial.problems:
@@ -181,13 +183,13 @@ def additive(trial: Trial) -> str:
     return f"the same step by {', '.join(names)}"
 
 
-def _require_same(found, expected, words: str, problem: Problem | None = None):
-    """Raises Broken with these words if two steps differ. A loss leaves more rounding in its gradients."""
+def _require_same(found, expected, words: str, problem: AuditProblem | None = None):
+    """Raises BrokenLine with these words if two steps differ. A loss leaves more rounding in its gradients."""
     loose = problem is not None and problem.name == "loss"
     try:
         inputs.require_close(found, expected, 1e-4 if loose else 2e-6)
     except AssertionError as error:
-        raise Broken(f"{words}: {error}") from None
+        raise BrokenLine(f"{words}: {error}") from None
 
 
 def divisor(trial: Trial) -> str:
@@ -203,25 +205,29 @@ def divisor(trial: Trial) -> str:
             updates, _ = path(inputs.take_rows(one, np.arange(rows)), state, np.arange(rows) < copies)
             tried.append((inputs.flattened_leaves(updates) - silent) / copies)
             if not np.abs(tried[-1] - tried[0]).max() <= 1e-3 * np.abs(tried[0]).max():
-                raise Broken(f"{copies} copies of an example in {rows} rows do not move the update so often ({name})")
+                raise BrokenLine(
+                    f"{copies} copies of an example in {rows} rows do not move the update so often ({name})"
+                )
     return f"the signal of an example is the same in {len(tried)} batches of other sizes"
 
 
-def resume(trial: Trial) -> str:
+def check_resume(trial: Trial) -> str:
     """The step is a function of its arguments: a state that is stored and restored continues with the same noise."""
     state = trial.state(4)
     restored = jax.tree.map(lambda leaf: leaf if is_key(leaf) else np.asarray(leaf), state)
     rows = trial.problems[0].rows
     found, expected = (trial.update(rows, given, all_but_one()) for given in (restored, state))
     _require_same(found, expected, "a state that was stored and restored makes another step")
-    require_same_program(trial.traced_once, trial.trace())
+    require_equal_jaxprs(trial.program_of_update, trial.trace())
     return "the same step from a restored state; the same program when it is traced again"
 
 
-def require_same_program(first: core.ClosedJaxpr, second: core.ClosedJaxpr) -> None:
-    """Raises Broken if two closed jaxprs of a step differ in an equation or in a constant."""
+def require_equal_jaxprs(first: core.ClosedJaxpr, second: core.ClosedJaxpr) -> None:
+    """Raises BrokenLine if two closed jaxprs of a step differ in an equation or in a constant."""
     if identity_of_program(first) != identity_of_program(second) or not _same_constants(first, second):
-        raise Broken("the step is another program when it is traced again: something outside of the state enters it")
+        raise BrokenLine(
+            "the step is another program when it is traced again: something outside of the state enters it"
+        )
 
 
 def _same_constants(first, second) -> bool:

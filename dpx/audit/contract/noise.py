@@ -21,45 +21,45 @@ from dpx.audit.contract.draws import (
     AT_LEAST,
     FULLY,
     TOGETHER,
-    require_no_pattern,
+    require_independent_columns,
     require_no_repeats,
-    require_standard,
+    require_standard_normals,
     whitened_by_itself,
     whitened_draws,
     with_other_keys,
 )
-from dpx.audit.contract.report import Broken, NotChecked, numbers_in_words
+from dpx.audit.contract.report import BrokenLine, NotChecked, numbers_as_text
 from dpx.audit.contract.subject import AT_STEPS, SMALL, STEPS, Release
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import drawing_normals_by, without_grid
 from dpx.mechanism import Mechanism
 from dpx.schedules.scalars import value_at
 from dpx.sums.clipped_sum import sum_contributions
-from dpx.trees import Tree, split
+from dpx.trees import Tree, unflatten_vectors
 
-FAR = (99, 1_000, 10_006, 50_020)  # steps beyond STEPS, the last ones of some runs that `cost` compares
+FAR = (99, 1_000, 10_006, 50_020)  # steps beyond STEPS, the last ones of some runs that `check_cost` compares
 WITH_OTHERS = (1, 50)  # steps at which the parameters have other values, too
 
 
-def noise(trial: Trial) -> str:
+def check_noise(trial: Trial) -> str:
     """The noise is at least the stated multiple of what one example moves, wherever that is, in every direction."""
     trial.require_noise()
     if trial.obvious_fault:
-        raise Broken(trial.obvious_fault)
-    more_words = [require_other_noise(trial)]
+        raise BrokenLine(trial.obvious_fault)
+    more_words = [require_distinct_noise(trial)]
     used = [_used_multiplier(trial, step) for step in STEPS]
     for step in WITH_OTHERS:
         _used_multiplier(trial, step, others=True)
     for step in FAR:
         if _is_billed(trial, step):
             _used_multiplier(trial, step)
-    found, drawn, missing = [value for value in used if value is not None], _test_draws(trial), []
-    more_words.append(require_enough_noise(trial))
+    found, drawn, missing = [value for value in used if value is not None], _check_draws(trial), []
+    more_words.append(require_noise_covers_rows(trial))
     if trial.mechanism.correlated is not None:
-        more_words.append(require_covariance(trial))
+        more_words.append(require_noise_covariance(trial))
     if len(found) < len(used):
-        missing.append("`secrecy` alone sees its size, because no derivative passes the update")
-    elif not trial.moves_by_multiplier:
+        missing.append("`check_secrecy` alone sees its size, because no derivative passes the update")
+    elif not trial.has_stated_sensitivity:
         missing.append("its size is not compared, because the event counts more than a multiplier")
     if not drawn:
         missing.append("its draws are not tested, because no public value is linear in it; their keys differ by step")
@@ -68,7 +68,7 @@ def noise(trial: Trial) -> str:
         raise NotChecked("; ".join([*missing, *more_words]))
     billed = [trial.multiplier(step) for step in STEPS]
     more = any(value > 1.01 * least for value, least in zip(found, billed, strict=True))
-    words = f"multiplier {numbers_in_words(found)} {AT_STEPS}; the cost counts {numbers_in_words(billed)}"
+    words = f"multiplier {numbers_as_text(found)} {AT_STEPS}; the cost counts {numbers_as_text(billed)}"
     return "; ".join([words, *["more noise than the cost counts"] * more, *more_words])
 
 
@@ -82,43 +82,43 @@ def _is_billed(trial: Trial, step: int) -> bool:
 
 
 def _used_multiplier(trial: Trial, step: int, *, others: bool = False) -> float | None:
-    """The noise multiplier of the release; None if no derivative tells it. Raises Broken if it is below the stated."""
+    """The noise multiplier of the release; None if no derivative tells it. Raises BrokenLine if it is too small."""
     release, billed = trial.release(step, others=others), trial.multiplier(step)
     if release.flat:
         return None
     where = f"step {step}{', with other values of the parameters' * others}"
     if release.uncovered > max(1e-3, release.tolerance):
-        raise Broken(f"data moves a public value that no noise moves so, at {where}")
-    largest = max(float(release.size_of_sums(sums).max()) for sums in trial.contributions(step).values())
+        raise BrokenLine(f"data moves a public value that no noise moves so, at {where}")
+    largest = max(float(release.change_of_sums_in_noise(sums).max()) for sums in trial.contributions(step).values())
     used = 1 / max(largest, 1e-30)
-    if trial.moves_by_multiplier and not used >= billed * (1 - release.tolerance):
-        raise Broken(f"the noise multiplier is {used:.6g} at {where}, and {billed:.6g} is paid for")
+    if trial.has_stated_sensitivity and not used >= billed * (1 - release.tolerance):
+        raise BrokenLine(f"the noise multiplier is {used:.6g} at {where}, and {billed:.6g} is paid for")
     return used
 
 
-def _test_draws(trial: Trial) -> str:
+def _check_draws(trial: Trial) -> str:
     """Tests of the draws; "" if there is nothing to test. Each fails for a sound mechanism with probability RATE."""
     if not trial.noise.has_keys:
-        raise Broken("the step holds no PRNG key, so its noise is not secret, or it adds none")
+        raise BrokenLine("the step holds no PRNG key, so its noise is not secret, or it adds none")
     columns: dict[int, np.ndarray] = {}
     steps = STEPS if trial.noise.noise_maps is None else FULLY  # random coordinates take long
     for step in steps:
-        standard = whitened_draws if trial.draws_by_dpx else whitened_by_itself
+        standard = whitened_draws if trial.draws_noise_by_dpx else whitened_by_itself
         columns[step] = standard(trial.noise, step, trial.release(step))
     directions = max(found.shape[1] for found in columns.values())
     if not directions:
         return ""
-    require_standard(np.concatenate([columns[step] for step in FULLY], axis=1))
+    require_standard_normals(np.concatenate([columns[step] for step in FULLY], axis=1))
     together = np.concatenate([found[:AT_LEAST] for found in columns.values()], axis=1)
-    require_standard(together)
-    require_no_pattern(together)
-    require_no_pattern(columns[STEPS[0]][: 2 * AT_LEAST], triples=True)
-    _require_the_same_for_others(trial)
+    require_standard_normals(together)
+    require_independent_columns(together)
+    require_independent_columns(columns[STEPS[0]][: 2 * AT_LEAST], triples=True)
+    _require_noise_ignores_parameters(trial)
     return f"{trial.noise.count} draws of {directions} directions are independent standard normals"
 
 
-def _require_the_same_for_others(trial: Trial) -> None:
-    """Raises Broken if other values of the parameters change the noise, where that shows in the updates."""
+def _require_noise_ignores_parameters(trial: Trial) -> None:
+    """Raises BrokenLine if other values of the parameters change the noise, where that shows in the updates."""
     step = WITH_OTHERS[0]
     releases = trial.release(step), trial.release(step, others=True)
     if not all(release.linear for release in releases):
@@ -127,7 +127,7 @@ def _require_the_same_for_others(trial: Trial) -> None:
     own, other = own - own.mean(0), other - other.mean(0)
     sizes = np.linalg.norm(own, axis=0) * np.linalg.norm(other, axis=0)
     if ((own * other).sum(0) < 0.99 * sizes).any():
-        raise Broken("the noise depends on the values of the parameters")
+        raise BrokenLine("the noise depends on the values of the parameters")
 
 
 MANY_ROWS = 257
@@ -145,7 +145,7 @@ REPEATED = 0.04  # of the numbers of a draw; of 2,400 float32 normals, about 1 h
 NORMAL_RATE = 1e-6  # of false alarms, of the test of the distribution
 
 
-class LargeBatch:
+class LargeBatchProbe:
     """The mechanism on a batch of MANY_ROWS gradients.
 
     Every second gradient is far above any clip norm, and some of them are 0 except in one leaf. silent: the update, or
@@ -162,7 +162,7 @@ class LargeBatch:
             self._take(structure.unflatten([np.empty(p.shape, DTYPES[n % 3]) for n, p in enumerate(leaves)]))
 
     def _take(self, like: Tree) -> None:
-        mechanism, params = self.trial.mechanism, inputs.other_values(like)
+        mechanism, params = self.trial.mechanism, inputs.extreme_values_like(like)
         self.params, self.state = params, jax.jit(mechanism.init)(params)
         leaves, structure = jax.tree.flatten(inputs.normal_gradients(params, 31, 5e3, rows=MANY_ROWS))
         for place, leaf in enumerate(leaves):
@@ -196,11 +196,11 @@ class LargeBatch:
         return inputs.flattened_leaves(self.program(grads, self.state, included), 1)[: len(sets)]
 
 
-large = functools.lru_cache(maxsize=1)(LargeBatch)  # of a trial, compiled once
+large = functools.lru_cache(maxsize=1)(LargeBatchProbe)  # of a trial, compiled once
 
 
 def require_rows_alone(trial: Trial) -> str:
-    """Raises Broken if what a row adds depends on its position, or on the other rows; words."""
+    """Raises BrokenLine if what a row adds depends on its position, or on the other rows; words."""
     found = large(trial)
     rows = range(MANY_ROWS)
     everyone, *others = found.run(found.grads, rows, *([row for row in rows if row != one] for one in POSITIONS))
@@ -211,30 +211,30 @@ def require_rows_alone(trial: Trial) -> str:
         largest = np.abs(change).max()
         for other, words in zip(found_there, ("beside other rows", "at another position"), strict=True):
             if not (np.abs(other - change) <= 1e-3 * largest + 8 * found.rounding * size).all():
-                raise Broken(f"row {position} of {MANY_ROWS} does not add the same alone and {words}")
+                raise BrokenLine(f"row {position} of {MANY_ROWS} does not add the same alone and {words}")
     return f"{len(POSITIONS)} of {MANY_ROWS} rows add the same alone, beside the others and at other positions"
 
 
-def require_enough_noise(trial: Trial) -> str:
-    """Raises Broken if the noise of larger parameters does not cover the rows, or repeats; words, "" if not tried."""
+def require_noise_covers_rows(trial: Trial) -> str:
+    """Raises BrokenLine if the noise of larger parameters does not cover rows, or repeats; words, "" if not tried."""
     release = trial.release(0)
     if not release.linear:
         return ""
     found = large(trial)
     if ((np.abs(found.changes).max(0) > 0) & (found.silent == 0)).any():
-        raise Broken("data moves an update that has no noise, in larger parameters")
-    if not has_own_noise(release):
+        raise BrokenLine("data moves an update that has no noise, in larger parameters")
+    if not has_independent_noise(release):
         return ""
-    _require_size(trial, found)
+    _require_noise_scale(trial, found)
     exact = np.abs(found.silent[(found.rounding < 1e-6) & (found.silent != 0)])
     if len(exact) - len(np.unique(exact)) > REPEATED * len(exact) and len(exact) >= MANY:
-        raise Broken(f"of {len(exact)} numbers of the noise, only {len(np.unique(exact))} have other sizes")
+        raise BrokenLine(f"of {len(exact)} numbers of the noise, only {len(np.unique(exact))} have other sizes")
     return f"{len(exact)} numbers of one draw have other sizes"
 
 
-def _require_size(trial: Trial, found: LargeBatch) -> None:
-    """Raises Broken if the noise is smaller than stated, or not normal, on the leaves of at least MANY numbers."""
-    noise, changes = (split(part, found.params) for part in (found.silent, found.changes))
+def _require_noise_scale(trial: Trial, found: LargeBatchProbe) -> None:
+    """Raises BrokenLine if the noise is smaller than stated, or not normal, on the leaves of at least MANY numbers."""
+    noise, changes = (unflatten_vectors(part, found.params) for part in (found.silent, found.changes))
     sizes, standard = np.zeros(len(POSITIONS)), []
     for drawn, moved in zip(*map(jax.tree.leaves, (noise, changes)), strict=True):
         if drawn.size >= MANY and np.count_nonzero(drawn) == drawn.size:
@@ -243,12 +243,14 @@ def _require_size(trial: Trial, found: LargeBatch) -> None:
             standard.append(drawn.ravel() / deviation)
     used = 1 / max(float(np.sqrt(sizes.max())), 1e-30)
     if trial.billed_by_multiplier and not used >= trial.multiplier(0) * (1 - SLACK):
-        raise Broken(f"the noise multiplier is {used:.3g} in larger parameters; {trial.multiplier(0):.6g} is paid for")
+        raise BrokenLine(
+            f"the noise multiplier is {used:.3g} in larger parameters; {trial.multiplier(0):.6g} is paid for"
+        )
     if standard:
         ordered = np.sort(np.concatenate(standard))
         distance = np.abs(special.ndtr(ordered) - (np.arange(len(ordered)) + 0.5) / len(ordered)).max()
         if distance > np.sqrt(np.log(2 / NORMAL_RATE) / (2 * len(ordered))) + 0.5 / len(ordered):
-            raise Broken(f"the noise of larger parameters is not normal: its distribution is {distance:.2g} away")
+            raise BrokenLine(f"the noise of larger parameters is not normal: its distribution is {distance:.2g} away")
 
 
 IN_A_ROW = 1030  # steps from 0 on, for periods up to about 1,000
@@ -258,19 +260,19 @@ NUMBERS = np.concatenate([np.arange(IN_A_ROW), *[np.arange(BLOCK) + start for st
 LAST = 50  # the step whose state has its counters set
 
 
-def require_other_noise(trial: Trial) -> str:
-    """Raises Broken if two of NUMBERS have the same noise. Words; "" if this cannot be seen."""
+def require_distinct_noise(trial: Trial) -> str:
+    """Raises BrokenLine if two of NUMBERS have the same noise. Words; "" if this cannot be seen."""
     seen = []
-    if trial.draws_by_dpx and _require_other_keys(trial):
+    if trial.draws_noise_by_dpx and _require_other_keys(trial):
         seen.append("keys")
     release = trial.release(LAST)
-    if release.linear and has_own_noise(release):
+    if release.linear and has_independent_noise(release):
         _require_no_repeats(trial, release)
         seen.append("noise")
     return f"other {' and '.join(seen)} at {len(NUMBERS)} steps up to 2^31" if seen else ""
 
 
-def has_own_noise(release: Release) -> bool:
+def has_independent_noise(release: Release) -> bool:
     """Whether every update has its own noise: the covariance of the noise is diagonal."""
     noise = release.noise[: release.updates]
     covariance = noise @ noise.T
@@ -280,7 +282,7 @@ def has_own_noise(release: Release) -> bool:
 
 
 def _require_no_repeats(trial: Trial, release: Release) -> None:
-    """Raises Broken if the noise repeats: from step to step, or from draw to draw under other keys."""
+    """Raises BrokenLine if the noise repeats: from step to step, or from draw to draw under other keys."""
     draws, state = trial.noise, trial.state(LAST)
     found = draws.public_floats(np.repeat(draws.words[:1], len(NUMBERS), axis=0), state, NUMBERS)[:, : release.updates]
     found = found - release.offset[: release.updates]
@@ -300,10 +302,10 @@ def _require_no_repeats(trial: Trial, release: Release) -> None:
 
 
 def _require_other_keys(trial: Trial) -> bool:
-    """Whether each step's keys of `keys.normal_like` can be read. Raises Broken if two draws share a key and a step."""
+    """Whether each step's keys of `keys.normal_like` can be read. Raises BrokenLine if two draws share key and step."""
     zeros, state, elsewhere = inputs.zeros_like(trial.sums_like), trial.state(LAST), []
 
-    def drawn_at(step):
+    def noise_at_step(step):
         drawn, here = [], trace_state(convention="flax")
 
         def record(key, step, tree):
@@ -316,20 +318,24 @@ def _require_other_keys(trial: Trial) -> bool:
             trial.mechanism.release(zeros, trial.at_step(state, step), trial.params)
         return drawn
 
-    drawn = jax.jit(jax.vmap(drawn_at))(NUMBERS)
+    drawn = jax.jit(jax.vmap(noise_at_step))(NUMBERS)
     for words in map(np.asarray, drawn):
         if len(np.unique(words, axis=0)) < len(words):
-            raise Broken(f"two of {len(NUMBERS)} steps up to 2^31 draw their noise from the same key and the same step")
+            raise BrokenLine(
+                f"two of {len(NUMBERS)} steps up to 2^31 draw their noise from the same key and the same step"
+            )
     for one, other in itertools.combinations(map(np.asarray, drawn), 2):
         if (one == other).all(axis=-1).any():
-            raise Broken("a release draws twice from one key and one step, such as for its noise and for random signs")
+            raise BrokenLine(
+                "a release draws twice from one key and one step, such as for its noise and for random signs"
+            )
     return not elsewhere
 
 
 STEPS_OF_RUN, RUNS, DIRECTIONS = 9, 2000, 8
 
 
-def require_covariance(trial: Trial) -> str:
+def require_noise_covariance(trial: Trial) -> str:
     """The noise of the first steps of a run has the covariance C^-1 C^-T; "" if its draws cannot be whitened."""
     release = trial.release(0)
     if not release.linear or trial.noise.noise_maps is not None:
@@ -341,12 +347,12 @@ def require_covariance(trial: Trial) -> str:
     columns = trial.mechanism.correlated.column(STEPS_OF_RUN)
     fresh = np.einsum("ts,nsr->ntr", linalg.toeplitz(columns, np.zeros(STEPS_OF_RUN)), found)
     try:
-        require_standard(fresh.reshape(len(fresh), -1))
-        require_standard(
+        require_standard_normals(fresh.reshape(len(fresh), -1))
+        require_standard_normals(
             np.moveaxis(fresh, 1, 2).reshape(-1, STEPS_OF_RUN)
         )  # all directions together see smaller correlations
-    except Broken as error:
-        raise Broken(
+    except BrokenLine as error:
+        raise BrokenLine(
             f"the noise of {STEPS_OF_RUN} steps is not C^-1 z for the stated C: of C times it, {error}"
         ) from None
     return f"{RUNS} runs of {STEPS_OF_RUN} steps have the covariance C^-1 C^-T of the stated C"

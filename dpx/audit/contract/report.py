@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, get_args
 Outcome = Literal["pass", "fail", "not checked"]
 
 
-class Broken(AssertionError):
+class BrokenLine(AssertionError):
     """A line of the contract does not hold; the words say where."""
 
 
@@ -71,7 +71,7 @@ class ContractReport(NamedTuple):
         return "\n".join(rows)
 
 
-def numbers_in_words(values: Sequence[float]) -> str:
+def numbers_as_text(values: Sequence[float]) -> str:
     """The numbers in words; equal ones once, if all are equal."""
     words = [f"{value:.4g}" for value in values]
     return words[0] if len(set(words)) == 1 else ", ".join(words)

@@ -23,31 +23,31 @@ import numpy as np
 from jax.extend import core
 
 from dpx.audit.contract import inputs
-from dpx.audit.contract.report import Broken, NotChecked
+from dpx.audit.contract.report import BrokenLine, NotChecked
 from dpx.audit.contract.subject import STEPS, all_but_one, all_included
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import replacing_key_functions
 from dpx.states.public import publishable_state
 from dpx.sums.float_pair import ETA, FloatPair, as_pair, with_low
-from dpx.trees import Tree, split
+from dpx.trees import Tree, unflatten_vectors
 from dpx.xla.dataflow import spread_marks
 
 RAW, KEY = 1, 2  # marks
 SHIFT = 16.0  # standard deviations of the noise, by which the data is moved
 
 
-def secrecy(trial: Trial) -> str:
+def check_secrecy(trial: Trial) -> str:
     """Two data sets with the same noisy sums differ in nothing public: the noise offsets the change of the data."""
     trial.require_noise()
     _require_own_event_for_unreleased(trial)
-    if not trial.draws_by_dpx:
-        return _same_without_exchange(trial)
+    if not trial.draws_noise_by_dpx:
+        return _require_state_ignores_data(trial)
     for step in STEPS:
         sums = inputs.take_rows(trial.contributions(step)["update"], slice(inputs.RANDOM))  # of some loud gradients
         sums = inputs.flattened_leaves(jax.tree.map(lambda rows: rows.sum(0), sums)).astype(np.float32)
         # No data where a mask has zeros.
-        change = np.where(sums == 0, 0, inputs.wave_numbers(trial.traced.numbers, 1.0, 0.3))
-        exchange = _noise_that_offsets(trial, step)
+        change = np.where(sums == 0, 0, inputs.oscillating_values(trial.traced.numbers, 1.0, 0.3))
+        exchange = _noise_cancelling_change(trial, step)
         if exchange is None:
             raise NotChecked("the update has no derivative, and its noise has another shape than the sums")
         change *= np.float32(SHIFT / max(np.abs(exchange @ change).max(), 1e-30))
@@ -60,11 +60,11 @@ def secrecy(trial: Trial) -> str:
             inputs.require_close(found, expected, 3e-5)
         except AssertionError as error:
             words = f"two data sets with the same noisy sums differ in public values, at step {step}"
-            raise Broken(f"{words} ({error})") from None
+            raise BrokenLine(f"{words} ({error})") from None
     return f"data moved by {SHIFT:g} deviations and the noise back: the same public values at {len(STEPS)} steps"
 
 
-def _noise_that_offsets(trial: Trial, step: int) -> np.ndarray | None:
+def _noise_cancelling_change(trial: Trial, step: int) -> np.ndarray | None:
     """The noise that offsets a change of the sums; without derivatives, for the stated multiplier, as for a number that
     only says what to keep of the others."""
     release = trial.release(step)
@@ -74,7 +74,7 @@ def _noise_that_offsets(trial: Trial, step: int) -> np.ndarray | None:
     return stated if release.flat else release.exchange + stated * ~release.exchange.any(0)
 
 
-def _same_without_exchange(trial: Trial) -> str:
+def _require_state_ignores_data(trial: Trial) -> str:
     """For the mechanism's own noise: the public state must not move with the data at all."""
     rows = trial.problems[0].rows
     for step in STEPS:
@@ -91,7 +91,7 @@ def _same_without_exchange(trial: Trial) -> str:
 
 
 def _require_own_event_for_unreleased(trial: Trial):
-    """Raises Broken if unreleased state moves a release whose cost is counted as if each release stood alone."""
+    """Raises BrokenLine if unreleased state moves a release whose cost is counted as if each release stood alone."""
     state = trial.state(4)
     if jax.tree.structure(publishable_state(state)) == jax.tree.structure(state) or not trial.billed_by_multiplier:
         return
@@ -108,7 +108,7 @@ def _require_own_event_for_unreleased(trial: Trial):
     try:
         inputs.require_close(found, expected)
     except AssertionError:
-        raise Broken("unreleased state enters a release, and the event counts each as if it stood alone") from None
+        raise BrokenLine("unreleased state enters a release, and the event counts each as if it stood alone") from None
 
 
 def public_part(result: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
@@ -116,7 +116,7 @@ def public_part(result: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
     return updates, publishable_state(state)
 
 
-def branches(trial: Trial) -> str:
+def check_branches(trial: Trial) -> str:
     """No conditional and no data-dependent loop stands between raw data and what leaves."""
     names = []
     for problem in trial.problems:
@@ -131,30 +131,30 @@ def branches(trial: Trial) -> str:
 
             spread_marks(closed, marks, visit)
             if found:
-                raise Broken(f"{', '.join(sorted(found))} depends on raw data ({name} of {problem.name})")
+                raise BrokenLine(f"{', '.join(sorted(found))} depends on raw data ({name} of {problem.name})")
             names.append(f"{name} of {problem.name}")
     return f"no cond and no while depends on raw data in {', '.join(names)}"
 
 
-def bits(trial: Trial) -> str:
+def check_bits(trial: Trial) -> str:
     """All public numbers are functions of public numbers and of what `keys.release` returned for exact sums."""
-    closed, names = _without_releases(trial)
+    closed, names = _program_without_releases(trial)
     grads = len(jax.tree.leaves(trial.params))
     shown = {jax.tree_util.keystr(path) for path, _ in _paths_of_leaves(publishable_state(trial.state(STEPS[0])))}
     state = [0 if jax.tree_util.keystr(path) in shown else RAW for path, _ in _paths_of_leaves(trial.state(STEPS[0]))]
     marks = spread_marks(closed, [RAW] * grads + state + [0], lambda *_: None)
     raw = [name for name, mark in zip(names, marks, strict=True) if mark & RAW]
     if raw:
-        raise Broken(
+        raise BrokenLine(
             f"{raw[0]} depends on raw data by another way than `dpx.keys.release`, so its bits may show the data, "
             "whatever epsilon is for real numbers"
         )
-    require_low_numbers(trial)
+    require_low_parts_read(trial)
     words = f"{len(names)} public arrays are functions of what `keys.release` put on its grid"
     return "; ".join(filter(None, [words, require_small_rounding(trial)]))
 
 
-def _without_releases(trial: Trial) -> tuple[core.ClosedJaxpr, list[str]]:
+def _program_without_releases(trial: Trial) -> tuple[core.ClosedJaxpr, list[str]]:
     """The jaxpr of a step without its releases, and the names of the public arrays that it returns."""
 
     def constant(key, step, total, deviation, **_):
@@ -192,29 +192,29 @@ class ReleaseArguments(NamedTuple):
     deviation: float
 
 
-def require_low_numbers(trial: Trial) -> None:
-    """Raises Broken if a release reads the high numbers of a sum but not the low ones."""
-    state, release = trial.state(0), recording_releases(trial.mechanism.release)
+def require_low_parts_read(trial: Trial) -> None:
+    """Raises BrokenLine if a release reads the high numbers of a sum but not the low ones."""
+    state, release = trial.state(0), with_recorded_releases(trial.mechanism.release)
     like = [as_pair(one).high for one in trial.sums_like]
 
-    def handed(number: int = -1, high: float = 0, low: float = 0) -> list[ReleaseArguments]:
+    def with_changed_sum(number: int = -1, high: float = 0, low: float = 0) -> list[ReleaseArguments]:
         """With the high and the low numbers of one sum changed."""
         sums = []
         for place, shapes in enumerate(like):
             size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
-            change = inputs.wave_numbers(size, 1.0) * (place == number)
+            change = inputs.oscillating_values(size, 1.0) * (place == number)
             parts = (np.float32(1) + np.float32(high) * change, np.float32(low) * change)
-            sums.append(FloatPair(*(split(part.astype(np.float32), shapes) for part in parts)))
+            sums.append(FloatPair(*(unflatten_vectors(part.astype(np.float32), shapes) for part in parts)))
         return release(tuple(sums), state, trial.params)
 
-    before = handed()
+    before = with_changed_sum()
     for number in range(len(like)):
-        of_high, of_low = handed(number, high=HIGH), handed(number, low=LOW)
+        of_high, of_low = with_changed_sum(number, high=HIGH), with_changed_sum(number, low=LOW)
         for one, large, small in zip(before, of_high, of_low, strict=True):
             expected, found = (large.total - one.total) * (LOW / HIGH), small.total - one.total
             moved = np.abs(expected) > 1e-3 * np.abs(expected).max(initial=0)
             if not (np.abs(found - expected) <= 0.5 * np.abs(expected))[moved].all():
-                raise Broken(
+                raise BrokenLine(
                     "a release reads the high numbers of a sum, and not the low ones: hand the "
                     "`dpx.sums.float_pair.FloatPair` to `dpx.keys.release`, because a float32 sum of many rows moves "
                     "by more than the clip norm"
@@ -222,7 +222,7 @@ def require_low_numbers(trial: Trial) -> None:
 
 
 def require_small_rounding(trial: Trial) -> str:
-    """Raises Broken if a row moves a long sum by more than it moves an empty one, and ETA; words, "" if not tried."""
+    """Raises BrokenLine if a row moves a long sum by more than an empty one, and ETA; words, "" if not tried."""
     multiplier = trial.multiplier(0)
     if not multiplier > 0:
         return ""
@@ -231,7 +231,7 @@ def require_small_rounding(trial: Trial) -> str:
     def update(grads, included):
         return trial.mechanism.update(grads, state, trial.params, included=included)
 
-    handed, every = recording_releases(update), np.arange(LONG)
+    handed, every = with_recorded_releases(update), np.arange(LONG)
     sets = (every >= 0, every != REMOVED, every == REMOVED, every < 0)
     whole, others, alone, none = (handed(_nulled_rows(rows, included), included) for included in sets)
     squares = [
@@ -241,14 +241,14 @@ def require_small_rounding(trial: Trial) -> str:
     ]
     excess = multiplier * math.sqrt(sum(squares)) / ETA
     if not excess <= 1:
-        raise Broken(
+        raise BrokenLine(
             f"one of {LONG} rows moves the sum by {excess * ETA:.3g} clip norms more than it moves an empty one, and "
             f"{ETA:.3g} is in the cost: the rounding of the others depends on it"
         )
     return f"of {LONG} rows against its rounding, one moves the sum by {excess:.2g} ETA more than alone"
 
 
-def recording_releases(function: Callable) -> Callable[..., list[ReleaseArguments]]:
+def with_recorded_releases(function: Callable) -> Callable[..., list[ReleaseArguments]]:
     """`function`, compiled, with what it hands to `keys.release` as its result, also from inside jit or a loop.
 
     The result raises NotChecked if nothing was handed over.
@@ -260,7 +260,7 @@ def recording_releases(function: Callable) -> Callable[..., list[ReleaseArgument
 
         def record(key, step, total, deviation):
             high, low = with_low(as_pair(total))
-            jax.debug.callback(functools.partial(_keep_arguments, next(numbers)), high, low, jnp.float32(deviation))
+            jax.debug.callback(functools.partial(_record_arguments, next(numbers)), high, low, jnp.float32(deviation))
             return jax.tree.map(jnp.add, high, low)
 
         with replacing_key_functions(release=record):
@@ -283,7 +283,7 @@ _seen: dict[int, ReleaseArguments] = {}  # of the last run; not in a closure, be
 _ONE_RUN = threading.Lock()
 
 
-def _keep_arguments(number, high, low, deviation):
+def _record_arguments(number, high, low, deviation):
     _seen[number] = ReleaseArguments(inputs.flattened_leaves(high) + inputs.flattened_leaves(low), float(deviation))
 
 
@@ -299,7 +299,7 @@ def _cancelling_gradients(trial: Trial) -> Tree:
     column[0] = power + LARGE_SHARE / 2 - (count - 1) * LARGE_SHARE
     size = sum(leaf.size for leaf in jax.tree.leaves(trial.params))
     unit = 2.0 ** math.floor(math.log2(trial.clip_norm(0) / math.sqrt(size)))  # a power of two rounds nothing
-    return split(np.broadcast_to(np.float32(unit * column[:, None]), (LONG, size)), trial.params)
+    return unflatten_vectors(np.broadcast_to(np.float32(unit * column[:, None]), (LONG, size)), trial.params)
 
 
 def _nulled_rows(rows: Tree, included: np.ndarray) -> Tree:

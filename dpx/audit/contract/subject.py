@@ -26,14 +26,14 @@ from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch
 from dpx.states.public import publishable_state
 from dpx.sums.clipped_sum import sum_contributions
-from dpx.trees import Tree, split
+from dpx.trees import Tree, unflatten_vectors
 
 STEPS = (0, 1, 2, 3, 4, 7, 9, 50)  # the lines that depend on the step are checked at these
 COUNTED = (0, 4, 50)  # at these, what equals the number of the step is its counter
 AT_STEPS = f"at steps {', '.join(map(str, STEPS))}"
 
 
-class Problem(NamedTuple):
+class AuditProblem(NamedTuple):
     """Data, and the ways to a private gradient of it.
 
     name: in words. rows: pytree, with inputs.ROWS examples on axis 0. hostile: the same with more rows, of all sizes.
@@ -58,10 +58,10 @@ class Subject:
     def __init__(self, mechanism: Mechanism, params: Tree, loss: Callable | None = None, examples: Tree = None):
         self.mechanism = mechanism
         self.params = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params)
-        self.others = inputs.other_values(self.params, first=2)
-        self.problems = [problem_of_gradients(mechanism, self.params, self.compiled)]
+        self.others = inputs.extreme_values_like(self.params, first=2)
+        self.problems = [audit_problem_of_gradients(mechanism, self.params, self.compiled)]
         if loss is not None:
-            self.problems.append(problem_of_loss(mechanism, self.params, loss, examples, self.compiled))
+            self.problems.append(audit_problem_of_loss(mechanism, self.params, loss, examples, self.compiled))
         self.sums = jax.jit(lambda *rows: sum_contributions(mechanism, *rows)[0])
         self._states: dict[int, Tree] = {}
 
@@ -86,7 +86,7 @@ class Subject:
         return self._states[step]
 
     @functools.cached_property
-    def counters(self) -> list[bool]:
+    def step_counter_mask(self) -> list[bool]:
         """For each leaf of a state, whether it counts the steps, as in the ReleaseState or in Adam."""
         states = [jax.tree.leaves(self.state(step)) for step in COUNTED]
 
@@ -99,7 +99,7 @@ class Subject:
     def at_step(self, state: Tree, step: jax.typing.ArrayLike) -> Tree:
         """`state` with all counters at `step`, int32 ()."""
         leaves, structure = jax.tree.flatten(state)
-        pairs = zip(leaves, self.counters, strict=True)
+        pairs = zip(leaves, self.step_counter_mask, strict=True)
         return structure.unflatten([jnp.asarray(step, v.dtype) if counts else v for v, counts in pairs])
 
     def alone(self, rows: Tree, state: Tree) -> tuple[Tree, ...]:
@@ -114,7 +114,7 @@ class Subject:
         )
 
     @functools.cached_property
-    def traced_once(self) -> core.ClosedJaxpr:
+    def program_of_update(self) -> core.ClosedJaxpr:
         """The closed jaxpr of `Mechanism.update` on a batch of float32 gradients."""
         return self.trace()
 
@@ -136,7 +136,7 @@ def all_but_one(*missing: int) -> np.ndarray:
     return np.array([row not in missing for row in range(inputs.ROWS)])
 
 
-def problem_of_gradients(mechanism: Mechanism, params: Tree, compiled: Callable) -> Problem:
+def audit_problem_of_gradients(mechanism: Mechanism, params: Tree, compiled: Callable) -> AuditProblem:
     """Gradients as the data: `Mechanism.update`, and `private_updates` of a loss that has them as gradients.
 
     compiled: of `Subject`.
@@ -154,12 +154,12 @@ def problem_of_gradients(mechanism: Mechanism, params: Tree, compiled: Callable)
         return step(params, Batch(grads, included), state)[:2]
 
     def by_ghost_norms(grads, state, included):
-        step = private_updates(inputs.product_loss, mechanism, norms="ghost", microbatch_size=4)
+        step = private_updates(inputs.loss_of_products, mechanism, norms="ghost", microbatch_size=4)
         return step(params, Batch(inputs.product_examples(params, grads), included), state)[:2]
 
     paths, sums = {"update": stacked}, {"update": compiled(alone)}
     if mechanism.supports_ghost_norms:
-        of_row = sum_gradients(inputs.product_loss, mechanism, microbatch_size=1, norms="ghost", has_aux=False)
+        of_row = sum_gradients(inputs.loss_of_products, mechanism, microbatch_size=1, norms="ghost", has_aux=False)
 
         def ghost_alone(grad, state):
             row = inputs.product_examples(params, jax.tree.map(lambda g: g[None], grad))
@@ -170,10 +170,12 @@ def problem_of_gradients(mechanism: Mechanism, params: Tree, compiled: Callable)
         paths["microbatches"] = in_microbatches
     rows, (extreme, _, _) = inputs.normal_gradients(params, 2, 3.0), inputs.hostile_gradients(params)
     programs: dict[str, Callable] = {name: jax.jit(with_quick_noise(path)) for name, path in paths.items()}
-    return Problem("gradients", rows, extreme, programs, sums)
+    return AuditProblem("gradients", rows, extreme, programs, sums)
 
 
-def problem_of_loss(mechanism: Mechanism, params: Tree, loss: Callable, examples: Tree, compiled: Callable) -> Problem:
+def audit_problem_of_loss(
+    mechanism: Mechanism, params: Tree, loss: Callable, examples: Tree, compiled: Callable
+) -> AuditProblem:
     """The examples of a loss: its stacked gradients, and what `private_updates` makes of it."""
 
     def stacked(rows, state, included):
@@ -203,7 +205,7 @@ def problem_of_loss(mechanism: Mechanism, params: Tree, loss: Callable, examples
     size = len(jax.tree.leaves(examples)[0])
     rows = inputs.take_rows(examples, np.arange(inputs.ROWS) % size)
     programs: dict[str, Callable] = {name: jax.jit(with_quick_noise(path)) for name, path in paths.items()}
-    return Problem("loss", rows, inputs.hostile_examples(rows), programs, sums)
+    return AuditProblem("loss", rows, inputs.hostile_examples(rows), programs, sums)
 
 
 LOST = 1e-2  # a derivative below this share of its value is mostly rounding, as in Adam's first step
@@ -240,11 +242,11 @@ class Release(NamedTuple):
         """Whether all updates are linear functions of the noise."""
         return bool(self.affine[: self.updates].all())
 
-    def size_of_sums(self, sums: Tree) -> np.ndarray:
+    def change_of_sums_in_noise(self, sums: Tree) -> np.ndarray:
         """The sizes of changes of the sums, with the rows on axis 0, in units of the noise; float64 (rows,)."""
         return np.linalg.norm(inputs.flattened_leaves(sums, 1) @ self.exchange.T, axis=1)
 
-    def size_of_update(self, change: Tree) -> float:
+    def change_of_update_in_noise(self, change: Tree) -> float:
         """The size of a change of the updates in units of the noise; inf if the noise cannot make such a change."""
         change, noise = inputs.flattened_leaves(change), self.noise[: self.updates]
         needed, *_ = np.linalg.lstsq(noise, change, rcond=SMALL)
@@ -287,7 +289,7 @@ class TracedRelease:
 
         mechanism: the same one with another key; by default the one on trial.
         """
-        noise, calls = split(normals, self.drawn), iter(range(len(self.drawn)))
+        noise, calls = unflatten_vectors(normals, self.drawn), iter(range(len(self.drawn)))
 
         def draw(key, step, tree):
             if (call := next(calls, None)) is None:
@@ -295,7 +297,7 @@ class TracedRelease:
             return jax.tree.map(lambda _, n: n, tree, noise[call])
 
         with drawing_normals_by(draw):
-            leaves = jax.tree.leaves(self._run(split(sums, self.sums_like), state, params, mechanism))
+            leaves = jax.tree.leaves(self._run(unflatten_vectors(sums, self.sums_like), state, params, mechanism))
         return inputs.public_floats(leaves), [leaf for leaf in leaves if not inputs.is_float(leaf)]
 
     def _derivatives(self, sums, normals, state, params):
@@ -322,7 +324,7 @@ class TracedRelease:
 
     def release_at(self, state: Tree, params: Tree) -> Release:
         """The release after this state."""
-        points = [(np.zeros(self.numbers, np.float32), np.zeros(self.normals, np.float32)), *self._somewhere()]
+        points = [(np.zeros(self.numbers, np.float32), np.zeros(self.normals, np.float32)), *self._evaluation_points()]
         every = self._slopes([near for one in points for near in (one, *_points_within_rounding(*one))], state, params)
         first, first_sums, first_noise = origin = next(every)
         affine, data, noise = np.ones(len(first), bool), [], []
@@ -331,7 +333,7 @@ class TracedRelease:
         for sums, normals in points:
             found, by_sums, by_noise = next(every)
             predicted = first + first_noise @ normals + first_sums @ sums
-            scale = _sizes_of_derivatives(by_sums, by_noise)  # NaN behind a root of 0
+            scale = _derivative_magnitudes(by_sums, by_noise)  # NaN behind a root of 0
             with np.errstate(invalid="ignore"):
                 affine &= np.abs(predicted - found) <= 1e-4 * (scale + np.abs(found))
                 affine &= np.abs(first_noise - by_noise).max(1, initial=0) <= 1e-4 * scale
@@ -339,7 +341,7 @@ class TracedRelease:
                 own = by_sums / scale[:, None], by_noise / scale[:, None]
                 for _, *slopes in itertools.islice(every, NEARBY):
                     for part, of_own in zip(slopes, own, strict=True):
-                        change = np.abs(part / _sizes_of_derivatives(*slopes)[:, None] - of_own).max(1, initial=0)
+                        change = np.abs(part / _derivative_magnitudes(*slopes)[:, None] - of_own).max(1, initial=0)
                         usable &= change <= ROUGH * np.abs(of_own).max(1, initial=0)
             data.append(own[0][usable])
             noise.append(own[1][usable])
@@ -348,19 +350,19 @@ class TracedRelease:
         if not flat:
             exchange, *_ = np.linalg.lstsq(noise, data, rcond=SMALL)
             uncovered = float(np.abs(noise @ exchange - data).max(initial=0))
-        moved = split(np.abs(data).max(0, initial=0), self.sums_like)
+        moved = unflatten_vectors(np.abs(data).max(0, initial=0), self.sums_like)
         seen = tuple(flat or any(np.any(leaf > 0) for leaf in jax.tree.leaves(tree)) for tree in moved)
         return Release(first, first_noise, affine, self.updates, exchange, uncovered, flat, seen)
 
-    def _somewhere(self) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _evaluation_points(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Sums and normals at which the derivatives are taken: waves, and some at random."""
         random = np.random.default_rng(0)
-        waves = inputs.wave_numbers(self.numbers, 1.0), inputs.wave_numbers(self.normals, 0.7, 2.0)
+        waves = inputs.oscillating_values(self.numbers, 1.0), inputs.oscillating_values(self.normals, 0.7, 2.0)
         draws = [random.normal(size=(2, max(self.numbers, self.normals))).astype(np.float32) for _ in range(POINTS)]
         return [waves, *((sums[: self.numbers], normals[: self.normals]) for sums, normals in draws)]
 
 
-def _sizes_of_derivatives(by_sums: np.ndarray, by_noise: np.ndarray) -> np.ndarray:
+def _derivative_magnitudes(by_sums: np.ndarray, by_noise: np.ndarray) -> np.ndarray:
     """The sizes of the derivatives of each public float, float64 (o,)."""
     return np.abs(by_sums).max(1, initial=0) + np.abs(by_noise).max(1, initial=0)
 

@@ -40,7 +40,7 @@ class Trial(Subject):
         return NoiseDraws(self.traced, self.draws, self.seed, self.rebuild)
 
     @property
-    def draws_by_dpx(self) -> bool:
+    def draws_noise_by_dpx(self) -> bool:
         """Whether the noise of the release comes from `keys.normal_like`, so that it can be exchanged for data."""
         return self.traced.normals > 0
 
@@ -51,7 +51,7 @@ class Trial(Subject):
         """
         if (step, others) not in self._releases:
             found = self.traced.release_at(self.state(step), self.others if others else self.params)
-            if not self.draws_by_dpx:
+            if not self.draws_noise_by_dpx:
                 if self.obvious_fault:
                     raise NotChecked(self.obvious_fault)
                 found = measured_release(found, self.noise, step, others=others)
@@ -61,10 +61,10 @@ class Trial(Subject):
     @functools.cached_property
     def obvious_fault(self) -> str:
         """What is soon seen to be wrong with the mechanism's own noise, in words."""
-        return "" if self.draws_by_dpx else obvious_fault(self.traced)
+        return "" if self.draws_noise_by_dpx else obvious_fault(self.traced)
 
     def multiplier(self, step: int) -> float:
-        """The noise multiplier that the mechanism states for this step, which `cost` compares with its event."""
+        """The noise multiplier that the mechanism states for this step, which `check_cost` compares with its event."""
         return float(self.multipliers[step])
 
     @functools.cached_property
@@ -119,7 +119,7 @@ class Trial(Subject):
         return not name_of_own_event(self.event(1), self.mechanism.sampling)
 
     @property
-    def moves_by_multiplier(self) -> bool:
+    def has_stated_sensitivity(self) -> bool:
         """Whether one example moves its own step by at most 1 / the stated multiplier, in deviations of fresh noise."""
         return self.billed_by_multiplier or self.mechanism.correlated is not None
 

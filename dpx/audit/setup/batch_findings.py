@@ -38,7 +38,7 @@ TINY = 1e-6  # absolute, of a loss or a gradient that is 0 except for rounding
 LOUD = 100.0  # noise this many times the signal drowns it
 
 
-class MeasuredBatch(NamedTuple):
+class BatchDiagnostics(NamedTuple):
     """What the examples of one batch do; B examples, L leaves of the parameters.
 
     losses: float (B,). norms: float32 (B,), of the encoded gradients. counts: bool (B,), included and in range.
@@ -60,9 +60,9 @@ class MeasuredBatch(NamedTuple):
     reached: int | None
 
 
-def measure_batch(
+def measure_row_gradients(
     loss: Callable, mechanism: Mechanism, params: Tree, flags: Tree, examples: Tree, included: np.ndarray
-) -> MeasuredBatch:
+) -> BatchDiagnostics:
     """What the rows do in one batch. loss: (params, example) -> number. flags: bools like the parameters, True where
     trained. examples: arrays with the B examples on axis 0. included: bool (B,)."""
     trained = sum(p.size for p, flag in zip(jax.tree.leaves(params), jax.tree.leaves(flags), strict=True) if flag)
@@ -70,7 +70,7 @@ def measure_batch(
 
     @jax.jit
     def run(params, state, rows):
-        contributions = functools.partial(_contributions, mechanism, state)
+        contributions = functools.partial(_contribution_norms, mechanism, state)
         bounds, some = _bounds(mechanism, state, contributions, params)
 
         def microbatch(ordered, rows):
@@ -95,7 +95,7 @@ def measure_batch(
         same = [[one.tobytes() == other.tobytes() for one, other in zip(*pair, strict=True)] for pair in others]
         reached = len(included) - 1 - int(np.all(same, axis=0).sum())
     size = sum(leaf.size for leaf in jax.tree.leaves(total))
-    return MeasuredBatch(*of_each, signal=optax.tree.norm(total), bound=bound, size=size, reached=reached)
+    return BatchDiagnostics(*of_each, signal=optax.tree.norm(total), bound=bound, size=size, reached=reached)
 
 
 def _first_is_nan(leaf: jax.Array) -> jax.Array:
@@ -109,7 +109,7 @@ def _bounds(mechanism: Mechanism, state: Tree, contributions: Callable, params: 
     return largest, jnp.where(least < AT_THE_BOUND * largest, largest, 0)
 
 
-def _contributions(mechanism: Mechanism, state: Tree, grad: Tree) -> jax.Array:
+def _contribution_norms(mechanism: Mechanism, state: Tree, grad: Tree) -> jax.Array:
     """The norms of what one example contributes to each of the G groups, float32 (G,)."""
     _, norms, (factors, *_) = mechanism.contribute(grad, state)
     return jnp.abs(jnp.stack(jax.tree.leaves(norms)) * jnp.stack(jax.tree.leaves(factors)))
@@ -121,8 +121,10 @@ def _largest_of_leaves(grad: Tree, flags: Tree) -> jax.Array:
     return jnp.stack([jnp.float32(jnp.max(jnp.abs(g), initial=0) if flag else 0) for g, flag in leaves])
 
 
-def one_row(loss: Callable, flags: Tree, examples: Tree) -> Callable[[Tree, int], tuple[np.ndarray, np.ndarray]]:
-    """`fn(params, row) -> (loss, leaves)` of one row by itself, float64 () and (L,); leaves as in `MeasuredBatch`."""
+def loss_of_one_row(
+    loss: Callable, flags: Tree, examples: Tree
+) -> Callable[[Tree, int], tuple[np.ndarray, np.ndarray]]:
+    """`fn(params, row) -> (loss, leaves)` of one row, float64 () and (L,); leaves as in `BatchDiagnostics`."""
 
     @jax.jit
     def alone(params, example):
@@ -136,8 +138,8 @@ def one_row(loss: Callable, flags: Tree, examples: Tree) -> Callable[[Tree, int]
     return of_row
 
 
-def find_mixed_rows(measured: MeasuredBatch, params: Tree, alone: Callable, rows: np.ndarray) -> Finding:
-    """Whether losses and gradients are the same in a batch and alone. alone: of `one_row`. rows: int (R,)."""
+def find_mixed_rows(measured: BatchDiagnostics, params: Tree, alone: Callable, rows: np.ndarray) -> Finding:
+    """Whether losses and gradients are the same in a batch and alone. alone: of `loss_of_one_row`. rows: int (R,)."""
     low = any(map(is_low_precision, jax.tree.leaves(params))) or is_low_precision(measured.losses)
     tolerance, differ = LOW_TOLERANCE if low else TOLERANCE, 0
     for row in rows:
@@ -154,7 +156,7 @@ def find_mixed_rows(measured: MeasuredBatch, params: Tree, alone: Callable, rows
     return Finding("mixing", "ok", f"{len(rows)} rows have the same loss and gradient in the batch and alone", numbers)
 
 
-def find_spreading_nan(measured: MeasuredBatch, closed: core.ClosedJaxpr) -> Finding:
+def find_spreading_nan(measured: BatchDiagnostics, closed: core.ClosedJaxpr) -> Finding:
     """Whether a row of NaN stays in its row where `jax.vmap` computes the gradients of a batch, and whether the loss
     has functions whose rounding in one row depends on other rows. closed: the jaxpr of the loss."""
     together = sorted({each.primitive.name for each in equations(closed) if iterates_together(each)})
@@ -173,11 +175,11 @@ def find_spreading_nan(measured: MeasuredBatch, closed: core.ClosedJaxpr) -> Fin
 
 
 def find_zero_gradients(
-    measured: MeasuredBatch, params: Tree, flags: Tree, alone: Callable, rows: np.ndarray
+    measured: BatchDiagnostics, params: Tree, flags: Tree, alone: Callable, rows: np.ndarray
 ) -> Finding:
     """Trained parameters whose gradient is zero for every example, here or also near these parameters.
 
-    flags: bools like the parameters. alone: of `one_row`. rows: int (R,), which are recomputed near the parameters.
+    flags: bools like the parameters. alone: of `loss_of_one_row`. rows: int (R,), which are computed again.
     """
     if not np.asarray(measured.counts).any():
         return Finding("zero gradients", "note", "no row counts")
@@ -199,7 +201,7 @@ def find_zero_gradients(
     return Finding("zero gradients", "note", f"{named} {words}; at other parameters they have one", numbers)
 
 
-def find_not_finite(measured: MeasuredBatch, included: np.ndarray) -> Finding:
+def find_not_finite(measured: BatchDiagnostics, included: np.ndarray) -> Finding:
     """Rows that contribute zero because a loss or a gradient is not finite, or too large."""
     losses, norms = np.asarray(measured.losses, np.float64)[included], np.asarray(measured.norms)[included]
     bad_losses, bad_norms = int((~np.isfinite(losses)).sum()), int((~np.isfinite(norms)).sum())
@@ -214,7 +216,7 @@ def find_not_finite(measured: MeasuredBatch, included: np.ndarray) -> Finding:
     return Finding("finite", "ok", f"all {rows} rows have finite losses and gradients", numbers)
 
 
-def find_clipped_rows(measured: MeasuredBatch) -> Finding:
+def find_clipped_rows(measured: BatchDiagnostics) -> Finding:
     """How many examples are clipped, and the quantiles of the norms."""
     counts, bound = np.asarray(measured.counts), float(measured.bound)
     norms, shares = np.asarray(measured.norms)[counts], np.asarray(measured.shares)[counts]
@@ -230,7 +232,7 @@ def find_clipped_rows(measured: MeasuredBatch) -> Finding:
     return Finding("clipping", "ok", words, numbers)
 
 
-def find_noise(measured: MeasuredBatch, mechanism: Mechanism, steps: int | None) -> Finding:
+def find_noise_to_signal(measured: BatchDiagnostics, mechanism: Mechanism, steps: int | None) -> Finding:
     """The noise of step 0 against the mean of the contributions, both as norms. steps: of the run, if known."""
     multiplier, divisor = float(values_over(mechanism.noise_multiplier, 1)[0]), float(mechanism.sampling.divisor)
     loudness = multiplier * float(measured.bound) * math.sqrt(measured.size) / divisor
@@ -252,7 +254,7 @@ def find_noise(measured: MeasuredBatch, mechanism: Mechanism, steps: int | None)
 REPETITIONS = 3
 
 
-class StepMeasurement(NamedTuple):
+class StepOfPureNoise(NamedTuple):
     """One step of pure noise.
 
     unreleased_updates: like the parameters; the noise of a run, so never to be shown.
@@ -267,7 +269,7 @@ class StepMeasurement(NamedTuple):
 
 
 @jax.disable_jit(False)  # which has no programs to measure
-def run_step(loss: Callable, optimizer: Mechanism, params: Tree, batch: Batch) -> StepMeasurement:
+def run_step(loss: Callable, optimizer: Mechanism, params: Tree, batch: Batch) -> StepOfPureNoise:
     """Compiles and runs the private step on a batch in which no row counts."""
     gradient, state = private_updates(loss, optimizer), jax.jit(optimizer.init)(params)
     empty = Batch(batch.examples, np.zeros(batch_size(batch.examples), bool))
@@ -280,10 +282,10 @@ def run_step(loss: Callable, optimizer: Mechanism, params: Tree, batch: Batch) -
         seconds.append(time.perf_counter() - start)
     memory = compiled.memory_analysis()
     sizes = (memory.temp_size_in_bytes, memory.argument_size_in_bytes) if memory is not None else (None, None)
-    return StepMeasurement(updates, compile_seconds, float(np.median(seconds)), *sizes)
+    return StepOfPureNoise(updates, compile_seconds, float(np.median(seconds)), *sizes)
 
 
-def find_duration(step: StepMeasurement, steps: int | None) -> Finding:
+def find_duration(step: StepOfPureNoise, steps: int | None) -> Finding:
     numbers = {"compile_seconds": step.compile_seconds, "seconds": step.seconds}
     words = f"compiling takes {step.compile_seconds:.2g} s, and a step {1e3 * step.seconds:.3g} ms"
     if steps is None:
@@ -293,7 +295,7 @@ def find_duration(step: StepMeasurement, steps: int | None) -> Finding:
     return Finding("time", "ok", f"{words}: {minutes} for {steps} steps", numbers | {"run_seconds": whole})
 
 
-def find_memory(step: StepMeasurement) -> Finding:
+def find_step_memory(step: StepOfPureNoise) -> Finding:
     if step.temporary is None or step.arguments is None:
         return Finding("memory", "note", "the backend does not say how much memory a step takes")
     numbers = {"temporary_bytes": step.temporary, "argument_bytes": step.arguments}
@@ -301,7 +303,7 @@ def find_memory(step: StepMeasurement) -> Finding:
     return Finding("memory", "ok", words, numbers)
 
 
-def find_low_precision(step: StepMeasurement, params: Tree, flags: Tree, losses: jax.Array) -> Finding:
+def find_low_precision_parameters(step: StepOfPureNoise, params: Tree, flags: Tree, losses: jax.Array) -> Finding:
     """Low-precision trained parameters, and the share of them that a step of pure noise does not change.
 
     flags: bools like the parameters, True where trained.

@@ -14,7 +14,7 @@ from dpx.accounting.checks import require_delta
 from dpx.audit.setup import batch_findings, loss_findings, plan_findings
 from dpx.audit.setup.report import Finding, Report
 from dpx.gradients.one_example import adding_note
-from dpx.guards import require_numbers, trained_leaves
+from dpx.guards import require_numbers, trained_mask
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.sampling.batch import Batch, require_batch
 from dpx.trees import Tree, batch_size, described
@@ -63,28 +63,31 @@ def check_setup(
     public = [
         plan_findings.find_batch_not_drawn(batch, sampling),
         plan_findings.find_delta_size(delta, sampling),
-        plan_findings.find_epsilon(optimizer, steps, delta),
+        plan_findings.find_epsilon_of_run(optimizer, steps, delta),
     ]
-    public += plan_findings.find_truncation(optimizer, steps, delta)
-    public += [] if data is None else [plan_findings.find_data_length(data, sampling)]
-    flags = trained_leaves(optimizer, params)
-    public += [plan_findings.find_guessable_key(optimizer.key), real := loss_findings.find_dtypes(params, flags)]
+    public += plan_findings.find_truncated_batches(optimizer, steps, delta)
+    public += [] if data is None else [plan_findings.find_length_mismatch(data, sampling)]
+    flags = trained_mask(optimizer, params)
+    public += [
+        plan_findings.find_guessable_key(optimizer.key),
+        real := loss_findings.find_untrainable_dtypes(params, flags),
+    ]
     with adding_note("loss", lambda: example):
         closed = loss_findings.trace_or_finding(value, params, example)
     if isinstance(closed, Finding):
         return Report((*public, closed), (rows,))
     public += [
-        loss_findings.find_constants(closed, example, len(included), sampling.examples),
-        loss_findings.find_batching(closed),
+        loss_findings.find_closed_over_arrays(closed, example, len(included), sampling.examples),
+        loss_findings.find_batch_dependence(closed),
     ]
     public += [loss_findings.find_constant_keys(loss, params, example, with_key=with_key)]
     if real.severity == "error" or rows.severity == "error":
         return Report(tuple(public), (rows,))  # no gradient, or no step, can be computed
     public += [loss_findings.find_unused(closed, params, flags), plan_findings.find_frozen(flags, params)]
     with adding_note("loss", lambda: example):
-        found = batch_findings.measure_batch(value, optimizer, params, flags, examples, included)
+        found = batch_findings.measure_row_gradients(value, optimizer, params, flags, examples, included)
     once = batch_findings.run_step(value, optimizer, params, batch._replace(examples=examples))
-    alone = batch_findings.one_row(value, flags, examples)
+    alone = batch_findings.loss_of_one_row(value, flags, examples)
     some_rows = np.flatnonzero(included)[: batch_findings.COMPARED]
     unreleased = (
         rows,
@@ -93,10 +96,12 @@ def check_setup(
         batch_findings.find_zero_gradients(found, params, flags, alone, some_rows),
         batch_findings.find_not_finite(found, included),
         batch_findings.find_clipped_rows(found),
-        batch_findings.find_noise(found, optimizer, steps),
-        batch_findings.find_low_precision(once, params, flags, found.losses),
+        batch_findings.find_noise_to_signal(found, optimizer, steps),
+        batch_findings.find_low_precision_parameters(once, params, flags, found.losses),
     )
-    return Report((*public, batch_findings.find_duration(once, steps), batch_findings.find_memory(once)), unreleased)
+    return Report(
+        (*public, batch_findings.find_duration(once, steps), batch_findings.find_step_memory(once)), unreleased
+    )
 
 
 def _require_args(loss, optimizer, params, batch, steps, delta) -> tuple[Batch, int | None, float | None]:
@@ -127,9 +132,9 @@ def warn_of_loss(optimizer: Mechanism, closed: core.ClosedJaxpr, params: Tree, r
     """
     sampling = optimizer.sampling
     for found in (
-        loss_findings.find_constants(closed, row[0], sampling.usual_rows, sampling.examples),
-        loss_findings.find_batching(closed),
-        loss_findings.find_unused(closed, params, trained_leaves(optimizer, params)),
+        loss_findings.find_closed_over_arrays(closed, row[0], sampling.usual_rows, sampling.examples),
+        loss_findings.find_batch_dependence(closed),
+        loss_findings.find_unused(closed, params, trained_mask(optimizer, params)),
         loss_findings.find_constant_keys_in(closed, len(jax.tree.leaves(params))),
     ):
         if found.severity in ("error", "warning"):

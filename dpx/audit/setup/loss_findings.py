@@ -39,11 +39,11 @@ def trace_or_finding(loss: Callable, params: Tree, example: Tree) -> core.Closed
     return closed
 
 
-def find_constants(closed: core.ClosedJaxpr, example: Tree, rows: int, examples: int) -> Finding:
+def find_closed_over_arrays(closed: core.ClosedJaxpr, example: Tree, rows: int, examples: int) -> Finding:
     """Arrays in the loss's closure that may be training data. rows: of the batch. examples: of the data set."""
     shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(example)}
     found = [(jnp.shape(array), _bytes_of(array)) for array in jaxprs.constants(closed)]
-    suspects = [shape for shape, _ in found if _like_data(shape, shapes, rows, examples)]
+    suspects = [shape for shape, _ in found if _may_hold_data(shape, shapes, rows, examples)]
     size = sum(size for _, size in found)
     numbers = {"arrays": len(found), "bytes": size, "suspects": len(suspects)}
     if suspects:
@@ -57,7 +57,7 @@ def find_constants(closed: core.ClosedJaxpr, example: Tree, rows: int, examples:
     return Finding("closures", "ok", "the loss closes over no large array", numbers)
 
 
-def find_batching(closed: core.ClosedJaxpr) -> Finding:
+def find_batch_dependence(closed: core.ClosedJaxpr) -> Finding:
     """Equations that may see the rows of a whole batch under `jax.vmap`."""
     all_names = {equation.primitive.name for equation in jaxprs.equations(closed)}
     names = sorted(name for name in all_names if "callback" in name or name in ("debug_print", "custom_vmap_call"))
@@ -78,7 +78,7 @@ def find_unused(closed: core.ClosedJaxpr, params: Tree, flags: Tree) -> Finding:
     return Finding("unused parameters", "ok", "the loss uses every trained parameter", {"parameters": 0})
 
 
-def find_dtypes(params: Tree, flags: Tree) -> Finding:
+def find_untrainable_dtypes(params: Tree, flags: Tree) -> Finding:
     """Trained parameters without a real gradient. flags: bools like the parameters, True where trained."""
     found = [(path_of(path), jnp.result_type(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
     found = [each for each, flag in zip(found, jax.tree.leaves(flags), strict=True) if flag]
@@ -94,7 +94,7 @@ def is_low_precision(leaf: jax.Array) -> bool:
     return jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and jnp.result_type(leaf).itemsize < 4
 
 
-def _like_data(shape: tuple[int, ...], example_shapes: set, rows: int, examples: int) -> bool:
+def _may_hold_data(shape: tuple[int, ...], example_shapes: set, rows: int, examples: int) -> bool:
     """Whether an array may hold the data set, the batch, or some rows of them."""
     if len(shape) == 0 or shape[0] < 2:
         return False

@@ -61,7 +61,7 @@ def find_batch_not_drawn(batch: Batch, sampling: Sampling) -> Finding:
     return Finding("drawn", "ok", "the sampling drew the batch")
 
 
-def find_data_length(data: Any, sampling: Sampling) -> Finding:
+def find_length_mismatch(data: Any, sampling: Sampling) -> Finding:
     rows = length_of(data)
     numbers = {"rows": rows, "examples": sampling.examples}
     if rows != sampling.examples:
@@ -80,7 +80,7 @@ def find_delta_size(delta: float | None, sampling: Sampling) -> Finding:
     return Finding("delta", "ok", f"delta {delta:g} is below 1 / {sampling.examples}", numbers)
 
 
-def find_epsilon(optimizer: Mechanism, steps: int | None, delta: float | None) -> Finding:
+def find_epsilon_of_run(optimizer: Mechanism, steps: int | None, delta: float | None) -> Finding:
     """The epsilon of the whole run."""
     if steps is None or delta is None:
         return Finding("privacy", "note", "not known without steps and delta, or a budget")
@@ -101,7 +101,7 @@ def find_epsilon(optimizer: Mechanism, steps: int | None, delta: float | None) -
     return Finding("privacy", "ok", words, numbers)
 
 
-def find_truncation(optimizer: Mechanism, steps: int | None, delta: float | None) -> list[Finding]:
+def find_truncated_batches(optimizer: Mechanism, steps: int | None, delta: float | None) -> list[Finding]:
     """What it costs that the sampling truncates batches (`most_rows`); nothing for other samplings."""
     if steps is None or delta is None or not optimizer.sampling.truncates:
         return []

@@ -24,5 +24,5 @@ from dpx.gradients.ghost.plan import Explanation as Explanation
 from dpx.gradients.ghost.plan import ForwardPlan as ForwardPlan
 from dpx.gradients.ghost.plan import GhostPlan as GhostPlan
 from dpx.gradients.ghost.plan import explain as explain
-from dpx.gradients.ghost.plan import make_plan as make_plan
+from dpx.gradients.ghost.plan import make_ghost_plan as make_ghost_plan
 from dpx.gradients.ghost.trace import trace_loss as trace_loss

@@ -19,12 +19,12 @@ from dpx.gradients.ghost import norms, weighted_sums
 from dpx.gradients.ghost.norms import (
     TINY,
     Products,
-    error_of,
+    error_of_inner_products,
     inner_products,
     norm_with_sum_error,
-    product_in_range,
+    product_or_infinity,
     products_within,
-    split_by_size,
+    split_off_scale,
     sum_upper_bound,
 )
 from dpx.gradients.ghost.rules import Site
@@ -32,7 +32,7 @@ from dpx.sums.clipped_sum import repeat_to_shape, weighted_sum
 from dpx.xla.place import current_place
 
 
-class Overlap(enum.Enum):
+class SharedElements(enum.Enum):
     """How a second group of uses sees the elements that the first one sees."""
 
     SAME = enum.auto()
@@ -66,7 +66,7 @@ class Sharing(NamedTuple):
     """
 
     use_groups: tuple[UseGroup, ...]
-    relations: Mapping[tuple[int, int], Overlap]
+    relations: Mapping[tuple[int, int], SharedElements]
 
 
 def find_sharing(sites: tuple[Site, ...], shape: tuple[int, ...]) -> Sharing | str:
@@ -86,7 +86,7 @@ def find_sharing(sites: tuple[Site, ...], shape: tuple[int, ...]) -> Sharing | s
         lookup = sites[numbers[0]].lookup
         use_groups.append(UseGroup(tuple(numbers), (kernels, positions, fan_in, fan_out), lookup))
     for i, j in itertools.combinations(range(len(use_groups)), 2):
-        relation = seen.relation(use_groups[i].sites[0], use_groups[j].sites[0])
+        relation = seen.element_overlap(use_groups[i].sites[0], use_groups[j].sites[0])
         if relation is None:
             return f"used {len(sites)} times, by views that overlap in part"
         relations[i, j] = relation
@@ -114,12 +114,12 @@ class _Elements:
             return True
         return np.array_equal(self.numbers[i], self.numbers[j].transpose(axes))
 
-    def relation(self, i: int, j: int) -> Overlap | None:
+    def element_overlap(self, i: int, j: int) -> SharedElements | None:
         if self.equal(i, j):
-            return Overlap.SAME
+            return SharedElements.SAME
         if self.equal(i, j, (0, 2, 1)):
-            return Overlap.TRANSPOSED
-        return Overlap.DISJOINT if np.intersect1d(self.numbers[i], self.numbers[j]).size == 0 else None
+            return SharedElements.TRANSPOSED
+        return SharedElements.DISJOINT if np.intersect1d(self.numbers[i], self.numbers[j]).size == 0 else None
 
 
 def gram_operations(sharing: Sharing) -> float:
@@ -127,7 +127,7 @@ def gram_operations(sharing: Sharing) -> float:
     total = 0.0
     for i, j in itertools.combinations_with_replacement(range(len(sharing.use_groups)), 2):
         first, second = sharing.use_groups[i], sharing.use_groups[j]
-        if sharing.relations.get((i, j)) is Overlap.DISJOINT:
+        if sharing.relations.get((i, j)) is SharedElements.DISJOINT:
             continue
         kernels, positions, fan_in, fan_out = first.sizes
         # A lookup multiplies only its B, because comparing or taking indices costs almost nothing.
@@ -139,19 +139,19 @@ def gram_operations(sharing: Sharing) -> float:
 def _norm_of_uses(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]], positions: list[int]) -> jax.Array:
     """|sum_u A_u^T B_u| for one example, float32 (), with bounds on rounding as in `norms.gram_norm`. matrices: A_u
     and B_u of every use, as a `Site` gives them. positions: as in `Uses`."""
-    sides, size = _sides(sharing, matrices), jnp.float32(1)
+    sides, size = _group_matrices(sharing, matrices), jnp.float32(1)
     if not current_place().unit.rounds:
-        sides, size = _balanced_sides(sharing, sides)
+        sides, size = _rescaled_matrices(sharing, sides)
     add = functools.partial(sum_upper_bound, more=len(sides) ** 2)
     measured = [[(x, _products_within(x)) for x in side] for side in sides]
     squared = functools.reduce(jnp.add, [add(a, b) for (_, a), (_, b) in measured])
     for (i, j), relation in sharing.relations.items():
-        if relation is not Overlap.DISJOINT:
-            others = measured[j] if relation is Overlap.SAME else measured[j][::-1]
+        if relation is not SharedElements.DISJOINT:
+            others = measured[j] if relation is SharedElements.SAME else measured[j][::-1]
             squared += 2 * add(
                 *(_products_between(*left, *right) for left, right in zip(measured[i], others, strict=True))
             )
-    lengths = jnp.concatenate([norms.lengths_of_products(a, b).reshape(-1) for (_, a), (_, b) in measured])
+    lengths = jnp.concatenate([norms.products_of_row_norms(a, b).reshape(-1) for (_, a), (_, b) in measured])
     return size * norm_with_sum_error(squared, lengths, *positions)
 
 
@@ -165,11 +165,11 @@ def _products_within(x: jax.Array) -> Products:
 
 def _products_between(left: jax.Array, of_left: Products, right: jax.Array, of_right: Products) -> Products:
     """The inner products of rows with others. Those with a row of a one-hot matrix pick a number, which is exact."""
-    error = error_of(left, right) if left.ndim == right.ndim > 1 else 0.0
+    error = error_of_inner_products(left, right) if left.ndim == right.ndim > 1 else 0.0
     return Products(_gram(left, right), (of_left.lengths[0], of_right.lengths[0]), error)
 
 
-def _sides(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]]) -> list[tuple[jax.Array, jax.Array]]:
+def _group_matrices(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]]) -> list[tuple[jax.Array, jax.Array]]:
     """A and B of every group."""
     sides = []
     for group in sharing.use_groups:
@@ -180,13 +180,13 @@ def _sides(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]]) -> lis
     return sides
 
 
-def _balanced_sides(sharing: Sharing, sides: list[tuple[jax.Array, jax.Array]]):
+def _rescaled_matrices(sharing: Sharing, sides: list[tuple[jax.Array, jax.Array]]):
     """A and B of every group, rescaled as in `norms.balanced`, and the size, float32 (), that this divides out."""
     measured = []
     for group, (a, b) in zip(sharing.use_groups, sides, strict=True):
-        b, size = split_by_size(b)
-        a, size_a = (a, jnp.ones_like(size)) if group.lookup else split_by_size(a)
-        measured.append((a, b, product_in_range(size_a, size)))
+        b, size = split_off_scale(b)
+        a, size_a = (a, jnp.ones_like(size)) if group.lookup else split_off_scale(a)
+        measured.append((a, b, product_or_infinity(size_a, size)))
     largest = functools.reduce(jnp.maximum, (jnp.max(size, initial=0) for _, _, size in measured), TINY)
     return [(a, b * repeat_to_shape(size / largest, b.shape)) for a, b, size in measured], largest
 
@@ -246,14 +246,14 @@ class Uses(NamedTuple):
         return found
 
     @property
-    def together(self) -> int:
+    def positions_together(self) -> int:
         """How many positions Gram matrices compare. Those of lookups have zeros and ones, so they count apart."""
         return max(sum(site.sizes[1] for site in self.sites if site.lookup == lookup) for lookup in (False, True))
 
     @property
     def few_positions(self) -> bool:
         """Whether Gram matrices find a norm that rounding hardly raises."""
-        return self.together <= norms.MOST_POSITIONS
+        return self.positions_together <= norms.MOST_POSITIONS
 
     @property
     def are_one_lookup(self) -> bool:
@@ -266,7 +266,7 @@ class Uses(NamedTuple):
 Captured = Any
 
 
-class Algorithm(NamedTuple):
+class NormAlgorithm(NamedTuple):
     """How to compute, for one parameter, the norms of its per-example gradients and their sum with clip factors.
 
     words: for `explain`
@@ -322,7 +322,7 @@ def _gram_norm(uses: Uses, scale: jax.Array | None, records: Captured):
 
 def _gram_raised(uses: Uses) -> float:
     widest = max(size for site in uses.sites for size in site.sizes[3 if site.lookup else 2 :])
-    return norms.raised_by(widest, uses.together) + norms.sum_error(*uses.positions)
+    return norms.share_raised_by_rounding(widest, uses.positions_together) + norms.sum_error(*uses.positions)
 
 
 def _product_cost(uses: Uses, scaled: bool) -> float | None:
@@ -343,7 +343,7 @@ def _product_norm(uses: Uses, scale: jax.Array | None, records: Captured):
     grads = records if taken else jax.lax.optimization_barrier(kept_products(uses, records))  # for norm and sum alike
     # The barrier makes XLA move the elements once, instead of once for every example.
     scale = None if scale is None else jax.lax.optimization_barrier(uses.sites[0].arrange(scale))
-    return None if taken else grads, _sizes(grads, scale)
+    return None if taken else grads, _scaled_gradient_norms(grads, scale)
 
 
 def _product_sum(uses: Uses, shape: tuple[int, ...], records: jax.Array, factors: jax.Array) -> jax.Array:
@@ -351,7 +351,7 @@ def _product_sum(uses: Uses, shape: tuple[int, ...], records: jax.Array, factors
     return weighted_sums.transpose(uses.sites[0].arrange, shape, total)
 
 
-def _rows_cost(uses: Uses, scaled: bool) -> float | None:
+def _norm_by_rows_cost(uses: Uses, scaled: bool) -> float | None:
     if not uses.are_one_lookup:
         return None
     positions, numbers = (sum(site.sizes[1] * by for site in uses.sites) for by in (1, uses.sites[0].sizes[3]))
@@ -363,16 +363,16 @@ def _number_of_distinct_rows(uses: Uses) -> bool:
     return len(uses.sites) == 1 and uses.sites[0].distinct
 
 
-def _rows_norm(uses: Uses, scale: jax.Array | None, records: Captured):
+def _norm_by_rows(uses: Uses, scale: jax.Array | None, records: Captured):
     def of_one_example(record):
         read = [site.matrices(*row) for site, row in zip(uses.sites, record, strict=True)]
         indices, b = (jnp.concatenate(each) if len(each) > 1 else each[0] for each in zip(*read, strict=True))
-        return indices, *norms.gradient_rows(indices, b, distinct=_number_of_distinct_rows(uses))
+        return indices, *norms.gradient_rows_of_lookup(indices, b, distinct=_number_of_distinct_rows(uses))
 
     indices, rows, inside = jax.vmap(of_one_example)(records)
     rows = jax.lax.optimization_barrier(rows)
     of_rows = 1 if scale is None else uses.sites[0].arrange(scale)[0][jnp.maximum(indices, 0)]
-    return (indices, rows), jnp.where(inside, _sizes(rows * of_rows, None), jnp.inf)
+    return (indices, rows), jnp.where(inside, _scaled_gradient_norms(rows * of_rows, None), jnp.inf)
 
 
 def _rows_sum(uses: Uses, shape: tuple[int, ...], records: Any, factors: jax.Array) -> jax.Array:
@@ -394,7 +394,7 @@ def _shared_norm(uses: Uses, scale: jax.Array | None, records: Captured):
     return None, jax.vmap(of_one_example)(records)
 
 
-def _again_cost(uses: Uses, scaled: bool) -> float | None:
+def _recomputation_cost(uses: Uses, scaled: bool) -> float | None:
     if scaled or uses.are_one_lookup or uses.few_positions:
         return None
     return 2 * sum(map(gradient_operations, uses.sites)) + OPERATIONS_PER_BYTE * 4 * 2 * math.prod(uses.shape)
@@ -406,7 +406,7 @@ def _again_norm(uses: Uses, scale: jax.Array | None, records: Captured):
         matrices = [site.matrices(*row) for site, row in zip(uses.sites, record, strict=True)]
         return norms.norm_of_computed(gradient, [_with_lengths_of_rows(*each) for each in matrices], *uses.positions)
 
-    return None, weighted_sums.one_after_another(of_one_example, records)
+    return None, weighted_sums.map_sequentially(of_one_example, records)
 
 
 def _with_lengths_of_rows(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -475,36 +475,36 @@ def _gradient_memory_cost(site: Site, slices: int) -> float:
     return (3 if slices * size <= CACHED_BYTES else 5) * OPERATIONS_PER_BYTE * size
 
 
-def _sizes(grads: jax.Array, scale: jax.Array | None) -> jax.Array:
+def _scaled_gradient_norms(grads: jax.Array, scale: jax.Array | None) -> jax.Array:
     """The norms, float32 (B,), of gradients that are scaled coordinate by coordinate."""
     return jax.vmap(lambda grad: norms.frobenius(grad if scale is None else grad * scale))(grads)
 
 
-OUTER = Algorithm("norm from |input| |cotangent|", _outer_cost, _outer_norm, _site_sum)
-GRAM = Algorithm("norm from Gram matrices", _gram_cost, _gram_norm, _sum_of_examples, raised=_gram_raised)
-PRODUCT = Algorithm(
+OUTER = NormAlgorithm("norm from |input| |cotangent|", _outer_cost, _outer_norm, _site_sum)
+GRAM = NormAlgorithm("norm from Gram matrices", _gram_cost, _gram_norm, _sum_of_examples, raised=_gram_raised)
+PRODUCT = NormAlgorithm(
     "per-example gradients from inputs and cotangents", _product_cost, _product_norm, _product_sum, keeps_gradients=True
 )
-ROWS = Algorithm("norm from the rows looked up", _rows_cost, _rows_norm, _rows_sum)
-SHARED = Algorithm(
+ROWS = NormAlgorithm("norm from the rows looked up", _norm_by_rows_cost, _norm_by_rows, _rows_sum)
+SHARED = NormAlgorithm(
     "norm from Gram matrices of all uses", _shared_cost, _shared_norm, _sum_of_examples, raised=_gram_raised
 )
-AGAIN = Algorithm(
+AGAIN = NormAlgorithm(
     "norm from a gradient that the sum computes again",
-    _again_cost,
+    _recomputation_cost,
     _again_norm,
     _sum_of_examples,
     raised=lambda uses: 2 * norms.sum_error(*uses.positions),
 )
-GRADIENT = Algorithm(
+GRADIENT = NormAlgorithm(
     "per-example gradients",
     lambda uses, scaled: gradient_cost(uses),
-    norm=lambda uses, scale, grads: (grads, _sizes(grads, scale)),
+    norm=lambda uses, scale, grads: (grads, _scaled_gradient_norms(grads, scale)),
     weighted_sum=lambda uses, shape, grads, factors: weighted_sum(factors, grads),
     keeps_gradients=True,
 )
 SMALL = GRADIENT._replace(words="per-example gradients as small as cotangents")
-UNUSED = Algorithm(
+UNUSED = NormAlgorithm(
     "no gradient",
     cost=lambda uses, scaled: 0.0,
     norm=lambda uses, scale, records: (None, jnp.zeros(len(jax.tree.leaves(records)[0]), jnp.float32)),

@@ -17,7 +17,7 @@ class _NotFollowed(Exception):
     """A branch is not followed."""
 
 
-def every_branch(equation: core.JaxprEqn, kinds: list[int]) -> core.ClosedJaxpr | None:
+def branches_as_select(equation: core.JaxprEqn, kinds: list[int]) -> core.ClosedJaxpr | None:
     """A branch that the data choose, as all branches and a choice of their results, which `jax.vmap` makes of it too;
     None if it is not followed. kinds: of the operands.
 

@@ -13,16 +13,16 @@ from dpx.gradients.ghost.hooks import (
     Captured,
     Hook,
     Part,
-    capture_hooks,
-    for_all_readers,
+    capture_for_all_readers,
+    fill_unread_operands,
     gradient_hooks,
-    gradient_slots,
     hooked_equations,
+    make_capture_hooks,
+    make_sum_hooks,
+    merge_captured,
     norm_hooks,
-    sum_hooks,
+    slots_for_gradients,
     takes_kept_gradients,
-    with_captured,
-    with_records,
 )
 from dpx.gradients.ghost.plan import GhostPlan
 from dpx.mechanism import Mechanism
@@ -56,14 +56,14 @@ def sum_by_plan(
     leaves = jax.tree.leaves(params)
     reads = frozenset(number for site in plan.sites for number in site.reads)
     values = interpreter.public_values(plan.program, leaves, reads)
-    scales = _scales(plan, mechanism, params, state, values)
+    scales = _coordinate_scales(plan, mechanism, params, state, values)
     once, twice = hooked_equations(plan, backward_passes)
     take_kept = gradient_hooks if takes_kept_gradients() else functools.partial(norm_hooks, keep=True)
     hooks = take_kept(plan, once, included.shape[0]) | norm_hooks(plan, twice, included.shape[0], keep=False)
-    hooks |= capture_hooks(plan, hooks, included.shape[0])
+    hooks |= make_capture_hooks(plan, hooks, included.shape[0])
     losses, aux, captured, found = _backward_pass(plan, leaves, examples, hooks, apart)
-    captured = for_all_readers(with_records(plan, with_captured(plan, once, captured, found), values))
-    backwards = [(made_kernels.backward(group, plan.program, leaves, scales), keep) for group, keep in plan.made]
+    captured = capture_for_all_readers(fill_unread_operands(plan, merge_captured(plan, once, captured, found), values))
+    backwards = [(made_kernels.backward(group, plan.program, leaves, scales), keep) for group, keep in plan.made_groups]
     leaf_norms, captured = _norms(plan, leaves, captured, scales, found, backwards)
     norms, factors = _norms_and_factors(plan, mechanism, leaf_norms, state, included.shape[0])
     included &= in_range(norms)
@@ -76,7 +76,7 @@ def sum_by_plan(
     if twice:
         by_leaf = {encoded.leaf: [f[encoded.leaf] for f in of_leaves] for encoded in plan.encoded}
         of_first = {part: norms for part, (_, norms) in found.items()}
-        make_hooks = functools.partial(sum_hooks, plan, twice, leaves, of_first, by_leaf)
+        make_hooks = functools.partial(make_sum_hooks, plan, twice, leaves, of_first, by_leaf)
         before = [total for of_factor in sums for total in of_factor.values()]
         for part, totals in _second_pass(plan, leaves, examples, make_hooks, included, before, apart).items():
             for of_factor, total in zip(sums, totals, strict=True):
@@ -101,7 +101,7 @@ def _second_pass(
     def find():
         return _backward_pass(plan, leaves, examples, make_hooks(), apart, only_hooks=True)[-1]
 
-    return jax.lax.cond(opaque_false(first), lambda: gradient_slots(make_hooks()), find)
+    return jax.lax.cond(opaque_false(first), lambda: slots_for_gradients(make_hooks()), find)
 
 
 def _backward_pass(
@@ -121,11 +121,11 @@ def _backward_pass(
     kept = [] if only_hooks else [site.use.equation for site in plan.sites if site.use.equation not in hooks]
     outputs = {equation: plan.program.output(equation) for equation in [*kept, *sliced]}
     fixed = {number: leaf for number, leaf in enumerate(leaves) if number not in differentiated}
-    instruments = interpreter.Instruments(
-        plan.unread | {equation: {0} for equation in sliced},
+    instruments = interpreter.InterpreterHooks(
+        plan.unread_operands | {equation: {0} for equation in sliced},
         {equation: hook.at for equation, hook in hooks.items()},
         interpreter.starts_of_slices(plan.program, fixed),
-        interpreter.computed_once(plan.program, kept),
+        interpreter.equations_computed_once(plan.program, kept),
     )
 
     def gradient_of(leaf, cotangents):
@@ -133,12 +133,14 @@ def _backward_pass(
         found = [
             functools.reduce(jnp.add, [cotangents[n].astype(jnp.float32) for n in each]) for _, each in pieces[leaf]
         ]
-        return views.join_boxes([view for view, _ in pieces[leaf]], found, leaves[leaf].shape)
+        return views.assemble_parts([view for view, _ in pieces[leaf]], found, leaves[leaf].shape)
 
     def of_one_example(example):
         def loss(differentiated, added):
             inputs = [differentiated.get(number, leaf) for number, leaf in enumerate(leaves)]
-            value, aux, seen = interpreter.evaluate(plan.program, inputs + jax.tree.leaves(example), added, instruments)
+            value, aux, seen = interpreter.eval_program(
+                plan.program, inputs + jax.tree.leaves(example), added, instruments
+            )
             return value, (aux, seen)
 
         added: dict[int, Any] = {equation: hook.added for equation, hook in hooks.items()}
@@ -161,7 +163,9 @@ def _backward_pass(
     return losses, aux, captured, found
 
 
-Backwards = list[tuple[made_kernels.Backward, bool]]  # for each group of kernels, and whether its gradients are kept
+Backwards = list[
+    tuple[made_kernels.KernelBackward, bool]
+]  # for each group of kernels, and whether its gradients are kept
 
 
 def _norms(
@@ -252,7 +256,7 @@ def _weighted_sums(
     for backward, keep in backwards:
         of_group = backward.made.leaves
         kept, factors = captured.gradients[of_group[0], 0], [factor[leaf] for leaf in of_group]
-        found = made_kernels.sum_made_gradients(backward, kept, factors, keep=keep)
+        found = made_kernels.sum_kernel_gradients(backward, kept, factors, keep=keep)
         sums.update(zip(((leaf, 0) for leaf in of_group), found, strict=True))
     wanted = [(one.leaf, number) for one in plan.encoded for number in range(len(plan.choices[one.leaf]))]
     wanted = [part for part in wanted if part not in without and part not in sums]
@@ -276,7 +280,9 @@ def _joined(plan: GhostPlan, leaves: list[jax.Array], sums: dict[Part, FloatPair
     return pair_of_trees(jax.tree.unflatten(plan.structure, [of_leaf(encoded.leaf) for encoded in plan.encoded]))
 
 
-def _scales(plan: GhostPlan, mechanism: Mechanism, params: Tree, state: Tree, values) -> dict[Part, jax.Array]:
+def _coordinate_scales(
+    plan: GhostPlan, mechanism: Mechanism, params: Tree, state: Tree, values
+) -> dict[Part, jax.Array]:
     """The factor of every coordinate, float32, by part: what the mechanism scales it by, times the slopes of a kernel
     that the loss makes of it. values: public values, by number."""
     scales: dict[Part, jax.Array] = {}

@@ -35,8 +35,8 @@ from dpx.xla.place import current_place
 class Captured(NamedTuple):
     """The arrays from which norms and contributions are computed, with the B examples on axis 0.
 
-    gradients: by number of the parameter leaf and of its part, the per-example gradients that its `Algorithm` keeps, or
-        what it computes them from, if that is not at the equations
+    gradients: by number of the parameter leaf and of its part, the per-example gradients that its `NormAlgorithm`
+        keeps, or what it computes them from, if that is not at the equations
     inputs: by number of the equation of a site, all operands of the equation, in their dtypes; None for a parameter
     cotangents: by number of the equation of a site, the gradients of the losses with respect to the equation's output
 
@@ -61,7 +61,7 @@ class Captured(NamedTuple):
         return [examples_after_slices(site) for site in choice.uses.sites]
 
 
-def for_all_readers(captured: Captured) -> Captured:
+def capture_for_all_readers(captured: Captured) -> Captured:
     """`captured`, with gradients and what stands for records rounded like records, and all behind a barrier: norms and
     sums must read the same numbers, but XLA may round for one alone."""
     unit = current_place().unit
@@ -83,7 +83,7 @@ def for_all_readers(captured: Captured) -> Captured:
     return structure.unflatten(found[id(x)] for x in leaves)
 
 
-def with_records(plan: GhostPlan, captured: Captured, values: Mapping[int, jax.Array]) -> Captured:
+def fill_unread_operands(plan: GhostPlan, captured: Captured, values: Mapping[int, jax.Array]) -> Captured:
     """`captured`, with what stands for inputs and cotangents in place of those that nothing else reads."""
     gradients, plain = dict(captured.gradients), set()
     made: dict[tuple, Any] = {}
@@ -159,7 +159,7 @@ class Hook(NamedTuple):
         return hook(output, operands, added)
 
 
-def gradient_slots(hooks: dict[int, Hook]) -> dict[Part, Tree]:
+def slots_for_gradients(hooks: dict[int, Hook]) -> dict[Part, Tree]:
     return {part: slot for hook in hooks.values() for part, slot in hook.slot.items()}
 
 
@@ -206,7 +206,7 @@ def leaves_kept_nowhere(plan: GhostPlan) -> tuple[set[int], bool]:
     once, twice = hooked_equations(plan, 2)
     parts = {part for choices in twice.values() for part in choices}
     leaves = {leaf for leaf, of_leaf in enumerate(plan.choices) if {(leaf, n) for n in range(len(of_leaf))} <= parts}
-    return leaves, _in_checkpoints(plan) <= {*once, *twice}
+    return leaves, _rematerialized_sites(plan) <= {*once, *twice}
 
 
 def takes_kept_gradients() -> bool:
@@ -242,10 +242,10 @@ def gradient_hooks(plan: GhostPlan, equations: Hooked, size: int) -> dict[int, H
     }
 
 
-def capture_hooks(plan: GhostPlan, hooks: dict[int, Hook], size: int) -> dict[int, Hook]:
+def make_capture_hooks(plan: GhostPlan, hooks: dict[int, Hook], size: int) -> dict[int, Hook]:
     """Hooks that capture inputs and cotangents of `size` examples, at the equations in checkpoints without `hooks`. The
     first of several equations that read a value captures it."""
-    equations = {equation for equation in _in_checkpoints(plan) - set(hooks) if _is_real(plan, equation)}
+    equations = {equation for equation in _rematerialized_sites(plan) - set(hooks) if _is_real(plan, equation)}
     places_of = _captured_operands(plan, equations)
     first = {value: place for place, value in reversed(places_of.items())}
     again = {value for (equation, _), value in places_of.items() if first[value][0] != equation}
@@ -263,7 +263,7 @@ def capture_hooks(plan: GhostPlan, hooks: dict[int, Hook], size: int) -> dict[in
     return {equation: hook(equation) for equation in equations}
 
 
-def with_captured(plan: GhostPlan, once: Hooked, captured: Captured, found: dict[Part, Any]) -> Captured:
+def merge_captured(plan: GhostPlan, once: Hooked, captured: Captured, found: dict[Part, Any]) -> Captured:
     """`captured` with what hooks found for all readers: those that capture, and those at `once` that take gradients
     alone. It is taken out of `found`."""
     parts_taken = [part for choices in once.values() for part in choices] if takes_kept_gradients() else []
@@ -281,7 +281,7 @@ def with_captured(plan: GhostPlan, once: Hooked, captured: Captured, found: dict
     return Captured(captured.gradients | gradients, captured.inputs | inputs, captured.cotangents | cotangents)
 
 
-def _in_checkpoints(plan: GhostPlan) -> set[int]:
+def _rematerialized_sites(plan: GhostPlan) -> set[int]:
     """The equations of sites in bodies that a backward pass computes again."""
     equations = plan.program.equations
     bodies = [(number, one.body) for number, one in enumerate(equations) if one.body and one.name in REMAT]
@@ -292,7 +292,7 @@ def _in_checkpoints(plan: GhostPlan) -> set[int]:
 def _is_real(plan: GhostPlan, equation: int) -> bool:
     """Whether everything that is captured at an equation is real."""
     jaxpr: Any = plan.program.equations[equation].jaxpr
-    wanted = [v.aval for i, v in enumerate(jaxpr.invars) if i not in plan.unread[equation]]
+    wanted = [v.aval for i, v in enumerate(jaxpr.invars) if i not in plan.unread_operands[equation]]
     return all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in wanted)
 
 
@@ -302,11 +302,11 @@ def _captured_operands(plan: GhostPlan, equations: set[int]) -> dict[tuple[int, 
         (equation, i): value if isinstance(value, int) else (equation, i)
         for equation in sorted(equations)
         for i, value in enumerate(plan.program.equations[equation].inputs)
-        if i not in plan.unread[equation]
+        if i not in plan.unread_operands[equation]
     }
 
 
-def sum_hooks(
+def make_sum_hooks(
     plan: GhostPlan,
     equations: Hooked,
     leaves: list[jax.Array],
@@ -357,7 +357,7 @@ def _hook(plan: GhostPlan, equation: int, compute: Callable, given: Tree, size: 
         return compute(jax.lax.optimization_barrier(captured), given)
 
     found: Any = plan.program.equations[equation]
-    counts, unread = found.counts, plan.unread[equation]
+    counts, unread = found.counts, plan.unread_operands[equation]
 
     def shape(variable):
         return jax.ShapeDtypeStruct((size, *variable.aval.shape), variable.aval.dtype)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.gradients.ghost.program import Block, Constant, Equation, Program, count_scan_operands
+from dpx.gradients.ghost.program import Constant, Equation, EquationBlock, Program, count_scan_operands
 from dpx.trees import Tree
 from dpx.xla.ordering import opaque_false, with_cotangent_computed_once
 from dpx.xla.place import current_place
@@ -23,7 +23,7 @@ MANY_SLICES = 8  # of parameters; for fewer, sharing kernels takes longer to com
 Seen = dict[int, tuple]  # by number of an equation, its operands; None for those that nobody reads
 
 
-class Instruments(NamedTuple):
+class InterpreterHooks(NamedTuple):
     """unread: by number of an equation, unwanted operands. hooks: by number of an equation, the function of its output,
     its operands and what is added, instead of adding; see `hooks.Hook.at`. starts: by number of an equation that slices
     a parameter, where the slice begins; see `starts_of_slices`. once: the numbers of equations whose cotangent is
@@ -59,8 +59,8 @@ def starts_of_slices(program: Program, leaves: dict[int, jax.Array]) -> dict[int
     return {number: [found[start] for start in starts] for number, starts in slices.items()}
 
 
-def computed_once(program: Program, recorded: list[int]) -> frozenset[int]:
-    """For `Instruments`: the recorded equations outside of scans, on several devices. During the backward pass of a
+def equations_computed_once(program: Program, recorded: list[int]) -> frozenset[int]:
+    """For `InterpreterHooks`: the recorded equations outside of scans, on several devices. In the backward pass of a
     scan, XLA would keep the terms of their cotangents, such as those of logits. A bias shares the cotangent of its
     layer, which then has no second one."""
     if current_place().devices == 1 or not any(equation.body for equation in program.equations):
@@ -99,8 +99,8 @@ def _slice_at(equation: Equation, operand: jax.Array, starts: list[jax.Array]) -
     return [jax.lax.dynamic_slice(operand, starts, sizes, allow_negative_indices=False)]
 
 
-def evaluate(
-    program: Program, inputs: list, added: dict[int, Tree], instruments: Instruments
+def eval_program(
+    program: Program, inputs: list, added: dict[int, Tree], instruments: InterpreterHooks
 ) -> tuple[jax.Array, Tree, Seen]:
     """The loss, what it returns beside its value, and the operands of the equations in `added` without a hook.
 
@@ -111,7 +111,9 @@ def evaluate(
     return results[0], jax.tree.unflatten(program.aux, results[1:]), seen
 
 
-def _run(program: Program, instruments: Instruments, block: Block, inputs, added: dict) -> tuple[list, Seen]:
+def _run(
+    program: Program, instruments: InterpreterHooks, block: EquationBlock, inputs, added: dict
+) -> tuple[list, Seen]:
     values: dict[int, Any] = dict(zip(block.inputs, inputs, strict=True))
     seen: Seen = {}
 
@@ -145,7 +147,7 @@ def _run(program: Program, instruments: Instruments, block: Block, inputs, added
                     current_place().unit.rounds
                 ):  # here already: a scan stacks them, in half of the memory if they are short
                     seen[number] = jax.tree.map(lambda x: current_place().unit.round_stored(jnp.asarray(x)), wanted)
-                outputs = [_plus_added(outputs[0], added[number])]
+                outputs = [_plus_zero_probe(outputs[0], added[number])]
             if number in instruments.once:
                 outputs = [with_cotangent_computed_once(outputs[0])]
         values.update(zip(equation.outputs, outputs, strict=True))
@@ -153,13 +155,13 @@ def _run(program: Program, instruments: Instruments, block: Block, inputs, added
 
 
 @jax.custom_jvp
-def _plus_added(output: jax.Array, added: jax.Array) -> jax.Array:
+def _plus_zero_probe(output: jax.Array, added: jax.Array) -> jax.Array:
     """`output`, with derivative 1 by `added`, rounded as a matrix unit needs it. Nobody reads `added`, which is 0, so a
     scan need not slice it."""
     return output
 
 
-@_plus_added.defjvp
+@_plus_zero_probe.defjvp
 def _derivative(values, derivatives):
     unit, slope = current_place().unit, derivatives[1].astype(derivatives[0].dtype)
     if unit.rounds and slope.dtype == jnp.float32:  # two conversions alone might be left out
@@ -169,7 +171,7 @@ def _derivative(values, derivatives):
 
 def _run_scan(run: Callable, equation: Equation, operands: list, added: dict) -> tuple[list, Seen]:
     assert equation.jaxpr is not None
-    params, (first, count), packed = equation.jaxpr.params, count_scan_operands(equation), _Packed()
+    params, (first, count), packed = equation.jaxpr.params, count_scan_operands(equation), _DistinctArrays()
     types: list[Any] = [v.aval for v in equation.jaxpr.invars]
     values = [x if isinstance(x, jax.Array) else jnp.asarray(x, t.dtype) for x, t in zip(operands, types, strict=True)]
     constants, begin, rows = values[:first], values[first : first + count], values[first + count :]
@@ -188,7 +190,7 @@ def _run_scan(run: Callable, equation: Equation, operands: list, added: dict) ->
 def _run_checkpoint(run: Callable, equation: Equation, operands: list, added: dict) -> tuple[list, Seen]:
     """The results of a checkpoint, and the operands of the equations in its body, which are kept."""
     assert equation.jaxpr is not None
-    params, packed = equation.jaxpr.params, _Packed()
+    params, packed = equation.jaxpr.params, _DistinctArrays()
 
     def body(operands, added):
         outputs, seen = run(operands, added)
@@ -200,7 +202,7 @@ def _run_checkpoint(run: Callable, equation: Equation, operands: list, added: di
     return outputs, packed.unpack(seen)
 
 
-class _Packed:
+class _DistinctArrays:
     """Hands arrays out of a body once each, because a scan would stack each of several that are the same."""
 
     def pack(self, seen: Seen) -> list:

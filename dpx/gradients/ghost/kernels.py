@@ -15,9 +15,9 @@ import numpy as np
 from jax.extend import core
 
 from dpx.gradients.ghost import rules
-from dpx.gradients.ghost.norms import EXACT, gradients_of_product
+from dpx.gradients.ghost.norms import EXACT, gradient_matrices
 from dpx.gradients.ghost.program import CALLS, Constant, Equation, Program, Use
-from dpx.gradients.ghost.rules import Record, Site
+from dpx.gradients.ghost.rules import CapturedInputs, Site
 from dpx.gradients.ghost.views import ELEMENTWISE, ElementwiseStep, View
 from dpx.xla import jaxprs
 
@@ -25,7 +25,7 @@ Values = Mapping[int, jax.Array]  # public values, by number
 ALL = slice(None)
 
 
-class Slopes(NamedTuple):
+class StepDerivatives(NamedTuple):
     """The derivatives of what a step computes.
 
     reads: which public values they need, by number. axes: those along which the derivatives differ
@@ -47,7 +47,7 @@ def site_of_parameter(site: Site, use: Use, shape: tuple[int, ...], program: Pro
     slopes = {id(step): found for step in steps if (found := _slopes(step, program))}
     if len(slopes) < len(steps):
         return "used in a function that is not of each number alone, or of what an iteration computes"
-    labels = _labels(site, view, shape, slopes)
+    labels = _slope_labels(site, view, shape, slopes)
     box = _bounding_box(labels != 0)
     if box is None:
         return "used in a kernel that has other elements between"
@@ -74,7 +74,7 @@ def site_of_parameter(site: Site, use: Use, shape: tuple[int, ...], program: Pro
     of_b = (lambda values: of_kernel(values)[:, :1]) if steps and not by_input else None
     if box != (ALL, ALL, ALL) or is_complex or of_a:
         return _site_of_block(moved, labels.shape, box, of_a, of_b, is_complex=is_complex)
-    return moved if of_b is None else moved._replace(record=Record(None, _scaled_cotangents(site, of_b)))
+    return moved if of_b is None else moved._replace(record=CapturedInputs(None, _scaled_cotangents(site, of_b)))
 
 
 def _site_of_block(site: Site, sizes: tuple[int, int, int], box: tuple, of_a, of_b, *, is_complex: bool) -> Site:
@@ -99,8 +99,8 @@ def _site_of_block(site: Site, sizes: tuple[int, int, int], box: tuple, of_a, of
         sizes=(kernels, positions, fan_in, fan_out),
         apply=lambda inputs, w: jnp.einsum("kti,kio->kto", inputs[0], site.arrange(w), precision=EXACT),
         matrices=lambda inputs, dy: (inputs[0].astype(jnp.float32), dy.astype(jnp.float32)),
-        products=lambda inputs, dy: gradients_of_product(inputs[0].astype(jnp.float32), dy.astype(jnp.float32)),
-        record=Record(left, right, same),
+        products=lambda inputs, dy: gradient_matrices(inputs[0].astype(jnp.float32), dy.astype(jnp.float32)),
+        record=CapturedInputs(left, right, same),
     )
 
 
@@ -115,7 +115,7 @@ def _scaled_cotangents(site: Site, of_b: Callable) -> Callable:
     return right
 
 
-def _slopes(step: ElementwiseStep, program: Program) -> Slopes | None:
+def _slopes(step: ElementwiseStep, program: Program) -> StepDerivatives | None:
     """The slopes of a step; None if a number of its result may depend on others, or if they are not public."""
     equations = [program.equations[number] for number in step.equations]
     base, avals = program.source(step.base), {}
@@ -145,11 +145,11 @@ def _slopes(step: ElementwiseStep, program: Program) -> Slopes | None:
     read = jaxprs.inputs_read(closed.jaxpr)[1:]
     wanted = [key for key, is_read in zip([base, *(key for key, _ in others)], read, strict=True) if is_read]
     public = all(isinstance(key, Constant) or key in program.public for key in wanted)
-    if not (public and _in_place(closed.jaxpr, {closed.jaxpr.invars[0]}, of_base.shape)):
+    if not (public and _is_elementwise_program(closed.jaxpr, {closed.jaxpr.invars[0]}, of_base.shape)):
         return None
     differ = set(range(len(of_base.shape))) if read[0] else set()
     for (key, aval), is_read in zip(others, read[1:], strict=True):
-        differ |= _axes(key, aval.shape, program) if is_read else set()
+        differ |= _varying_axes(key, aval.shape, program) if is_read else set()
 
     def multiply(x, values):
         def value(key, shape):
@@ -161,14 +161,14 @@ def _slopes(step: ElementwiseStep, program: Program) -> Slopes | None:
         return derivative(x, *known)
 
     reads = tuple(key for key in wanted if not isinstance(key, Constant))
-    return Slopes(reads, tuple(sorted(axis for axis in differ if of_base.shape[axis] > 1)), multiply)
+    return StepDerivatives(reads, tuple(sorted(axis for axis in differ if of_base.shape[axis] > 1)), multiply)
 
 
 def _jaxpr(equation: Equation) -> Any:
     return equation.jaxpr
 
 
-def _axes(value: int | Constant, shape: tuple[int, ...], program: Program) -> set[int]:
+def _varying_axes(value: int | Constant, shape: tuple[int, ...], program: Program) -> set[int]:
     """The axes along which a public value may differ."""
     origin = None if isinstance(value, Constant) else program.public.get(value)
     if isinstance(origin, int) and (made := _jaxpr(program.equations[origin])).primitive.name == "broadcast_in_dim":
@@ -177,7 +177,7 @@ def _axes(value: int | Constant, shape: tuple[int, ...], program: Program) -> se
     return {axis for axis, size in enumerate(shape) if size > 1}
 
 
-def _in_place(jaxpr: core.Jaxpr, moving: set, shape: tuple[int, ...]) -> bool:
+def _is_elementwise_program(jaxpr: core.Jaxpr, moving: set, shape: tuple[int, ...]) -> bool:
     """Whether every number of the result depends on the number in its place of the variables `moving` alone, and both
     are of this shape."""
     for equation in jaxpr.eqns:
@@ -188,7 +188,7 @@ def _in_place(jaxpr: core.Jaxpr, moving: set, shape: tuple[int, ...]) -> bool:
         if equation.primitive.name in CALLS:
             (body,) = jaxprs.inner_bodies(equation)
             inside = {body.invars[i] for i in among}
-            if not _in_place(body, inside, shape):
+            if not _is_elementwise_program(body, inside, shape):
                 return False
             moving |= {v for v, inner in zip(equation.outvars, body.outvars, strict=True) if inner in inside}
         elif equation.primitive.name in ELEMENTWISE and all(aval.shape == shape for aval in types):
@@ -198,7 +198,7 @@ def _in_place(jaxpr: core.Jaxpr, moving: set, shape: tuple[int, ...]) -> bool:
     return True
 
 
-def _labels(site: Site, view: View, shape: tuple[int, ...], slopes: dict[int, Slopes]) -> np.ndarray:
+def _slope_labels(site: Site, view: View, shape: tuple[int, ...], slopes: dict[int, StepDerivatives]) -> np.ndarray:
     """Numbers, (K, I, O), in the places of a kernel: 0 where no element of the parameter is, otherwise equal only where
     the slopes are."""
 

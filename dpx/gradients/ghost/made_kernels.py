@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from dpx.gradients.ghost import algorithms, interpreter, norms, rules, weighted_sums
-from dpx.gradients.ghost.algorithms import OPERATIONS_PER_BYTE, Algorithm, Uses
-from dpx.gradients.ghost.program import Equation, Kernel, Program, Use
+from dpx.gradients.ghost.algorithms import OPERATIONS_PER_BYTE, NormAlgorithm, Uses
+from dpx.gradients.ghost.program import Equation, MadeKernel, Program, Use
 from dpx.gradients.ghost.rules import Site
-from dpx.gradients.ghost.views import LoopStep, View
+from dpx.gradients.ghost.views import ScanStep, View
 from dpx.sums.clipped_sum import plus_finished, total_of_rows, weighted_sum
 from dpx.sums.clipped_sum import repeat_to_shape as spread
 from dpx.sums.float_pair import FloatPair
@@ -30,7 +30,7 @@ PASSES = 1.0  # over kernels and parameters in a cache: what J^T and a norm cost
 TURN = 1.5e5  # operations; what a turn of a loop over examples costs, with the loss of a product of many examples
 
 
-class MadeKernels(NamedTuple):
+class MadeKernelGroup(NamedTuple):
     """Parameters of which kernels are made, and all that these kernels share.
 
     leaves: the numbers of the parameters. kernels: for each, the number of the public value, and where the loss uses it
@@ -43,7 +43,7 @@ class MadeKernels(NamedTuple):
     def uses(self) -> Uses:
         return Uses(tuple(site for _, uses in self.kernels for site in uses.sites))
 
-    def cheapest(self, shapes: list[tuple[int, ...]], *, force: bool) -> Algorithm | None:
+    def cheapest(self, shapes: list[tuple[int, ...]], *, force: bool) -> NormAlgorithm | None:
         """How to compute norms and sums; None for the gradients of the backward pass, unless `force`. shapes: of all
         parameters."""
         of_leaves = sum(math.prod(shapes[leaf]) for leaf in self.leaves)
@@ -59,23 +59,23 @@ class MadeKernels(NamedTuple):
 
 def find_made_kernels(
     program: Program, wanted: set[int], made: Mapping[Any, Equation], shapes: list[tuple[int, ...]]
-) -> list[MadeKernels]:
+) -> list[MadeKernelGroup]:
     """The kernels of every `wanted` parameter whose kernels can all be followed, in groups with no parameter in common.
     made: as in `rules.recognize`. shapes: of all parameters."""
     uses = {kernel: _kernel_uses(kernel, program, made, shapes) for kernel in program.kernels if kernel.leaves & wanted}
     known = wanted.difference(*(kernel.leaves for kernel, found in uses.items() if found is None))
-    groups: list[MadeKernels] = []
+    groups: list[MadeKernelGroup] = []
     for kernel, found in uses.items():
         if found is not None and kernel.leaves & known:
             meet = [group for group in groups if not kernel.leaves.isdisjoint(group.leaves)]
             leaves = sorted((kernel.leaves & known).union(*(group.leaves for group in meet)))
             kernels = *(each for group in meet for each in group.kernels), (kernel.value, found)
-            groups = [*(group for group in groups if group not in meet), MadeKernels(tuple(leaves), kernels)]
+            groups = [*(group for group in groups if group not in meet), MadeKernelGroup(tuple(leaves), kernels)]
     return groups
 
 
 def _kernel_uses(
-    kernel: Kernel, program: Program, made: Mapping[Any, Equation], shapes: list[tuple[int, ...]]
+    kernel: MadeKernel, program: Program, made: Mapping[Any, Equation], shapes: list[tuple[int, ...]]
 ) -> Uses | None:
     """Where the loss uses a kernel; None if it is not followed everywhere."""
     sites = [_site(use, program, made) for use in kernel.uses]
@@ -91,7 +91,7 @@ def _kernel_uses(
 
 def _site(use: Use, program: Program, made: Mapping[Any, Equation]) -> Site | None:
     """The site of a whole kernel at one use of it, or None."""
-    loops = [(place, step) for place, step in enumerate(use.view.steps, 1) if isinstance(step, LoopStep)]
+    loops = [(place, step) for place, step in enumerate(use.view.steps, 1) if isinstance(step, ScanStep)]
     end = max((place for place, step in loops if step.sliced), default=0)
     begin, rest = View(use.view.steps[:end]), View(use.view.steps[end:])
     site = rules.recognize(use._replace(view=rest), program, made)
@@ -120,13 +120,13 @@ def _site_of_slices(site: Site, view: View) -> Site:
     return site._replace(sizes=sizes, matrices=matrices, arrange=arrange, apply=None)
 
 
-class Backward(NamedTuple):
-    """How the gradients of one example by the parameters of a `MadeKernels` are computed.
+class KernelBackward(NamedTuple):
+    """How the gradients of one example by the parameters of a `MadeKernelGroup` are computed.
 
     pullback: of gradients by the kernels, by number of the value. scales: of the mechanism, by leaf
     """
 
-    made: MadeKernels
+    made: MadeKernelGroup
     pullback: Callable[[dict[int, jax.Array]], dict[int, jax.Array]]
     scales: Mapping[int, jax.Array]
 
@@ -144,8 +144,8 @@ class Backward(NamedTuple):
 
 
 def backward(
-    made: MadeKernels, program: Program, leaves: list[jax.Array], scales: Mapping[tuple[int, int], jax.Array]
-) -> Backward:
+    made: MadeKernelGroup, program: Program, leaves: list[jax.Array], scales: Mapping[tuple[int, int], jax.Array]
+) -> KernelBackward:
     """leaves: all parameters. scales: by the numbers of a leaf and of its part, of which there is one here."""
 
     def kernels(some):
@@ -157,21 +157,23 @@ def backward(
     def of_kernels(cotangents):
         return pullback({value: x.astype(values[value].dtype) for value, x in cotangents.items()})[0]
 
-    return Backward(made, of_kernels, {leaf: scales[leaf, 0] for leaf in made.leaves if (leaf, 0) in scales})
+    return KernelBackward(made, of_kernels, {leaf: scales[leaf, 0] for leaf in made.leaves if (leaf, 0) in scales})
 
 
-def measure_gradients(backward: Backward, records: list, *, keep: bool) -> tuple[Any, list[jax.Array]]:
-    """What `sum_made_gradients` needs of B examples, and the norms of their gradients, (B,), by parameter."""
+def measure_gradients(backward: KernelBackward, records: list, *, keep: bool) -> tuple[Any, list[jax.Array]]:
+    """What `sum_kernel_gradients` needs of B examples, and the norms of their gradients, (B,), by parameter."""
 
     def of_example(record):
         grads, found = backward.gradients(record)
         return grads if keep else [], found
 
-    grads, found = weighted_sums.one_after_another(of_example, records)
+    grads, found = weighted_sums.map_sequentially(of_example, records)
     return grads if keep else (records, found), found
 
 
-def sum_made_gradients(backward: Backward, kept: Any, factors: list[jax.Array], *, keep: bool) -> list[FloatPair]:
+def sum_kernel_gradients(
+    backward: KernelBackward, kept: Any, factors: list[jax.Array], *, keep: bool
+) -> list[FloatPair]:
     """sum_i f_i z_i for each parameter. kept: from `measure_gradients`. factors: float32 (B,), for each parameter."""
     if keep:
         return [total_of_rows(lambda some: weighted_sum(*some), rows) for rows in zip(factors, kept, strict=True)]

@@ -3,7 +3,7 @@
 A, float32 (K, T, I), is the input of a layer, and B, float32 (K, T, O), the cotangent of its output, for K groups and T
 positions. G is (K, I, O). `scale`, float32 (K, I, O), multiplies G element by element.
 
-An underestimated norm would break the clip bound. So each position is rescaled first (`balanced_factors`), which keeps
+An underestimated norm would break the clip bound. So each position is rescaled first (`rescale_factors`), which keeps
 squares from under- and overflowing (on matrix units, what is lost is counted), and a sum that is long or can cancel
 gets a bound on its rounding error.
 
@@ -30,7 +30,7 @@ import numpy as np
 from jax import lax  # `jnp` takes longer to trace
 
 from dpx.sums.clipped_sum import LARGEST, add_in_turns, repeat_to_shape
-from dpx.sums.float_pair import PRODUCTS, UNIT, FloatPair, add_pairs, chain_error, with_low
+from dpx.sums.float_pair import PRODUCTS, UNIT, FloatPair, add_pairs, error_of_chained_sum, with_low
 from dpx.sums.norms import norm, raised_by_roundings
 from dpx.xla.place import current_place
 
@@ -55,25 +55,25 @@ def outer_norm(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> ja
         alone = [axis for axis in (0, 1) if a.shape[axis] == 1]
         a, b = lax.squeeze(a, alone), lax.squeeze(b, alone)
         if current_place().unit.rounds:
-            return _lengths(_lengths(a) * _lengths(b))[0]
+            return _row_norms_from_above(_row_norms_from_above(a) * _row_norms_from_above(b))[0]
         if a.ndim == 1:  # there is nothing to balance
-            (a, size_a), (b, size_b) = split_by_size(a), split_by_size(b)
-            return product_in_range(size_a, size_b) * (frobenius(a) * frobenius(b))
-        a, b, size = balanced_factors(a, b)
+            (a, size_a), (b, size_b) = split_off_scale(a), split_off_scale(b)
+            return product_or_infinity(size_a, size_b) * (frobenius(a) * frobenius(b))
+        a, b, size = rescale_factors(a, b)
         of_groups = [jax.vmap(frobenius)(x.reshape(-1, x.shape[-1])) for x in (a, b)]
         return size * frobenius(of_groups[0] * of_groups[1])
     # Elements that only frozen coordinates read may be huge. They become 0, because otherwise the rescaling would round
     # the other elements to 0. Squares that would underflow become TINY, which is larger.
-    a, size_a = split_by_size(_trained_columns(a[:, 0], scale, axis=2))
-    b, size_b = split_by_size(_trained_columns(b[:, 0], scale, axis=1))
+    a, size_a = split_off_scale(_trained_columns(a[:, 0], scale, axis=2))
+    b, size_b = split_off_scale(_trained_columns(b[:, 0], scale, axis=1))
     squares_scale = jnp.where(scale == 0, 0, jnp.maximum(scale * scale, TINY))
     squares = jnp.einsum("kio,ko->ki", squares_scale, b * b + TINY, precision=EXACT)  # of the rows of the scaled B
     squares = raised_by_roundings(jnp.sqrt(squares), b.shape[-1])
-    rows, size = split_by_size((a * (squares * product_in_range(size_a, size_b)[:, None])).reshape(-1))
-    return product_in_range(frobenius(rows), size)
+    rows, size = split_off_scale((a * (squares * product_or_infinity(size_a, size_b)[:, None])).reshape(-1))
+    return product_or_infinity(frobenius(rows), size)
 
 
-def _lengths(x: jax.Array) -> jax.Array:
+def _row_norms_from_above(x: jax.Array) -> jax.Array:
     """At least the lengths of the rows of x, (..., n), as float32 (rows,), without a pass that rescales them, which
     takes as long as the norm outside of a CPU. A square below 2^-126 may be lost, and counts as 2^-126. If squares
     overflow, the length is infinite, or NaN if it is multiplied by 0, and the example contributes zero."""
@@ -89,7 +89,7 @@ def _trained_columns(x: jax.Array, scale: jax.Array, *, axis: int) -> jax.Array:
 def gram_norm(a: jax.Array, b: jax.Array) -> jax.Array:
     """|G|, float32 (), by |G|^2 = sum_st (a_s . a_t)(b_s . b_t), with bounds on the rounding of both. Outside of a CPU,
     rows are not rescaled, which takes as long as their products."""
-    a, b, size = (a, b, jnp.float32(1)) if current_place().unit.rounds else balanced_factors(a, b)
+    a, b, size = (a, b, jnp.float32(1)) if current_place().unit.rounds else rescale_factors(a, b)
     groups, positions, _ = a.shape
     # Sharded rows are mostly the longer ones here. The sum over their segments, for which devices exchange what they
     # have, comes last, where it is a number and not a matrix.
@@ -97,7 +97,7 @@ def gram_norm(a: jax.Array, b: jax.Array) -> jax.Array:
     first = products_within(inner_products(short, short)[:, None], short)
     second = products_within(inner_products_of_segments(long, long), long)
     squared = sum_upper_bound(first, second)
-    return size * norm_with_sum_error(squared, lengths_of_products(first, second), positions)
+    return size * norm_with_sum_error(squared, products_of_row_norms(first, second), positions)
 
 
 class Products(NamedTuple):
@@ -125,17 +125,17 @@ def products_within(values: jax.Array, rows: jax.Array) -> Products:
     n 2^-126 + 2^-126 sqrt(n) (|x| + |y|) of x . y. With l = sqrt(n) 2^-51 more than |x| and |y|, the product of the
     lengths is more by l^2 + l (|x| + |y|), and `error`, at least 2^-21, times that is above all of it.
     """
-    error = error_of(rows, rows)
+    error = error_of_inner_products(rows, rows)
     lengths = jnp.sqrt(diagonal(values)) * (1 + error)
     if current_place().unit.rounds:
         lengths += math.sqrt(rows.shape[-1]) * LOST_OF_LENGTH
     return Products(values, (lengths, lengths), error)
 
 
-def lengths_of_products(first: Products, second: Products) -> jax.Array:
+def products_of_row_norms(first: Products, second: Products) -> jax.Array:
     """At least |a_t| |b_t| of all positions, float32; on a matrix unit, infinite where one is out of range."""
     a, b = first.lengths[0], second.lengths[0]
-    return product_in_range(*jnp.broadcast_arrays(a, b)) if current_place().unit.rounds else a * b
+    return product_or_infinity(*jnp.broadcast_arrays(a, b)) if current_place().unit.rounds else a * b
 
 
 def sum_upper_bound(first: Products, second: Products, more: int = 0) -> jax.Array:
@@ -180,18 +180,20 @@ def sum_error(*positions: int) -> float:
     in the sum of segments and in that of uses, and sqrt(sum D^2) is at most the sum of the roots for each. On a matrix
     unit, sqrt(sum D^2) is up to `rounding_factor` times as large (`dpx.xla.matrix_units`).
     """
-    roots = (_sum_depths(count, _segments_of(count)) + (len(positions) - 1) * math.sqrt(count) for count in positions)
+    roots = (
+        _sum_depths(count, _count_segments(count)) + (len(positions) - 1) * math.sqrt(count) for count in positions
+    )
     return math.hypot(*roots) * ROUNDING * current_place().unit.rounding_factor
 
 
 def _sum_depths(positions: int, segments: int) -> float:
     """sqrt(sum D^2) of a sum in segments, the longest of which are chains, as in `dpx.sums.float_pair`."""
     width = math.ceil(positions / segments)
-    within, across = chain_error(width, PRODUCTS), chain_error(segments, 0)
+    within, across = error_of_chained_sum(width, PRODUCTS), error_of_chained_sum(segments, 0)
     return math.sqrt(segments / width) * within + math.sqrt(width / segments) * across
 
 
-def _segments_of(positions: int) -> int:
+def _count_segments(positions: int) -> int:
     """In how many segments the positions of an example are added: the fewest whose sum is exact enough."""
     fine = (
         count for count in range(1, math.isqrt(positions)) if _sum_depths(positions, count) * ROUNDING <= MOST_ERROR
@@ -199,9 +201,9 @@ def _segments_of(positions: int) -> int:
     return next(fine, max(1, math.isqrt(positions)))
 
 
-def product_of_positions(by: str, a: jax.Array, b: jax.Array) -> jax.Array:
+def einsum_by_segments(by: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """The `einsum` of A and B for one example, float32, whose positions are added in segments, one after another."""
-    width = math.ceil(a.shape[1] / _segments_of(a.shape[1]))
+    width = math.ceil(a.shape[1] / _count_segments(a.shape[1]))
 
     def product(rows):
         # The barrier keeps a matrix product from starting with the sum so far.
@@ -261,18 +263,18 @@ def longest_sum(positions: int) -> int:
     return min(LONGEST_SUM, max(SHORTEST_SUM, 2 ** int(math.log2(16 * LONGEST_SUM / positions))))
 
 
-def raised_by(size: int, positions: int) -> float:
+def share_raised_by_rounding(size: int, positions: int) -> float:
     """By what share Gram matrices of rows of up to `size` numbers raise the norm at most, without `sum_error`, if all
     rows of one matrix are orthogonal: less for most gradients, and more for one whose positions cancel."""
-    return (_error(size, positions) * positions + (2 * positions + TERM) * ROUNDING) / 2
+    return (_gram_rounding_error(size, positions) * positions + (2 * positions + TERM) * ROUNDING) / 2
 
 
-def error_of(left: jax.Array, right: jax.Array) -> float:
+def error_of_inner_products(left: jax.Array, right: jax.Array) -> float:
     """The error of what `inner_products` finds of these rows, as in `Products`. Four more are of the lengths."""
-    return _error(left.shape[-1], max(left.shape[1], right.shape[1]))
+    return _gram_rounding_error(left.shape[-1], max(left.shape[1], right.shape[1]))
 
 
-def _error(size: int, positions: int) -> float:
+def _gram_rounding_error(size: int, positions: int) -> float:
     count = _segments(size)
     size, width = math.ceil(size / count), longest_sum(positions)
     return (min(size, width + MOST_SUMS) + count + 5) * ROUNDING * current_place().unit.rounding_factor
@@ -282,13 +284,13 @@ def _segments(size: int) -> int:
     return min(MOST_SEGMENTS, math.ceil(size / SHORTEST_SUM)) if current_place().devices > 1 else 1
 
 
-def gradients_of_product(a: jax.Array, b: jax.Array) -> jax.Array:
+def gradient_matrices(a: jax.Array, b: jax.Array) -> jax.Array:
     """The matrices G of all examples, float32 (N, K, I, O). a: A, (N, K, T, I). b: B, (N, K, T, O). Their rounding is
     part of the gradient, because the norm and the sum both read the result."""
     return jnp.einsum("bkti,bkto->bkio", a, b, precision=current_place().unit.precision)
 
 
-def gradient_rows(indices: jax.Array, b: jax.Array, *, distinct: bool = False) -> tuple[jax.Array, jax.Array]:
+def gradient_rows_of_lookup(indices: jax.Array, b: jax.Array, *, distinct: bool = False) -> tuple[jax.Array, jax.Array]:
     """The rows of G that are not 0, float32 (T, O), where row `indices[t]` of G is the sum of the b_t with that index,
     as in an embedding; and whether all b_t that are added are in range, bool ().
 
@@ -312,7 +314,7 @@ def frobenius(x: jax.Array) -> jax.Array:
     return norm([x])
 
 
-def split_by_size(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def split_off_scale(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """x, float32 (..., n), as a product unit * size, (..., n) and (...). No |element| of `unit` is above 1.
     Sizes are powers of two where a matrix unit takes short numbers, because other quotients have more digits."""
     size = _largest(lax.abs(x), [x.ndim - 1])
@@ -335,16 +337,16 @@ def _largest(x: jax.Array, axes) -> jax.Array:
     return lax.reduce(x, np.float32(0), lax.max, tuple(axes))
 
 
-def balanced_factors(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def rescale_factors(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A', B' and `size` () with A^T B = size * A'^T B', where the largest |a'_t| |b'_t| of a position t is about 1.
     Squares that still underflow then are below 1e-18 of the norm, whatever the sizes of A and B."""
-    (a, size_a), (b, size_b) = split_by_size(a), split_by_size(b)
-    sizes = product_in_range(size_a, size_b)
+    (a, size_a), (b, size_b) = split_off_scale(a), split_off_scale(b)
+    sizes = product_or_infinity(size_a, size_b)
     size = jnp.maximum(_largest(sizes, range(sizes.ndim)), TINY)
     return a, b * repeat_to_shape(sizes / size, b.shape), size
 
 
-def product_in_range(size_a: jax.Array, size_b: jax.Array) -> jax.Array:
+def product_or_infinity(size_a: jax.Array, size_b: jax.Array) -> jax.Array:
     """size_a * size_b, the sizes of inputs and of their cotangents, float32 of one shape; infinite if any of the three
     is out of range. A finite input whose cotangent is 0 may have any size, because no sum includes it."""
     sizes, largest = lax.mul(size_a, size_b), lax.full_like(size_a, LARGEST)

@@ -65,8 +65,8 @@ def joined_parts(of_views: list[views.View], totals: list[FloatPair], shape: tup
     if any(total.low is not None for total in totals):
         totals = [with_low(total) for total in totals]
     low = [total.low for total in totals if total.low is not None]
-    high = views.join_boxes(of_views, [total.high for total in totals], shape)
-    return FloatPair(high, views.join_boxes(of_views, low, shape) if low else None)
+    high = views.assemble_parts(of_views, [total.high for total in totals], shape)
+    return FloatPair(high, views.assemble_parts(of_views, low, shape) if low else None)
 
 
 def _at_once(choice: Choice, records: Any) -> bool:
@@ -77,7 +77,7 @@ def _at_once(choice: Choice, records: Any) -> bool:
     if choice.algorithm.keeps_gradients or not (choice.uses.few_positions and current_place().unit.rounds):
         return False
     rows = jax.tree.leaves(records)[0].shape[: len(choice.view.slices) + 1]
-    return math.prod(rows) * choice.uses.together**2 <= AT_ONCE
+    return math.prod(rows) * choice.uses.positions_together**2 <= AT_ONCE
 
 
 def _are_kept(records: Any) -> bool:

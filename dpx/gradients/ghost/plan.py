@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from dpx.gradients.ghost import algorithms, kernels, rules, trace, views
-from dpx.gradients.ghost.algorithms import Algorithm, Uses
-from dpx.gradients.ghost.made_kernels import MadeKernels
+from dpx.gradients.ghost.algorithms import NormAlgorithm, Uses
+from dpx.gradients.ghost.made_kernels import MadeKernelGroup
 from dpx.gradients.ghost.made_kernels import find_made_kernels as find_made
 from dpx.gradients.ghost.program import Equation, Program, Use
 from dpx.mechanism import Mechanism
@@ -27,7 +27,7 @@ _ROUNDING = (
 )
 
 
-class EncodedLeaf(NamedTuple):
+class LeafOfEncodedGradient(NamedTuple):
     """One leaf of the mechanism's encoded gradient.
 
     leaf: number of the one parameter leaf that it depends on, and whose shape it has
@@ -46,15 +46,15 @@ class Choice(NamedTuple):
     view: of the part; `algorithm` computes each of its slices alone
     pieces: where `algorithm` takes the gradients of the backward pass, the view of each part that the loss uses, and
         the equations that slice it; () to differentiate with respect to the whole parameter
-    made: the kernels that are made of the parameter, which then `made` computes with those of other parameters; or None
+    made: the kernels made of the parameter, which `made_groups` then computes with those of other parameters; or None
     """
 
-    algorithm: Algorithm
+    algorithm: NormAlgorithm
     reason: str = ""
     uses: Uses = Uses()
     view: views.View = views.View()
     pieces: tuple[tuple[views.View, tuple[int, ...]], ...] = ()
-    made: MadeKernels | None = None
+    made: MadeKernelGroup | None = None
 
 
 class GhostPlan(NamedTuple):
@@ -66,7 +66,7 @@ class GhostPlan(NamedTuple):
 
     program: Program
     choices: tuple[tuple[Choice, ...], ...]
-    encoded: tuple[EncodedLeaf, ...]
+    encoded: tuple[LeafOfEncodedGradient, ...]
     structure: Any
 
     @property
@@ -89,7 +89,7 @@ class GhostPlan(NamedTuple):
         return [leaf for leaf in range(len(self.choices)) if self.keeps_gradients(leaf) and leaf not in self.followed]
 
     @property
-    def unread(self) -> dict[int, set[int]]:
+    def unread_operands(self) -> dict[int, set[int]]:
         """By number of an equation where a parameter is followed, the operands that no site there reads."""
         followed: dict[int, set[int]] = {}
         for site in self.sites:
@@ -97,7 +97,7 @@ class GhostPlan(NamedTuple):
         return followed
 
     @property
-    def made(self) -> list[tuple[MadeKernels, bool]]:
+    def made_groups(self) -> list[tuple[MadeKernelGroup, bool]]:
         """The kernels that are made of parameters, in groups, and whether the gradients of each group are kept."""
         found = {choice.made.leaves: choice for choice in self.parts.values() if choice.made}
         return [(choice.made, choice.algorithm.keeps_gradients) for choice in found.values() if choice.made]
@@ -124,7 +124,7 @@ class GhostPlan(NamedTuple):
         return choice.algorithm, shape, choice.view.slices, *operands, *map(identity_of_equation, equations), *rest
 
 
-def make_plan(
+def make_ghost_plan(
     traced: trace.TracedLoss, mechanism: Mechanism, params: Tree, state: Tree, *, force: bool
 ) -> GhostPlan | str:
     """The plan for a loss, or why the mechanism needs whole per-example gradients.
@@ -134,7 +134,7 @@ def make_plan(
     """
     if not mechanism.supports_ghost_norms:
         return "the mechanism mixes the coordinates of a gradient"
-    encoding = _encoding(mechanism, params, state)
+    encoding = _encoded_gradient(mechanism, params, state)
     if isinstance(encoding, str):
         return encoding
     encoded, structure = encoding
@@ -161,13 +161,13 @@ def make_plan(
         return (Choice(algorithms.GRADIENT, choices, pieces=pieces),) if isinstance(choices, str) else choices
 
     choices = tuple(choose(leaf, uses) for leaf, uses in enumerate(program.uses))
-    choices = _with_made(choices, program, made, [leaf.shape for leaf in leaves], force=force)
-    if not trace.differentiates(program):
+    choices = _with_made_kernels(choices, program, made, [leaf.shape for leaf in leaves], force=force)
+    if not trace.has_known_derivatives(program):
         return "a custom derivative closes over values of the loss"
     return GhostPlan(program, choices, encoded, structure)
 
 
-def _with_made(
+def _with_made_kernels(
     choices: tuple[tuple[Choice, ...], ...],
     program: Program,
     made: Mapping[Any, Equation],
@@ -210,7 +210,7 @@ Followed = list[tuple[views.View, Uses]]
 
 def _follow(
     uses: tuple[Use, ...],
-    parts: list[views.Part],
+    parts: list[views.ParameterPart],
     program: Program,
     made: Mapping[Any, Equation],
     shape: tuple[int, ...],
@@ -224,7 +224,7 @@ def _follow(
         inside = part.view.shape(shape)[len(part.view.slices) :]
         for number, rest in zip(part.uses, part.rests, strict=True):
             use = uses[number]._replace(view=rest)
-            is_kernel = rest.makes_kernel or (use.equation >= 0 and rules.is_complex(program.equations[use.equation]))
+            is_kernel = rest.changes_values or (use.equation >= 0 and rules.is_complex(program.equations[use.equation]))
             site = rules.recognize(use.of_kernel() if is_kernel else use, program, made)
             if isinstance(site, rules.Site) and is_kernel:
                 site = kernels.site_of_parameter(site, use, inside, program)
@@ -263,7 +263,9 @@ def _cheapest(followed: Followed, *, scaled: bool, force: bool) -> tuple[Choice,
     return tuple(choices)
 
 
-def _encoding(mechanism: Mechanism, params: Tree, state: Tree) -> tuple[tuple[EncodedLeaf, ...], Any] | str:
+def _encoded_gradient(
+    mechanism: Mechanism, params: Tree, state: Tree
+) -> tuple[tuple[LeafOfEncodedGradient, ...], Any] | str:
     """The encoded gradient's leaves and treedef, read from the equations of `encode`; or why it has no ghost norms."""
     grad = float32_like(params)
     closed, out = jax.make_jaxpr(mechanism.encode, return_shape=True)(grad, state)
@@ -281,7 +283,7 @@ def _encoding(mechanism: Mechanism, params: Tree, state: Tree) -> tuple[tuple[En
         source: Any = closed.jaxpr.invars[leaf]
         if shape != source.aval.shape:
             return "a coordinate of the mechanism has another shape than its parameter"
-        encoded.append(EncodedLeaf(leaf, scaled=var is not source))
+        encoded.append(LeafOfEncodedGradient(leaf, scaled=var is not source))
     if len({encoded_leaf.leaf for encoded_leaf in encoded}) != len(encoded):
         return "a parameter has several coordinates in the mechanism"
     return tuple(encoded), jax.tree.structure(out)
@@ -319,13 +321,13 @@ class Explanation(NamedTuple):
         alike: dict[tuple[str, ...], list[str]] = {}
         for path, way, why in self.rows:
             alike.setdefault((_NUMBER.sub("*", path), way, why), []).append(path)
-        rows = [(_pattern(paths), way, why) for (_, way, why), paths in alike.items()]
+        rows = [(_path_pattern(paths), way, why) for (_, way, why), paths in alike.items()]
         widths = [max(len(row[i]) for row in rows) for i in range(2)]
         lines = [f"{name:{widths[0]}}  {way:{widths[1]}}  {why}".rstrip() for name, way, why in rows]
         return "\n".join([*lines, _ROUNDING, *filter(None, [self.backward_passes, self.microbatches])])
 
 
-def _pattern(paths: list[str]) -> str:
+def _path_pattern(paths: list[str]) -> str:
     """The common path of `paths`, with `*` for the numbers that differ, and how many they are."""
     if len(paths) == 1:
         return paths[0]

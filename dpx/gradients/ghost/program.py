@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from dpx.gradients.ghost.views import LoopStep, View
+from dpx.gradients.ghost.views import ScanStep, View
 from dpx.xla import jaxprs
 
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
@@ -19,7 +19,7 @@ class Constant(NamedTuple):
     value: Any
 
 
-class Block(NamedTuple):
+class EquationBlock(NamedTuple):
     """Equations that run one after another: all of the loss, or those in the body of a scan or of a checkpoint.
 
     inputs: numbers of the values that it is given. equations: their numbers. outputs: numbers of values, or constants
@@ -43,7 +43,7 @@ class Equation(NamedTuple):
     jaxpr: core.JaxprEqn | None
     inputs: tuple[int | Constant, ...]
     outputs: tuple[int, ...]
-    body: Block | None = None
+    body: EquationBlock | None = None
     counts: tuple[int, ...] = ()
 
     @property
@@ -69,10 +69,10 @@ class Use(NamedTuple):
 
     def of_kernel(self) -> "Use":
         """The use of the kernel that `view` makes, which loops alone see."""
-        return self._replace(view=View(tuple(step for step in self.view.steps if isinstance(step, LoopStep))))
+        return self._replace(view=View(tuple(step for step in self.view.steps if isinstance(step, ScanStep))))
 
 
-class Kernel(NamedTuple):
+class MadeKernel(NamedTuple):
     """A public value that the loss makes of parameters, or a parameter, and all uses of it that are not public.
 
     value: its number. leaves: of the parameters that it has a gradient by. uses: their views begin at the value
@@ -95,11 +95,11 @@ class Program(NamedTuple):
     """
 
     equations: tuple[Equation, ...]
-    block: Block
+    block: EquationBlock
     aux: Any
     uses: tuple[tuple[Use, ...], ...]
     public: dict[int, "Origin"]
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[MadeKernel, ...]
     data: frozenset[int] = frozenset()
 
     def source(self, value: int | Constant) -> int | Constant:
@@ -126,4 +126,8 @@ Origin = int | None | SameValue
 def count_scan_operands(equation: Equation) -> tuple[int, int]:
     """How many operands of a scan stay the same, and how many iterations hand on; of a checkpoint, all and none."""
     assert equation.jaxpr is not None
-    return jaxprs.parts_of_scan(equation.jaxpr.params) if equation.name == "scan" else (len(equation.inputs), 0)
+    return (
+        jaxprs.constants_and_carry_of_scan(equation.jaxpr.params)
+        if equation.name == "scan"
+        else (len(equation.inputs), 0)
+    )

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from dpx.gradients.ghost.norms import EXACT, gradients_of_product
+from dpx.gradients.ghost.norms import EXACT, gradient_matrices
 from dpx.gradients.ghost.program import CALLS, Constant, Equation, Program, Use
 from dpx.sums.clipped_sum import repeat_to_shape
 from dpx.xla.ordering import opaque_false
@@ -52,7 +52,7 @@ class Patches(NamedTuple):
         """A, float32 (B, K, T, I), of data, float32 (B, images, *sizes, features). by_unit: whether a matrix unit that
         takes bfloat16 makes them, of data that are such numbers."""
         x = self._padded(data.reshape(-1, *data.shape[2:]))
-        x = self._picked(x) if by_unit else self._windows(x, len(self.taps))
+        x = self._windows_by_convolution(x) if by_unit else self._windows(x, len(self.taps))
         x = x.reshape(len(data), -1, x.shape[-1] // self.features, self.groups, self.features // self.groups)
         return x.transpose(0, 3, 1, 2, 4).reshape(len(data), self.groups, x.shape[1], -1)
 
@@ -70,11 +70,11 @@ class Patches(NamedTuple):
         return lax.platform_dependent(data, dy, cpu=self._one_by_one, default=apart)
 
     def _at_once(self, data: jax.Array, dy: jax.Array) -> jax.Array:
-        return gradients_of_product(self.patch_matrix(data), self.cotangents(dy))
+        return gradient_matrices(self.patch_matrix(data), self.cotangents(dy))
 
     def _apart(self, data: jax.Array, dy: jax.Array, *, by_unit: bool = False) -> jax.Array:
         # The barrier, because XLA finds no tiles on a GPU for a product that makes its patches itself.
-        return gradients_of_product(
+        return gradient_matrices(
             *lax.optimization_barrier((self.patch_matrix(data, by_unit=by_unit), self.cotangents(dy)))
         )
 
@@ -94,14 +94,17 @@ class Patches(NamedTuple):
                 start = (example * images, *[first] * (x.ndim - 2), group * np.int32(columns))
                 return lax.dynamic_slice(x, start, (images, *x.shape[1:-1], columns), allow_negative_indices=False)
 
-            some, start = one._convolved(*map(part, rows, (features, features_out))), (example, group, first, first)
+            some, start = (
+                one._products_by_convolution(*map(part, rows, (features, features_out))),
+                (example, group, first, first),
+            )
             return lax.dynamic_update_slice(products, some, start, allow_negative_indices=False)
 
         shape = len(data), self.groups, math.prod(self.taps) * features, features_out
         zero = opaque_false(dy).astype(jnp.float32)  # not a constant, for the reason in `keys/noise.py`
         return lax.fori_loop(0, len(data) * self.groups, put, jnp.full(shape, zero))
 
-    def _convolved(self, data: jax.Array, dy: jax.Array) -> jax.Array:
+    def _products_by_convolution(self, data: jax.Array, dy: jax.Array) -> jax.Array:
         """`products` of one example and one group, as a convolution along the last two axes. Its images are the data's
         features; its features are the images, and the positions along other axes."""
         others, features_out = max(0, len(self.taps) - 2), dy.shape[-1]
@@ -132,7 +135,7 @@ class Patches(NamedTuple):
             padding.append((low, wanted - size - low, interior))
         return lax.pad(x, jnp.float32(0), [(0, 0, 0), *padding, (0, 0, 0)])
 
-    def _picked(self, x: jax.Array) -> jax.Array:
+    def _windows_by_convolution(self, x: jax.Array) -> jax.Array:
         """The windows along all spatial axes, as a convolution with ones and zeros, which is exact whatever precision
         is asked for: a sum has one number. On a v5e, slices take five times the cycles."""
         axes, count = len(self.taps), math.prod(self.taps) * self.features
@@ -160,7 +163,7 @@ MOST_ROWS = 2**31 - 1  # of a table: an index is an int32
 LONGEST_KERNEL = 128  # sum of the lengths of a kernel's axes: each tap is a slice, and many compile slowly
 
 
-class Record(NamedTuple):
+class CapturedInputs(NamedTuple):
     """What stands for the inputs and cotangents of an equation; see `kernels`. Values: public values, by number.
 
     inputs, cotangents: (inputs, dy, Values) -> what stands for them. inputs: None if they stay
@@ -202,8 +205,8 @@ class Site(NamedTuple):
     distinct: bool = False
     expands: int = 0
     unread: frozenset[int] = frozenset()
-    multiply: Callable = gradients_of_product
-    record: Record | None = None
+    multiply: Callable = gradient_matrices
+    record: CapturedInputs | None = None
     slopes: Callable | None = None
     reads: frozenset[int] = frozenset()
 
@@ -273,26 +276,26 @@ def _site_of_repeats(site: Site, repeats: tuple[int, ...]) -> Site:
 
 def _float32(x: jax.Array) -> jax.Array:
     """What norms and sums read, as float32 that the matrix unit multiplies exactly. Of a record, real numbers are
-    `Unit.round_stored`, so only integers are left to round."""
+    `MatrixUnit.round_stored`, so only integers are left to round."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return x  # see `kernels`
     return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else current_place().unit.round_operand(x)
 
 
-def _dense(use: Use, equation) -> Site | str:
+def _dot_general(use: Use, equation) -> Site | str:
     """dot_general of data and W, with any contracted, batch and free axes: a dense layer."""
     weight, data = use.operand, 1 - use.operand
     contracted, batch = equation.params["dimension_numbers"]
     shapes = [operand.aval.shape for operand in equation.invars]
 
-    def free(side):
+    def free_axes(side):
         return [axis for axis in range(len(shapes[side])) if axis not in (*contracted[side], *batch[side])]
 
     def size(side, axes):
         return math.prod(shapes[side][axis] for axis in axes)
 
-    groups, positions = size(data, batch[data]), size(data, free(data))
-    fan_in, fan_out = size(data, contracted[data]), size(weight, free(weight))
+    groups, positions = size(data, batch[data]), size(data, free_axes(data))
+    fan_in, fan_out = size(data, contracted[data]), size(weight, free_axes(weight))
 
     def apply(inputs, w):
         operands = (_float32(inputs[data]), w) if weight == 1 else (w, _float32(inputs[data]))
@@ -300,7 +303,7 @@ def _dense(use: Use, equation) -> Site | str:
         return lax.dot_general(*operands, dimensions, precision=EXACT, preferred_element_type=jnp.float32)
 
     def matrices(inputs, dy):
-        a = _float32(inputs[data]).transpose(*batch[data], *free(data), *contracted[data])
+        a = _float32(inputs[data]).transpose(*batch[data], *free_axes(data), *contracted[data])
         dy = _float32(dy)
         if weight == 1:
             b = dy.reshape(groups, positions, fan_out)
@@ -309,7 +312,7 @@ def _dense(use: Use, equation) -> Site | str:
         return a.reshape(groups, positions, fan_in), b
 
     def arrange(w):
-        return w.transpose(*batch[weight], *contracted[weight], *free(weight)).reshape(groups, fan_in, fan_out)
+        return w.transpose(*batch[weight], *contracted[weight], *free_axes(weight)).reshape(groups, fan_in, fan_out)
 
     return _site(use, (groups, positions, fan_in, fan_out), apply, matrices, arrange)
 
@@ -333,7 +336,7 @@ def _of_one_hot(use: Use, equation: Equation, made: Mapping[Any, Equation]) -> S
         return dy if weight == 1 else jnp.moveaxis(dy, range(len(table) - 1, dy.ndim), range(len(slices)))
 
     sizes = tuple(1 if number == axis else size for number, size in enumerate(table))
-    site = _lookup(use, table, sizes, slices, starts, slices_last, clips=False)
+    site = _lookup_site(use, table, sizes, slices, starts, slices_last, clips=False)
     return site if isinstance(site, Site) else None
 
 
@@ -460,7 +463,9 @@ def _gather(use: Use, equation) -> Site | str:
         return dy.transpose(*(axis for axis in range(dy.ndim) if axis not in offsets), *offsets)
 
     clips, count = params["mode"] == lax.GatherScatterMode.CLIP, equation.invars[1].aval.shape[:-1]
-    return _lookup(use, equation.invars[0].aval.shape, params["slice_sizes"], count, starts, slices_last, clips=clips)
+    return _lookup_site(
+        use, equation.invars[0].aval.shape, params["slice_sizes"], count, starts, slices_last, clips=clips
+    )
 
 
 def _slice_at(use: Use, equation) -> Site | str:
@@ -469,10 +474,10 @@ def _slice_at(use: Use, equation) -> Site | str:
     if use.operand != 0:
         return "used in dynamic_slice as a start"
     table, sizes = equation.invars[0].aval.shape, equation.params["slice_sizes"]
-    return _lookup(use, table, sizes, (), lambda inputs: dict(enumerate(inputs[1:])), lambda dy: dy, clips=True)
+    return _lookup_site(use, table, sizes, (), lambda inputs: dict(enumerate(inputs[1:])), lambda dy: dy, clips=True)
 
 
-def _lookup(
+def _lookup_site(
     use: Use,
     table: tuple[int, ...],
     sizes: tuple[int, ...],
@@ -545,17 +550,17 @@ def _sum(use: Use, equation) -> Site | str:
         return jnp.ones((1, positions, 1), jnp.float32), sign * by_position(dy)
 
     site = _site(
-        use, (groups, positions, 1, width), apply, matrices, lambda w: w.reshape(groups, 1, width), _product_by_addition
+        use, (groups, positions, 1, width), apply, matrices, lambda w: w.reshape(groups, 1, width), _product_as_sum
     )
     return site if name == "mul" else site._replace(unread=frozenset({0, 1}))
 
 
-def _product_by_addition(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`gradients_of_product` of A, (B, K, T, 1), and B, (B, K, T, O), as a sum: XLA multiplies vectors slowly."""
+def _product_as_sum(a: jax.Array, b: jax.Array) -> jax.Array:
+    """`gradient_matrices` of A, (B, K, T, 1), and B, (B, K, T, O), as a sum: XLA multiplies vectors slowly."""
     return jnp.sum(a * b, 2)[:, :, None]
 
 
-def _site(use, sizes, apply, matrices, arrange, multiply: Callable = gradients_of_product) -> Site:
+def _site(use, sizes, apply, matrices, arrange, multiply: Callable = gradient_matrices) -> Site:
     return Site(
         use,
         sizes,
@@ -568,6 +573,11 @@ def _site(use, sizes, apply, matrices, arrange, multiply: Callable = gradients_o
     )
 
 
-MATRICES = {"dot_general": _dense, "conv_general_dilated": _convolution, "gather": _gather, "dynamic_slice": _slice_at}
+MATRICES = {
+    "dot_general": _dot_general,
+    "conv_general_dilated": _convolution,
+    "gather": _gather,
+    "dynamic_slice": _slice_at,
+}
 SUMS = dict.fromkeys(("add", "sub", "mul"), _sum)
 RULES = MATRICES | SUMS

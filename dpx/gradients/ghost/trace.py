@@ -18,14 +18,14 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from dpx.gradients.ghost.branches import CONSTANT, DATA, PARAMETER, every_branch
+from dpx.gradients.ghost.branches import CONSTANT, DATA, PARAMETER, branches_as_select
 from dpx.gradients.ghost.program import (
     CALLS,
     REMAT,
-    Block,
     Constant,
     Equation,
-    Kernel,
+    EquationBlock,
+    MadeKernel,
     Origin,
     Program,
     SameValue,
@@ -35,12 +35,12 @@ from dpx.gradients.ghost.program import (
 from dpx.gradients.ghost.views import (
     PLACES,
     ElementwiseStep,
-    LoopStep,
     MoveStep,
     PlaceStep,
+    ScanStep,
     View,
     carries_gradient,
-    is_in_place,
+    is_elementwise,
     moves_elements,
     only_slices,
 )
@@ -105,15 +105,15 @@ def follow_parameters(traced: TracedLoss, leaves: int) -> Program:
     inputs = tuple(range(len(closed.jaxpr.invars)))
     result, *beside = tracer.walk(closed.jaxpr, [Constant(value) for value in closed.consts], inputs)
     if isinstance(result, int):
-        tracer.used(result, -1, 0)
-    block = Block(inputs, tuple(tracer.block), (result, *beside), len(tracer.equations))
+        tracer.record_use(result, -1, 0)
+    block = EquationBlock(inputs, tuple(tracer.block), (result, *beside), len(tracer.equations))
     live = {-1} | _live_equations(tracer.equations, block, _numbers([result]))[0]
 
     def of_loss(uses):
         return tuple(use for use in uses if use.equation in live)
 
     found = ((value, leaves, of_loss(tracer.of_kernels.get(value, ()))) for value, leaves in tracer.depends.items())
-    kernels = tuple(Kernel(*each) for each in found if each[2])
+    kernels = tuple(MadeKernel(*each) for each in found if each[2])
     uses = tuple(map(of_loss, tracer.uses))
     data = _of_data(tracer.equations, inputs[leaves:])
     return Program(tuple(tracer.equations), block, jax.tree.structure(aux), uses, tracer.public, kernels, data)
@@ -139,7 +139,7 @@ def _numbers(values) -> set[int]:
     return {value for value in values if isinstance(value, int)}
 
 
-def _live_equations(equations: list[Equation], block: Block, wanted: set[int]) -> tuple[set[int], set[int]]:
+def _live_equations(equations: list[Equation], block: EquationBlock, wanted: set[int]) -> tuple[set[int], set[int]]:
     """The numbers of the equations of a block through which values have a gradient of the values `wanted`, and of all
     these values."""
     needed, live = set(wanted), set()
@@ -154,7 +154,7 @@ def _live_equations(equations: list[Equation], block: Block, wanted: set[int]) -
     return live, needed
 
 
-def _live_in_body(equations: list[Equation], equation: Equation, body: Block, needed: set[int]) -> set[int]:
+def _live_in_body(equations: list[Equation], equation: Equation, body: EquationBlock, needed: set[int]) -> set[int]:
     """The same for an equation's body, for its results in `needed`, and for what an iteration hands to the next."""
     results = zip(equation.outputs, body.outputs, strict=True)
     wanted = _numbers(inner for outer, inner in results if outer in needed)
@@ -214,9 +214,9 @@ class _Tracer:
         if name == "cond" and (followed or of_kernels) and self.of_data & _numbers(inputs[:1]):
             kinds = [PARAMETER if i in (*followed, *of_kernels) else CONSTANT for i in range(len(inputs))]
             kinds = [kind if self.is_public(x) or kind else DATA for kind, x in zip(kinds, inputs, strict=True)]
-            if every := every_branch(equation, kinds):
+            if every := branches_as_select(equation, kinds):
                 return self.walk(every.jaxpr, [Constant(value) for value in every.consts], inputs)
-        outputs = self.numbered(len(equation.outvars))
+        outputs = self.new_numbers(len(equation.outvars))
         if self.of_data & _numbers(inputs):
             self.of_data.update(outputs)
         number = self.append(Equation(equation, tuple(inputs), outputs, counts=self.counts))
@@ -229,7 +229,7 @@ class _Tracer:
             return outputs
         if known := self.computed(equation, inputs):
             self.known[outputs[0]] = known
-        if seen := self.seen(equation, number, inputs, followed):
+        if seen := self.views_of_result(equation, number, inputs, followed):
             self.views[outputs[0]] = seen
         elif carries_gradient(equation):
             for i in followed:
@@ -246,7 +246,7 @@ class _Tracer:
             leaves = frozenset().union(*(self.depends[value] for _, value, _ in found))
             for output, variable in zip(outputs, equation.outvars, strict=True):
                 if leaves and jnp.issubdtype(variable.aval.dtype, jnp.inexact):
-                    loops = tuple(LoopStep(count, sliced=False) for count in self.counts)
+                    loops = tuple(ScanStep(count, sliced=False) for count in self.counts)
                     self.kernels[output], self.depends[output] = (output, View(loops)), leaves
         elif public or (equation.primitive.name != "scan" and equation.primitive.name not in REMAT):
             for i, value, view in found:
@@ -255,26 +255,26 @@ class _Tracer:
                 elif (
                     equation.primitive.name == "dynamic_slice"
                     and i == 0
-                    and (rows := self.in_slices(equation, number, inputs, view))
+                    and (rows := self.sliced_view(equation, number, inputs, view))
                 ):
                     self.kernels[outputs[0]] = value, rows
                 else:
                     self.of_kernels.setdefault(value, []).append(Use(value, view, number, i))
 
-    def seen(self, equation, number, inputs, followed) -> tuple[tuple[int, View], ...]:
+    def views_of_result(self, equation, number, inputs, followed) -> tuple[tuple[int, View], ...]:
         """The views in the result of an equation of `followed` operands; () if it is a use."""
         entries = [(i, *entry) for i in followed for entry in self.views[inputs[i]]]
         if moves_elements(equation):
             return tuple((leaf, view.then(MoveStep(equation, number))) for _, leaf, view in entries)
         name = equation.primitive.name
         if name == "dynamic_slice" and followed == [0]:
-            found = [(leaf, self.in_slices(equation, number, inputs, view)) for _, leaf, view in entries]
+            found = [(leaf, self.sliced_view(equation, number, inputs, view)) for _, leaf, view in entries]
             return tuple((leaf, view) for leaf, view in found if view) if all(view for _, view in found) else ()
         if not all(self.is_public(value) or value in self.views for value in inputs):
             return ()
         if name in PLACES and (name != "pad" or followed == [0]):
             return tuple((leaf, view.then(PlaceStep(equation, number, i))) for i, leaf, view in entries)
-        if not is_in_place(equation, followed):
+        if not is_elementwise(equation, followed):
             return ()
         merged: dict[tuple, tuple[int, View, ElementwiseStep]] = {}
         for i, leaf, view in entries:
@@ -287,7 +287,7 @@ class _Tracer:
             merged[key] = leaf, View(tuple(before)), ElementwiseStep(last.base, together)
         return tuple((leaf, view.then(step)) for leaf, view, step in merged.values())
 
-    def in_slices(self, equation, number, inputs, view: View) -> View | None:
+    def sliced_view(self, equation, number, inputs, view: View) -> View | None:
         """The view if each iteration of one scan takes another slice, in order or in reverse; otherwise None."""
         aval, sizes = equation.invars[0].aval, equation.params["slice_sizes"]
         axes = [axis for axis, size in enumerate(sizes) if size < aval.shape[axis]]
@@ -299,10 +299,10 @@ class _Tracer:
         if not (ascending := np.array_equal(places, first + np.arange(count))):
             if not np.array_equal(places[::-1], first + np.arange(count)):
                 return None
-        at = [place for place, step in enumerate(view.steps) if isinstance(step, LoopStep)][start.loop]
+        at = [place for place, step in enumerate(view.steps) if isinstance(step, ScanStep)][start.loop]
         inside = view.steps[at + 1 :]
         if any(
-            step.sliced if isinstance(step, LoopStep) else not only_slices(step) for step in (view.steps[at], *inside)
+            step.sliced if isinstance(step, ScanStep) else not only_slices(step) for step in (view.steps[at], *inside)
         ):
             return None
 
@@ -317,7 +317,7 @@ class _Tracer:
             tuple(MoveStep(each, number) for each in jax.make_jaxpr(function)(x).eqns)
             for function, x in ((rows, whole), (lambda x: lax.expand_dims(x, (axis,)), row))
         )
-        return View((*view.steps[:at], *before, LoopStep(count, sliced=True), *inside, *after))
+        return View((*view.steps[:at], *before, ScanStep(count, sliced=True), *inside, *after))
 
     def computed(self, equation, inputs) -> KnownIntegers | None:
         """The integers that an equation computes from known ones."""
@@ -342,7 +342,7 @@ class _Tracer:
         )
         return KnownIntegers(np.asarray(value.value)) if whole and np.ndim(value.value) <= 1 else None
 
-    def iterated(self, equation, body, operand: int) -> KnownIntegers | None:
+    def integers_per_iteration(self, equation, body, operand: int) -> KnownIntegers | None:
         """The integers of operand number `operand` of a scan in each of its iterations."""
         known, (first, count) = self.integers(equation.inputs[operand]), count_scan_operands(equation)
         params, loop = equation.jaxpr.params, len(self.counts) - 1
@@ -373,20 +373,20 @@ class _Tracer:
         body, (first, count), length = params["jaxpr"], count_scan_operands(equation), params.get("length")
         if length is not None:
             self.counts = (*self.counts, length)
-        arguments, is_public = self.numbered(len(equation.inputs)), all(map(self.is_public, equation.inputs))
+        arguments, is_public = self.new_numbers(len(equation.inputs)), all(map(self.is_public, equation.inputs))
         for i, value in enumerate(equation.inputs):
             if self.of_data & _numbers([value]):
                 self.of_data.add(arguments[i])
             if i < first and self.is_public(value):
                 self.public[arguments[i]] = SameValue(value)
-            if known := self.iterated(equation, body, i):
+            if known := self.integers_per_iteration(equation, body, i):
                 self.known[arguments[i]] = known
             if isinstance(value, Constant) or not (value in self.views or value in self.kernels):
                 continue
             if first <= i < first + count:
-                self.used(value, number, i)
+                self.record_use(value, number, i)
                 continue
-            loop = () if length is None else (LoopStep(length, sliced=i >= first),)
+            loop = () if length is None else (ScanStep(length, sliced=i >= first),)
             if value in self.views:
                 self.views[arguments[i]] = tuple((leaf, View(view.steps + loop)) for leaf, view in self.views[value])
             if value in self.kernels and not is_public:
@@ -394,20 +394,20 @@ class _Tracer:
                 self.kernels[arguments[i]] = made, View(view.steps + loop)
         constants = [Constant(value) for value in getattr(body, "consts", ())]
         results = self.walk(getattr(body, "jaxpr", body), constants, arguments)
-        outputs = tuple(map(self.handed_on, results))
-        block = Block(arguments, tuple(self.block), outputs, len(self.equations))
+        outputs = tuple(map(self.result_of_body, results))
+        block = EquationBlock(arguments, tuple(self.block), outputs, len(self.equations))
         self.block, self.counts = outside
         self.equations[number] = equation._replace(body=block)
 
-    def handed_on(self, value):
+    def result_of_body(self, value):
         """A result of a body. A parameter is not followed any further, but this counts as a use."""
         if isinstance(value, Constant) or not (value in self.views or value in self.kernels):
             return value
-        outputs = self.numbered(1)
-        self.used(value, self.append(Equation(None, (value,), outputs, counts=self.counts)), 0)
+        outputs = self.new_numbers(1)
+        self.record_use(value, self.append(Equation(None, (value,), outputs, counts=self.counts)), 0)
         return outputs[0]
 
-    def used(self, value, number, operand):
+    def record_use(self, value, number, operand):
         for leaf, view in self.views.get(value, ()):
             self.uses[leaf].append(Use(leaf, view, number, operand))
         outputs = self.equations[number].outputs if number >= 0 else ()
@@ -420,12 +420,12 @@ class _Tracer:
         self.block.append(len(self.equations) - 1)
         return len(self.equations) - 1
 
-    def numbered(self, count) -> tuple[int, ...]:
+    def new_numbers(self, count) -> tuple[int, ...]:
         self.count += count
         return tuple(range(self.count - count, self.count))
 
 
-def differentiates(program: Program) -> bool:
+def has_known_derivatives(program: Program) -> bool:
     """Whether every custom derivative of the program can be used. One that was defined inside the loss, and closes over
     a value of it, cannot: JAX traces the derivative later, when that value is a tracer of a trace that has ended."""
     known = {id(i.value) for equation in program.equations for i in equation.inputs if isinstance(i, Constant)}

@@ -63,7 +63,7 @@ class ElementwiseStep(NamedTuple):
     equations: tuple[int, ...]
 
 
-class LoopStep(NamedTuple):
+class ScanStep(NamedTuple):
     """A step of a view into `count` iterations of a scan: each sees one slice along axis 0 if `sliced`, or all."""
 
     count: int
@@ -76,22 +76,22 @@ class View(NamedTuple):
     steps: tuple["Step", ...] = ()
 
     @property
-    def makes_kernel(self) -> bool:
+    def changes_values(self) -> bool:
         """Whether the use sees more than the elements in another order."""
         return any(isinstance(step, PlaceStep | ElementwiseStep) for step in self.steps)
 
     @property
     def slices(self) -> tuple[int, ...]:
         """How many slices each scan takes, the outermost first, without scans that take none."""
-        return tuple(step.count for step in self.steps if isinstance(step, LoopStep) and step.sliced)
+        return tuple(step.count for step in self.steps if isinstance(step, ScanStep) and step.sliced)
 
     @property
     def scan_repeats(self) -> tuple[int, ...]:
         """How many iterations each scan has whose iterations all see the same elements."""
-        return tuple(step.count for step in self.steps if isinstance(step, LoopStep) and not step.sliced)
+        return tuple(step.count for step in self.steps if isinstance(step, ScanStep) and not step.sliced)
 
     @property
-    def leading(self) -> int:
+    def leading_slices(self) -> int:
         """How many steps at the start are slices, counting those in between that move nothing."""
         end = 0
         for number, step in enumerate(self.steps):
@@ -108,7 +108,7 @@ class View(NamedTuple):
         """`leaf` as the use sees it, in its own dtype, with a leading axis for each number in `slices`. in_place: what
         a step that computes makes of it."""
         for number, step in enumerate(self.steps):
-            if isinstance(step, LoopStep):
+            if isinstance(step, ScanStep):
                 if step.sliced:
                     return jax.vmap(View(self.steps[number + 1 :]).apply_to)(leaf)
             elif isinstance(step, ElementwiseStep):
@@ -128,7 +128,7 @@ class View(NamedTuple):
     def box(self, shape: tuple[int, ...]) -> Box:
         """The elements that the leading slices leave of a parameter of this shape."""
         found = [range(size) for size in shape]
-        for step in self.steps[: self.leading]:
+        for step in self.steps[: self.leading_slices]:
             if isinstance(step, MoveStep) and step.name == "slice":
                 params = step.equation.params
                 starts, limits = params["start_indices"], params["limit_indices"]
@@ -143,12 +143,12 @@ class View(NamedTuple):
         def identity_of_step(step: Step) -> Any:
             if isinstance(step, MoveStep | PlaceStep):
                 return identity_of_equation(step.equation), getattr(step, "operand", 0)
-            return step if isinstance(step, LoopStep) else None
+            return step if isinstance(step, ScanStep) else None
 
         return tuple(map(identity_of_step, self.steps))
 
 
-Step = MoveStep | PlaceStep | ElementwiseStep | LoopStep
+Step = MoveStep | PlaceStep | ElementwiseStep | ScanStep
 
 
 def moves_elements(equation: core.JaxprEqn) -> bool:
@@ -161,7 +161,7 @@ def moves_elements(equation: core.JaxprEqn) -> bool:
     return same and after.size <= before.size
 
 
-def is_in_place(equation: core.JaxprEqn, operands: list[int]) -> bool:
+def is_elementwise(equation: core.JaxprEqn, operands: list[int]) -> bool:
     """Whether the one result has a number for each of these operands, which carries its gradient. Only `kernels` knows
     it of a function with a derivative of its own, such as `jax.nn.relu`."""
     types: list[Any] = [variable.aval for variable in (*equation.outvars[:1], *equation.invars)]
@@ -176,7 +176,7 @@ def carries_gradient(equation: core.JaxprEqn) -> bool:
     return inexact and equation.primitive.name != "stop_gradient"
 
 
-class Part(NamedTuple):
+class ParameterPart(NamedTuple):
     """A part of a parameter, which overlaps no other part.
 
     view: from the parameter to the part, up to the last scan that takes slices. uses: the numbers of those in the part.
@@ -189,37 +189,37 @@ class Part(NamedTuple):
     ends: tuple[int, ...] = ()
 
 
-def parts_of_parameter(seen: list[View], shape: tuple[int, ...]) -> list[Part] | str:
+def parts_of_parameter(seen: list[View], shape: tuple[int, ...]) -> list[ParameterPart] | str:
     """The parts of a parameter of this shape that its uses see, or why they cannot be told apart.
 
     A part is what all scans around a use slice, such as the stacked weights of equal layers; without a scan, it is what
     the first equations slice, such as a Python loop that indexes its layers. Each slice counts as one parameter,
     because the square of a gradient's norm is the sum of the squares of the norms of its parts.
     """
-    found: dict[tuple, Part] = {}
+    found: dict[tuple, ParameterPart] = {}
     for number, view in enumerate(seen):
-        loops = [(place, step.sliced) for place, step in enumerate(view.steps) if isinstance(step, LoopStep)]
+        loops = [(place, step.sliced) for place, step in enumerate(view.steps) if isinstance(step, ScanStep)]
         slices = [place for place, sliced in loops if sliced]
         if slices and any(not sliced and place < slices[-1] for place, sliced in loops):
             return "used in slices by a scan that another scan repeats"
         if 0 in view.slices:
             return "used in a scan without iterations"
-        end = slices[-1] + 1 if slices else view.leading
-        if View(view.steps[:end]).makes_kernel:
+        end = slices[-1] + 1 if slices else view.leading_slices
+        if View(view.steps[:end]).changes_values:
             return "used in slices by a scan after an equation that computes or places"
         begin, rest = View(view.steps[:end]), View(view.steps[end:])
         key = View(tuple(step for step in begin.steps if not only_slices(step))).identity()
-        before = found.get(key, Part(begin, (), ()))
+        before = found.get(key, ParameterPart(begin, (), ()))
         ends = {step.number for step in begin.steps[-1:] if isinstance(step, MoveStep)}
         ends = tuple(sorted(ends.union(before.ends)))
-        found[key] = Part(before.view, (*before.uses, number), (*before.rests, rest), ends)
+        found[key] = ParameterPart(before.view, (*before.uses, number), (*before.rests, rest), ends)
     sliced = any(part.view.slices for part in found.values())
     if len(found) > 1 or sliced:
         if disjoint([part.view.box(shape) for part in found.values()]):
             return list(found.values())
         if sliced:
             return f"used {len(seen)} times, in slices by a scan that another use may overlap"
-    return [Part(View(), tuple(range(len(seen))), tuple(seen))]
+    return [ParameterPart(View(), tuple(range(len(seen))), tuple(seen))]
 
 
 def only_slices(step: Step) -> bool:
@@ -237,7 +237,7 @@ def disjoint(boxes: list[Box]) -> bool:
     return all(apart(*pair) for pair in itertools.combinations(boxes, 2))
 
 
-def join_boxes(views: list[View], parts: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
+def assemble_parts(views: list[View], parts: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
     """The array, float32, of this shape, made of disjoint parts; 0 elsewhere."""
     boxes = [view.box(shape) for view in views]
     parts = [_in_box(*each) for each in zip(views, parts, boxes, strict=True)]
@@ -256,8 +256,8 @@ def join_boxes(views: list[View], parts: list[jax.Array], shape: tuple[int, ...]
 
 
 def _in_box(view: View, part: jax.Array, elements: Box) -> jax.Array:
-    rest = view.steps[view.leading :]
-    if all(isinstance(step, LoopStep) or only_slices(step) for step in rest):
+    rest = view.steps[view.leading_slices :]
+    if all(isinstance(step, ScanStep) or only_slices(step) for step in rest):
         return part
     inside = jax.ShapeDtypeStruct(tuple(map(len, elements)), jnp.float32)
     (part,) = jax.linear_transpose(View(rest).apply_to, inside)(part)

@@ -22,19 +22,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpx.gradients.ghost.norms import product_of_positions
+from dpx.gradients.ghost.norms import einsum_by_segments
 from dpx.gradients.ghost.rules import Site
 from dpx.sums.clipped_sum import (
     add_in_turns,
-    devices_for,
+    count_devices_of_rows,
     in_range,
     plus_finished,
     repeat_to_shape,
+    rows_with_excluded_zeroed,
     scaled_rows,
     sum_in_blocks,
-    weighted_rows,
 )
-from dpx.sums.float_pair import blocks_for
+from dpx.sums.float_pair import count_blocks
 from dpx.xla.place import current_place
 
 SOME_NUMBERS = 2**21  # of the gradients that a matrix unit finishes at once, 8 MiB; a kernel alone takes 1,800 cycles
@@ -52,7 +52,7 @@ def sum_at_site(site: Site, shape: tuple[int, ...], record, factors: jax.Array) 
 
     def sum_block(rows):
         record, factors = rows
-        inputs, cotangents = weighted_rows(factors, record)
+        inputs, cotangents = rows_with_excluded_zeroed(factors, record)
         if current_place().platform == "cpu":
             cotangents = scaled_rows(factors, cotangents)
             apply: Any = site.apply
@@ -74,14 +74,16 @@ def sum_of_table_rows(site: Site, shape: tuple[int, ...], record, factors: jax.A
     numbers as from sums of the table's size, of which each block would write and read one.
     """
     _, positions, count, _ = site.sizes
-    blocks = blocks_for(len(factors), 1)
+    blocks = count_blocks(len(factors), 1)
 
     def weighted(some):
-        (indices, rows), factors = weighted_rows(some[1], some[0]), some[1]
+        (indices, rows), factors = rows_with_excluded_zeroed(some[1], some[0]), some[1]
         return indices.reshape(-1), scaled_rows(factors, rows).reshape(-1, rows.shape[-1])
 
     if current_place().devices > 1 or blocks == 1 or FEW_ROWS * positions * len(factors) > blocks * count:
-        return sum_in_blocks(lambda some: _scattered(site, shape, *weighted(some)), (record, factors), math.prod(shape))
+        return sum_in_blocks(
+            lambda some: _scatter_rows(site, shape, *weighted(some)), (record, factors), math.prod(shape)
+        )
 
     def add(table, block):
         indices, rows = jax.lax.optimization_barrier(block)
@@ -104,7 +106,7 @@ def _merge_equal_rows(indices: jax.Array, rows: jax.Array) -> tuple[jax.Array, j
     return jnp.full_like(indices, -1).at[place].set(ordered), _plus_rows(jnp.zeros_like(rows), place, rows[order])
 
 
-def _scattered(site: Site, shape: tuple[int, ...], indices: jax.Array, rows: jax.Array) -> jax.Array:
+def _scatter_rows(site: Site, shape: tuple[int, ...], indices: jax.Array, rows: jax.Array) -> jax.Array:
     """The parameter's gradient, float32, from rows of it, float32 (n, O); those with a negative index, int32 (n,), are
     left out."""
     table = _plus_rows(jnp.zeros(site.sizes[2:], jnp.float32), indices, rows)
@@ -133,13 +135,15 @@ def sum_one_by_one(
     def sum_block(rows):
         def add(number, total):
             of_one, factor = take_row(rows, number)
-            return plus_finished(total, example_gradient(sites, groups, shape, weighted_rows(factor, of_one), factor))
+            return plus_finished(
+                total, example_gradient(sites, groups, shape, rows_with_excluded_zeroed(factor, of_one), factor)
+            )
 
         return jax.lax.fori_loop(0, len(rows[1]), add, jnp.zeros(shape, jnp.float32))
 
     def finished(records, factors):
         of_each = jax.vmap(lambda records: example_gradient(sites, groups, shape, records, jnp.float32(1)))
-        return repeat_to_shape(factors, (len(factors), *shape)) * of_each(weighted_rows(factors, records))
+        return repeat_to_shape(factors, (len(factors), *shape)) * of_each(rows_with_excluded_zeroed(factors, records))
 
     def sum_some(rows):
         """Of finished products, times their factors: no matrix product can begin with the sum of others."""
@@ -168,10 +172,10 @@ def shortening_factors(found: jax.Array, norms: jax.Array) -> jax.Array:
     return jnp.where(in_range(found), shorter, 0)
 
 
-def one_after_another(function: Callable, rows: Any) -> Any:
+def map_sequentially(function: Callable, rows: Any) -> Any:
     """What `function` finds for each of B examples, (B, ...), one at a time on each device. rows: (B, ...)."""
     size = len(jax.tree.leaves(rows)[0])
-    devices = devices_for(size)
+    devices = count_devices_of_rows(size)
     if devices == 1:
         return jax.lax.map(function, rows)
     by_device = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), rows)
@@ -191,15 +195,15 @@ def example_gradient(
     def of_group(numbers: tuple[int, ...]) -> list[jax.Array]:
         some = [(sites[number], *records[number]) for number in numbers]
         if not sites[numbers[0]].lookup:
-            return [_at_one_site(site, shape, *record, factor=factor) for site, *record in some]
+            return [_gradient_at_site(site, shape, *record, factor=factor) for site, *record in some]
         read = [site.matrices(*record) for site, *record in some]
         indices, b = (jnp.concatenate(each) for each in zip(*read, strict=True))
-        return [_scattered(some[0][0], shape, indices, scaled_rows(factor, b))]
+        return [_scatter_rows(some[0][0], shape, indices, scaled_rows(factor, b))]
 
     return functools.reduce(jnp.add, [grad for numbers in groups for grad in of_group(numbers)])
 
 
-def _at_one_site(site: Site, shape: tuple[int, ...], inputs, dy: jax.Array, *, factor: jax.Array) -> jax.Array:
+def _gradient_at_site(site: Site, shape: tuple[int, ...], inputs, dy: jax.Array, *, factor: jax.Array) -> jax.Array:
     """The gradient of one example at one site, times its factor unless this multiplies the finished sum. The factor
     multiplies the smaller of A and B."""
     a, b = site.matrices(inputs, dy)
@@ -212,12 +216,12 @@ def _product(site: Site, shape: tuple[int, ...], a: jax.Array, b: jax.Array) -> 
     """A^T B, of A, (K, T, I), and B, (K, T, O), in the parameter's shape and order, because XLA would transpose it
     otherwise."""
     if _reorders(site.arrange, shape):
-        total = product_of_positions("kto,kti->koi", b, a)
+        total = einsum_by_segments("kto,kti->koi", b, a)
         if len(total) == 1:  # with an axis of length 1 between both transposes, XLA writes them
             return transpose(lambda w: site.arrange(w)[0].T, shape, total[0])
         total = total.swapaxes(1, 2)
     else:
-        total = product_of_positions("kti,kto->kio", a, b)
+        total = einsum_by_segments("kti,kto->kio", a, b)
     return transpose(site.arrange, shape, total)
 
 

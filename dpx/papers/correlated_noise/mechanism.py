@@ -42,7 +42,7 @@ from dpx.sums import doubles
 from dpx.sums.float_pair import ETA, FloatPair, as_pair
 from dpx.trees import Tree, described
 from dpx.validation import require_number, require_whole
-from dpx.xla.place import float64, require_float64
+from dpx.xla.place import float64, require_ieee_float64
 
 
 @accepts_budget
@@ -97,7 +97,7 @@ def correlated_noise(
     weights = _weights_of_past(strategy)
     return inner.wrap(
         begin=lambda params: _first_state(params, len(weights)),
-        release=_with_memory(inner, strategy, noise_key, noise_multiplier * clip_norm * (1 + ETA)),
+        release=_with_past_noise(inner, strategy, noise_key, noise_multiplier * clip_norm * (1 + ETA)),
         event=event,
         correlated=strategy,
         stages=_stages_of_pipeline(inner.stages, strategy),
@@ -140,7 +140,7 @@ def _event(strategy: Strategy, noise_multiplier: float, sampling: Sampling, step
     return CorrelatedGaussianDpEvent(noise, shift, steps, strategy.coefficients, strategy.inverse_coefficients)
 
 
-def _with_memory(inner: Mechanism, strategy: Strategy, noise_key: jax.Array, deviation: float) -> Callable:
+def _with_past_noise(inner: Mechanism, strategy: Strategy, noise_key: jax.Array, deviation: float) -> Callable:
     """A release that keeps and uses past noise. inner: dp_sgd. deviation: of the fresh noise."""
     weights, banded = _weights_of_past(strategy), strategy.bands is not None
 
@@ -218,7 +218,7 @@ class CorrelatedNoiseState(NamedTuple):
 
 def _first_state(params: Tree, steps: int) -> CorrelatedNoiseState:
     """The state before the first release, sharded like the parameters. steps: w, int, at least 1."""
-    require_float64("correlated noise")
+    require_ieee_float64("correlated noise")
 
     def empty_ring(p: jax.Array) -> jax.Array:
         zeros = jnp.zeros_like(p, dtype=jnp.float32)

@@ -171,7 +171,7 @@ def optimized(
     denominator, quadratic = objective(workload, steps, error)
 
     def value_and_gradient(rest: np.ndarray) -> tuple[float, np.ndarray]:
-        return log_loss(np.concatenate([[1.0], rest]), denominator, quadratic, steps)
+        return log_workload_loss(np.concatenate([[1.0], rest]), denominator, quadratic, steps)
 
     start = half_coefficients(bands)[1:]
     options = {"maxiter": 5000, "maxfun": 20000, "ftol": 1e-15, "gtol": 1e-10, "maxcor": 30}
@@ -214,7 +214,7 @@ def _workload_with_rates(rates: np.ndarray) -> np.ndarray:
     return upper + np.triu(upper, 1).T
 
 
-def log_loss(
+def log_workload_loss(
     coefficients: np.ndarray, denominator: np.ndarray, quadratic: Quadratic, steps: int
 ) -> tuple[float, np.ndarray]:
     """log |c|^2 + log q(u), and its gradient by c_1, ..., c_(b-1).

@@ -23,13 +23,13 @@ import optax
 from dpx import keys
 from dpx.accounting.ledger import from_event
 from dpx.mechanism import Mechanism, Tree
-from dpx.mechanisms.stages import around_sum
-from dpx.papers.d2p2_sgd.projected_event import projected_event_of
+from dpx.mechanisms.stages import insert_around_sum
+from dpx.papers.d2p2_sgd.projected_event import with_projected_event
 from dpx.papers.d2p2_sgd.projections import ProjectionKind, ProjectionState, projection
 from dpx.sums import doubles
 from dpx.sums.float_pair import FloatPair, as_pair
 from dpx.trees import described
-from dpx.xla.place import float64, require_float64
+from dpx.xla.place import float64, require_ieee_float64
 
 
 class ClipThenProjectState(NamedTuple):
@@ -68,16 +68,17 @@ def clip_then_project(
     coordinates, ranks = projection(rank, reduction_rate, kind, every, stream, bounded=True), jax.tree.leaves(rank)
     if mechanism.correlated is not None:
         raise ValueError("clip_then_project must not be around correlated noise, because its projections change")
-    if not from_event(mechanism.event(1)).all(lambda loss: loss.fresh):  # a projection in it has the same stream
+    # A projection in it has the same stream.
+    if not from_event(mechanism.event(1)).holds_for_all(lambda loss: loss.fresh):
         raise ValueError(f"clip_then_project takes a mechanism of one clipped sum, got {described(mechanism)}")
     if kind == "gaussian":
-        _require_fresh_and_ranked(rank, reduction_rate, every)
+        _require_fresh_ranked_projection(rank, reduction_rate, every)
 
     def event(steps):
-        return projected_event_of(mechanism.event(steps), rank=min(ranks), blocks=len(ranks))
+        return with_projected_event(mechanism.event(steps), rank=min(ranks), blocks=len(ranks))
 
     def begin(params):
-        require_float64("the projection of a sum")
+        require_ieee_float64("the projection of a sum")
         state = coordinates.init(params)
         shapes = jax.eval_shape(coordinates.encode, params, state)
         inner = mechanism.begin(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
@@ -93,7 +94,7 @@ def clip_then_project(
         updates, next_projection = coordinates.decode(released, state.projection, total.high)
         return optax.tree.cast_like(updates, params), ClipThenProjectState(inner, next_projection)
 
-    stages = around_sum(mechanism.stages, before_noise=(f"project the sum: {coordinates.name}",))
+    stages = insert_around_sum(mechanism.stages, before_noise=(f"project the sum: {coordinates.name}",))
     costs = {"event": event} if kind == "gaussian" else {}
     return mechanism.wrap(
         begin=begin,
@@ -122,7 +123,7 @@ def _project_change(encode, primals, tangents):
     return _project_sum(encode, total, state), FloatPair(changed, jax.tree.map(jnp.zeros_like, changed))
 
 
-def _require_fresh_and_ranked(rank: int | Tree | None, reduction_rate: float | Tree | None, every: int | None):
+def _require_fresh_ranked_projection(rank: int | Tree | None, reduction_rate: float | Tree | None, every: int | None):
     """Raises ValueError unless a Gaussian projection is drawn at every step, with a rank."""
     if every != 1:
         raise ValueError(

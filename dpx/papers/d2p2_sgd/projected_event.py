@@ -77,7 +77,7 @@ def _largest_stretch(tail: float, rank: int) -> float:
     return math.sqrt(1 + math.sqrt(2 * exponent) + exponent)
 
 
-def projected_event_of(event: dp_accounting.DpEvent, *, rank: int, blocks: int = 1) -> dp_accounting.DpEvent:
+def with_projected_event(event: dp_accounting.DpEvent, *, rank: int, blocks: int = 1) -> dp_accounting.DpEvent:
     """`event` with a fresh Gaussian projection before each of its releases.
 
     rank: int, the smallest rank of the blocks. blocks: int, the number of blocks that are projected separately. More

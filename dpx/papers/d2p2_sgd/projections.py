@@ -50,7 +50,7 @@ class Sketch(NamedTuple):
     encode_whole_batch: bool = False
 
 
-def transposed(project: Callable[[jax.Array, Segments, int], Segments]):
+def lift_by_transpose(project: Callable[[jax.Array, Segments, int], Segments]):
     """The lift as jax's transpose of `project`, for a `project` that stores nothing larger than its argument."""
 
     def lift(key: jax.Array, coordinates: Segments, sizes: Sequence[int], rank: int) -> Segments:
@@ -117,7 +117,7 @@ def _countsketch_project(key: jax.Array, segments: Segments, rank: int) -> Segme
     with DRAWS:
         offsets = jax.random.randint(offset_key, (runs,), 0, rank)
     if runs > UNROLLED:
-        return [_buckets_by_runs(jnp.concatenate(segments) * signs, offsets, rank)]
+        return [_bucket_sums_by_run(jnp.concatenate(segments) * signs, offsets, rank)]
     # Pieces are added in place, because a batch is large. What goes past bucket p - 1 wraps around to the first ones.
     longest = min(rank, max(UNCUT, math.ceil(rank / PIECES)))
     # This 0 depends on the example. With a constant 0, XLA would allocate the buckets of all examples too early.
@@ -147,7 +147,7 @@ def _pieces_of_segments(segments: Segments, rank: int, longest: int) -> Iterator
             start, done = start + length, done + length
 
 
-def _buckets_by_runs(signed: jax.Array, offsets: jax.Array, rank: int) -> jax.Array:
+def _bucket_sums_by_run(signed: jax.Array, offsets: jax.Array, rank: int) -> jax.Array:
     """The buckets, float32 (rank,), of a vector times its signs: one run at a time."""
     runs = jnp.pad(signed, (0, len(offsets) * rank - signed.size)).reshape(-1, rank)
 
@@ -158,7 +158,7 @@ def _buckets_by_runs(signed: jax.Array, offsets: jax.Array, rank: int) -> jax.Ar
     return jax.lax.scan(add, jnp.zeros(rank), (runs, offsets))[0]
 
 
-COUNTSKETCH = Sketch(_countsketch_project, transposed(_countsketch_project), _countsketch_stretch)
+COUNTSKETCH = Sketch(_countsketch_project, lift_by_transpose(_countsketch_project), _countsketch_stretch)
 
 
 def _gaussian_project(key: jax.Array, segments: Segments, rank: int) -> Segments:
@@ -225,7 +225,8 @@ def _hadamard_project(key: jax.Array, segments: Segments, rank: int) -> Segments
     signs = split_vector(random_signs(sign_key, sum(sizes)), sizes)
     kept = random_subset(row_key, padded, rank)
     return [
-        _transformed(*each, scale=math.sqrt(sum(padded) / rank)) for each in zip(segments, signs, kept, strict=True)
+        _transform_segment(*each, scale=math.sqrt(sum(padded) / rank))
+        for each in zip(segments, signs, kept, strict=True)
     ]
 
 
@@ -233,7 +234,7 @@ def _hadamard_stretch(sizes: Sequence[int], rank: int) -> float:
     return math.sqrt(sum(map(_padded, sizes)) / rank)
 
 
-def _transformed(segment: jax.Array, signs: jax.Array, kept: jax.Array, *, scale: float) -> jax.Array:
+def _transform_segment(segment: jax.Array, signs: jax.Array, kept: jax.Array, *, scale: float) -> jax.Array:
     """The transform of one segment, float32 (padded size,), times `scale`, with zeros at results that are not kept.
 
     segment, signs: float32 (size,). kept: bool (padded size,).
@@ -252,11 +253,11 @@ def _padded(size: int) -> int:
     return _block_size(size) * math.ceil(size / _block_size(size))
 
 
-HADAMARD = Sketch(_hadamard_project, transposed(_hadamard_project), _hadamard_stretch)
+HADAMARD = Sketch(_hadamard_project, lift_by_transpose(_hadamard_project), _hadamard_stretch)
 ORTHONORMAL_BLOCK = 64  # coordinates of a block, at least; d / p if that is more, so that every block has a column
 
 
-class Blocks(NamedTuple):
+class CoordinateBlocks(NamedTuple):
     """How d coordinates are cut into blocks, and the columns of each block's Q.
 
     count: the number of blocks. size: the number of coordinates in each.
@@ -272,11 +273,11 @@ class Blocks(NamedTuple):
     chunks: int
 
 
-def blocks_of(size: int, rank: int) -> Blocks:
+def blocks_of(size: int, rank: int) -> CoordinateBlocks:
     count = math.ceil(size / max(ORTHONORMAL_BLOCK, math.ceil(size / rank)))
     block, columns = math.ceil(size / count), math.ceil(rank / count)
     together = max(1, min(count, DRAWN_AT_ONCE // (block * columns)))
-    return Blocks(count, block, columns, rank - (columns - 1) * count, together, math.ceil(count / together))
+    return CoordinateBlocks(count, block, columns, rank - (columns - 1) * count, together, math.ceil(count / together))
 
 
 def _orthonormal_project(key: jax.Array, segments: Segments, rank: int) -> Segments:
@@ -300,7 +301,7 @@ def _orthonormal_stretch(sizes: Sequence[int], rank: int) -> float:
     return math.sqrt(blocks.size / (blocks.columns if blocks.wide == blocks.count else blocks.columns - 1))
 
 
-def _each_chunk(product: str, key: jax.Array, blocks: Blocks, chunks: jax.Array) -> jax.Array:
+def _each_chunk(product: str, key: jax.Array, blocks: CoordinateBlocks, chunks: jax.Array) -> jax.Array:
     """The einsum `product` of every chunk's matrices with `chunks`, float32 (chunks, together, n).
 
     Returns float32 (m,), the results of all blocks one after another.
@@ -308,12 +309,12 @@ def _each_chunk(product: str, key: jax.Array, blocks: Blocks, chunks: jax.Array)
 
     def chunk(_, numbered):
         number, vectors = numbered
-        return None, jnp.einsum(product, _matrices(key, blocks, number), vectors, precision=EXACT)
+        return None, jnp.einsum(product, _orthonormal_blocks(key, blocks, number), vectors, precision=EXACT)
 
     return jax.lax.scan(chunk, None, (jnp.arange(blocks.chunks), chunks))[1].reshape(-1)
 
 
-def _matrices(key: jax.Array, blocks: Blocks, chunk: jax.Array) -> jax.Array:
+def _orthonormal_blocks(key: jax.Array, blocks: CoordinateBlocks, chunk: jax.Array) -> jax.Array:
     """Q sqrt(size / columns) for each block of a chunk, float32 (together, size, columns); a missing column is 0."""
     shape = blocks.together, blocks.size, blocks.columns
     with DRAWS:
@@ -384,7 +385,7 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
     bounded: divide z by the largest stretch, so that no vector is lengthened; the lift multiplies by it again.
     """
     every = None if every is None else require_whole("every", every)
-    ranks, rank_of, words = _ranks(rank, reduction_rate)
+    ranks, rank_of, words = _projection_ranks(rank, reduction_rate)
     sketch = _sketch(kind)
     stretch = sketch.stretch if bounded else None
 
@@ -397,30 +398,30 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
 
         return jax.tree.map(of_group, numbers, ranks, *trees)
 
-    def dimensions_of_group(configured, leaves) -> tuple[list[int], int, float]:
+    def projection_sizes_of_group(configured, leaves) -> tuple[list[int], int, float]:
         """The sizes of a group's layers, its rank, and the divisor of its coordinates."""
         sizes = [math.prod(leaf.shape) for leaf in leaves]
         rank = rank_of(configured, sum(sizes))
         return sizes, rank, ROUNDING * stretch(sizes, rank) if stretch else 1.0
 
     def encode(grad, state):
-        def encode_group(key, configured, group):
+        def project_group(key, configured, group):
             leaves, structure = jax.tree.flatten(group)
             if not leaves:
                 return group
-            _, rank, divisor = dimensions_of_group(configured, leaves)
+            _, rank, divisor = projection_sizes_of_group(configured, leaves)
             coordinates = sketch.project(key, [_at_least_float32(leaf).reshape(-1) for leaf in leaves], rank)
             coordinates = [segment / divisor for segment in coordinates]
             return _as_tree(coordinates, leaves, structure) if sketch.supports_ghost_norms else coordinates
 
-        return each_group(encode_group, state, grad)
+        return each_group(project_group, state, grad)
 
     def decode(released, state, like):
         def decode_group(key, configured, group, shapes):
             leaves, structure = jax.tree.flatten(shapes)
             if not leaves:
                 return group
-            sizes, rank, divisor = dimensions_of_group(configured, leaves)
+            sizes, rank, divisor = projection_sizes_of_group(configured, leaves)
             coordinates = [segment.reshape(-1) * divisor for segment in jax.tree.leaves(group)]
             return _as_tree(sketch.lift(key, coordinates, sizes, rank), leaves, structure)
 
@@ -444,7 +445,7 @@ def _sketch(kind: str) -> Sketch:
     return SKETCHES[kind]
 
 
-def _ranks(rank, reduction_rate) -> tuple[Tree, Callable[[Any, int], int], str]:
+def _projection_ranks(rank, reduction_rate) -> tuple[Tree, Callable[[Any, int], int], str]:
     """The configured numbers; a function (number, d) -> rank; and the ranks in words."""
     if (rank is None) == (reduction_rate is None):
         given = f"rank={described(rank)}, reduction_rate={described(reduction_rate)}"

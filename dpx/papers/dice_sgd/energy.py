@@ -3,7 +3,7 @@
 Leaving an example out moves the error by D and a release by S. S is the move of what is fed back, plus 1 at a step
 where the example takes part (a participation). F is the move of what is not fed back. Feeding back is a firmly
 non-expansive map of the error (the projection onto a ball, or its smooth form), so S^2 + F^2 <= D^2. The next D is F,
-plus at most rho (`error_shift`) at a participation. For given participations:
+plus at most rho (`error_sensitivity`) at a participation. For given participations:
 
 1. k participations have energy at most c_k^2, c_k = sqrt(1 + (rho + c_(k-1))^2), c_0 = 0, in any number of steps.
    Proof: V_j(d) = (d + c_j)^2 is the largest energy from a move d with j participations left. V_0(d) = d^2, and a step
@@ -38,7 +38,9 @@ def accumulated_energies(most: int, error_shift: float) -> np.ndarray:
     return energies
 
 
-def trivial_energies(participations: np.ndarray, steps: int, reset_every: int, feedback_shift: float) -> np.ndarray:
+def trivial_energy_bounds(
+    participations: np.ndarray, steps: int, reset_every: int, feedback_shift: float
+) -> np.ndarray:
     """The trivial energy of each number of participations, which holds for any error. int64 (n,) -> float64 (n,)."""
     moved_by_error = steps - -(-steps // reset_every)  # the releases that are not the first of a stretch
     both = np.minimum(participations, moved_by_error)  # releases that the example moves twice
@@ -55,7 +57,7 @@ def energy_of_epochs(
     begins.
     """
     epochs = -(-steps // steps_per_epoch)
-    trivial = float(trivial_energies(np.array(epochs), steps, reset_every, feedback_shift))
+    trivial = float(trivial_energy_bounds(np.array(epochs), steps, reset_every, feedback_shift))
     if math.isinf(error_shift):
         return trivial
     energies, worst = accumulated_energies(epochs, error_shift), np.zeros(epochs + 1)
@@ -71,7 +73,7 @@ def energies_at_any_steps(
 ) -> np.ndarray:
     """The energy of k = 0 .. most participations, at the worst steps, float64 (most + 1,)."""
     participations = np.arange(most + 1)
-    trivial = trivial_energies(participations, steps, reset_every, feedback_shift)
+    trivial = trivial_energy_bounds(participations, steps, reset_every, feedback_shift)
     if math.isinf(error_shift):
         return trivial
     energies = accumulated_energies(reset_every if most > reset_every else most, error_shift)
@@ -79,7 +81,7 @@ def energies_at_any_steps(
     return np.minimum(trivial, full_stretches * energies[-1] + energies[rest])
 
 
-def most_participations(steps: int, rate: float, tail: float) -> int:
+def participations_quantile(steps: int, rate: float, tail: float) -> int:
     """The least number that the participations exceed with probability at most `tail`."""
     return int(np.argmax(stats.binom.sf(np.arange(steps + 1), steps, rate) <= tail))
 
@@ -88,7 +90,7 @@ def delta_of_random_participations(
     *, steps: int, rate: float, reset_every: int, error_shift: float, feedback_shift: float, noise_multiplier: float
 ) -> Callable[[float], float]:
     """delta as a function of epsilon: its mean over random participations, as if these were known."""
-    most = most_participations(steps, rate, TAIL)
+    most = participations_quantile(steps, rate, TAIL)
     probabilities = stats.binom.pmf(np.arange(1, most + 1), steps, rate)
     energies = energies_at_any_steps(most, steps, reset_every, error_shift, feedback_shift)
     mus = np.sqrt(energies[1:]) / noise_multiplier

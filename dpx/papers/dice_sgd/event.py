@@ -16,7 +16,7 @@ from dp_accounting import DpEvent
 from dpx.accounting import renyi
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.loss import Loss, ReleaseCount
-from dpx.accounting.profiles import UNBOUNDED, DeltaProfile, GaussianProfile, PickedProfile, Profile, RenyiProfile
+from dpx.accounting.profiles import UNBOUNDED, DeltaProfile, ExtremeProfile, GaussianProfile, Profile, RenyiProfile
 from dpx.accounting.wording import rounded_up
 from dpx.papers.dice_sgd import energy as feedback_energy
 from dpx.papers.dice_sgd import rounding
@@ -55,13 +55,13 @@ class ErrorFeedbackDpEvent(DpEvent, Loss):
         """The least of the bounds. The accountant "rdp" uses only the amplified bound, or Gaussian privacy."""
         if self.noise_multiplier < renyi.SMALLEST_NOISE:
             return UNBOUNDED
-        return PickedProfile(min, tuple(bounds_by_name(self, accountant, relation).values()))
+        return ExtremeProfile(min, tuple(profiles_by_bound(self, accountant, relation).values()))
 
     def explain(self, delta: float, relation: Relation) -> str:
         """The bounds of the run in words, and which of them is its cost."""
         if self.noise_multiplier < renyi.SMALLEST_NOISE:
             return "Error feedback without noise has no finite epsilon."
-        epsilons = {name: bound.epsilon(delta) for name, bound in bounds_by_name(self, "tightest", relation).items()}
+        epsilons = {name: bound.epsilon(delta) for name, bound in profiles_by_bound(self, "tightest", relation).items()}
         least = min(epsilons, key=lambda name: epsilons[name])
         listed = ", ".join(f"{name}: {rounded_up(value, 6)}" for name, value in epsilons.items())
         return (
@@ -87,7 +87,7 @@ def _rounding_of_run(event: ErrorFeedbackDpEvent) -> str:
     )
 
 
-def bounds_by_name(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relation) -> dict[str, Profile]:
+def profiles_by_bound(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relation) -> dict[str, Profile]:
     """The bounds that hold for the sampling and the relation, by name. Raises ValueError if there is none."""
     sampling, stated = event.sampling, event.sampling.relation
     if not sampling.plain:

@@ -27,7 +27,7 @@ from dpx.sums.float_pair import ETA, FloatPair, as_pair
 from dpx.trees import described
 from dpx.validation import require_number, require_whole
 from dpx.xla.ordering import compute_after
-from dpx.xla.place import float64, require_float64
+from dpx.xla.place import float64, require_ieee_float64
 
 SMALLEST_DIVISOR = 1e-30  # in the units of the gradient; a norm of 0 is divided by this, in float32's normal range
 
@@ -110,7 +110,7 @@ def dice_sgd(
     stability = None if stability is None else _as_float32("stability", stability, 1e-6)
     run = _Run(clip_norm, feedback_norm, outer_clip_norm, noise_multiplier, sampling, reset_every, stability, noise_key)
     return Mechanism(
-        begin=_begin,
+        begin=_initial_state,
         encode=lambda grad, state: grad,
         norm=tree_norm,
         clip_factors=lambda norm, state: run.factors(norm),
@@ -125,8 +125,8 @@ def dice_sgd(
     )
 
 
-def _begin(params: Tree) -> ErrorFeedbackState:
-    require_float64("error feedback")
+def _initial_state(params: Tree) -> ErrorFeedbackState:
+    require_ieee_float64("error feedback")
     high, low = (optax.tree.zeros_like(params, dtype=jnp.float32) for _ in range(2))
     return ErrorFeedbackState(ReleaseState.empty(params), FloatPair(high, low))
 
@@ -156,13 +156,13 @@ class _Run(NamedTuple):
             return jnp.minimum(norm, self.clip_norm)
         return self.clip_norm * norm / (norm + self.stability)
 
-    def fed_back(self, norm: jax.Array) -> jax.Array:
+    def released_error_norm(self, norm: jax.Array) -> jax.Array:
         """The norm that an error of this norm has in the release, at most C2."""
         if self.stability is None:
             return jnp.minimum(norm, self.feedback_norm)
         return self.feedback_norm * (norm / (norm + self.feedback_norm))
 
-    def error_shift(self) -> float:
+    def error_sensitivity(self) -> float:
         """The most that one example moves the sum of what is kept from the release."""
         if self.stability is None:
             return self.outer - self.clip_norm
@@ -180,7 +180,7 @@ class _Run(NamedTuple):
     def release(self, sums: tuple[Tree, ...], state: ErrorFeedbackState, params: Tree):
         step, divisor = state.release.step, self.sampling.divisor
         total, withheld = map(as_pair, sums)
-        remembered, fed_back = self.scales(step, state.unreleased_error)
+        remembered, fed_back = self.error_factors(step, state.unreleased_error)
         with float64("error feedback"):
             exact = doubles.as_float64(state.unreleased_error)
             # The error is added before the noise, because the release rounds the sum that it adds noise to.
@@ -197,14 +197,14 @@ class _Run(NamedTuple):
         state = ErrorFeedbackState(state.release.after(self.noise_multiplier), error)
         return optax.tree.cast_like(updates, params), state
 
-    def scales(self, step: jax.Array, error: FloatPair) -> tuple[jax.Array, jax.Array]:
+    def error_factors(self, step: jax.Array, error: FloatPair) -> tuple[jax.Array, jax.Array]:
         """The factors of the error, float64 (): of what is remembered, which is 1 up to LARGEST_CLIP_NORM and 0 after a
         reset, and of its part that is fed back."""
         forgotten = jnp.zeros((), bool) if self.reset_every is None else step % self.reset_every == 0
         with float64("error feedback"):
-            norm = jnp.maximum(doubles.norm_of_total(error), SMALLEST_DIVISOR)
+            norm = jnp.maximum(doubles.norm_of_pair(error), SMALLEST_DIVISOR)
             remembered = jnp.minimum(norm, LARGEST_CLIP_NORM)
-            both = remembered / norm, self.fed_back(remembered) / norm
+            both = remembered / norm, self.released_error_norm(remembered) / norm
             # The barrier makes XLA compute the numbers once, not for every number of the error.
             return jax.lax.optimization_barrier(tuple(jnp.where(forgotten, 0.0, scale) for scale in both))
 
@@ -213,7 +213,7 @@ class _Run(NamedTuple):
             return NoOpDpEvent()
         return ErrorFeedbackDpEvent(
             noise_multiplier=self.noise_multiplier,
-            error_shift=self.error_shift() / self.clip_norm if math.isfinite(self.outer_clip_norm) else math.inf,
+            error_shift=self.error_sensitivity() / self.clip_norm if math.isfinite(self.outer_clip_norm) else math.inf,
             feedback_shift=2 * self.feedback_norm * float(self.sampling.divisor) / self.clip_norm,
             steps=int(steps),
             reset_every=self.reset_every,

@@ -38,7 +38,7 @@ import numpy as np
 
 from dpx.accounting import renyi
 from dpx.accounting.profiles import RenyiProfile
-from dpx.papers.dice_sgd.energy import most_participations
+from dpx.papers.dice_sgd.energy import participations_quantile
 
 # The cost is an upper bound for any of these numbers, because every order, tail, grid and polygon gives one.
 _ORDERS = (*range(2, 17), 18, 20, 24, 28, 32, 40, 48, 64, 96, 128)
@@ -67,17 +67,17 @@ class AmplifiedProfile:
 
     def epsilon(self, delta: float) -> float:
         tail = next((tail for tail in _TAILS if tail <= _TAIL_SHARE * delta), None)
-        return math.inf if tail is None else self._least(tail, lambda bound: bound.epsilon(delta), math.inf)
+        return math.inf if tail is None else self._least_over_orders(tail, lambda bound: bound.epsilon(delta), math.inf)
 
     def delta(self, epsilon: float) -> float:
         best = 1.0
         for tail in _TAILS:
-            best = min(best, self._least(tail, lambda bound: bound.delta(epsilon), 1.0))
+            best = min(best, self._least_over_orders(tail, lambda bound: bound.delta(epsilon), 1.0))
             if tail <= _TAIL_SHARE * best:
                 break
         return best
 
-    def _least(self, tail: float, ask: Callable[[RenyiProfile], float], best: float) -> float:
+    def _least_over_orders(self, tail: float, ask: Callable[[RenyiProfile], float], best: float) -> float:
         """The least answer of `ask`, for increasing orders until the answers stop falling.
 
         The stretches between resets are independent, so their log moments add up. ln E X^a is convex in a, so chords
@@ -115,15 +115,15 @@ def log_moment(
     """
     if steps == 0:
         return 0.0
-    grid = _grid_of_moves(max(2, most_participations(steps, rate, tail)))
+    grid = _grid_of_moves(max(2, participations_quantile(steps, rate, tail)))
     moves = error_shift * grid.moves
     gain = (order - 1) / (2 * noise_multiplier**2)
     shifts = gain * (2 * moves * (grid.fed + error_shift * grid.kept) + error_shift**2)
-    log_norm = _log_norm(order, rate, noise_multiplier)
+    log_norm = _log_norm_of_likelihood_ratio(order, rate, noise_multiplier)
     with np.errstate(over="ignore", invalid="ignore"):
         values = log_norm(2 * gain * moves[:, 0])  # ln U at the last step, after which nothing is released
         for _ in range(steps - 1):
-            values = grid.continued(values)
+            values = grid.extended_values(values)
             stay = values[grid.left] + grid.share * (values[grid.left + 1] - values[grid.left])
             moved = values[grid.moved] + grid.share * (values[grid.moved + 1] - values[grid.moved])
             values = (stay + log_norm(shifts + moved - stay)).max(axis=1)
@@ -152,7 +152,7 @@ class _Grid(NamedTuple):
     tracked: int
     cells: int
 
-    def continued(self, values: np.ndarray) -> np.ndarray:
+    def extended_values(self, values: np.ndarray) -> np.ndarray:
         """ln U at the grid points, and at the points after the last participation, float64 (more points,)."""
         if self.tracked:
             return np.append(values, np.zeros(self.tracked))
@@ -187,7 +187,7 @@ def _grid_of_moves(most: int) -> _Grid:
     )
 
 
-def _log_norm(order: int, rate: float, noise_multiplier: float):
+def _log_norm_of_likelihood_ratio(order: int, rate: float, noise_multiplier: float):
     """The function shift -> ln |(1-q) + q e^shift l_1|_a, by the binomial formula."""
     k = np.arange(order + 1)
     powers = (order - k) * math.log1p(-rate) + k * math.log(rate) + k * (k - 1) / (2 * noise_multiplier**2)
