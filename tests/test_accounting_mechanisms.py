@@ -348,7 +348,7 @@ def test_calibrating_a_mechanism_under_another_relation():
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
-@pytest.mark.long_cases("rdp")
+@pytest.mark.long_cases("rdp", "pld")
 def test_calibrated_schedule(accountant):
     shape = np.linspace(3, 1, 40)
     found = accounting.calibrate_schedule(shape, sampling_rate=0.02, epsilon=1.5, delta=1e-5, accountant=accountant)

@@ -313,7 +313,7 @@ def test_other_samplings(tmp_path, sampling, batch_size, steps):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.long_cases(
     *"""
-    ada_ adaptive_clipping band_mf_sgd d2p2_sgd d2p_sgd dp2_sgd dynamic_dp_sgd gep_sgd lambda_cgd
+    ada_ adaptive_clipping band_mf_sgd d2p2_sgd d2p_sgd dice_sgd dp2_sgd dynamic_dp_sgd gep_sgd lambda_cgd
     random_freeze_sgd ranked_freeze_sgd tp_topk_sgd zeroth_order_sgd
     """.split()
 )
@@ -477,6 +477,7 @@ def test_scales_are_those_of_earlier_releases():
     np.testing.assert_allclose(coordinates.encode(jnp.asarray(grads[1]), state), grads[1] / scale, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_disk_follows_its_formula():
     def loss(params, example):
         return jnp.sum(jnp.sin(params * example))

@@ -382,6 +382,7 @@ def test_a_loaded_model_computes_what_plain_numpy_does_and_is_saved_as_it_was(la
         assert checkpoints.architecture(config | newer).theta == 500.0
 
 
+@pytest.mark.long
 def test_lora_starts_as_the_base_and_is_saved_within_the_kernels(tmp_path):
     folder = written(tmp_path / "base", *file_of("llama"))
     graphdef, params = checkpoints.load(folder, lora_rank=2, key=jax.random.key(3))

@@ -287,6 +287,7 @@ def test_a_small_kernel_over_positions_takes_its_gradients(width, expected):
     assert set(found.values()) == {WAYS[expected]}
 
 
+@pytest.mark.long
 def test_a_deep_convolutional_network_takes_no_more_memory_than_its_gradients():
     """The products are made as the backward pass frees what they are made of."""
     params, batch = [jnp.zeros((3, 3, 16, 16))] * 6, jnp.zeros((128, 16, 16, 16))

@@ -42,6 +42,7 @@ def test_the_noise_is_what_calibrate_finds(planned):
         assert dpx.epsilon(make(run.noise_multiplier), run.steps, delta=1e-5) <= 2.0 * (1 + 1e-4)
 
 
+@pytest.mark.long
 def test_the_columns(planned):
     for run in planned.runs:
         assert run.step_noise == run.noise_multiplier / run.batch_size

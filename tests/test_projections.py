@@ -217,7 +217,7 @@ def test_a_subset_has_exactly_so_many():
 
 
 @pytest.mark.parametrize("order", ["project_then_clip", "clip_then_project"])
-@pytest.mark.long_cases("project_then_clip")
+@pytest.mark.long_cases("project_then_clip", "clip_then_project")
 def test_ghost_norms_follow_what_only_scales_or_comes_after_the_clip(order):
     params, batch = model()
     projected = {

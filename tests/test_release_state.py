@@ -286,7 +286,7 @@ def test_the_same_noise_in_another_order_is_other_noise(made, billed, sampling):
 
 
 @pytest.mark.parametrize("steps", [1, pytest.param(10, marks=pytest.mark.long), 1000, 100_000])
-@pytest.mark.long_cases("100000")
+@pytest.mark.long_cases("100000", "1000")
 def test_rounding_of_a_schedule_is_no_other_order(steps):
     """Another machine may evaluate a schedule with up to 64 other roundings; a step with a tenth less noise differs."""
     schedule = np.float32(0.7) + np.cos(np.arange(steps) / 300, dtype=np.float32) ** 2

@@ -160,6 +160,7 @@ def test_working_rows():
     np.testing.assert_array_equal(read.of_chosen(sums[:, None], jnp.array([5, 4, 0, 8]))[:, 0], [3, 0, 1, 0])
 
 
+@pytest.mark.long
 def test_no_array_is_as_large_as_the_table():
     given = params(rows=100_000)
     step = dpx.coordinates.row_updates(loss, rows=rows, noise_multiplier=1.0, **OPTIONS)

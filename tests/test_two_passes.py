@@ -127,6 +127,7 @@ def test_one_pass_where_two_would_save_nothing():
     assert said.microbatches.startswith("microbatches of 1") and not said.backward_passes
 
 
+@pytest.mark.long
 def test_small_gradients_are_taken_in_one_pass(monkeypatch):
     """On several devices, a low-rank layer keeps its gradients, and neither an input nor a cotangent."""
 
