@@ -427,3 +427,13 @@ def test_another_thread_keeps_its_noise_during_an_audit():
     with ThreadPoolExecutor(1) as other, replacing_key_functions(release=lambda key, step, total, deviation: total):
         found = other.submit(made.release, sums, made.init(PARAMS), PARAMS).result()[0]
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_a_choice_by_numbers_that_are_not_shown_passes():
+    """The counts choose the rows that are updated. If the check gave two of them one noise, rounding would decide."""
+
+    def make(key):
+        given = {"clip_norm": 0.7, "noise_multiplier": 1.3, "sampling": MECHANISM.sampling, "key": key}
+        return dpx.methods.ada_fest(threshold=0.0, most_rows=3, **given)
+
+    check_contract(make(dpx.secret_key(2**100 + 1)), rebuild=make, lines=["secrecy"], draws=500).require()

@@ -51,10 +51,10 @@ def check_secrecy(trial: Trial) -> str:
         if exchange is None:
             raise NotChecked("the update has no derivative, and its noise has another shape than the sums")
         change *= np.float32(SHIFT / max(np.abs(exchange @ change).max(), 1e-30))
-        ones = np.ones(trial.traced.normals, np.float32)
-        other_noise = (ones - exchange @ change).astype(np.float32)
+        noise = 1 + inputs.oscillating_values(trial.traced.normals, 0.5)  # all differ, so that no choice is by rounding
+        other_noise = (noise - exchange @ change).astype(np.float32)
         state = trial.state(step)
-        pair = trial.traced.derivatives_at([(sums, ones), (sums + change, other_noise)], state, trial.params)[:2]
+        pair = trial.traced.derivatives_at([(sums, noise), (sums + change, other_noise)], state, trial.params)[:2]
         expected, found = (jax.tree.map(lambda leaf, place=place: leaf[place], pair) for place in (0, 1))
         try:
             inputs.require_close(found, expected, 3e-5)
@@ -70,7 +70,7 @@ def _noise_cancelling_change(trial: Trial, step: int) -> np.ndarray | None:
     release = trial.release(step)
     if trial.traced.normals != trial.traced.numbers:
         return None if release.flat else release.exchange
-    stated = np.eye(trial.traced.numbers) / (trial.multiplier(step) * trial.clip_norm(step))
+    stated = np.eye(trial.traced.numbers) / (trial.multiplier(step) * trial.clip_norm(step) * (1 + ETA))
     return stated if release.flat else release.exchange + stated * ~release.exchange.any(0)
 
 
