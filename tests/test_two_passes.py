@@ -81,7 +81,7 @@ ROWS = normal(3, BATCH, POSITIONS, WIDTH)
 GIVEN = PARAMS, mechanism().init(PARAMS), (ROWS,)
 
 
-KEPT = 3 if jax.__version_info__ < (0, 11) else 2  # later, a layer's input is the carry that is kept anyway
+KEPT = 3
 
 
 def stacked(passes, loss=layers, params=PARAMS, **options):
