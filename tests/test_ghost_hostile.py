@@ -118,6 +118,19 @@ def made(kernel):
     return lambda p, example: dense(kernel(p), example)
 
 
+@jax.custom_vjp
+def limited(w, x):
+    return x @ w
+
+
+def limited_backward(saved, dy):
+    w, x = saved
+    return x.T @ dy / (1 + jnp.linalg.norm(x)), dy @ w.T
+
+
+limited.defvjp(lambda w, x: (x @ w, (w, x)), limited_backward)
+
+
 def spectral(p, example):
     x, y, c = example
     return jnp.sum(c * jnp.real(lax.complex(x, y) @ lax.complex(p["a"], p["b"])))
@@ -211,6 +224,9 @@ CASES = {
     ),
     "kernel normalized, large": Case(
         made(lambda w: w / jnp.linalg.norm(w, axis=0, keepdims=True)), f32(72, 72), (f32(72), f32(72)), {"again"}
+    ),
+    "backward pass of its own": Case(
+        lambda w, e: jnp.sum(e[1] * limited(w, e[0])), f32(30, 40), (f32(2, 30), f32(2, 40)), {"gram"}
     ),
     "complex": Case(spectral, {"a": f32(3, 4), "b": f32(3, 4)}, (f32(8, 3), f32(8, 3), f32(8, 4)), {"product"}),
     "bfloat16": Case(low(jnp.bfloat16), *LOW, {"gram"}),

@@ -626,7 +626,57 @@ reversed_gradient.defvjp(
 )
 
 
-row("under_a_custom_derivative", "gradient")(lambda: layer(reversed_gradient, normal(1, 3, 4), 3))
+row("under_a_custom_derivative", "outer")(lambda: layer(reversed_gradient, normal(1, 3, 4), 3))
+
+
+def dense_with(of_kernel):
+    """A dense layer whose backward pass computes the gradient of its kernel by `of_kernel`: (x, dy) -> like w."""
+    dense = jax.custom_vjp(lambda w, x: jnp.round(x) @ w)
+    dense.defvjp(lambda w, x: (dense(w, x), (w, x)), lambda saved, dy: (of_kernel(saved[1], dy), dy @ saved[0].T))
+    return dense
+
+
+straight = dense_with(lambda x, dy: x.T @ dy)
+swapped = dense_with(lambda x, dy: (dy.T @ x).T)
+limited = dense_with(lambda x, dy: -jnp.einsum("ti,to->io", x, dy) / (1 + jnp.linalg.norm(dy)) * 3.0)
+decayed = dense_with(lambda x, dy: x.T @ dy + 0.1)
+
+
+@animal("gram")
+def backward_passes_of_their_own():
+    def apply(p, x):
+        for number, dense in enumerate((straight, swapped, limited)):
+            x = jnp.tanh(jax.checkpoint(dense)(p[number], x))
+        return x
+
+    return layer(apply, [normal(i, 24, 24) for i in range(3)], 3, 24)
+
+
+@animal("gradient gram product outer shared")
+def backward_passes_of_their_own_in_loops():
+    def apply(p, x):
+        x = lax.scan(lambda h, w: (jnp.tanh(limited(w, h)), None), x, p["stack"])[0]
+        x = lax.scan(lambda h, _: (jnp.tanh(limited(p["same"], h)), None), x, None, length=3)[0]
+        x = straight(p["tied"], jnp.tanh(x)) @ p["tied"].T
+        x = jax.vmap(reversed_gradient, (None, 0))(p["rows"], x)
+        x = jax.vmap(straight, (None, 0))(p["groups"], x[:, None])[:, 0]
+        x = straight(p["normal"] / jnp.linalg.norm(p["normal"]), decayed(p["decayed"], x))
+        return reversed_gradient(p["last"], jnp.tanh(x).reshape(-1))
+
+    sizes = {"stack": (2, 24, 24), "last": (72, 5)}
+    names = "stack same tied rows groups normal decayed last".split()
+    return layer(apply, {name: normal(i, *sizes.get(name, (24, 24))) / 3 for i, name in enumerate(names)}, 3, 24)
+
+
+@animal("gradient")
+def products_that_are_no_matrix_products():
+    def apply(p, x):
+        squared = dense_with(lambda x, dy: (x.T @ dy) * (x.T @ dy))
+        return squared(p[0], x) + dense_with(lambda x, dy: jnp.cumsum(x.T @ dy, 0))(p[1], x)
+
+    return layer(apply, [normal(1, 4, 24), normal(2, 4, 24)], 3, 4)
+
+
 row("weight_normalized", "product")(
     lambda: layer(lambda w, x: x @ (w / jnp.linalg.norm(w, axis=0, keepdims=True)), normal(1, 3, 4), 3)
 )
@@ -687,6 +737,7 @@ row("parameter_that_is_the_loss", "gradient")(lambda: (lambda w, x: w, jnp.float
     kernel_that_is_symmetric kernel_times_a_number kernels_above kernels_scaled kernels_side_by_side_for_each_head
     lstm_of_two_directions nnx_model one_hot_columns one_hot_rows rms_norm stacked_layers_in_a_scan
     table_of_normalized_rows tied_embedding_beyond tied_weights_of_heads transformer used_in_a_branch
+    backward_passes_of_their_own_in_loops
     used_under_remat vmap_in_the_loss weight_divided_by_its_spectral_norm weight_normalized_by_flax
     weight_normalized_in_each weight_normalized_that_is_large weight_of_a_power_iteration weight_on_the_left
     weight_packed weight_reshaped weight_standardized weight_that_meets_a_constant weight_through_functions

@@ -8,11 +8,11 @@ A cotangent is the gradient of the loss with respect to the output of a layer. T
 says what happens to a parameter on the way to a use of it; program.py has the loss as a list of equations; trace.py
 finds those that use each parameter, also in the bodies of scans and checkpoints, and in branches.py; interpreter.py
 runs the loss so that these places hand out inputs and take in cotangents; rules.py describes the layers, such as
-convolutions, whose gradient is a product A^T B; norms.py computes |A^T B|, and weighted_sums.py the sum; algorithms.py
-has a record for each way to compute both; made_kernels.py takes the gradient of a kernel through the function that
-makes it; plan.py chooses one for each parameter; parts.py computes them for each slice of a stack of layers; hooks.py
-does so inside the backward pass, to save memory; engine.py runs the plan. A parameter that cannot be followed keeps its
-per-example gradients.
+convolutions, whose gradient is a product A^T B, and own_backward.py those that a `jax.custom_vjp` says; norms.py
+computes |A^T B|, and weighted_sums.py the sum; algorithms.py has a record for each way to compute both; made_kernels.py
+takes the gradient of a kernel through the function that makes it; plan.py chooses one for each parameter; parts.py
+computes them for each slice of a stack of layers; hooks.py does so inside the backward pass, to save memory; engine.py
+runs the plan. A parameter that cannot be followed keeps its per-example gradients.
 
 An example whose gradient has a norm above 2^63 contributes zero, as with per-example gradients. Here it also does if a
 cotangent of a layer is above 2^63, or an input whose cotangent is not 0, even where their product is small.

@@ -119,13 +119,16 @@ def _backward_pass(
     differentiated = {leaf: leaves[leaf] for leaf in pieces if not pieces[leaf]}
     sliced = [equation for of_leaf in pieces.values() for _, equations in of_leaf for equation in equations]
     kept = [] if only_hooks else [site.use.equation for site in plan.sites if site.use.equation not in hooks]
-    outputs = {equation: plan.program.output(equation) for equation in [*kept, *sliced]}
+    products = {} if only_hooks else plan.products
+    outputs = {equation: plan.program.output(equation) for equation in [*kept, *sliced] if equation not in products}
+    outputs |= products
     fixed = {number: leaf for number, leaf in enumerate(leaves) if number not in differentiated}
     instruments = interpreter.InterpreterHooks(
         plan.unread_operands | {equation: {0} for equation in sliced},
         {equation: hook.at for equation, hook in hooks.items()},
         interpreter.starts_of_slices(plan.program, fixed),
         interpreter.equations_computed_once(plan.program, kept),
+        frozenset(products),
     )
 
     def gradient_of(leaf, cotangents):
@@ -144,9 +147,11 @@ def _backward_pass(
             return value, (aux, seen)
 
         added: dict[int, Any] = {equation: hook.added for equation, hook in hooks.items()}
-        zeros = {equation: jnp.zeros(output.shape, output.dtype) for equation, output in outputs.items()}
+        zeros = jax.tree.map(lambda output: jnp.zeros(output.shape, output.dtype), outputs)
         stored = current_place().unit.round_stored
-        added |= {equation: zero if equation in sliced else stored(zero) for equation, zero in zeros.items()}
+        added |= {
+            equation: zero if equation in sliced else jax.tree.map(stored, zero) for equation, zero in zeros.items()
+        }
         value, pullback, (aux, inputs) = jax.vjp(loss, differentiated, added, has_aux=True)
         grads, cotangents = pullback(jnp.ones_like(value))
         gradients = {(leaf, 0): grad.astype(jnp.float32) for leaf, grad in grads.items()}

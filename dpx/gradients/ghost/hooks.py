@@ -245,7 +245,8 @@ def gradient_hooks(plan: GhostPlan, equations: Hooked, size: int) -> dict[int, H
 def make_capture_hooks(plan: GhostPlan, hooks: dict[int, Hook], size: int) -> dict[int, Hook]:
     """Hooks that capture inputs and cotangents of `size` examples, at the equations in checkpoints without `hooks`. The
     first of several equations that read a value captures it."""
-    equations = {equation for equation in _rematerialized_sites(plan) - set(hooks) if _is_real(plan, equation)}
+    inside = _rematerialized_sites(plan) - set(hooks) - set(plan.products)
+    equations = {equation for equation in inside if _is_real(plan, equation)}
     places_of = _captured_operands(plan, equations)
     first = {value: place for place, value in reversed(places_of.items())}
     again = {value for (equation, _), value in places_of.items() if first[value][0] != equation}

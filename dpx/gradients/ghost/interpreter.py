@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dpx.gradients.ghost import own_backward
 from dpx.gradients.ghost.program import Constant, Equation, EquationBlock, Program, count_scan_operands
 from dpx.trees import Tree
 from dpx.xla.ordering import opaque_false, with_cotangent_computed_once
@@ -27,12 +28,14 @@ class InterpreterHooks(NamedTuple):
     """unread: by number of an equation, unwanted operands. hooks: by number of an equation, the function of its output,
     its operands and what is added, instead of adding; see `hooks.Hook.at`. starts: by number of an equation that slices
     a parameter, where the slice begins; see `starts_of_slices`. once: the numbers of equations whose cotangent is
-    computed once, for the record and for the backward pass."""
+    computed once, for the record and for the backward pass. products: the numbers of equations that hand out A and B as
+    gradients by what is added; see `own_backward`."""
 
     unread: Mapping[int, set[int]]
     hooks: Mapping[int, Callable] = {}
     starts: Mapping[int, list[jax.Array]] = {}
     once: Set[int] = frozenset()
+    products: Set[int] = frozenset()
 
 
 def starts_of_slices(program: Program, leaves: dict[int, jax.Array]) -> dict[int, list[jax.Array]]:
@@ -133,9 +136,11 @@ def _run(
         else:
             if number in instruments.starts:
                 outputs = _slice_at(equation, operands[0], instruments.starts[number])
+            elif number in instruments.products:
+                outputs, seen[number] = own_backward.bind_with_slots(equation.jaxpr, operands, added[number]), ()
             else:
                 outputs = _broadcast_product(equation, operands) or equation.bind(*operands)
-        if number in added:
+        if number in added and number not in instruments.products:
             wanted = tuple(None if i in instruments.unread[number] else operand for i, operand in enumerate(operands))
             if number in instruments.hooks:
                 outputs[0], shared = instruments.hooks[number](outputs[0], wanted, added[number])

@@ -15,7 +15,6 @@ import numpy as np
 from jax.extend import core
 
 from dpx.gradients.ghost import rules
-from dpx.gradients.ghost.norms import EXACT, gradient_matrices
 from dpx.gradients.ghost.program import CALLS, Constant, Equation, Program, Use
 from dpx.gradients.ghost.rules import CapturedInputs, Site
 from dpx.gradients.ghost.views import ELEMENTWISE, ElementwiseStep, View
@@ -40,8 +39,8 @@ class StepDerivatives(NamedTuple):
 def site_of_parameter(site: Site, use: Use, shape: tuple[int, ...], program: Program) -> Site | str:
     """The site of a parameter of this shape, which `use` sees in a kernel, or why it is not followed. site: of the
     kernel."""
-    if site.lookup:
-        return "used in a lookup after an equation that computes or places"
+    if site.lookup or site.record:
+        return "used in a lookup, or in custom_vjp_call, after an equation that computes or places"
     view, linear = use.view, cast(Callable, site.apply)
     steps = [step for step in view.steps if isinstance(step, ElementwiseStep)]
     slopes = {id(step): found for step in steps if (found := _slopes(step, program))}
@@ -95,13 +94,7 @@ def _site_of_block(site: Site, sizes: tuple[int, int, int], box: tuple, of_a, of
     kernels, fan_in, fan_out = sizes
     positions = site.sizes[1] * (2 if is_complex else 1)
     same = () if of_a else tuple((each.start, each.stop, each.step) for each in (groups, rows))
-    return site._replace(
-        sizes=(kernels, positions, fan_in, fan_out),
-        apply=lambda inputs, w: jnp.einsum("kti,kio->kto", inputs[0], site.arrange(w), precision=EXACT),
-        matrices=lambda inputs, dy: (inputs[0].astype(jnp.float32), dy.astype(jnp.float32)),
-        products=lambda inputs, dy: gradient_matrices(inputs[0].astype(jnp.float32), dy.astype(jnp.float32)),
-        record=CapturedInputs(left, right, same),
-    )
+    return rules.recorded_site(site, (kernels, positions, fan_in, fan_out), left, right, same)
 
 
 def _scaled_cotangents(site: Site, of_b: Callable) -> Callable:

@@ -95,7 +95,7 @@ def _site(use: Use, program: Program, made: Mapping[Any, Equation]) -> Site | No
     end = max((place for place, step in loops if step.sliced), default=0)
     begin, rest = View(use.view.steps[:end]), View(use.view.steps[end:])
     site = rules.recognize(use._replace(view=rest), program, made)
-    if isinstance(site, str) or begin.scan_repeats or 0 in begin.slices or (end and site.lookup):
+    if isinstance(site, str) or begin.scan_repeats or 0 in begin.slices or (end and (site.lookup or site.record)):
         return None
     if rules.is_complex(program.equations[use.equation]):
         return None

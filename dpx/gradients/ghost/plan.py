@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from dpx.gradients.ghost import algorithms, kernels, rules, trace, views
+from dpx.gradients.ghost import algorithms, kernels, own_backward, rules, trace, views
 from dpx.gradients.ghost.algorithms import NormAlgorithm, Uses
 from dpx.gradients.ghost.made_kernels import MadeKernelGroup
 from dpx.gradients.ghost.made_kernels import find_made_kernels as find_made
@@ -97,6 +97,19 @@ class GhostPlan(NamedTuple):
         return followed
 
     @property
+    def products(self) -> dict[int, dict[int, tuple[jax.ShapeDtypeStruct, ...]]]:
+        """By number of an equation with a backward pass of its own, and by operand, the shapes of A and B there."""
+        found: dict[int, dict[int, tuple[jax.ShapeDtypeStruct, ...]]] = {}
+        for site in self.sites:
+            equation = self.program.equations[site.use.equation]
+            if equation.name in own_backward.NAMES:
+                groups, positions, *columns = site.sizes
+                rows = *equation.counts, groups, positions // math.prod(site.use.view.scan_repeats)
+                shapes = tuple(jax.ShapeDtypeStruct((*rows, size), jnp.float32) for size in columns)
+                found.setdefault(site.use.equation, {})[site.use.operand] = shapes
+        return found
+
+    @property
     def made_groups(self) -> list[tuple[MadeKernelGroup, bool]]:
         """The kernels that are made of parameters, in groups, and whether the gradients of each group are kept."""
         found = {choice.made.leaves: choice for choice in self.parts.values() if choice.made}
@@ -115,10 +128,10 @@ class GhostPlan(NamedTuple):
 
     def kind(self, choice: Choice, shape: tuple[int, ...]) -> tuple | None:
         """Everything that the norm and the sum of a part of this shape depend on; None if unknown."""
-        if choice.uses.sharing is not None:
-            return None
         sites = choice.uses.sites
         equations: Any = [self.program.equations[site.use.equation].jaxpr for site in sites]
+        if choice.uses.sharing is not None or any(each.primitive.name in own_backward.NAMES for each in equations):
+            return None
         operands = [site.use.operand for site in sites]
         rest = [(site.use.view.identity(), site.sizes, site.record is None) for site in sites]
         return choice.algorithm, shape, choice.view.slices, *operands, *map(identity_of_equation, equations), *rest

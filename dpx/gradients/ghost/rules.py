@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from dpx.gradients.ghost import own_backward
 from dpx.gradients.ghost.norms import EXACT, gradient_matrices
 from dpx.gradients.ghost.program import CALLS, Constant, Equation, Program, Use
 from dpx.sums.clipped_sum import repeat_to_shape
@@ -230,7 +231,11 @@ def recognize(use: Use, program: Program, made: Mapping[Any, Equation]) -> Site 
     if isinstance(site, Site) and 0 in site.sizes:
         return f"used in {name} on an array without elements"
     repeats = use.view.scan_repeats
-    if isinstance(site, str) or not repeats:
+    if isinstance(site, str):
+        return site
+    if name in own_backward.NAMES:
+        return _site_of_products(_site_of_repeats(site, repeats) if repeats else site)
+    if not repeats:
         return site
     if name == "dynamic_slice" and math.prod(repeats) * site.sizes[1] >= site.sizes[2]:
         return f"used in {name} in each iteration of a scan"  # the rows of a whole table are a gradient of its size
@@ -271,6 +276,33 @@ def _site_of_repeats(site: Site, repeats: tuple[int, ...]) -> Site:
         matrices=matrices,
         products=lambda inputs, dy: site.multiply(*jax.vmap(matrices)(inputs, dy)),
         distinct=False,
+    )
+
+
+def _site_of_products(site: Site) -> Site:
+    """The site of an equation that hands out A and B themselves."""
+
+    def side(number):
+        return lambda inputs, dy, values: site.matrices(inputs, dy)[number]
+
+    def left(inputs, dy, values):
+        return (side(0)(inputs, dy, values),)
+
+    return recorded_site(site, site.sizes, left, side(1))
+
+
+def recorded_site(site: Site, sizes: tuple[int, int, int, int], left: Callable, right: Callable, key=()) -> Site:
+    """The site whose records are (A,), from `left`, and B, from `right`, of these sizes; see `CapturedInputs`."""
+
+    def matrices(inputs, dy):
+        return inputs[0].astype(jnp.float32), dy.astype(jnp.float32)
+
+    return site._replace(
+        sizes=sizes,
+        apply=lambda inputs, w: jnp.einsum("kti,kio->kto", inputs[0], site.arrange(w), precision=EXACT),
+        matrices=matrices,
+        products=lambda inputs, dy: gradient_matrices(*matrices(inputs, dy)),
+        record=CapturedInputs(left, right, key),
     )
 
 
@@ -573,6 +605,14 @@ def _site(use, sizes, apply, matrices, arrange, multiply: Callable = gradient_ma
     )
 
 
+def _own_backward(use: Use, equation) -> Site | str:
+    """A function whose backward pass gives W one product."""
+    product = own_backward.product_of(equation, use.operand)
+    if product is None:
+        return "used in custom_vjp_call, whose backward pass gives it more than one product"
+    return _site(use, product.sizes, None, lambda inputs, dy: dy[use.operand], product.arrange)
+
+
 MATRICES = {
     "dot_general": _dot_general,
     "conv_general_dilated": _convolution,
@@ -580,4 +620,4 @@ MATRICES = {
     "dynamic_slice": _slice_at,
 }
 SUMS = dict.fromkeys(("add", "sub", "mul"), _sum)
-RULES = MATRICES | SUMS
+RULES = MATRICES | SUMS | dict.fromkeys(own_backward.NAMES, _own_backward)

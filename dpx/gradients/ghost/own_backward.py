@@ -1,0 +1,222 @@
+"""Parameters of a function with a backward pass of its own, `jax.custom_vjp`, that gives them one product A^T B.
+
+What such a pass returns may be anything, and need not be the derivative of the function. But if it computes the
+gradient of a parameter as one product, possibly moved and times numbers, then this is the gradient of the example, and
+ghost norms need A and B alone. They leave the pass as the gradients by slots that are added to the equation. All other
+gradients are those of the pass, so what comes before the function sees the cotangents that the pass gives.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from dpx.gradients.ghost.program import CALLS
+from dpx.gradients.ghost.views import STILL
+from dpx.xla import jaxprs
+
+NAMES = ("custom_vjp_call", "custom_vjp_call_jaxpr")
+_MOVES = ("reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "copy")  # each can be undone
+
+
+class Product(NamedTuple):
+    """How a backward pass computes a gradient: A^T B, then `moves`, the last one first, and times numbers.
+
+    equation: the product. sizes: (K, T, I, O), as in a `Site`. left, right: what the equation multiplies -> A and B
+    order: of the axes of its result for (K, I, O). factors: for each, the equation that multiplies by a number, and
+        which of its operands this is; None to change the sign
+    """
+
+    equation: core.JaxprEqn
+    sizes: tuple[int, int, int, int]
+    left: Callable[[jax.Array], jax.Array]
+    right: Callable[[jax.Array], jax.Array]
+    order: tuple[int, ...]
+    moves: tuple[core.JaxprEqn, ...]
+    factors: tuple[tuple[core.JaxprEqn, int | None], ...]
+
+    def arrange(self, w: Any) -> Any:
+        """The parameter's elements as (K, I, O)."""
+        for move in self.moves:
+            if move.primitive.name == "transpose":
+                w = w.transpose(tuple(map(int, np.argsort(move.params["permutation"]))))
+            else:
+                w = w.reshape(_shape(move.invars[0]))
+        groups, _, fan_in, fan_out = self.sizes
+        return w.transpose(self.order).reshape(groups, fan_in, fan_out)
+
+
+def product_of(equation: core.JaxprEqn, operand: int) -> Product | None:
+    """The product that the backward pass of an equation gives an operand; None if it gives anything else."""
+    operands, outputs = ([_like(variable) for variable in each] for each in (equation.invars, equation.outvars))
+    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (*outputs, operands[operand])):
+        return None
+    try:
+        closed = _inlined(lambda values, dy: _pullback(equation, values)[1](dy), operands, outputs)
+    except Exception:  # without a derivative: see `trace.has_known_derivatives`
+        return None
+    return _find(closed.jaxpr, closed.jaxpr.outvars[_inexact(operands).index(operand)])
+
+
+def bind_with_slots(equation: Any, operands: list, slots: dict[int, tuple]) -> list[jax.Array]:
+    """The outputs of an equation. slots: by operand, zeros like A and B, whose gradients are A and B."""
+
+    @jax.custom_vjp
+    def call(operands, slots):
+        return _bind(equation, operands)
+
+    def forward(operands, slots):
+        return _pullback(equation, operands)
+
+    def backward(pullback, cotangents):
+        closed, seen = _inlined(pullback, cotangents), {}
+
+        def results(each, values):
+            seen[id(each)] = values
+            return jaxprs.bind_equation(each, values, each.params)
+
+        gradients = jaxprs.evaluate(closed.jaxpr, closed.consts, cotangents, results)
+        places, found = dict(zip(_inexact(operands), range(len(gradients)), strict=True)), {}
+        for operand in slots:
+            product = _find(closed.jaxpr, closed.jaxpr.outvars[places[operand]])
+            assert product is not None  # see `product_of`
+            a, b = (x.astype(jnp.float32) for x in seen[id(product.equation)])
+            found[operand] = product.left(a), _scaled(product.right(b), product, seen)
+        return [gradients[places[i]] if i in places else None for i in range(len(operands))], found
+
+    call.defvjp(forward, backward)
+    return call(operands, slots)
+
+
+def _scaled(b: jax.Array, product: Product, seen: dict[int, list]) -> jax.Array:
+    for each, operand in product.factors:
+        if operand is None:
+            b = -b
+        else:
+            number = jnp.asarray(seen[id(each)][operand]).reshape(-1)[0].astype(jnp.float32)
+            b = b / number if each.primitive.name == "div" else b * number
+    return b
+
+
+def _find(jaxpr: core.Jaxpr, result: Any) -> Product | None:
+    made = {output: equation for equation in jaxpr.eqns for output in equation.outvars}
+    moves: list[core.JaxprEqn] = []
+    factors: list[tuple[core.JaxprEqn, int | None]] = []
+    summed: set[int] = set()
+    while not isinstance(result, core.Literal) and result in made:
+        equation = made[result]
+        name, on = equation.primitive.name, 0
+        differ = [_axes(v, made) for v in equation.invars]
+        if name in _MOVES and not summed:
+            moves.append(equation)
+        elif name == "reduce_sum" and not summed:  # `jax.vmap` adds the gradients of rows
+            summed = set(equation.params["axes"])
+        elif name == "neg":
+            factors.append((equation, None))
+        elif (name == "mul" and not all(differ)) or (name == "div" and not differ[1]):
+            on = 0 if not differ[1] else 1
+            factors.append((equation, 1 - on))
+        elif name in ("dot_general", "mul"):
+            return _of_product(equation, differ, summed, tuple(moves), tuple(factors))
+        elif not (name in STILL and summed):
+            return None
+        result = equation.invars[on]
+    return None
+
+
+def _of_product(equation: core.JaxprEqn, differ: list[set[int]], summed: set[int], moves, factors) -> Product | None:
+    """The product of a matrix product, or of arrays that differ along different axes, which is then summed. differ: the
+    axes along which each operand may differ."""
+    shapes, shape = [_shape(v) for v in equation.invars], _shape(equation.outvars[0])
+    axes = range(len(shape))
+    if equation.primitive.name == "dot_general":
+        contracted, batch = equation.params["dimension_numbers"]
+        if not summed <= set(range(len(batch[0]))):
+            return None
+        added = [[each[axis] for axis in sorted(summed)] + list(c) for each, c in zip(batch, contracted, strict=True)]
+        groups = [[axis for axis in each if axis not in more] for each, more in zip(batch, added, strict=True)]
+        free = [
+            [axis for axis in range(len(s)) if axis not in (*b, *c)]
+            for s, b, c in zip(shapes, groups, added, strict=True)
+        ]
+        order = tuple(range(len(shape) - len(summed)))
+    else:
+        if not differ[0] & differ[1] <= summed or any(of <= summed for of in differ):
+            return None
+        free = [[axis for axis in axes if axis not in summed | differ[1]], sorted(differ[1] - summed)]
+        groups, added = [[], []], [sorted(summed)] * 2
+        shapes = [[size if axis in (*summed, *of) else 1 for axis, size in enumerate(shape)] for of in free]
+        left = [axis for axis in axes if axis not in summed]
+        order = tuple(left.index(axis) for axis in (*free[0], *free[1]))
+
+    def size(i, some):
+        return math.prod(shapes[i][axis] for axis in some)
+
+    sizes = size(0, groups[0]), size(0, added[0]), size(0, free[0]), size(1, free[1])
+
+    def side(i):
+        def of_operand(x):
+            for axis in axes if equation.primitive.name == "mul" else ():
+                x = x if x.shape[axis] == shapes[i][axis] else lax.slice_in_dim(x, 0, 1, axis=axis)
+            x = jnp.broadcast_to(x, shapes[i])
+            left = (axis for axis in range(x.ndim) if axis not in (*groups[i], *added[i], *free[i]))
+            return x.transpose(*groups[i], *added[i], *free[i], *left).reshape(*sizes[:2], sizes[2 + i])
+
+        return of_operand
+
+    return Product(equation, sizes, side(0), side(1), order, moves, factors)
+
+
+def _axes(atom: Any, made: dict) -> set[int]:
+    """The axes along which a value may differ."""
+    equation = None if isinstance(atom, core.Literal) else made.get(atom)
+    if equation is not None and equation.primitive.name == "broadcast_in_dim":
+        found = zip(equation.params["broadcast_dimensions"], _shape(equation.invars[0]), strict=True)
+        return {axis for axis, size in found if size != 1}
+    return {axis for axis, size in enumerate(_shape(atom)) if size != 1}
+
+
+def _shape(variable: Any) -> tuple[int, ...]:
+    return variable.aval.shape
+
+
+def _like(variable: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype)
+
+
+def _inexact(operands: list) -> list[int]:
+    return [i for i, x in enumerate(operands) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+
+
+def _bind(equation: core.JaxprEqn, operands: list) -> list[jax.Array]:
+    with equation.ctx.manager:
+        return jaxprs.bind_equation(equation, operands, equation.params)
+
+
+def _pullback(equation: core.JaxprEqn, operands: list) -> tuple[list[jax.Array], Callable]:
+    """The outputs, and the function from their cotangents to those of the inexact operands."""
+    places = _inexact(operands)
+
+    def outputs(*values):
+        given = dict(zip(places, values, strict=True))
+        return _bind(equation, [given.get(i, x) for i, x in enumerate(operands)])
+
+    return jax.vjp(outputs, *(operands[i] for i in places))
+
+
+def _inlined(function: Callable, *arguments) -> core.ClosedJaxpr:
+    """The jaxpr of a function, without calls."""
+
+    def results(equation, operands):
+        if (body := equation.params.get(CALLS.get(equation.primitive.name, ""))) is not None:
+            return jaxprs.evaluate(body.jaxpr, body.consts, operands, results)
+        return jaxprs.bind_equation(equation, operands, equation.params)
+
+    closed = jax.make_jaxpr(function)(*arguments)
+    flat = jax.tree.leaves(arguments)
+    return jax.make_jaxpr(lambda *flat: jaxprs.evaluate(closed.jaxpr, closed.consts, flat, results))(*flat)
