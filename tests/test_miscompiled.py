@@ -22,8 +22,8 @@ import jax
 if sys.argv[1] == "early":
     jax.devices()
 import dpx
-from dpx.xla.miscompiled import mixes_rows
-print(mixes_rows())
+from dpx.xla.miscompiled import has_row_mixing_fault
+print(has_row_mixing_fault())
 dpx.keys.release(jax.random.key(0), 0, jax.numpy.zeros(3), 1.0)
 """
 

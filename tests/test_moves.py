@@ -474,7 +474,7 @@ class InMemory(Folder):
     def _load(self, step, like):
         return self.checkpoints[step]
 
-    def _steps(self):
+    def _checkpoint_steps(self):
         return sorted(self.checkpoints)
 
     def _tidy(self):

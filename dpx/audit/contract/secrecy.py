@@ -51,7 +51,7 @@ def check_secrecy(trial: Trial) -> str:
         if exchange is None:
             raise NotChecked("the update has no derivative, and its noise has another shape than the sums")
         change *= np.float32(SHIFT / max(np.abs(exchange @ change).max(), 1e-30))
-        noise = 1 + inputs.oscillating_values(trial.traced.normals, 0.5)  # all differ, so that no choice is by rounding
+        noise = 1 + inputs.oscillating_values(trial.traced.normals, 0.01)  # all differ: no choice is by rounding
         other_noise = (noise - exchange @ change).astype(np.float32)
         state = trial.state(step)
         pair = trial.traced.derivatives_at([(sums, noise), (sums + change, other_noise)], state, trial.params)[:2]
