@@ -559,8 +559,9 @@ def test_a_private_metric_counts_what_a_killed_program_released(tmp_path):
     """It looked at every step, and its rows after the last checkpoint are lost. The next one looks at others, and ends
     before it has repeated them all."""
 
-    def metric():
-        return dpx.statistics.PrivateMetric(lambda params: LABELS > 0, noise_multiplier=9.0, key=dpx.secret_key(89))
+    def metric(**other):
+        given = {"noise_multiplier": 9.0, "key": dpx.secret_key(89)} | other
+        return dpx.statistics.PrivateMetric(lambda params: LABELS > 0, **given)
 
     first, second, alone = metric(), metric(), metric()
     kept: dict = {"checkpoints": tmp_path, "checkpoint_every": 4}
@@ -571,6 +572,9 @@ def test_a_private_metric_counts_what_a_killed_program_released(tmp_path):
         alone({"w": np.float32(number)})
     assert len(second.released) == 1
     assert first.epsilon(delta=1e-5) == second.epsilon(delta=1e-5) == alone.epsilon(delta=1e-5)
+    for other in ({"key": dpx.secret_key(90)}, {"noise_multiplier": 99.0}):
+        with pytest.raises(ValueError, match="evaluate_private must have the key and the noise"):
+            fit(evaluate_private=metric(**other), evaluate_every=5, callbacks=[lambda progress: True], **kept)
 
 
 def stop_at_six(progress):

@@ -84,6 +84,8 @@ class PrivateMetric:
         self.most = noise_multiplier.steps if isinstance(noise_multiplier, Budget) else None
         self._given = {"low": low, "high": high, "complete": complete, "words": words, "ledger": ledger, "part": part}
         self._noise = {"noise_multiplier": noise_multiplier, "noise": noise}
+        settings = f"{int(keys.mark_of_key(self._key))} {noise_multiplier!r} {noise!r}".encode()
+        self._mark = hashlib.sha256(settings).hexdigest()[:16]  # of the key and the noise, in the names of releases
         self._units: int | None = None  # how many examples a call measured
         self._released: dict[bytes, Statistic] = {}
         self._earlier: set[str] = set()  # names of what other programs released
@@ -97,7 +99,7 @@ class PrivateMetric:
         """The metric of `params`, released. Raises ValueError for one call more than the budget has."""
         digest = _digest_of(params)
         if digest not in self._released:
-            self.require(self._made + (digest.hex() not in self._earlier))
+            self.require(self._made + (self._name(digest) not in self._earlier))
             key = functools.reduce(keys.fold_in, np.frombuffer(digest, np.uint32), keys.stream(self._key, "metric"))
             values = self._metric(params)
             self._require_all(records_of(values).units)
@@ -118,14 +120,23 @@ class PrivateMetric:
 
     @property
     def _made(self) -> int:
-        return len({digest.hex() for digest in self._released} | self._earlier)
+        return len({*map(self._name, self._released)} | self._earlier)
 
     def name_of(self, params: Tree) -> str:
         """The name of the release of these parameters. `fit` writes it down before the release is made."""
-        return _digest_of(params).hex()
+        return self._name(_digest_of(params))
+
+    def _name(self, digest: bytes) -> str:
+        return f"{self._mark} {digest.hex()}"
 
     def count_earlier(self, names: Iterable[str]):
-        """Counts what other programs released of a run that continues, by the names. `fit` calls it."""
+        """Counts what other programs released of a run that continues, by the names. `fit` calls it. Raises ValueError
+        if their metric had another key or noise, because epsilon counts all calls with the noise of this one."""
+        if any(not name.startswith(self._mark) for name in names):
+            raise ValueError(
+                "evaluate_private must have the key and the noise multiplier of the program that began this run, whose "
+                "releases it counts, got a metric with others"
+            )
         self._earlier |= {*names}
 
     def require(self, calls: int):

@@ -205,9 +205,8 @@ def divisor(trial: Trial) -> str:
             updates, _ = path(inputs.take_rows(one, np.arange(rows)), state, np.arange(rows) < copies)
             tried.append((inputs.flattened_leaves(updates) - silent) / copies)
             if not np.abs(tried[-1] - tried[0]).max() <= 1e-3 * np.abs(tried[0]).max():
-                raise BrokenLine(
-                    f"{copies} copies of an example in {rows} rows do not move the update so often ({name})"
-                )
+                times = f"{copies} copies of an example in {rows} rows do not move the update {copies} times as far"
+                raise BrokenLine(f"{times} ({name})")
     return f"the signal of an example is the same in {len(tried)} batches of other sizes"
 
 

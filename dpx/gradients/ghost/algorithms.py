@@ -207,8 +207,8 @@ def _gram(left: jax.Array, right: jax.Array) -> jax.Array:
 # The unit of cost is one floating-point operation of a large matrix product, on one CPU core (benchmarks/step.py).
 OPERATIONS_PER_BYTE = 12.0  # the cost to move one byte of fresh memory
 CACHED_BYTES = 2**20  # a larger per-example gradient leaves the cache before it is read (benchmarks/transformers.py)
-# Gradients of up to so many bytes stay in a core's cache for all examples, where a byte costs less. They are cheaper
-# there than the many small operations of a ghost norm, as in attention of width 16 (benchmarks/results/zoo.md).
+# A gradient this small stays in a core's cache for all examples, so its bytes cost less than the many small operations
+# of a ghost norm, as in attention of width 16 (benchmarks/results/zoo.md).
 SMALL_BYTES, OPERATIONS_PER_SMALL_BYTE = 2**12, 2.0
 GRAM_SLOWDOWN = 2.5  # the cost of an operation of a Gram matrix, because these are small (benchmarks/transformers.py)
 PATCH_GRAM_SLOWDOWN = 4.0  # the same for the patches of a convolution
