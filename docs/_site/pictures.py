@@ -72,11 +72,11 @@ def bets():
 
 
 def frontier():
-    """Accuracy against epsilon on Fashion-MNIST: the table of the README."""
+    """Accuracy against epsilon on Fashion-MNIST: the first such table of the README."""
     rows = re.findall(
         r"^\| (epsilon|linear model|the largest published)[^|]*\|(.*)\|$", (ROOT / "README.md").read_text(), re.M
     )
-    numbers = {name: [float(cell) if cell.strip() else np.nan for cell in cells.split("|")] for name, cells in rows}
+    numbers = {name: [float(cell) if cell.strip() else np.nan for cell in of.split("|")] for name, of in rows[:3]}
     figure, axes = pyplot.subplots(figsize=(5.2, 3.4), layout="constrained")
     labels = {"linear model": "dpx, a linear model on public features"}
     labels["the largest published"] = "the largest published, at a disputed epsilon"
@@ -89,6 +89,71 @@ def frontier():
     axes.grid(color="#ddd")
     axes.legend()
     save(figure, "frontier")
+
+
+def cells(page: str, label: str, table: int = 0) -> list[str]:
+    """The row of a page of results that begins with a label, of the table of this number among those that have it."""
+    rows = re.findall(rf"^\| {re.escape(label)} \|(.*)\|$", (ROOT / "benchmarks/results" / page).read_text(), re.M)
+    return [cell.strip() for cell in rows[table].split("|")]
+
+
+def speed():
+    """The time of a step beside per-example gradients, divided by a step without privacy: pages of results."""
+    shown: dict[str, tuple[float, float]] = {}
+    for name, model in {
+        "MLP, 256": "mlp, 256",
+        "CNN, 256": "adadpigu_cnn, 256",
+        "ResNet-20, 256": "resnet20, 256",
+    }.items():
+        row = cells("step.md", model)
+        shown[f"{name}, CPU"] = float(row[4]), min(map(float, row[8:10]))
+    for name, model in {"MLP, 2,048": "mlp, 2048", "CNN, 2,048": "adadpigu_cnn, 2048"}.items():
+        shown[f"{name}, GPU"] = tuple(
+            float(cells("on_a_gpu.md", f"{model}, {who}", -1)[1]) for who in ("dpx", "jax_privacy")
+        )
+    model = "gpt2_small, scanned, 8"
+    shown["GPT-2 small, 8, GPU"] = tuple(
+        float(cells("on_a_gpu.md", f"{model}, {who}")[1]) for who in ("dpx", "jax_privacy")
+    )
+    on_tpu = {
+        "CNN, 256": "adadpigu_cnn",
+        "GPT-2 layer, 16": "a layer of GPT-2, 16 of 128",
+        "small GPT, 8": "gpt of 4 layers",
+    }
+    for name, model in on_tpu.items():
+        found = [re.search(r"\((.*)\)", cells("accelerators.md", f"{model}, {who}")[0]) for who in ("dpx", "by hand")]
+        shown[f"{name}, TPU*"] = tuple(float(ratio[1]) for ratio in found if ratio)
+    figure, axes = pyplot.subplots(figsize=(5.2, 3.4), layout="constrained")
+    places = np.arange(len(shown))[::-1]
+    ours, theirs = np.array(list(shown.values())).T
+    axes.hlines(places, ours, theirs, color="#bbb", zorder=0)
+    axes.plot(ours, places, "o", color=STYLES[0][0], label="dpx")
+    axes.plot(theirs, places, "s", color=STYLES[1][0], label="jax_privacy; jax.vmap on a TPU")
+    axes.axvline(1, color="black", linewidth=1, linestyle=":")
+    axes.set(xscale="log", xlabel="time of a step, divided by one without privacy")
+    axes.set_xticks([1, 2, 5, 10, 20, 50, 100], ["1", "2", "5", "10", "20", "50", "100"])
+    axes.minorticks_off()
+    axes.set_yticks(places, list(shown))
+    axes.grid(axis="x", color="#ddd")
+    figure.legend(loc="outside upper right", ncols=2, fontsize=9)
+    save(figure, "speed")
+
+
+def floats():
+    """The share of a release's numbers that an attacker finds possible, with float32 noise and with dpx's."""
+    with_32, without_32, with_dpx, without_dpx = (100 * float(cell) for cell in cells("exact.md", "5 | 64 | 1,000,000"))
+    figure, axes = pyplot.subplots(figsize=(5.2, 3.4), layout="constrained")
+    places = np.arange(2)
+    for shift, values, (color, _), hatch, label in (
+        (-0.2, (with_32, with_dpx), STYLES[1], "", "the example took part"),
+        (0.2, (without_32, without_dpx), STYLES[0], "//", "it did not"),
+    ):
+        bars = axes.bar(places + shift, values, 0.38, color=color, hatch=hatch, edgecolor="white", label=label)
+        axes.bar_label(bars, fmt="{:.1f} %", padding=2, fontsize=9)
+    axes.set_xticks(places, ["before: float32 noise", "after: dpx's noise"])
+    axes.set(ylabel="released numbers that are possible, in %", ylim=(0, 110))
+    axes.legend(title="if", fontsize=9)
+    save(figure, "floats")
 
 
 def noise():
@@ -152,6 +217,8 @@ if __name__ == "__main__":
     samplings()
     bets()
     frontier()
+    speed()
+    floats()
     noise()
     correlated()
     layers()
