@@ -26,7 +26,7 @@ EPSILONS = (1.0, 2.0, 8.0)
 BANDS = (2, 4, 8, 16, 24, 32, 48)
 CORRELATIONS = (0.8, 0.85, 0.9, 0.93, 0.95, 0.96, 0.97, 0.98, 0.99)
 COEFFICIENTS = (2, 4, 8, 16, 32, 64)
-# The ratios of the issue, by (batch size, epsilon, bands; 0 for lambda .97 in a fixed order).
+# The ratios that were stated before, by (batch size, epsilon, bands; 0 for lambda .97 in a fixed order).
 STATED = {
     **{(256, 8.0, bands): ratio for bands, ratio in zip(BANDS[2:], (0.505, 0.434, 0.408, 0.396, 0.387), strict=True)},
     **{(2048, 2.0, 4): 0.98, (2048, 8.0, 8): 0.77, (8192, 8.0, 4): 0.96},
@@ -168,15 +168,15 @@ def main() -> None:
             (*run, "independent", "lambda-CGD (lambda)", "BISR (coefficients)", "banded (bands)", "independent / best"),
             fixed_rows(),
         ),
-        "Against the numbers of the issue": report.grid(
+        "Against numbers that were stated before": report.grid(
             ("batch x steps", "epsilon", "strategy", "stated", "here", "difference"), stated_rows()
         ),
     }
     notes = [
         "A ratio below 1 means that the prefix sums have less noise than those of DP-SGD with the same epsilon. The "
         "prefix error is not accuracy.",
-        "`-`: groups of so many examples do not exist, because bands * batch exceeds the 60,000 examples.",
-        "All costs are for noise of real numbers (`event_epsilon`), to compare with the issue's.",
+        "`-`: there are no groups of this many examples, because bands * batch exceeds the 60,000 examples.",
+        "All costs are for noise of real numbers (`event_epsilon`), to compare with those that were stated.",
         "![The error against the bands and the batch size](correlated_noise.svg)",
     ]
     heading = report.heading("benchmarks.correlated_noise", ("jax", "numpy", "scipy", "dp-accounting"), delta=DELTA)

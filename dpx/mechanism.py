@@ -210,8 +210,8 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
 
     Bound, noise and cost stay those of `mechanism`. The coordinates of a step are a function of the key and of earlier
     releases, and given those, `encode` maps each example's gradient by itself before the mechanism bounds it. So each
-    step is the mechanism on an adaptively chosen function, which the composition theorems allow, and `decode` reads the
-    release alone. Raises ValueError for arguments of other types.
+    step is the mechanism on an adaptively chosen function, which the composition theorems allow, and `decode` reads
+    only the release. Raises ValueError for arguments of other types.
 
         >>> dpx.in_coordinates(mechanism, dpx.coordinates.trainable(mask={"w": True, "b": False})).stages[0]
         'keep the gradients of the trainable layers: w'

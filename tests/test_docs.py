@@ -74,7 +74,7 @@ def test_every_argument_is_explained():
         text, function = inspect.getdoc(found(path)) or "", found(path)
         if path.rsplit(".", 1)[1][0].isupper() and "Sampling" not in path and not path.endswith(("Epochs", "Order")):
             continue  # the fields of a result have a meaning of their own
-        if re.search(r"arguments(, \w+)*( and errors)? (are|as|these)", text):
+        if re.search(r"arguments(, \w+)*( and errors)? (are|as)", text):
             continue
         missing = [name for name in inspect.signature(function).parameters if not re.search(rf"\b{name}\b", text)]
         assert not missing, path

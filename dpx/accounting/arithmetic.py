@@ -196,7 +196,7 @@ class FinitePrecisionCost(NamedTuple):
 def finite_precision_cost(
     releases: int, mean: float, delta: float = _USUAL_DELTA, normals: NormalSamplerError = NORMALS
 ) -> FinitePrecisionCost:
-    """What the arithmetic of so many releases adds. It holds at any delta, and is the least near the given one.
+    """What the arithmetic of this many releases adds. It holds at any delta, and is the least near the given one.
 
     releases, mean: how many are made at most, and their expected number.
     """

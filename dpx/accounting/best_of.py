@@ -69,9 +69,10 @@ def best_of(
         secret, as `dpx.tuning.search` does; the best of a fixed number of runs is paid for by `dpx.compose_runs`.
     score_on: "public" if the score sees a trial's release and public data only; else the event of the noise in the
         score, which every trial pays too.
-    distribution: "logarithmic", "geometric" or "poisson"; in this order, many trials cost more and are spread less.
+    distribution: "logarithmic", "geometric" or "poisson"; in this order, many trials cost more, and their number varies
+        less.
     relation: of events, "zero_out" by default; None for mechanisms, whose samplings state it.
-    records: int, how many of the examples one person owns at most, as for `dpx.compose_runs`; the score is paid for by
+    records: int, the most examples that one person owns, as for `dpx.compose_runs`; the score is paid for by
         as many.
 
     The cost is by Renyi divergences ("rdp"), because no tighter one is known to dp-accounting.

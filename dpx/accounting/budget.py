@@ -19,26 +19,26 @@ M = TypeVar("M", bound=Any)
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """(epsilon, delta) for a run. Give it where a function that accepts a budget takes a noise multiplier.
+    """(epsilon, delta) for a run. Pass it as the noise multiplier of any function that accepts a budget.
 
         >>> budget = dpx.Budget(epsilon=2.0, delta=1e-5, epochs=5)
         >>> dpx.dp_sgd(clip_norm=1.0, noise_multiplier=budget, sampling=sampling, key=key).noise_multiplier
         1.344...
 
     The mechanism remembers its budget: `sampling.take` and `sampling.batches` refuse the step after the last one, and
-    a run that ends before it costs all of the budget, because the releases may have decided where it ends.
+    a run that ends earlier still costs the whole budget, because the releases may have decided when it ends.
 
-    epsilon: float, positive and finite. delta: float in (0, 1), best far below 1 divided by the number of examples.
-    steps: int, at least 1, of the whole run. epochs: float, positive, in place of steps. The budget of a mechanism has
-        steps, those of `sampling.steps(epochs=epochs)`, because the sampling says how long an epoch is.
-    accountant: the one by which the cost is at most epsilon, as for `dpx.epsilon`.
-    records: int, at least 1. Above 1, epsilon is for a person who owns up to so many examples, for Poisson samples and
-        full batches, and so is every later cost of the mechanism: its report says so. You must ensure that nobody
-        owns more, for example with `dpx.sampling.records_to_keep`. With `dpx.UserData`, the sampling draws persons:
-        leave 1.
-    public_stop: bool. True promises that public information alone decides after which step a run ends: no release, no
-        metric of the parameters and no private data. A run that ends early then costs the steps that it made.
-    numbers: int, at most 2^32, how many numbers a step releases at most: those that the model trains, and one more with
+    epsilon: float, positive and finite. delta: float in (0, 1), ideally far below 1 divided by the number of examples.
+    steps: int, at least 1, of the whole run. epochs: float, positive, in place of steps. A mechanism turns epochs into
+        steps, by `sampling.steps(epochs=epochs)`, because the sampling decides how long an epoch is.
+    accountant: which one keeps the cost at most epsilon, as for `dpx.epsilon`.
+    records: int, at least 1. Above 1, epsilon protects a person who owns up to this many examples, for Poisson samples
+        and full batches only. So does every later cost of the mechanism, and its report says so. You must ensure that
+        nobody owns more, for example with `dpx.sampling.records_to_keep`. With `dpx.UserData`, the sampling draws
+        persons, so leave it at 1.
+    public_stop: bool. True promises that only public information decides when a run ends: no release, no
+        metric of the parameters and no private data. A run that ends early then costs only the steps that it took.
+    numbers: int, at most 2^32, the most numbers that a step releases: those that the model trains, and one more with
         adaptive clipping. Every cost is for this many, and `init` refuses more parameters. None:
         the noise is for 2^32, and the cost of a state for its own. It matters for small deltas (`docs/exact.md`).
 
@@ -89,7 +89,7 @@ class Budget:
 def accepts_budget(build: Callable[..., M]) -> Callable[..., M]:
     """`build`, a function that builds a mechanism, but its `noise_multiplier` may also be a `Budget`.
 
-    For a Budget, it takes the least noise multiplier with which the mechanism spends at most the budget. Decorate the
+    Given a Budget, it finds the least noise multiplier that stays within it. Decorate the
     function that builds the OUTERMOST mechanism, because a wrapper around a mechanism may raise its cost:
 
         @dpx.accounting.accepts_budget

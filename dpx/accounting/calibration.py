@@ -45,7 +45,7 @@ def calibrate(
     steps: int, at least 1. epsilon: positive and finite. delta: in (0, 1).
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
     relation: how neighboring data sets differ; None is the relation that the sampling states.
-    records, numbers: ints, of the person whom epsilon is for, and of a release, as for `dpx.epsilon`.
+    records, numbers: ints, as for `dpx.epsilon`.
     tolerance: relative; the cost is in [epsilon (1 - tolerance), epsilon] if it is a continuous function of the noise.
 
     Guarantee: `dpx.epsilon` of the mechanism that is built with the returned number is at most epsilon.
@@ -247,7 +247,7 @@ def max_steps(
     optimizer: a `dpx.Mechanism`. epsilon: positive and finite. delta: in (0, 1).
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
     relation: how neighboring data sets differ; None is the relation that the sampling states.
-    records: int, how many of the examples the person owns at most whom epsilon is for, as for `dpx.epsilon`.
+    records: int, the most examples that the protected person owns, as for `dpx.epsilon`.
 
     A schedule may be defined for some steps only, and its event raises ValueError beyond them. The result is then at
     most that number of steps. A cost grows with the steps, so the search doubles, then bisects, in about

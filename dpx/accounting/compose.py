@@ -36,7 +36,7 @@ class Composition:
     together: int, how many releases of noisy numbers each release of the event stands for.
     keys: of the runs' noise, each (). batch_keys: the marks of the keys that drew their batches, ints, where known.
     units: the mark of what the batches of each run hold, int, 0 where not known. examples: of each run's sampling.
-    records: int, how many records the person owns at most whom the cost is for; 1 is for what the sampling draws.
+    records: int, the most records that the protected person owns; 1 is for what the sampling draws.
     others: events that the runs may have in place of `event`; the cost is the largest.
     numbers: int, the most that one release of a run has; or what draws them, which is not printed.
     """
@@ -71,7 +71,8 @@ class Composition:
 def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | None = None) -> Composition:
     """The cost of `runs` together, each a (mechanism, optimizer state) or a (mechanism, number of steps).
 
-    With batches of their own, a run may also be a `Composition`: of an earlier call, or of `dpx.accounting.best_of`.
+    If the runs drew their own batches, a run may also be a `Composition`, from an earlier call or from
+    `dpx.accounting.best_of`.
 
         >>> again = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=dpx.secret_key())
         >>> dpx.compose_runs((mechanism, 200), (again, 200), shared_batches=False).epsilon(delta=1e-5)
@@ -82,16 +83,16 @@ def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | 
         step costs one Gaussian of noise multiplier (sum_i sigma_i^-2)^(-1/2) on the sampled batch. At small deltas that
         is more than the cost of independent batches (two runs at Poisson rate 0.01, noise multipliers 1, 1,000 steps,
         delta 1e-5: epsilon 4.48 instead of 2.58).
-        None reads it from the states. Where they do not show it, the cost is the largest over all ways in which up to
+        None reads it from the states. If they do not show it, the cost is the largest over all ways in which up to
         four runs can share their batches.
-    records: int, how many of the examples one person owns at most, as for `dpx.epsilon`. None is that of the runs'
+    records: int, the most examples that one person owns, as for `dpx.epsilon`. None is that of the runs'
         budgets, which must then agree.
 
     Pass states rather than numbers of steps, because a state records the key of its batches, and what they hold.
 
     Raises ValueError for no runs; for two runs with one key, because they share their noise; for states whose keys
-    contradict `shared_batches`, or that are of several keys; for states of different units, such as examples and users
-    (`dpx.UserData`), because a run that protects examples costs a user with many of them more; for different
+    contradict `shared_batches`, or that come from several keys; for states of different units, such as examples and
+    users (`dpx.UserData`), because a run that protects examples costs a user with many of them more; for different
     neighboring relations; for a `Composition` of other records, and budgets of several without `records`; and, with
     batches that are shared, or not known, for different samplings and for mechanisms that are not counted as one
     Gaussian release a step. Warns of samplings of different sizes, where a unit is not known.

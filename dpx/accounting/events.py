@@ -38,19 +38,19 @@ def event_epsilon(
     noise adds: below 1e-3 for up to 10,000 Gaussians at a delta of at least 1e-6 (`dpx/accounting/arithmetic.py`).
 
     event: a dp-accounting event, or one of a type that is a `Loss`.
-    delta: in [0, 1). At 0, it is inf but for events that cost nothing, those of `PureDpEvent` alone, and some that
-        dp-accounting has a cost for.
+    delta: in [0, 1). At 0, epsilon is inf, except for events that cost nothing, for those of `PureDpEvent` only, and
+        for some whose cost dp-accounting knows.
     accountant: "pld" composes privacy loss distributions, "rdp" Renyi divergences. "tightest" is "pld" where it is
         known for every release, else "rdp"; "pld" is at most "rdp". All are guarantees.
     relation: how neighboring data sets differ. The noise of a Gaussian event is relative to the effect of adding or
         removing one example, which is also the effect of nulling one ("zero_out"). Replacing one has twice that effect,
-        and counts so. The noise of an event of sampling without replacement is relative to the effect of replacing
-        one, and no other relation is true for it.
-    buckets: at most so many distinct releases on Poisson samples, so many on samples of a fixed size, and so many on
-        truncated samples, are composed by PLD; more are rounded up in cost to this many. Of epochs of random
-        allocation, at most a quarter of it, and at most 24.
+        and is counted accordingly. The noise of an event of sampling without replacement is relative to the effect of
+        replacing one, and it holds for no other relation.
+    buckets: the most distinct releases that PLD composes, counted separately on Poisson samples, on samples of a fixed
+        size and on truncated samples; more are rounded up in cost to this many. For epochs of random allocation, it is
+        a quarter of this number, and at most 24.
 
-    Raises ValueError for an event that is not true for the relation or whose cost the accountant does not know, and
+    Raises ValueError for an event that does not hold for the relation or whose cost the accountant does not know, and
     for a delta, accountant, relation or number of buckets outside its range.
 
         >>> from dp_accounting import GaussianDpEvent, SelfComposedDpEvent

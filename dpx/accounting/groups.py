@@ -68,7 +68,7 @@ class GroupGaussianDpEvent(DpEvent, Loss):
     """A Gaussian release on a Poisson sample of records, for a unit that owns some of them.
 
     noise_multiplier: relative to the effect of one record. sampling_probability: in (0, 1), the largest rate of one of
-    its records. records: int, how many it owns at most. releases: int, of noisy numbers on this sample, as one.
+    its records. records: int, the most that it owns. releases: int, of noisy numbers on this sample, as one.
 
     It is true for nulls in place of all records of the unit. dp-accounting's accountants refuse this event.
     """

@@ -187,7 +187,7 @@ class Ledger:
     def of_records(self, records: int, *, distinct: int = DISTINCT) -> DpEvent:
         """The event of the same releases for a unit that owns up to `records` records, each with coins of its own.
 
-        distinct: int, how many noise multipliers it has at most, because more of them are rounded down to so many.
+        distinct: int, the most noise multipliers that it has, because more of them are rounded down to this many.
         Raises ValueError for other releases than Gaussians on all data or on Poisson samples.
         """
         if records == 1:

@@ -33,24 +33,24 @@ def epsilon(
     """An upper bound of epsilon at `delta` for the first steps of a run; inf if a step adds no noise.
 
     optimizer: a `dpx.Mechanism`, also with optax transforms behind it (`dpx.chain`).
-    steps_or_state: a number of steps (int, at least 0); or an optimizer state, for the steps that its run has made and
-        all that it planned (of a `dpx.Budget` or of `dpx.fit`), unless it was built with `public_stop=True`.
-    delta: in (0, 1), best far below 1 divided by the number of examples. A larger one warns.
-    accountant: "tightest" takes "pld" (privacy loss distributions) where that is known for every release, and
-        otherwise "rdp" (Renyi divergences).
+    steps_or_state: a number of steps (int, at least 0); or an optimizer state, for all steps that its run has taken or
+        planned (of a `dpx.Budget` or of `dpx.fit`), unless it was built with `public_stop=True`.
+    delta: in (0, 1), ideally far below 1 divided by the number of examples. A larger one warns.
+    accountant: "tightest" uses "pld" (privacy loss distributions) if that is known for every release, and otherwise
+        "rdp" (Renyi divergences).
     relation: how neighboring data sets differ; None is the relation that the mechanism's sampling states. The event of
-        a Poisson sampling is also true for replacing an example ("replace_one"), and, like that of random allocation,
-        for adding or removing one ("add_or_remove"). The latter has the number of "zero_out", but is about real
-        numbers: in a program, a deleted row moves all later ones, and the order of the rows is in the last bits of
-        their float sum. So the released bits are private for neighbors of "zero_out", where a null keeps the row.
-    weight: of `PoissonSampling(..., weights=...)`: the cost of the examples of at most this weight; None is for all.
-    records: int, at least 1, how many of the examples one person owns at most; None is that of the mechanism's
+        a Poisson sampling also holds for replacing an example ("replace_one"), and, like that of random allocation, for
+        adding or removing one ("add_or_remove"). The latter gives the same number as "zero_out", but only for real
+        numbers: in a program, a deleted row moves all later ones, and the last bits of their float sum show the order
+            of the rows. So the released bits are private for neighbors by "zero_out", where a null keeps the row.
+    weight: of `PoissonSampling(..., weights=...)`: the cost of the examples of at most this weight; None covers all.
+    records: int, at least 1, the most examples that one person owns; None is that of the mechanism's
         `dpx.Budget`, and 1 without one. Above 1, the cost is that of nulling all of them together
         (`dpx/accounting/groups.py`), for `PoissonSampling` without `most_rows` and for `FullBatch`.
-    numbers: int, at most 2^32, how many numbers a step releases at most. None is that of the mechanism's `dpx.Budget`;
+    numbers: int, at most 2^32, the most numbers that a step releases. None is that of the mechanism's `dpx.Budget`;
         without one, a state's own, and 2^32 for a number of steps. It matters for deltas below 1e-12.
 
-    Raises ValueError for a state that another mechanism made, for a relation that the event is not true for, for an
+    Raises ValueError for a state that another mechanism made, for a relation that the event does not hold for, for an
     event whose cost the accountant does not know, for a weight above all weights, for records of another sampling, and
     for fewer numbers than those of the state or the budget.
 
@@ -152,7 +152,7 @@ def cost_of_run(
 
 
 def records_per_unit_of_run(optimizer: Any, records: int | None) -> int:
-    """How many records the unit owns at most that is billed: `records`, or those of the mechanism's budget, or 1."""
+    """The most records that the unit of the cost owns: `records`, or those of the mechanism's budget, or 1."""
     budget = getattr(optimizer, "budget", None)
     if records is None:
         return 1 if budget is None else budget.records
@@ -196,7 +196,7 @@ def _event_for_weight(event: dp_accounting.DpEvent, sampling: Sampling, weight: 
 def event_for_records(
     event: dp_accounting.DpEvent, sampling: Sampling, relation: Relation, records: int, *, distinct: int = DISTINCT
 ) -> dp_accounting.DpEvent:
-    """The event of the same releases for a unit that owns so many examples. Raises ValueError where it is not known.
+    """The event of the same releases for a unit that owns this many examples. Raises ValueError where it is not known.
 
     distinct: int, how many noise multipliers are counted at most for more than one example.
     """

@@ -72,13 +72,13 @@ def schedule_epsilon(
     buckets: the most distinct steps in the composition. The width of the interval is about proportional to 1 / buckets;
         if no more steps are distinct, only rounding in the fifth digit is left. With the default, the upper end is what
         `dpx.epsilon` says of the same run. Fewer are faster, and their upper end is larger.
-    records: int, at least 1, how many records one person owns at most whom epsilon is for, as for `dpx.epsilon`. Above
+    records: int, at least 1, the most records that the protected person owns, as for `dpx.epsilon`. Above
         1, at most 32 distinct steps are composed, and the lower end counts one of the records at sampled steps.
-    numbers: int, at most 2^32, how many numbers a step releases at most. exact_noise: as for `dp_sgd_epsilon`.
+    numbers: int, at most 2^32, the most numbers that a step releases. exact_noise: as for `dp_sgd_epsilon`.
 
-    Guarantee: the upper end is an upper bound for a run of dpx, whose noise is not exact, or for noise of real numbers
-    with `exact_noise`; the lower end is a lower
-    bound for exact noise. Both are up to floating-point errors of the accountant (relative 1e-6).
+    Guarantee: the upper end is an upper bound for a run of dpx, whose noise is not exact, or with `exact_noise` for
+    noise of real numbers; the lower end is a lower bound for exact noise. Both are up to floating-point errors of the
+    accountant (relative 1e-6).
 
     Raises ValueError for arguments outside these ranges, for functions or traced values in a schedule, and for several
     records with relation "replace_one".
@@ -147,7 +147,7 @@ def _profiles(
 def _profile_for_several_records(
     sigmas: np.ndarray, rates: np.ndarray, repeats: np.ndarray, records: int, buckets: int, options: Any
 ) -> Profile:
-    """The profile of a run of dpx with these steps, arrays (T,), for a person who owns so many records."""
+    """The profile of a run of dpx with these steps, arrays (T,), for a person who owns this many records."""
     require_zero_out(records, options["relation"])
     rows = zip(sigmas.tolist(), rates.tolist(), repeats.tolist(), strict=True)
     steps = [(PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)), count) for sigma, rate, count in rows if count]
@@ -211,7 +211,7 @@ def dp_sgd_epsilon(
     numbers: int = LARGEST_RELEASE,
     exact_noise: bool = False,
 ) -> float:
-    """An upper bound of epsilon at `delta` for a run of DP-SGD, also one that is over or of another library.
+    """An upper bound of epsilon at `delta` for a run of DP-SGD, including a finished one, or one of another library.
 
         >>> run = {"examples": 60_000, "batch_size": 256, "noise_multiplier": 1.1, "epochs": 15}
         >>> dpx.accounting.dp_sgd_epsilon(**run, delta=1e-5)
@@ -224,7 +224,7 @@ def dp_sgd_epsilon(
         clip norm: a float of at least 0, where 0 costs infinity; a function of the step; or one for each step, float
         (steps,), in place of steps and epochs. With "shuffled", it is a number, or the smallest one of each epoch,
         float (epochs,).
-    delta: in (0, 1), best far below 1 / examples. A larger one warns.
+    delta: in (0, 1), ideally far below 1 / examples. A larger one warns.
     steps: int, at least 0: give it if you know it. epochs: float, positive, in place of steps, which are then
         epochs * examples / batch_size, rounded up.
     sampling: how the batches were REALLY drawn, and what epsilon then protects against.
@@ -235,11 +235,11 @@ def dp_sgd_epsilon(
         the steps of an epoch.
     accountant: as for `dpx.epsilon`, which says the same of such a run of dpx (up to the rounding of the noise
         multiplier to float32, in which dpx adds it).
-    records: int, at least 1, how many of the examples one person owns at most whom epsilon is for, as for
+    records: int, at least 1, the most examples that the protected person owns, as for
         `dpx.epsilon`. Above 1, sampling must be "poisson".
-    numbers: int, at most 2^32, how many numbers a step releases at most: the parameters that are trained.
+    numbers: int, at most 2^32, the most numbers that a step releases: the parameters that are trained.
     exact_noise: whether the noise counts as real numbers. False adds what the arithmetic of dpx's noise costs, which is
-        not true of another library: of its noise in floating point, no cost is proved. For a run of one, say True.
+        not true of another library: of its noise in floating point, no cost is proved. For such a run, pass True.
 
     Raises ValueError for arguments outside these ranges, and for several records with another sampling.
     """

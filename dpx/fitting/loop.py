@@ -100,16 +100,17 @@ def fit(
     key: of the batches, (); None is the key of the optimizer, whose stream "sampling" draws them.
     steps: int, of the whole run; None takes the budget's. A run that is continued with fewer steps than before still
         costs what the longer one would. epochs: float, instead of steps: `sampling.steps(epochs=epochs)`.
-    delta, accountant: None takes the budget's. records: how many of the examples one person owns at most, as for
+    delta, accountant: None takes the budget's. records: the most examples that one person owns, as for
         `dpx.epsilon`, for every cost of the run and its report; None is the budget's, and 1 without one.
-    public_stop: bool. True promises that public information alone, such as the time, decides where the run ends: no
-        release, no metric of the parameters and no private data. A run that ends early then costs the steps that it
-        made. Otherwise, it costs all planned ones. None is the budget's, and False without one.
-    ledger: a `dpx.PrivacyLedger`, which the run pays for all planned steps before the first one; one that continues in
-        its folder pays once. If a callback ends the run, it gets back what the other steps would have cost, and has
-        ended for good. The epsilon of the result is of the run alone, and covers the plan; `ledger.epsilon` is of all
-        releases of the data, less what was given back, and the report names both. words: what the ledger calls the
-        run, in one line; None is `name`. part: the name of the part of a public partition that `data` are.
+    public_stop: bool. True promises that only public information, such as the time, decides when the run ends: no
+        release, no metric of the parameters and no private data. A run that ends early then costs only the steps that
+        it took. Otherwise, it costs all planned ones. None is the budget's, and False without one.
+    ledger: a `dpx.PrivacyLedger`, which the run charges for all planned steps before the first one; a run that
+        continues in its folder is charged once. If a callback ends the run, it gets back what the other steps would
+        have cost, and has ended for good. The epsilon of the result is of the run alone, and covers the plan;
+        `ledger.epsilon` is of all releases of the data, less what was given back, and the report names both. words:
+        what the ledger calls the run, in one line; None is `name`. part: the name of the part of a public partition
+        that `data` are.
 
     What its report says:
     name: of the run, in one line. dataset: the name of the data, in one line.
@@ -128,7 +129,7 @@ def fit(
     progress: whether to show a bar, if tqdm is installed.
 
     What is saved:
-    checkpoints: a folder, as SENSITIVE as the data. If it holds this run, the run continues where it was. Only one
+    checkpoints: a folder, as SENSITIVE as the data. If it holds this run, the run continues where it stopped. Only one
         program at a time may use it.
     checkpoint_every: steps. The first and the last step leave a checkpoint too, and so does a KeyboardInterrupt in a
         single process, except inside `evaluate` or a callback. After that, or any other exception, the run continues

@@ -468,7 +468,7 @@ def release_and_rest(
 
     On a CPU, the total is written where the chunks are made, and the rest is computed from there. `release` of a total
     that is needed afterwards is slower: XLA computes it again, and copies its parts to have them until then. For one
-    step of memory, that took 2.2 times independent noise in place of 1.7 (benchmarks/correlated_steps.py).
+    step of memory, that took 2.2 times as long as independent noise instead of 1.7 (benchmarks/correlated_steps.py).
     """
     if STAND_INS.value.release is not None:
         given = total(parts)

@@ -107,8 +107,8 @@ def key_words(key: jax.Array) -> jax.Array:
     """The 128 bits of a key, (), that enter the cipher: uint32 (4,), the highest first.
 
     A shorter key is padded with zeros, so it stays the same number, which a fresh `secret_key` equals with probability
-    2^-64 only. Words beyond four are folded in. Under `jax.vmap`, jax draws from the first of all "rbg" keys alone, so
-    that runs of different keys would share noise; here only the words of each key matter.
+    2^-64 only. Words beyond four are folded in. Under `jax.vmap`, jax draws only from the first of all "rbg" keys, so
+    runs of different keys would share noise; here only the words of each key matter.
     """
     data = jax.random.key_data(key).reshape(-1)
     if data.size < 4:

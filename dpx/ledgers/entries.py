@@ -21,7 +21,7 @@ class Entry:
     number: int, its place in the ledger. event: what it costs, an event of dp-accounting or of dpx. words: what it is.
     date: when it was reserved, in UTC, such as "2026-01-31". part: of the data, a name, or None for all of them.
     numbers: int, the most that one release of the event has. in_integers: whether a TPU may draw its noise.
-    marks: of its keys, ints, which tell keys apart and show none. planned: whether it was reserved before anything was
+    marks: ints that tell its keys apart without revealing them. planned: whether it was reserved before anything was
         released. charge: what it costs in the unit of the filter; nothing if it was planned.
     made: whether it may have been released. holder: a mark of the folder whose run it is, "" for none.
     steps: int, after how many steps its run was ended, or None. credit: what that gave back, and its coins.

@@ -67,7 +67,7 @@ class LedgerTerms:
 
 
 class PrivacyLedger:
-    """The ledger of a data set: one file for all that programs release of it, together within one budget.
+    """The ledger of a data set: one file that keeps everything that programs release of it within one budget.
 
         >>> from dp_accounting import GaussianDpEvent
         >>> ledger = dpx.PrivacyLedger(f"{tempfile.mkdtemp()}/ledger.jsonl", epsilon=2.0, delta=1e-5)
@@ -76,15 +76,15 @@ class PrivacyLedger:
         0.16...
 
     `spend` writes a line before a release is made, and refuses what the budget does not allow. A program that is killed
-    after the line has paid for it. What is released next, with which noise, and where it ends, may depend on all that
-    was released before: everything together is (epsilon, delta)-private (`dpx/accounting/filters.py`). `reserve` plans
-    a release. Those that are planned before the first one is made are composed exactly; for the others, the proof
-    needs a fifth of delta, and about 1 % of epsilon for a long run.
+    after the line has paid for it. What is released next, with how much noise, and when it ends, may depend on
+    everything that was released before: all of it together is (epsilon, delta)-private (`dpx/accounting/filters.py`).
+    `reserve` plans a release. Those that are planned before the first one is made are composed exactly; for the others,
+    the proof needs a fifth of delta, and about 1 % of epsilon for a long run.
 
-    path: of the file, which is made if it is missing, so that only its owner can read it. It holds no data and no key.
+    path: of the file, which only its owner can read, and which is created if missing. It holds no data and no key.
     epsilon, delta: of the budget, for all programs; None takes those of the file.
     unit: what epsilon protects, in words: "user" if the data hold users (`dpx.UserData`).
-    records: int, at least 1, how many of these one person owns at most whom epsilon is for.
+    records: int, at least 1, the most of these that the protected person owns.
     relation: how neighboring data sets differ, for every release.
 
     Raises ValueError for numbers outside these ranges, a new file without a budget, and a file with another one.

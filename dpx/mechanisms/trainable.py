@@ -14,7 +14,7 @@ PRINTED = 6  # paths in the printed pipeline, and in a message
 def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
     """Only the layers where `mask` is True: the others give no gradient, get no noise and are not updated.
 
-    The optax transforms behind it, in `dpx.chain`, see the trainable layers only. So weight decay and momentum do not
+    The optax transforms behind it, in `dpx.chain`, see only the trainable layers. So weight decay and momentum do not
     move the others, which have no optimizer state either.
 
     mask: a pytree prefix of the parameters, with Python bools; or a function that says whether a path is trainable,

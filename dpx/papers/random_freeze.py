@@ -104,8 +104,8 @@ class RandomFreezeState(NamedTuple):
 def random_freeze(*, freeze_rate: ScalarOrSchedule, every: int, posterior: bool = False, key: jax.Array) -> Coordinates:
     """A random subset of the coordinates, redrawn every `every` steps; the other coordinates are frozen.
 
-    g -> m g for a mask m with exactly floor((1 - freeze_rate) d) ones, but at least 1. It depends on the key and the
-    step alone. Frozen coordinates get neither gradient nor noise, and do not count in the norm.
+    g -> m g for a mask m with exactly floor((1 - freeze_rate) d) ones, but at least 1. It depends only on the key and
+    the step. Frozen coordinates get neither gradient nor noise, and do not count in the norm.
 
     freeze_rate: in [0, 1). A schedule of the step is read (in float32) at the first step of every period; gradual
         cooling is `optax.linear_schedule(0.0, freeze_rate, cooling_steps)`.

@@ -59,10 +59,10 @@ def ada_fest(
     update = (sum_i clipped g_i + N(0, (sigma C)^2)) / B  in the most_rows rows of largest counts >= threshold, else 0
 
     The paper claims the cost of one Gaussian for both releases, which holds (the module has the proof). dpx charges it
-    for the sampling that draws the batches. In the coordinates that are no table's, the update is that of DP-SGD.
+    for the sampling that draws the batches. Outside of the tables, the update is that of DP-SGD.
 
     threshold: tau, at least 0, how many examples of a batch must read a row, with the noise. most_rows: at least
-        1, how many rows of a table a step updates at most. reads_norm: above 0, the clip norm of the v_i.
+        1, the most rows of a table that a step updates. reads_norm: above 0, the clip norm of the v_i.
     reads_share: s in (0, 1), the counts' share of the precision. tables: says by its path whether an array is a table,
         such as `lambda path: "embedding" in path`, with a row for each index on axis 0; None for all arrays of two or
         more axes.
@@ -95,7 +95,7 @@ def _clip_norms(clip_norm: float, share: float) -> dict[str, float]:
 def counted_rows(
     *, threshold: float, most_rows: int, reads_scale: float = 1.0, tables: Callable[[str], bool] | None = None
 ) -> Coordinates:
-    """The gradient beside the rows of tables that it reads; the most read of them, by their release, are updated.
+    """The gradient and the rows of tables that it reads; the rows that are read most, by their release, are updated.
 
     g -> {"gradient": g, "reads": v}, v = reads_scale where a row of g is not 0, by table; and back, with 0 in the rows
     whose released v / reads_scale is below `threshold`, or not among the `most_rows` largest of a table.
@@ -360,14 +360,14 @@ def row_updates(
 
 
 def public_rows(rows: jax.Array, public: np.ndarray, indices: jax.Array, otherwise: jax.Array) -> jax.Array:
-    """The rows of a table of which those of a public list are trained: DP-FEST, for a loss under any mechanism.
+    """The rows of a table, of which only a public list is trained: DP-FEST, for a loss under any mechanism.
 
-    The parameter has the rows of the list alone, so noise, cost, time and memory are those of K rows. The others stay
+    The parameter has only the rows of the list, so noise, cost, time and memory are those of K rows. The others stay
     as they are, and a loader reads them where it reads the examples.
 
     rows: the parameter, (K, ...). public: the list, int (K,), sorted; it must be chosen without the data, or by a
         release whose cost is added. indices: int (...), the rows of the table that an example reads.
-    otherwise: (..., *row), what the table has there, for those that are not in the list.
+    otherwise: (..., *row), the rows of the table for indices that are not in the list.
     Returns (..., *row). Raises ValueError unless the list is sorted, without repetitions, and of the length of `rows`.
     Source: DP-FEST, Ghazi et al. 2023, https://arxiv.org/abs/2311.08357.
     """

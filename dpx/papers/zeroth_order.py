@@ -33,9 +33,9 @@ def zeroth_order_sgd(
     """DP-SGD on derivatives along random directions, with the memory of inference (DP-ZO, DPZero, DP-AggZO).
 
     For K normal directions u_k, drawn anew at every step from a public key, an example gives the K numbers
-    u_k . g / sqrt(K), which are clipped and summed. The release r becomes the update sum_k r_k u_k / sqrt(K), which
-    has the gradient as its mean where nothing is clipped, and on average as much noise in a coordinate as DP-SGD's.
-    No gradient is computed: `private_updates` evaluates the loss with one direction at a time, K times a step.
+    u_k . g / sqrt(K), which are clipped and summed. The release r becomes the update sum_k r_k u_k / sqrt(K), whose
+    mean is the gradient if nothing is clipped, with as much noise in a coordinate, on average, as that of DP-SGD. No
+    gradient is computed: `private_updates` evaluates the loss with one direction at a time, K times a step.
 
     The privacy holds as the papers say: the directions do not depend on the data, and only the numbers are released.
 

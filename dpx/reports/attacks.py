@@ -30,14 +30,14 @@ CURVE_RATES = tuple(10.0 ** (tenth / 10) for tenth in range(-40, 1))  # at which
 class AttackBounds(NamedTuple):
     """How well any attacker who knows the release and all other examples can tell whether one example took part.
 
-    With several `records`, read all records of one person for one example.
+    With several `records`, all records of one person take the place of one example.
 
     advantage: float, the largest true positive rate minus the false positive rate; 0 is guessing, 1 is certainty.
     false_positive_rates: n floats, how often the attacker claims an example that did not take part.
     true_positive_rates: n floats, for each of them an upper bound of how often the attacker claims one that did.
     mu: float. At every false positive rate a, mu-Gaussian differential privacy bounds the true positive rate, by Phi(mu
         - Phi^-1(1 - a)), plus delta.
-    delta: float, of mu. records: int, how many records the person owns at most; 1 is one unit that the sampling draws.
+    delta: float, of mu. records: int, the most records that the person owns; 1 is one unit that the sampling draws.
     """
 
     advantage: float

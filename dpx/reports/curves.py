@@ -60,7 +60,7 @@ class TradeOff(NamedTuple):
 
     type_one: float64 (points,), how often the test says yes although the example did not take part.
     type_two: float64 (points,), a lower bound of how often it says no although the example did.
-    records: int, how many records the person owns at most; 1 is one unit that the sampling draws.
+    records: int, the most records that the person owns; 1 is one unit that the sampling draws.
     """
 
     type_one: np.ndarray
@@ -88,8 +88,8 @@ def epsilon_over_steps(
     mechanism: a `dpx.Mechanism`. steps: int, at least 1. delta: in (0, 1).
     points: int, at least 2; keep it small, because every point composes its own event. The last point is the result of
         `dpx.epsilon`. Those before it use at most 64 distinct releases.
-    accountant: "tightest", "pld" or "rdp". relation: None takes the sampling's. records: how many of the examples one
-        person owns at most, as for `dpx.epsilon`.
+    accountant: "tightest", "pld" or "rdp". relation: None takes the sampling's. records: the most examples that one
+        person owns, as for `dpx.epsilon`.
     Raises ValueError for steps or points below these, and as `dpx.epsilon` does.
     """
     steps, points = require_whole("steps", steps), require_whole("points", points, minimum=2)

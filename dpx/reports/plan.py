@@ -74,7 +74,7 @@ class SamplingPlan:
     """What a budget needs with each sampling; `str` is a table, a recommendation, and what is refused.
 
     runs: Poisson sampling first. epochs: float. epsilon, delta: floats, the budget of each single run.
-    records: int, how many of the examples one person owns at most.
+    records: int, the most examples that one person owns.
     """
 
     epochs: float
@@ -183,9 +183,9 @@ def plan_samplings(
 
     examples: int, of the data set. batch_size: int, expected, in [1, examples]. epochs: float, positive.
     epsilon, delta: the budget. accountant: as for `dpx.epsilon`.
-    records: int, at least 1, how many of the examples one person owns at most, as for `dpx.Budget`. Above 1, the table
+    records: int, at least 1, the most examples that one person owns, as for `dpx.Budget`. Above 1, the table
         has only Poisson sampling, because the cost of the others is not known.
-    numbers: int, how many numbers a step releases at most, as for `dpx.Budget`.
+    numbers: int, the most numbers that a step releases, as for `dpx.Budget`.
 
     It reads no data. Noise multipliers are those of independent noise that has the same size at every step. Sizes and
     steps differ a little if a sampling needs a whole number of steps in an epoch. Raises ValueError for arguments
@@ -262,7 +262,7 @@ class NoisePlan:
     """The noise that a budget needs, for several batch sizes and epochs; `str` is a table, with one of the samplings.
 
     runs: by epochs, then by batch size. examples: int. epsilon, delta: floats, the budget of each single run.
-    accountant: by which the noise was found. records: int, how many of the examples one person owns at most.
+    accountant: by which the noise was found. records: int, the most examples that one person owns.
     numbers: int, the most of one release.
     """
 
@@ -365,14 +365,14 @@ def plan_noise(
     examples: int, of the data set. epsilon, delta: the budget. epochs: one number or several, positive.
     batch_sizes: one int or several, in [1, examples]; by default the powers of two from 256 on, and the whole data set.
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
-    records: int, how many of the examples one person owns at most, and numbers: int, how many numbers a step releases
-        at most, as for `dpx.Budget`.
+    records: int, the most examples that one person owns, and numbers: int, the most numbers that a step releases, as
+        for `dpx.Budget`.
 
     Every step is a Poisson-sampled Gaussian release, and with all examples a Gaussian one.
 
-    The noise of the run falls as batches grow, and so does the number of steps. A good choice is the least batch size
-    after which the noise of the run hardly falls. For it, the printed plan also says what each sampling needs, and
-    recommends one; `dpx.reports.plan_samplings` does that for any size. No data are read, so it costs no privacy.
+    The noise of the run falls as batches grow, and so does the number of steps. A good choice is the smallest batch
+    size beyond which the noise of the run hardly falls. For it, the printed plan also says what each sampling needs,
+    and recommends one; `dpx.reports.plan_samplings` does that for any size. No data are read, so it costs no privacy.
     Raises ValueError for arguments outside these ranges.
     """
     require_whole("examples", examples)

@@ -148,12 +148,12 @@ def privacy_report(
     """The report of a mechanism after some steps: epsilon by "pld" and by "rdp", and all assumptions.
 
     steps_or_state: a number of steps (int, at least 0), or an optimizer state, as for `dpx.epsilon`.
-    delta: in (0, 1), best far below 1 divided by the number of examples. A larger one warns.
+    delta: in (0, 1), ideally far below 1 divided by the number of examples. A larger one warns.
     unit: what the sampling draws and epsilon protects, in words: "user" if it draws users. None takes it from the
         state, which knows "example" and "user" (`dpx.UserData`), or is "example" for a number of steps.
-    records: int, at least 1, how many of them one person owns at most; None takes it from the mechanism's `dpx.Budget`,
+    records: int, at least 1, the most of them that one person owns; None takes it from the mechanism's `dpx.Budget`,
         and is 1 without one. Above 1, the report is about such a person, as for `dpx.epsilon`.
-    numbers: int, how many numbers a step releases at most, as for `dpx.epsilon`.
+    numbers: int, the most numbers that a step releases, as for `dpx.epsilon`.
     tuning: how hyper-parameters were chosen. "public": without any run on the private data. A `Selection` (of
         `dpx.accounting.best_of` or `dpx.tuning.search`): this run is the winner, and the report states the cost of the
         search. None: the report says that the cost of the choice is not included.
@@ -325,7 +325,7 @@ _TUNING = {
 def caveats(drawn: str, relation: str, records: int, *, on_a_tpu: bool = False) -> tuple[str, ...]:
     """What lies outside of the guarantee, one sentence each, and how neighboring data sets differ.
 
-    drawn: what the sampling draws, in words. records: how many of them the unit owns at most. on_a_tpu: whether a step
+    drawn: what the sampling draws, in words. records: the most of them that the unit owns. on_a_tpu: whether a step
     was made there.
     """
     unit = unit_in_words(records, drawn)

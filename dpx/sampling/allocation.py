@@ -34,12 +34,11 @@ class RandomAllocation(VaryingSize):
     cost counts it. An epoch is made once, as a list of the examples of each step. It takes 4 bytes of the host for each
     example (4 GB for 10^9), and is made from parts of 2^20 examples.
 
-    Neighbors differ by a null in place of one example, as for `PoissonSampling`. No cost of
-    replacing an example is known. All
-    batches of a run must be drawn with one key, because others would come from several allocations. An epoch that ends
-    early costs less, if its last step was fixed in advance; a stop that looks at releases costs the planned number of
-    steps. The size of a batch is outside of the cost. Its event is `RandomAllocationDpEvent`, and the proof is in
-    `dpx/accounting/pld/allocation.py`. Raises ValueError for other sizes.
+    Neighbors differ by a null in place of one example, as for `PoissonSampling`. No cost of replacing an example is
+    known. All batches of a run must be drawn with one key, because several keys would give several allocations. An
+    epoch that ends early costs less, if its last step was fixed in advance; a stop that looks at releases costs the
+    planned number of steps. The cost does not cover the size of a batch. Its event is `RandomAllocationDpEvent`, and
+    the proof is in `dpx/accounting/pld/allocation.py`. Raises ValueError for other sizes.
     """
 
     steps_per_epoch: int = field()  # pyrefly: ignore[bad-override]

@@ -40,8 +40,8 @@ class PoissonSampling(VaryingSize):
 
     examples:   size of the data set; a public number.
     batch_size: the EXPECTED batch size, in (0, examples]; the divisor.
-    most_rows:  int in [batch_size, examples]: where the coins choose more examples, a uniformly random subset of this
-                many takes part. All batches are then arrays of exactly `most_rows` rows: one shape, one compilation.
+    most_rows:  int in [batch_size, examples]: if the coins choose more examples, a uniformly random subset of this many
+        takes part. All batches are then arrays of exactly `most_rows` rows: one shape, one compilation.
                 One example may displace another, so a run costs more, and much more for `most_rows` near batch_size;
                 from about batch_size + 5 sqrt(batch_size) on, it costs the same (`dpx.check_setup` says how much). The
                 divisor stays batch_size. By default, inf: a batch is never cut.
@@ -57,7 +57,7 @@ class PoissonSampling(VaryingSize):
 
     Neighbors differ by a null in place of one example, which keeps its place and counts nowhere. The cost is that of
     adding or removing an example. But a deleted row would move all later ones, and so the rounding of their sum. The
-    size of a batch is outside of the cost: who sees it, for example in the time of a step, knows more of the coins.
+    cost does not cover the size of a batch: whoever sees it, for example in the time of a step, learns about the coins.
 
     Raises ValueError for other sizes. Its event is that of Abadi et al. 2016, https://arxiv.org/abs/1607.00133; with
     `most_rows`, dp-accounting's `TruncatedSubsampledGaussianDpEvent`, and the proof is in

@@ -31,10 +31,10 @@ First = Literal["order", "fewest_owners"]
 
 
 class UserData:
-    """A source of one item a user, for `sampling.take` and `sampling.batches`, from rows that say who owns them.
+    """A source with one item for each user, for `sampling.take` and `sampling.batches`, from rows with their owners.
 
     The item of a user is (examples, included): the arrays of `data` with the user's rows on axis 0, in the order of the
-    data, and zeros behind them up to `most` rows; and bool (most,), False for these zeros. `len(user_data)` is the
+    data, padded with zeros to `most` rows; and bool (most,), False for the padding. `len(user_data)` is the
     number of users, which is the `examples` of the sampling. Item i is that of the i-th of the sorted distinct `users`.
     Rows are read when a batch is drawn, so no padded copy of the data is made.
 
@@ -143,7 +143,7 @@ def owner_array(users: Any) -> np.ndarray:
 def records_to_keep(owners: Any, *, most_records: int, first: First = "order") -> np.ndarray:
     """The records to keep, int64 (kept,), rising, so that each owner has at most `most_records` of them.
 
-    Greedy: each record is kept if all of its owners have fewer than `most_records` kept ones by then. So no record that
+    Greedy: each record is kept if so far, fewer than `most_records` are kept of each of its owners. So no record that
     is left out could be added. The choice depends on the owners alone, which must be public: a label or a text that
     decides about owners makes them private, and the choice then leaks it. Compute its cost with `records=most_records`.
 

@@ -102,7 +102,8 @@ def _is_lookahead(node: Any) -> bool:
 def steps_taken(state: Tree) -> int:
     """How many releases an optimizer state has made, an int.
 
-    Raises ValueError unless the state holds exactly one mechanism's, and if something wraps the mechanism.
+    Raises ValueError unless the state holds the releases of exactly one mechanism, and if something wraps that
+    mechanism.
 
         >>> dpx.accounting.steps_taken(state)  # of optimizer.init(params)
         0

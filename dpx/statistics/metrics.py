@@ -52,7 +52,7 @@ class PrivateMetric:
 
     metric: (params) -> a value of each example, (N,), which depends on that example and on `params` alone; or a
         `dpx.UserData` of the values of records. The metric is their mean. A value that is not a number is left out: for
-        a mean over some of the examples, such as a precision, take NaN for the others, and complete=False.
+        a mean over some of the examples, such as a precision, return NaN for the others, with complete=False.
     low, high: floats, public bounds, to which values are clipped.
     noise_multiplier: float, of one call; or a `dpx.Budget` whose steps are the number of calls.
     complete: as for `release_mean`: True if every example has a value, which is then not NaN.

@@ -51,8 +51,7 @@ def release_count(
     """How many values there are, not counting those that are missing (NaN); of a bool array, how many are True.
 
     data: an array, (N,), or (N, columns) for a count of each column; or a `dpx.UserData` of one.
-    The other arguments and errors are those of `dpx.statistics`. The count may be negative, because it is not
-    biased.
+    The other arguments and errors are those of `dpx.statistics`. The count may be negative, because it is unbiased.
 
         >>> tall = dpx.statistics.release_count(data[1] > 0.5, noise_multiplier=10.0, key=dpx.secret_key())
         >>> tall.epsilon(delta=1e-5)
@@ -90,8 +89,7 @@ def release_histogram(
         edge too. Edges may be infinite.
     categories: (bins,), the distinct values of the bins, all numbers or all words, in place of edges. They must be
         public: a list of the values that occur in the data is not.
-    The other arguments and errors are those of `dpx.statistics`. Counts may be negative, because they are not
-    biased.
+    The other arguments and errors are those of `dpx.statistics`. Counts may be negative, because they are unbiased.
     """
     asked = StatisticRequest(words, key, noise_multiplier, noise, ledger, part)
     if (edges is None) == (categories is None):
@@ -162,7 +160,7 @@ def release_sum(
     """The sum of the values, each clipped to [low, high]; a missing one (NaN) adds 0.
 
     data: (N,), or (N, columns) for a sum of each column; or a `dpx.UserData` of one.
-    low, high: public, finite, numbers or one for each column. The noise grows with the larger of both in size.
+    low, high: public, finite, numbers or one for each column. The noise grows with the larger of their absolute values.
     The other arguments and errors are those of `dpx.statistics`.
     """
     asked = StatisticRequest(words, key, noise_multiplier, noise, ledger, part)
@@ -213,7 +211,7 @@ def release_mean(
     ledger: Any = None,
     part: str | None = None,
 ) -> Statistic:
-    """The mean of the values that are there, each clipped to [low, high].
+    """The mean of the values that are not missing, each clipped to [low, high].
 
     It has about the noise of a count in numerator and denominator, from one release: sums of k and of 2^24 - k quanta,
     which together are the count. It is the middle of the bounds if the noise leaves no count.

@@ -89,9 +89,9 @@ def search(
     steps: int, the most steps of a trial; delta: in (0, 1); None takes them from the mechanisms' budgets. unit: as for
         `dpx.privacy_report`. checkpoints: a folder with a folder for each trial, as SENSITIVE as the data. It keeps the
         scores too, so that none is computed again.
-    ledger: a `dpx.PrivacyLedger`, which the search pays before its first trial, once if it continues in its folder; the
-        trials pay nothing. Reserve it before the first release of the data: what is chosen later must be bounded by a
-        Gaussian, which costs a search several times its epsilon. words: what the ledger calls it.
+    ledger: a `dpx.PrivacyLedger`, which the search charges before its first trial, once if it continues in its folder;
+        the trials charge nothing. Reserve it before the first release of the data: what is chosen later must be bounded
+        by a Gaussian, which costs a search several times its epsilon. words: what the ledger calls it.
     Raises ValueError for other arguments, a mechanism with another key or without a cost, a trial that makes more
     steps, a state of another mechanism, a score that is not a number, the checkpoints of another search, a trial whose
     parameters differ from the stored ones, and a budget that no noise meets.

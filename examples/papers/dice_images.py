@@ -13,7 +13,7 @@ TRUTH = (
     "example moves it: for the paper's batches the noise multiplier is 1.12, and 0.93 for DP-SGD."
 )
 STAND_IN = (
-    "CIFAR-{classes} and a pretrained ViT-small are not on this machine. 4,000 digits of mnist5k, a linear layer on "
+    "CIFAR-{classes} and a pretrained ViT-small were not available. 4,000 digits of mnist5k, a linear layer on "
     "their scattering features (which cost no privacy, as pretrained features do), a sampling rate of 0.25, not 0.02, "
     "{epochs} epochs in place of {paper}. Compare rows, not with the paper's accuracies."
 )

@@ -68,7 +68,7 @@ TABLE_4 = Experiment(
         "on the private packages, more than half of all: like the paper's, it knows the language, but not the task. "
         "The paper fine-tunes GPT-2 with 124 million parameters on the restaurants of E2E, so the figures cannot be "
         "compared; only the order of the methods can. Unlike the paper's, our learning rate does not change. "
-        "`--real` runs the paper's setting when a checkpoint and e2e_cleaned are on this machine."
+        "`--real` runs the paper's setting if a checkpoint and e2e_cleaned are installed."
     ),
     real=dict(
         dataset="e2e_cleaned",

@@ -84,11 +84,9 @@ def table_1(
 
 
 MNIST5K = dict(dataset="mnist5k", batch_size=400, clip_norm=0.1, momentum=0.9)
-SMALL = (
-    "CIFAR-10 is not on this machine. 4,000 digits of mnist5k, sampled at a rate of 0.1 in place of 0.02, and {model}"
-)
+SMALL = "CIFAR-10 was not available. 4,000 digits of mnist5k, sampled at a rate of 0.1 instead of 0.02, and {model}"
 FEWER = "With so few examples, the noise is far larger than the paper's: compare rows, not with the paper's accuracies."
-MLP = SMALL.format(model="an MLP with 101,770 parameters in place of the CNN with 550,570. ") + FEWER
+MLP = SMALL.format(model="an MLP with 101,770 parameters instead of the CNN with 550,570. ") + FEWER
 PAPERS = dict(dataset="cifar10", batch_size=1000, microbatch_size=64)
 
 TABLES_1 = (
@@ -147,7 +145,7 @@ TABLES_1 = (
             public_examples=200,
             public_rank=20,
         ),
-        stand_in="CIFAR-10 and ImageNet are not on this machine. 1,437 private digits of scikit-learn, 200 public "
+        stand_in="CIFAR-10 and ImageNet were not available. 1,437 private digits of scikit-learn, 200 public "
         "images of mnist5k with random labels, a subspace of 20 dimensions that is found once, a CNN with 9,258 "
         "parameters, 40 epochs in place of 200. " + FEWER,
         real=PAPERS

@@ -80,7 +80,7 @@ def plan_composition(
     """A plan from the RDP bill of `steps` steps; None if epsilon is too large (thousands) for any grid.
 
     rdp, orders: float64 (orders,). epsilon, delta: a pair that holds. expected_epsilon: one closer to the truth at that
-    delta. deviations: an epsilon below so many standard deviations of the loss gets no finer grid.
+    delta. deviations: an epsilon below this many standard deviations of the loss gets no finer grid.
 
     With R the Renyi divergence at order t + 1, the tilt t needs, by Chernoff, a window up to R + ln(1/tail) / t. Losses
     that wrap around from above have e^(t span) times too much weight; a larger tilt bounds them. The rounding error at

@@ -83,7 +83,8 @@ def exposure(
 ) -> Exposure:
     """The exposure of canaries that took part in a training run, from the losses of true and of other secrets.
 
-    losses: float (canaries,), the loss of the trained model on the true secret of each canary; less is better known.
+    losses: float (canaries,), the loss of the trained model on the true secret of each canary, which is lower for
+        secrets that it knows better.
     references: float (canaries, n), its losses on n other secrets in the same place. For the bound on epsilon, draw
         these and the true secret independently from one distribution, and let the run depend on the true one only
         through the canary's unit, so no secret may be in two units. All losses must be functions of released values.

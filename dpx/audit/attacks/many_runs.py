@@ -349,7 +349,7 @@ def lower_bound(
 ) -> LowerBound:
     """A lower bound on the epsilon of `steps` releases of a mechanism, beside the epsilon that it states.
 
-    `canary_scores`, whose arguments these are, scores the runs; `lower_bound_from_scores` makes the bound.
+    The other arguments are those of `canary_scores`, which scores the runs; `lower_bound_from_scores` makes the bound.
 
     delta: in (0, 1). confidence: in (0, 1).
 
@@ -426,7 +426,8 @@ def canary_scores(
     depends on the noise or on other secrets of the key, the mean of pilot runs replaces it. The bound is as valid then,
     but the attack is weaker, and a UserWarning says so.
 
-    Raises ValueError for numbers outside of these domains, an unknown sampling, and moves or observations not finite.
+    Raises ValueError for numbers outside of these domains, an unknown sampling, and moves or observations that are not
+    finite.
     """
     steps, runs = require_whole("steps", steps), require_whole("runs", runs, minimum=_LEAST_RUNS)
     keys.require_key(key)

@@ -70,7 +70,7 @@ def check_contract(
 
     mechanism: of `dpx.chain`, `dpx.in_coordinates`, or your own.
     loss: loss(params, example), to check the contract on the paths of `private_updates` too.
-    params: pytree of arrays, at most 1,000 numbers; small layers with the names of your model serve. By default, a
+    params: pytree of arrays, at most 1,000 numbers; small layers with the names of your model are enough. By default, a
         matrix, a vector, a number, and two arrays of 4 axes and one shape.
     examples: pytree, with examples on axis 0; needed with a loss.
     lines: the names of the lines to check, from the list above; None checks all.
@@ -78,7 +78,7 @@ def check_contract(
         by independent ones, which hides noise that shares its key with another use, such as random coordinates.
     draws: int, at least 500, how often the noise of a step is drawn. seed: int, at least 0, of the draws and batches.
 
-    On a GPU or a TPU, products are float32's while it checks; what its matrix units round is proved (docs/exact.md).
+    On a GPU or a TPU, the check computes products in float32; what its matrix units round is proved (docs/exact.md).
     A line that cannot be decided is "not checked" and says why. A check is not a proof: data or inputs that were not
     tried may still break the contract. A report fails for a sound mechanism with probability at most 1e-4.
 

@@ -280,9 +280,9 @@ def band_mf_sgd(
     Toeplitz.
 
     bands: of C, at least 1, and at most the groups of the sampling; a run of fewer steps has one band a step.
-    steps: of the run, which C is the best for. More steps count in the cost too.
-    momentum: of the optimizer behind it, in [0, 1), for which C is the best.
-    learning_rates: of each step, floats, not negative, for which C is the best; () if they are constant.
+    steps: of the run for which C is optimal. The cost counts any further steps too.
+    momentum: of the optimizer behind it, in [0, 1), for which C is optimal.
+    learning_rates: of each step, floats, not negative, for which C is optimal; () if they are constant.
     clip_norm: C, in the units of the gradient; a number.
     noise_multiplier: the standard deviation of z over the clip norm, above 0, or a `dpx.Budget`. The cost is that of
         noise_multiplier over the norm of a column of C.

@@ -31,7 +31,7 @@ from dpx.validation import require_number, require_whole
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a run wants of its gradients; by default their prefix sums.
+    """What a run computes from its gradients; by default their prefix sums.
 
     momentum: of SGD, in [0, 1). learning_rates: of each step, floats, not negative; () for 1 at every step.
     Raises ValueError for other numbers.

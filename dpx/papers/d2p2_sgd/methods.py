@@ -49,7 +49,7 @@ def d2p2_sgd(
     The lift is A z / sqrt(p), the paper's A z divided by sqrt(p), so that a learning rate does not depend on p.
 
     rank: p, the number of random coordinates, in [1, d]; or one for each group of layers, a pytree prefix.
-    reduction_rate: instead of the rank, 1 - p/d in [0, 1); the paper takes 0.1 and 0.3.
+    reduction_rate: instead of the rank, 1 - p/d in [0, 1); the paper uses 0.1 and 0.3.
     kind: of the projection, which is drawn anew at every step: "gaussian" (the paper's, slow for large models),
         "orthonormal", "subset", "countsketch" or "hadamard"; see `dpx.coordinates.random_projection`.
     order: which of the two comes first.
