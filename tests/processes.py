@@ -153,14 +153,14 @@ def train_in_two(rank: int, port: int, folder: Path, how: str):
         return
     if how == "by hand":
         train_by_hand(rank, rows, everywhere, folder, begin)
+        zeros = jax.jit(lambda: jnp.zeros(4), out_shardings=everywhere)()
+        np.save(folder / f"cut-{rank}", train_on_cut_batches(zeros, sharding=rows))
+        tell(folder / "banded", rank, fit(made=banded(), key=dpx.secret_key(7), sharding=rows))
         return
     params, state, layouts = begin()
     check_loading(rank, rows, state)
     check_one_key(rank, rows, state)
     write(folder / "whole", rank, made, *train(step_function(layouts), params, state, sharding=rows))
-    zeros = jax.jit(lambda: jnp.zeros(4), out_shardings=everywhere)()
-    np.save(folder / f"cut-{rank}", train_on_cut_batches(zeros, sharding=rows))
-    tell(folder / "banded", rank, fit(made=banded(), key=dpx.secret_key(7), sharding=rows))
     check_refusals(rank, rows, folder)
     interrupted_fit(rank, rows, folder)
 

@@ -40,6 +40,7 @@ def test_epochs_are_steps_and_shuffling_is_one_release_an_epoch():
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
+@pytest.mark.long_cases("fixed")
 def test_schedules(sampling):
     given = accounting.dp_sgd_epsilon(**RUN, noise_multiplier=FALLING, steps=100, sampling=sampling)
     each = accounting.dp_sgd_epsilon(**RUN, noise_multiplier=values_over(FALLING, 100), sampling=sampling)

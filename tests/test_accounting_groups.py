@@ -62,6 +62,7 @@ def test_no_records_cost_more_than_the_bill(records, rate, sigma):
 @pytest.mark.parametrize(
     ("records", "rate", "sigma"), [(2, 0.3, 0.5), (5, 0.01, 1.0), (10, 0.5, 8.0), (200, 0.002, 2.0)]
 )
+@pytest.mark.long_cases("200-")
 def test_one_step_costs_the_integrals_of_both_directions(records, rate, sigma):
     """The loss rises with the sum, so the integral of max(P - e^epsilon Q, 0) is one of two tails from a root."""
     numbers = np.arange(records + 1)

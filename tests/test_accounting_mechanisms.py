@@ -365,6 +365,7 @@ def test_calibrated_schedule(accountant):
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.long_cases("pld")
 def test_steps_that_are_never_taken_do_not_matter(accountant):
     options = {"epsilon": 1.0, "delta": 1e-5, "accountant": accountant}
     used = accounting.calibrate_schedule([1.0], sampling_rate=0.01, counts=[100], **options)

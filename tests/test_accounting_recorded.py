@@ -28,6 +28,11 @@ def test_every_bill_is_recorded():
 @pytest.mark.usefixtures("exact_noise")
 @pytest.mark.parametrize("name", BILLS)
 @pytest.mark.long_cases(
+    "truncated, falling noise: pld, zero_out",
+    "random allocation, falling noise: pld",
+    "schedule wavy 100, add_or_remove, lower",
+    "schedule falling 3 to 1, 300, add_or_remove, lower",
+    "schedule rising 1 to 6, 700, add_or_remove, lower",
     "1500 distinct",
     "a calibrated schedule",
     "poisson 0.0001 1.0 x 100000: pld",

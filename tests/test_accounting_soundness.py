@@ -455,7 +455,7 @@ def epsilon_of_two(sigma, rate, delta):
 
 @pytest.mark.parametrize(("sigma", "rate"), [(0.3, 0.01), (0.1, 0.5), (0.05, 0.9), (1.0, 0.01)])
 @pytest.mark.parametrize("delta", [1e-5, 1e-18, 1e-100])
-@pytest.mark.long_cases("1e-18", "1e-05", "1e-100-0.05", "1e-100-0.3")
+@pytest.mark.long_cases("1e-100-0.1", "1e-18", "1e-05", "1e-100-0.05", "1e-100-0.3")
 def test_two_steps_at_large_epsilon_and_tiny_delta(sigma, rate, delta):
     """And a sample of fixed size costs at least as much, at twice the noise on the sum."""
     truth = epsilon_of_two(sigma, rate, delta)

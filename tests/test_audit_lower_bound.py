@@ -392,6 +392,7 @@ def gaussian_canaries(epsilon, canaries=10_000, delta=1e-5):
 
 
 @pytest.mark.parametrize(("epsilon", "raw", "trade_off", "gaussian"), [(8.0, 1.8, 3.9, 7.4), (2.0, 0.5, 1.0, 1.6)])
+@pytest.mark.long_cases("8.0-")
 def test_ideal_figures(epsilon, raw, trade_off, gaussian):
     """Of 10,000 canaries at confidence 0.95, as published, for fixed numbers of guesses."""
     scores, members = gaussian_canaries(epsilon)

@@ -476,6 +476,7 @@ def test_a_last_step_that_is_not_linear_is_left_to_the_chain(line):
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
+@pytest.mark.long_cases("no_clip-bounded", "one_noise", "two_thirds")
 def test_a_broken_line_of_the_catalog_fails(change, line):
     with pytest.raises(BrokenLine):
         LINES[line](trial(signs_case(change)))

@@ -90,6 +90,7 @@ WITH_EXAMPLES = {path: value for path in listed_names() if ">>> " in (inspect.ge
 
 
 @pytest.mark.parametrize("path", WITH_EXAMPLES)
+@pytest.mark.long_cases("dpx.coordinates.row_updates", "dpx.plan_noise")
 def test_examples_of_docstrings_are_true(path, beginning, promoting):
     text = inspect.getdoc(WITH_EXAMPLES[path]) or ""
     example = doctest.DocTestParser().get_doctest(text, dict(beginning), path, None, 0)

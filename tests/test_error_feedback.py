@@ -258,7 +258,7 @@ OF_ERRORS = ("Error feedback is one event", "covers the rounding of the error", 
     [("dice_sgd", {"outer_clip_norm": 1.5, "reset_every": 5}, OF_ERRORS), ("dp_sgd", {}, ())],
     ids=["dice_sgd", "dp_sgd"],
 )
-@pytest.mark.long_cases("dp_sgd")
+@pytest.mark.long
 def test_checkpoints_say_that_they_are_sensitive(tmp_path, undrawn, method, options, words):
     """The trainer: the method and its options, the mark on the checkpoints, and nothing of the error elsewhere."""
     shared = dict(dataset="digits", seed=3, model="linear", noise_multiplier=4.0, batch_size=100, epochs=0.5)

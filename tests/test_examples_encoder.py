@@ -107,6 +107,7 @@ def options(folder, **changes):
     return text.OPTIONS | {"encoder": folder, "length": 7} | changes
 
 
+@pytest.mark.long
 def test_the_trained_blocks_continue_the_states(folder, tmp_path, monkeypatch):
     """The same head says the same of a text, however many of the blocks are computed in the run."""
     monkeypatch.setattr(encoder, "tokens_of", few_tokens)

@@ -228,6 +228,7 @@ def test_texts_end_at_the_start_token_and_begin_with_the_prompt(model):
             write(**change)
 
 
+@pytest.mark.long
 def test_the_small_base_is_made_once_from_public_texts(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "standard_library", lambda: CORPUS)
     folder = base.small_base(tmp_path, sizes=TINY, steps=2)
@@ -365,7 +366,7 @@ def logits_of(folder, **options):
 
 
 @pytest.mark.parametrize("layout", ["llama", "llama untied", "gemma", "gpt2"])
-@pytest.mark.long_cases("llama untied")
+@pytest.mark.long_cases("gpt2", "llama untied")
 def test_a_loaded_model_computes_what_plain_numpy_does_and_is_saved_as_it_was(layout, tmp_path):
     arrays, config = file_of(layout)
     expected = (gpt2_logits if layout == "gpt2" else gated_logits)(arrays, config)

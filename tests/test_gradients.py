@@ -251,6 +251,7 @@ def test_scan_and_donation():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.long_cases("float16")
 def test_half_precision_parameters(dtype):
     """The update has the parameters' dtype, the state keeps its shape under scan; the sum is exact in float32."""
     params = {"w": jnp.zeros((2,), dtype)}

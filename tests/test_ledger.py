@@ -84,6 +84,7 @@ def test_releases_compose_exactly_where_they_are_planned(ledger):
         ),
     ],
 )
+@pytest.mark.long_cases("add_or_remove")
 def test_planned_releases_cost_what_dp_accounting_says(relation, events, tmp_path):
     ledger = dpx.PrivacyLedger(tmp_path / "ledger", epsilon=4.0, delta=1e-5, relation=relation)
     names = {"zero_out": "REPLACE_SPECIAL", "add_or_remove": "ADD_OR_REMOVE_ONE"}

@@ -72,7 +72,7 @@ def recipes():
 
 @pytest.mark.parametrize("code", [*recipes()])
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.long_cases("Several runs on the same data1")
+@pytest.mark.long_cases("Several runs on the same data1", "Several runs on the same data2")
 def test_recipes(code, monkeypatch):
     """Each runs after the first lines of the page, and is short; a package that is not installed skips it."""
     assert lines_of(code) <= 24

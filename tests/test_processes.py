@@ -85,9 +85,13 @@ def test_two_processes_train_as_one_device(runs, one_device):
     require_same(runs["whole"], one_device)
 
 
-@pytest.mark.long
-def test_sharded_parameters_and_a_run_by_hand_that_resumes(runs, one_device, folder):
+@pytest.fixture(scope="module")
+def by_hand(folder):
     wait(folder, "by hand", (0, 0))
+
+
+@pytest.mark.long
+def test_sharded_parameters_and_a_run_by_hand_that_resumes(runs, by_hand, one_device, folder):
     require_same(read(folder, "wide"), one_device)
     for name, array in runs["whole"].items():
         np.testing.assert_array_equal(read(folder, "resumed")[name], array)
@@ -127,7 +131,8 @@ def stop(running):
         process.stdout.close()
 
 
-def test_correlated_noise_in_two_processes_is_that_of_one_device(runs, folder):
+@pytest.mark.long
+def test_correlated_noise_in_two_processes_is_that_of_one_device(by_hand, folder):
     one, two = (json.loads((folder / f"banded-{rank}").read_text()) for rank in range(2))
     alone = processes.fit(made=processes.banded(), key=dpx.secret_key(7))
     assert one == two and one["steps"] == alone.steps == 5 and one["epsilon"] == alone.epsilon
@@ -135,7 +140,8 @@ def test_correlated_noise_in_two_processes_is_that_of_one_device(runs, folder):
         np.testing.assert_allclose(np.load(folder / "banded.npz")[name], leaf, atol=1e-6)
 
 
-def test_cut_batches_in_chunks_have_the_bits_of_one_device(runs, folder):
+@pytest.mark.long
+def test_cut_batches_in_chunks_have_the_bits_of_one_device(by_hand, folder):
     """`most_rows` cuts batches by a second stream of the key, which all processes must draw alike."""
     free = dpx.PoissonSampling(examples=64, batch_size=16)
     assert max(free.draw(processes.optimizer()[0], step).included.sum() for step in range(3)) > 16

@@ -93,7 +93,7 @@ def fitted(sampling):
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-@pytest.mark.long_cases("cyclic", "weighted", "allocated", "ordered")
+@pytest.mark.long_cases("poisson", "cyclic", "weighted", "allocated", "ordered")
 def test_every_path_has_the_same_bits(name):
     expected = whole(SAMPLINGS[name])
     assert expected[-1] == pytest.approx(dpx.epsilon(optimizer(SAMPLINGS[name]), STEPS, delta=1e-5), rel=1e-4)
