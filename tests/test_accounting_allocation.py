@@ -139,17 +139,6 @@ def composed(sigmas, epochs, epsilons):
     return deltas(values, masses, epsilons)
 
 
-@pytest.mark.parametrize("sigma", [1.0, 2.0])
-@pytest.mark.long
-def test_three_epochs_are_billed_closely_and_never_below_the_truth(sigma):
-    epsilons = np.array([0.0, 0.5, 1.5])
-    truth = composed((sigma, sigma), 3, epsilons)
-    profile = event_profile(epoch((sigma, sigma), epochs=3))
-    bills = np.array([profile.delta(epsilon) for epsilon in epsilons.tolist()])
-    assert np.all(bills >= truth.max(axis=1))
-    assert bills == pytest.approx(truth.max(axis=1), rel=0.01)
-
-
 def test_the_directions_are_not_mixed():
     """Each direction composes with itself: removal is the first pmf, addition the second, and they differ."""
     epsilons = np.array([1.0, 2.0])

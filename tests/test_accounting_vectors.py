@@ -123,27 +123,3 @@ def test_unsampled_schedule_has_a_closed_form():
     near = accounting.schedule_epsilon(sigmas, sampling_rate=1 - 1e-12, counts=counts, delta=1e-6)
     assert near.lower - 1e-4 <= interval.upper <= near.upper + 1e-4
     assert near.upper == pytest.approx(interval.upper, abs=1e-3)
-
-
-@pytest.mark.parametrize("epsilon", [0.4, 0.8, 1.4])
-@pytest.mark.long
-def test_simulated_privacy_loss(epsilon):
-    """200 different steps: the mean of (1 - e^(epsilon - loss))+ over simulated outputs is delta(epsilon)."""
-    generator = np.random.default_rng(20)
-    steps, draws, rate = 200, 40_000, 0.05
-    noise = 1.5 + 0.5 * np.sin(np.arange(steps))
-    estimates = []
-    for direction in ("remove", "add"):
-        loss = np.zeros(draws)
-        for sigma in noise:
-            taken = (generator.random(draws) < rate) if direction == "remove" else np.zeros(draws, bool)
-            output = taken + sigma * generator.standard_normal(draws)
-            ratio = 1 - rate + rate * np.exp((2 * output - 1) / (2 * sigma**2))
-            loss += np.log(ratio) if direction == "remove" else -np.log(ratio)
-        value = np.maximum(0, -np.expm1(epsilon - loss))
-        estimates.append((value.mean(), value.std() / np.sqrt(draws)))
-    interval = accounting.schedule_delta(noise, sampling_rate=rate, epsilon=epsilon, buckets=200)
-    mean, error = max(estimates)
-    assert interval.lower - 4 * error <= mean <= interval.upper + 4 * error  # false alarms: 1e-4 per epsilon
-    assert error < 0.06 * mean
-    assert interval.upper - interval.lower < 0.01 * mean

@@ -512,36 +512,6 @@ def test_one_run_of_a_sampling_is_below_its_bill(name):
     assert 1 < found.epsilon < found.trade_off_epsilon < bill
 
 
-@pytest.mark.long
-def test_one_run_behind_transforms_raises_no_alarm(promoting):
-    """Scores are released values: the coordinate of each canary, with every transform behind the same DP-SGD."""
-    canaries, seeds = 64, 10
-    params = {"w": jnp.ones(canaries)}
-    rows = {"w": 1e3 * jnp.eye(canaries)}
-
-    def run(key, members):
-        full = dpx.FullBatch(examples=canaries)
-        mechanism = dpx.chain(dp_sgd(key, full, 0.4), all_behind())
-        state = mechanism.init(params)
-        fallen = dict.fromkeys(BEHIND, {"w": jnp.zeros(canaries)})
-        for _ in range(2):
-            _, state = mechanism.update(rows, state, params, included=members)
-            fallen = jax.tree.map(jnp.add, fallen, state.transforms[0][0])
-        return {name: one["w"] for name, one in fallen.items()}
-
-    keys = jax.random.split(KEY, seeds)
-    members = np.stack([audit.draw_members(key, canaries=canaries) for key in keys])
-    scores = jax.jit(jax.vmap(run))(keys, members)
-    bill = dpx.epsilon(dp_sgd(KEY, dpx.FullBatch(examples=canaries), 0.4), 2, delta=1e-5)
-    for name, of_name in scores.items():
-        for sign in (1, -1):  # an optimizer steps against the gradient
-            bounds = [
-                audit.one_run(sign * one, which, delta=1e-5, guesses=48, cost=bill)
-                for one, which in zip(np.asarray(of_name), members, strict=True)
-            ]
-            assert not any(bound.exceeds_cost for bound in bounds), name
-
-
 def test_members_are_coins():
     members = audit.draw_members(KEY, canaries=10_000)
     assert members.dtype == bool and abs(members.mean() - 0.5) < 0.02

@@ -366,19 +366,6 @@ def test_refused_options(options, message):
         POISSON.batches(DATA, KEY, mechanism().init(PARAMS), **({"steps": 2} | options))
 
 
-def test_a_batch_of_another_step_has_no_bill():
-    made = mechanism()
-    gradient = jax.jit(dpx.private_updates(loss, made))
-    state = made.init(PARAMS)
-    first, second = POISSON.batches(DATA, KEY, state, steps=2)
-    for order in ((second,), (first, first)):
-        wrong = state
-        for batch in order:
-            wrong = gradient(PARAMS, batch, wrong).state
-        with pytest.raises(ValueError, match="another step than it was drawn for"):
-            dpx.epsilon(made, wrong, delta=1e-5)
-
-
 # the thread
 
 
@@ -494,24 +481,6 @@ def test_a_chunk_alone_is_no_batch():
             state = gradient(PARAMS, chunk, made.init(PARAMS)).state
             with pytest.raises(ValueError, match="not those that `take` drew"):
                 dpx.epsilon(made, state, delta=1e-5)
-
-
-def test_chunks_that_are_left_out_or_added_twice_are_not_billed():
-    full = SAMPLINGS["full"]
-    made = mechanism(full)
-    step = dpx.private_updates_in_chunks(loss, made)
-    add, state = jax.jit(step.add), made.init(PARAMS)
-    (chunks,) = [list(chunks) for chunks in full.batches(DATA, KEY, state, steps=1, chunk_size=25)]
-    for order in ((0, 1, 2), (1, 2), (0, 2), (0, 1), (0, 1, 1, 2), (1, 0, 2)):
-        sums = None
-        for number in order:
-            sums = add(PARAMS, chunks[number], state, sums)
-        _, after_step = step.release(PARAMS, sums, state)
-        if order == (0, 1, 2):
-            assert dpx.epsilon(made, after_step, delta=1e-5) == dpx.epsilon(made, 1, delta=1e-5, numbers=4)
-            continue
-        with pytest.raises(ValueError, match="the state has no known cost"):
-            dpx.epsilon(made, after_step, delta=1e-5)
 
 
 @pytest.mark.usefixtures("read_once")

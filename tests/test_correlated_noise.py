@@ -262,27 +262,6 @@ def test_a_resumed_run_has_the_same_noise_and_bill(strategy):
             dpx.epsilon(other, state, delta=1e-5)
 
 
-@pytest.mark.long
-def test_fit_is_the_loop_by_hand(tmp_path):
-    """A run that was ended and resumed: the memory is in the checkpoint."""
-    mechanism, data = made(BANDS), np.ones((20, 3), np.float32)
-    params = {"w": jnp.zeros(3)}
-
-    def loss(params, example):
-        return jnp.sum(params["w"] * example)
-
-    optimizer = dpx.chain(mechanism, optax.sgd(0.1))
-    given = dict(key=KEY, checkpoints=tmp_path, delta=1e-5, steps=6, evaluate_every=1)
-    dpx.fit(loss, optimizer, params, data, callbacks=[lambda seen: seen.step == 3], **given)
-    found = dpx.fit(loss, optimizer, params, data, **given)
-    step, state = jax.jit(dpx.private_updates(loss, optimizer)), optimizer.init(params)
-    for batch in mechanism.sampling.batches(data, KEY, state, steps=6):
-        updates, state, _ = step(params, batch, state)
-        params = optax.apply_updates(params, updates)
-    np.testing.assert_array_equal(found.params["w"], params["w"])
-    assert found.steps == 6
-
-
 def test_the_past_noise_is_not_public():
     state = run(made(BANDS), 3)[1]
     assert all(np.any(leaf) for leaf in jax.tree.leaves(state.unreleased_noise.high))
@@ -405,29 +384,6 @@ def test_the_methods_are_the_mechanism_with_their_strategies():
     assert methods.lambda_cgd(correlation=0.9, sampling=ORDER, **given).event(9) == made(LAMBDA).event(9)
     short = methods.band_mf_sgd(bands=3, steps=2, sampling=CYCLIC, **given)  # more bands than steps serve nothing
     assert short.event(1).coefficients == strategies.optimized(bands=2, steps=2).coefficients
-
-
-def test_one_band_is_dp_sgd_bit_for_bit():
-    """On the same batches: one group is Poisson sampling."""
-    one = dpx.sampling.CyclicPoissonSampling(examples=20, batch_size=5, bands=1)
-    given = dict(clip_norm=0.5, noise_multiplier=2.0, key=KEY)
-    grads = jax.tree.map(lambda p: jax.random.normal(jax.random.key(0), (5, *p.shape)), PARAMS)
-    mine = methods.band_mf_sgd(bands=1, steps=9, sampling=one, **given)
-    theirs = dpx.dp_sgd(sampling=one, **given)
-    for ours, other in zip(run(mine, 3, grads=grads)[0], run(theirs, 3, grads=grads)[0], strict=True):
-        jax.tree.map(np.testing.assert_array_equal, ours, other)
-    poisson = dpx.dp_sgd(sampling=dpx.PoissonSampling(examples=20, batch_size=5), **given)
-    assert dpx.epsilon(mine, 9, delta=1e-5) == dpx.epsilon(poisson, 9, delta=1e-5)
-
-
-def test_a_budget_of_band_mf_is_met():
-    sampling = dpx.sampling.CyclicPoissonSampling(examples=2000, batch_size=20, bands=4)
-    budget = dpx.Budget(epsilon=3.0, delta=1e-5, epochs=2)
-    mechanism = methods.band_mf_sgd(
-        bands=4, steps=200, clip_norm=1.0, noise_multiplier=budget, sampling=sampling, key=KEY
-    )
-    assert 2.98 < dpx.epsilon(mechanism, 200, delta=1e-5) <= 3.0 < dpx.epsilon(mechanism, 210, delta=1e-5)
-    assert "CyclicBandedDpEvent" in str(dpx.privacy_report(mechanism, 200, delta=1e-5))
 
 
 FULL = dpx.sampling.FullBatch(examples=10)

@@ -272,29 +272,6 @@ def test_checkpoints_say_that_they_are_sensitive(tmp_path, undrawn, method, opti
     assert all(word in report for word in words)
 
 
-def test_ghost_norms_and_stacked_gradients_agree():
-    def loss(params, example):
-        x, y = example
-        return jnp.sum((jnp.tanh(params["w"] @ x) + params["b"] - y) ** 2)
-
-    rng = np.random.default_rng(5)
-    batch = (
-        jnp.asarray(rng.normal(size=(ROWS, 3)), jnp.float32),
-        jnp.asarray(4 * rng.normal(size=(ROWS, 2)), jnp.float32),
-    )
-    included = jnp.ones(ROWS, bool).at[2].set(False)
-    made = dice(noise_multiplier=1.0, outer_clip_norm=1.5)
-    found = []
-    for clipping, microbatch_size in (("vmap", None), ("ghost", 4)):
-        gradient = jax.jit(dpx.private_updates(loss, made, norms=clipping, microbatch_size=microbatch_size))
-        state = made.init(PARAMS)
-        for _ in range(3):
-            updates, state, _ = gradient(PARAMS, dpx.Batch(batch, included), state)
-        found.append((updates, state))
-    assert np.any(found[0][1].unreleased_error.high["w"])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found)
-
-
 def test_low_precision_parameters_keep_an_error_of_two_float32_numbers():
     made = dice()
     params = jnp.zeros(8, jnp.bfloat16)
@@ -302,12 +279,6 @@ def test_low_precision_parameters_keep_an_error_of_two_float32_numbers():
     updates, state = made.update(grads, made.init(params), params, included=jnp.ones(3, bool))
     assert updates.dtype == jnp.bfloat16
     assert [part.dtype for part in state.unreleased_error] == [jnp.float32, jnp.float32]
-
-
-def test_printed_pipeline():
-    text = str(dice(reset_every=4))
-    for word in ("error", "up to norm inf", "forget it every 4", "ErrorFeedbackDpEvent"):
-        assert word in text
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from examples.optimizers import __main__ as optimizers
 from examples.optimizers import problems, transforms
 from examples.papers import __main__ as papers
 from examples.tasks import images
-from tests.problems import cut_at, dp_sgd, poisson
+from tests.problems import dp_sgd, poisson
 
 SMALL: dict[str, Any] = dict(
     dataset="digits", seed=3, model="linear", noise_multiplier=2.0, batch_size=100, learning_rate=1.0, clip_norm=0.5
@@ -260,17 +260,6 @@ def test_the_trainer_is_dp_sgd(tmp_path, ungridded):
     assert step == 3 and min(jax.tree.leaves(moved)) > 1e-2
     for leaf, other in zip(jax.tree.leaves(tree["params"]), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.long
-def test_a_resumed_run_is_the_uncut_run_bit_for_bit(whole, tmp_path):
-    with cut_at(17):
-        run(tmp_path)
-    result = run(tmp_path, resume=True)
-    assert (result.accuracy, result.epsilon, result.steps) == (whole[1].accuracy, whole[1].epsilon, whole[1].steps)
-    assert jax.tree.all(jax.tree.map(np.array_equal, checkpoint(tmp_path), checkpoint(whole[0])))
-    metrics, expected = (records.RunFolder(folder, resume=True).metrics() for folder in (tmp_path, whole[0]))
-    assert metrics == expected
 
 
 def test_resuming_with_other_settings_is_refused_and_loses_nothing(whole, monkeypatch):

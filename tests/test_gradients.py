@@ -272,19 +272,6 @@ def test_half_precision_parameters(dtype):
     chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
 
 
-def test_batch_of_one_bad_example_leaves_the_others():
-    params, batch = model()
-    mechanism = dp_sgd()
-    others = jax.tree.map(lambda leaf: np.delete(leaf, 3, axis=0), batch)
-    good = jax.jit(dpx.private_updates(loss, mechanism))(
-        params, dpx.Batch(others, None), mechanism.init(params)
-    ).updates
-    bad = jax.tree.map(lambda leaf: np.insert(leaf, 3, np.nan, axis=0), others)
-    gradient = jax.jit(dpx.private_updates(loss, mechanism, microbatch_size=8))
-    found = gradient(params, dpx.Batch(bad, None), mechanism.init(params)).updates
-    chex.assert_trees_all_close(found, good, rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("batch", "included", "message"),
     [

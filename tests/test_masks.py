@@ -13,8 +13,6 @@ import dpx
 from dpx import keys
 from dpx.mechanisms.masks import mask_of_largest, number_of_share, random_mask
 from dpx.sums.float_pair import ETA
-from examples.config import Config
-from tests.ghost import assert_agrees, noiseless, normal
 from tests.problems import squared_error as loss
 
 SAMPLING = dpx.PoissonSampling(examples=100, batch_size=5)
@@ -208,18 +206,6 @@ def test_frozen_coordinates_count_nothing_in_the_norm():
     np.testing.assert_allclose(flat(updates), 0.3 * flat(mask), rtol=1e-6)
 
 
-def test_ghost_norms_follow_a_mask():
-    def network(params, x):
-        return jnp.sum(jnp.tanh(jnp.tanh(x @ params["first"]) @ params["second"]) ** 2)
-
-    params = {"first": normal(0, 4, 3), "second": normal(1, 3, 2)}
-    base = dpx.dp_sgd(clip_norm=1e-3, noise_multiplier=1.0, sampling=SAMPLING, key=KEY)
-    made = noiseless(dpx.in_coordinates(base, dpx.coordinates.random_freeze(freeze_rate=0.4, every=2, key=KEY)))
-    assert made.supports_ghost_norms
-    (sums,) = assert_agrees(network, params, normal(2, 5, 6, 4), made=made, norms=("ghost",))
-    np.testing.assert_array_equal(flat(sums) != 0, flat(made.init(params).coordinates[0].mask) != 0)
-
-
 def test_masks_and_noise_have_streams_of_their_own(monkeypatch):
     names, stream = [], keys.stream
     monkeypatch.setattr(keys, "stream", lambda key, name, step=None: names.append(name) or stream(key, name, step))
@@ -276,15 +262,6 @@ def test_total_densities_are_those_of_the_paper(rate, cooling, epochs, dense, pu
     schedule, like = optax.linear_schedule(0.0, rate, cooling), jax.ShapeDtypeStruct((550_570,), jnp.float32)
     kept = jax.vmap(lambda e: number_of_share(lambda s: 1 - schedule(s), e, like))(jnp.arange(epochs))
     assert float(np.sum(np.asarray(kept, np.float64))) / (dense * 550_570) == pytest.approx(published, abs=0.015)
-
-
-@pytest.mark.parametrize("method", ["random_freeze_sgd", "ranked_freeze_sgd", "ada_dpigu", "adaptive_clipping"])
-def test_the_trainer_knows_the_methods(method):
-    sampling = dpx.PoissonSampling(examples=1000, batch_size=50)
-    config = Config(dataset="digits", seed=0, method=method, noise_multiplier=1.0)
-    mechanism = config.mechanism_of(sampling, 40, KEY)(1.0)
-    plain = Config(dataset="digits", seed=0, noise_multiplier=1.0).mechanism_of(sampling, 40, KEY)(1.0)
-    assert mechanism.event(40) == plain.event(40)
 
 
 # What is refused

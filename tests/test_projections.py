@@ -216,25 +216,6 @@ def test_a_subset_has_exactly_so_many():
     assert p.shape == (20, 77, 77) and not p[:, ~np.eye(77, dtype=bool)].any()
 
 
-@pytest.mark.parametrize("order", ["project_then_clip", "clip_then_project"])
-@pytest.mark.long_cases("project_then_clip", "clip_then_project")
-def test_ghost_norms_follow_what_only_scales_or_comes_after_the_clip(order):
-    params, batch = model()
-    projected = {
-        "project_then_clip": lambda **how: dpx.in_coordinates(
-            base(), dpx.coordinates.random_projection(key=KEY, **how)
-        ),
-        "clip_then_project": lambda **how: dpx.mechanisms.clip_then_project(base(), **how),
-    }[order](reduction_rate=0.3, kind="subset")
-    state = projected.init(params)
-    by_vmap, by_ghost = (
-        jax.jit(dpx.private_updates(loss, projected, norms=clipping))(params, dpx.Batch(batch, None), state).updates
-        for clipping in ("vmap", "ghost")
-    )
-    for name in params:
-        np.testing.assert_allclose(by_ghost[name], by_vmap[name], rtol=1e-4, atol=1e-6)
-
-
 def test_frozen_layers_are_not_projected():
     frozen = dpx.coordinates.trainable(mask={"kernel": True, "bias": False, "scale": True})
     mechanism = dpx.in_coordinates(
@@ -332,24 +313,6 @@ def test_calibrated_by_what_may_be_spent():
     assert 1.99 <= dpx.epsilon(mechanism, 20, delta=1e-5) <= 2.0
     sound = dpx.methods.d2p2_sgd(noise_multiplier=2.0, **options)
     assert sound.event(20) == dpx.methods.d2p_sgd(noise_multiplier=2.0, every=10, sampling=POISSON, key=KEY).event(20)
-
-
-@pytest.mark.parametrize(
-    ("mechanism", "words"),
-    [
-        (
-            dpx.methods.dp2_sgd(reduction_rate=0.3, kind="hadamard", noise_multiplier=1.0, sampling=POISSON, key=KEY),
-            ["hadamard projection to 0.7", "normalize", "add noise", "lift"],
-        ),
-        (
-            dpx.mechanisms.clip_then_project(base(), rank=5, kind="subset"),
-            ["clip to", "project the sum: subset projection to rank 5, divided by", "add noise", "times its largest"],
-        ),
-    ],
-)
-def test_prints_its_pipeline(mechanism, words):
-    places = [str(mechanism).index(word) for word in words]
-    assert places == sorted(places)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ import pytest
 
 import dpx
 from dpx import schedules
-from dpx.accounting import schedule_epsilon
-from dpx.papers.dynamic_dp_sgd import claims
 from dpx.schedules.scalars import value_at, values_over
 from dpx.validation import require_whole
 
@@ -206,31 +204,6 @@ def test_formulas():
             values_over(schedule, STEPS),
             [jax.jit(lambda t, s=schedule: value_at(s, t))(t) for t in jnp.arange(STEPS)],
         )
-
-
-@pytest.mark.long
-def test_calibrated_on_the_true_composition():
-    for accountant in ("pld", "rdp"):
-        budget = dpx.Budget(epsilon=2.0, delta=1e-5, steps=20, accountant=accountant)
-        mechanism = dynamic(noise_multiplier=budget, rho_mu=1 / 0.3, rho_c=2.0, steps=20)
-        assert 1.99 <= dpx.epsilon(mechanism, 20, delta=1e-5, accountant=accountant) <= 2.0
-    budget = dpx.Budget(epsilon=1.0, delta=1e-5, steps=40)
-    mechanism = dpx.methods.d2p_sgd(noise_multiplier=budget, every=10, sampling=SAMPLING, key=KEY)
-    assert 0.99 <= dpx.epsilon(mechanism, 40, delta=1e-5) <= 1.0
-
-
-@pytest.mark.long
-def test_what_the_paper_s_calibration_truly_costs():
-    """The public vector: the CLT's noise for epsilon 2 truly costs 4.776."""
-    mu = claims.first_mu(epsilon=2.0, delta=1 / 600000, sampling_rate=0.01, steps=500, growth=1 / 0.3)
-    mechanism = dynamic(noise_multiplier=1 / mu, rho_mu=1 / 0.3, steps=500)
-    assert mu == pytest.approx(0.54503058, abs=1e-7)
-    multipliers = values_over(schedules.growing_mu(noise_multiplier=1 / 0.54503058, rho_mu=1 / 0.3, steps=500), 500)
-    assert multipliers[0] == pytest.approx(1.830347, abs=1e-6) and multipliers[-1] == pytest.approx(0.550428, abs=1e-6)
-    assert dpx.epsilon(mechanism, 500, delta=1 / 600000) == pytest.approx(4.7762, abs=5e-4)
-    assert dpx.epsilon(mechanism, 500, delta=1 / 600000, accountant="rdp") == pytest.approx(5.864, abs=5e-4)
-    assert claims.mu_total(multipliers, sampling_rate=0.01) == pytest.approx(0.45878426, abs=1e-6)
-    assert schedule_epsilon(multipliers, sampling_rate=0.01, delta=1 / 600000).lower <= 4.7762 + 5e-4
 
 
 def test_sensitivity_decay_costs_what_static_noise_costs():
