@@ -289,7 +289,7 @@ def test_replacing_an_example_costs_twice_the_sensitivity_by_rdp_too():
 
 
 def test_a_new_cost_is_one_class():
-    class TwiceDpEvent(dp_accounting.DpEvent, accounting.Loss):
+    class TwiceDpEvent(dp_accounting.DpEvent, accounting.PrivacyLoss):
         """Two unsampled releases with noise 4."""
 
         @property

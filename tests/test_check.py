@@ -137,7 +137,7 @@ def broken():
 def test_a_program_without_a_fault():
     report = good()
     assert {finding.severity for finding in report.findings} == {"ok"}, str(report)
-    assert len(report.findings) == 21 and repr(report) == "Report(error: 0, warning: 0, note: 0, ok: 21)"
+    assert len(report.findings) == 21 and repr(report) == "SetupReport(error: 0, warning: 0, note: 0, ok: 21)"
     assert report["privacy"].numbers["epsilon"] == pytest.approx(4.0, abs=0.01)
     assert report["time"].numbers["run_seconds"] > STEPS * report["time"].numbers["seconds"] > 0
     assert report["memory"].numbers["argument_bytes"] >= ROWS * 5 * 4
@@ -354,7 +354,7 @@ def test_the_step_that_is_timed_releases_no_data():
         for rows in (data(), data(1))
     ]
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: (a == b).all(), *[n.unreleased_updates for n in noise])))
-    kept = [field.name for field in dataclasses.fields(dpx.audit.setup.Report)]
+    kept = [field.name for field in dataclasses.fields(dpx.audit.setup.SetupReport)]
     assert kept == ["public_findings", "unreleased_findings"]  # no updates among them
 
 

@@ -26,8 +26,8 @@ Every epsilon and delta is an upper bound; an interval adds a lower bound. The p
 To add one: a new event is a file, like `dpx/papers/d2p2_sgd/projected_event.py`, and nothing else needs to know
 of it. It holds
 
-* an `attrs.frozen` subclass of `DpEvent` and `Loss`, with what differs from the defaults of `Loss`. Its noise is a
-  field called `noise_multiplier`, because a state's fingerprint leaves out the field of that name;
+* an `attrs.frozen` subclass of `DpEvent` and `PrivacyLoss`, with what differs from the defaults of the latter. Its
+  noise is a field called `noise_multiplier`, because a state's fingerprint leaves out the field of that name;
 * the `StepLoss` that its `step` returns, with `renyi` and, if a privacy loss distribution is known, `pmfs`
   (`pld/losses.py`); or, for a whole run, a `profile`, like `dpx/papers/dice_sgd/event.py`.
 
@@ -42,7 +42,7 @@ from dpx.accounting.budget import Budget, accepts_budget
 from dpx.accounting.calibration import CalibratedSchedule, calibrate, calibrate_schedule, max_steps
 from dpx.accounting.compose import Composition, compose_runs
 from dpx.accounting.events import event_delta, event_epsilon
-from dpx.accounting.loss import Loss
+from dpx.accounting.loss import PrivacyLoss
 from dpx.accounting.pure import PureDpEvent
 from dpx.accounting.run_cost import delta, epsilon
 from dpx.accounting.schedule import Interval, dp_sgd_epsilon, schedule_delta, schedule_epsilon
@@ -53,7 +53,7 @@ __all__ = [
     "CalibratedSchedule",
     "Composition",
     "Interval",
-    "Loss",
+    "PrivacyLoss",
     "PureDpEvent",
     "Selection",
     "best_of",

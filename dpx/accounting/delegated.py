@@ -10,7 +10,7 @@ from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.loss import Loss, ReleaseCount
+from dpx.accounting.loss import PrivacyLoss, ReleaseCount
 from dpx.accounting.pld.losses import StepLoss
 
 NEIGHBORS = {
@@ -22,7 +22,7 @@ _GRID = 1e-4  # spacing of privacy losses in dp-accounting's PLD; at 1e-3 some l
 
 
 @dataclass(frozen=True)
-class DpAccountingRelease(Loss):
+class DpAccountingRelease(PrivacyLoss):
     """A release whose kind dpx does not know. inner: where it is a Poisson sample, the `Ledger` of what is on it."""
 
     event: DpEvent

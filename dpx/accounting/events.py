@@ -5,7 +5,7 @@ those of other libraries. `profile_of_run` adds what the arithmetic of dpx adds 
 come from it.
 
 dpx computes the cost of Gaussian events, Poisson-sampled (also truncated) and fixed-size-sampled Gaussian events, and
-the events that are a `Loss`. dp-accounting's own accountants do so for all other events.
+the events that are a `PrivacyLoss`. dp-accounting's own accountants do so for all other events.
 """
 
 import math
@@ -37,7 +37,7 @@ def event_epsilon(
     The noise counts as exact. The cost of a run of dpx, such as `dpx.epsilon`, is larger by what the arithmetic of its
     noise adds: below 1e-3 for up to 10,000 Gaussians at a delta of at least 1e-6 (`dpx/accounting/arithmetic.py`).
 
-    event: a dp-accounting event, or one of a type that is a `Loss`.
+    event: a dp-accounting event, or one of a type that is a `PrivacyLoss`.
     delta: in [0, 1). At 0, epsilon is inf, except for events that cost nothing, for those of `PureDpEvent` only, and
         for some whose cost dp-accounting knows.
     accountant: "pld" composes privacy loss distributions, "rdp" Renyi divergences. "tightest" is "pld" where it is

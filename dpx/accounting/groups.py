@@ -41,7 +41,7 @@ from scipy import special, stats
 
 from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
-from dpx.accounting.loss import Loss, ReleaseCount, in_deviations
+from dpx.accounting.loss import PrivacyLoss, ReleaseCount, in_deviations
 from dpx.accounting.pld.losses import Pmf, StepLoss, dominating_pmf, normal_masses
 
 LARGEST_NOISE = 1e9  # more is billed as this, because float64 loses the squares of larger numbers
@@ -64,7 +64,7 @@ def require_zero_out(records: int, relation: Relation) -> None:
 
 
 @attrs.frozen
-class GroupGaussianDpEvent(DpEvent, Loss):
+class GroupGaussianDpEvent(DpEvent, PrivacyLoss):
     """A Gaussian release on a Poisson sample of records, for a unit that owns some of them.
 
     noise_multiplier: relative to the effect of one record. sampling_probability: in (0, 1), the largest rate of one of
@@ -248,7 +248,7 @@ class MixtureOfGaussians(SeveralRecordsGaussian):
 
 
 @dataclass(frozen=True)
-class Mixture(Loss):
+class Mixture(PrivacyLoss):
     """A mixture of Gaussians, sum_j p_j N(c_j, s^2) against N(0, s^2). event: dp-accounting's of that name.
 
     It is the pair of `SeveralRecordsGaussian` with other shifts and probabilities. dp-accounting's own PLD takes

@@ -1,7 +1,7 @@
 """A `Ledger`: how often each kind of release was made. It is read from an event, and answers for its cost.
 
 dp-accounting's events are the language in which samplings and mechanisms state their cost, and `from_event` is the
-border. All facts of a kind are in its `Loss`, so nothing else asks what an event is.
+border. All facts of a kind are in its `PrivacyLoss`, so nothing else asks what an event is.
 """
 
 import math
@@ -23,7 +23,7 @@ from dpx.accounting.arithmetic import NormalSamplerError, RunProfile, normal_sam
 from dpx.accounting.checks import Accountant, Relation, require_countable
 from dpx.accounting.delegated import DpAccountingRelease, delegated_profile
 from dpx.accounting.groups import GroupGaussianDpEvent, Mixture
-from dpx.accounting.loss import Loss, ReleaseCount, as_hashable, event_of_loss, in_deviations
+from dpx.accounting.loss import PrivacyLoss, ReleaseCount, as_hashable, event_of_loss, in_deviations
 from dpx.accounting.pld.allocation import Allocation, round_to_few_epochs
 from dpx.accounting.pld.buckets import BUCKETS, bucketed_steps, round_losses_to_buckets
 from dpx.accounting.pld.losses import Losses, SampledGaussian, StepLoss
@@ -57,7 +57,7 @@ class Ledger:
     def __add__(self, other: "Ledger") -> "Ledger":
         return from_event(dp_accounting.ComposedDpEvent([self.event, other.event]))
 
-    def holds_for_all(self, holds: Callable[[Loss], bool]) -> bool:
+    def holds_for_all(self, holds: Callable[[PrivacyLoss], bool]) -> bool:
         """Whether something holds for every release."""
         return all(map(holds, self.counts))
 
@@ -110,7 +110,7 @@ class Ledger:
         return [loss for loss in self.counts if loss.whole_run]
 
     @property
-    def whole_run(self) -> Loss | None:
+    def whole_run(self) -> PrivacyLoss | None:
         """The one release that is billed as a whole run, or None. Raises ValueError if it is not alone."""
         if not self.whole_runs:
             return None
@@ -121,13 +121,13 @@ class Ledger:
         return loss
 
     def losses(self, relation: Relation) -> Losses:
-        """The step loss of every release, and how often it was made. Raises the ValueErrors of `Loss.step`."""
+        """The step loss of every release, and how often it was made. Raises the ValueErrors of `PrivacyLoss.step`."""
         losses: dict[StepLoss, int] = defaultdict(int)
         for loss, count in self.counts.items():
             losses[loss.step_loss(relation)] += count
         return losses
 
-    def map(self, event_of: Callable[[Loss], DpEvent]) -> DpEvent:
+    def map(self, event_of: Callable[[PrivacyLoss], DpEvent]) -> DpEvent:
         """The event with another one in place of each release."""
         return compose_events((event_of(loss), count) for loss, count in self.counts.items())
 
@@ -218,7 +218,7 @@ class Ledger:
 
 
 @dataclass(frozen=True)
-class NoNoise(Loss):
+class NoNoise(PrivacyLoss):
     """A release without noise."""
 
     event: DpEvent = field(default_factory=dp_accounting.NonPrivateDpEvent)
@@ -229,7 +229,7 @@ class NoNoise(Loss):
 
 
 @dataclass(frozen=True)
-class Gaussian(Loss):
+class Gaussian(PrivacyLoss):
     """Gaussian releases on all data, or on one Poisson sample, as one.
 
     event: of one release, or of several together. parts: pairs (noise multiplier, how often), which they are.
@@ -274,7 +274,7 @@ class Gaussian(Loss):
         return f"Gaussian on a Poisson sample of rate {self.rate:.6g}" if self.rate < 1 else "Gaussian"
 
 
-KINDS: Mapping[type, Callable[[Any], Loss]] = {
+KINDS: Mapping[type, Callable[[Any], PrivacyLoss]] = {
     GaussianDpEvent: lambda event: Gaussian(event, ((event.noise_multiplier, 1),)),
     dp_accounting.NonPrivateDpEvent: NoNoise,
     TruncatedSubsampledGaussianDpEvent: TruncatedRelease,
@@ -286,17 +286,17 @@ KINDS: Mapping[type, Callable[[Any], Loss]] = {
 
 
 def from_event(event: DpEvent) -> Ledger:
-    """The releases of an event tree: of dp-accounting's events, and of those that are a `Loss`.
+    """The releases of an event tree: of dp-accounting's events, and of those that are a `PrivacyLoss`.
 
     Raises ValueError for a release that is repeated another number of times than a whole one, and for events that are
     not in a list or a tuple.
     """
-    counts: dict[Loss, int] = defaultdict(int)
+    counts: dict[PrivacyLoss, int] = defaultdict(int)
     _count_releases(event, 1, counts)
     return Ledger(event, dict(counts))
 
 
-def _count_releases(event: Any, count: int, counts: dict[Loss, int]) -> None:
+def _count_releases(event: Any, count: int, counts: dict[PrivacyLoss, int]) -> None:
     if count == 0 or is_free(event):
         pass
     elif isinstance(event, dp_accounting.SelfComposedDpEvent):
@@ -319,16 +319,16 @@ def _inner_events(event: Any) -> Iterable[DpEvent]:
     raise ValueError(f"events of a {kind} must be in a list or a tuple, got {described(event.events)}")
 
 
-def _privacy_loss_of(event: Any) -> Loss | None:
+def _privacy_loss_of(event: Any) -> PrivacyLoss | None:
     if isinstance(event, PoissonSampledDpEvent):
         return _merge_on_one_sample(as_hashable(event))
     if isinstance(event, SampledWithoutReplacementDpEvent) and isinstance(event.event, GaussianDpEvent):
         return FixedSizeRelease(event)
     event = as_hashable(event)
-    return event if isinstance(event, Loss) else KINDS.get(type(event), DpAccountingRelease)(event)
+    return event if isinstance(event, PrivacyLoss) else KINDS.get(type(event), DpAccountingRelease)(event)
 
 
-def _merge_on_one_sample(event: PoissonSampledDpEvent) -> Loss | None:
+def _merge_on_one_sample(event: PoissonSampledDpEvent) -> PrivacyLoss | None:
     """Several Gaussian releases of one Poisson sample as one, with sigma^-2 = sum_i sigma_i^-2; None if there are none.
 
     Proof: rotate the joint release so that the sampled example moves it along one axis only. The other axes then have

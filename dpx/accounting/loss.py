@@ -1,4 +1,4 @@
-"""A `Loss`: all that dpx knows of one kind of release. A new cost is one file, with one subclass."""
+"""A `PrivacyLoss`: all that dpx knows of one kind of release. A new cost is one file, with one subclass."""
 
 import math
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ class ReleaseCount(NamedTuple):
     mean: float
 
 
-class Loss:
+class PrivacyLoss:
     """One kind of release, hashable. An event of dpx is a kind itself; others have a field `event`, of dp-accounting.
 
     fresh: whether its noise is independent of that of other releases, so that a run may skip it.

@@ -16,14 +16,14 @@ from dp_accounting import DpEvent
 from scipy import special
 
 from dpx.accounting.checks import Relation
-from dpx.accounting.loss import Loss, ReleaseCount
+from dpx.accounting.loss import PrivacyLoss, ReleaseCount
 from dpx.accounting.pld.losses import Pmf, StepLoss, dominating_pmf
 
 _LARGEST = 600.0  # of epsilon; more counts as no noise, because e^epsilon must be a float64
 
 
 @attrs.frozen
-class PureDpEvent(DpEvent, Loss):
+class PureDpEvent(DpEvent, PrivacyLoss):
     """One release that is epsilon-differentially private with delta 0, for nulls in place of one example.
 
     epsilon: float, at least 0. dp-accounting's accountants refuse this event.

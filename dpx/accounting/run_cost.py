@@ -10,7 +10,7 @@ from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import profile_of_run
 from dpx.accounting.groups import require_zero_out
 from dpx.accounting.ledger import DISTINCT, from_event
-from dpx.accounting.loss import Loss, event_of_loss
+from dpx.accounting.loss import PrivacyLoss, event_of_loss
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.sampling.base import Sampling
 from dpx.sampling.poisson import PoissonSampling
@@ -183,11 +183,11 @@ def _event_for_weight(event: dp_accounting.DpEvent, sampling: Sampling, weight: 
         raise ValueError(f"weight must be left out, {words}; got {described(weight)}")
     rate, largest = sampling.rate_of(weight), sampling.probability
 
-    def at_lower_rate(loss: Loss) -> dp_accounting.DpEvent:
+    def at_lower_rate(loss: PrivacyLoss) -> dp_accounting.DpEvent:
         if not loss.private:
             return event_of_loss(loss)
         if loss.rate != largest:
-            return Loss.at_rate(loss, rate)  # refuses it
+            return PrivacyLoss.at_rate(loss, rate)  # refuses it
         return loss.at_rate(rate) if rate else dp_accounting.NoOpDpEvent()
 
     return from_event(event).map(at_lower_rate)

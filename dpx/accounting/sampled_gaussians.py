@@ -90,7 +90,7 @@ from scipy import special
 
 from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
-from dpx.accounting.loss import Loss, in_deviations
+from dpx.accounting.loss import PrivacyLoss, in_deviations
 from dpx.accounting.pld.buckets import round_losses_to_buckets
 from dpx.accounting.pld.losses import GaussianStep, Losses, Pmf, SampledGaussian, StepLoss, dominating_pmf, mix_pmfs
 
@@ -106,7 +106,7 @@ def gaussian_loss(event: Any, relation: Relation, rate: float = 1.0) -> SampledG
 
 
 @dataclass(frozen=True)
-class FixedSizeRelease(Loss):
+class FixedSizeRelease(PrivacyLoss):
     """A Gaussian on a sample of a fixed size. event: dp-accounting's `SampledWithoutReplacementDpEvent` of one."""
 
     event: Any
@@ -209,7 +209,7 @@ def bucketed_truncated_losses(losses: Losses, buckets: int) -> Losses:
 
 
 @dataclass(frozen=True)
-class TruncatedRelease(Loss):
+class TruncatedRelease(PrivacyLoss):
     """A Gaussian on a truncated Poisson sample. event: dp-accounting's `TruncatedSubsampledGaussianDpEvent`."""
 
     event: Any

@@ -26,7 +26,7 @@ from scipy import optimize, special
 from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
 from dpx.accounting.delegated import DpAccountingStep
-from dpx.accounting.loss import Loss, ReleaseCount, event_of_loss
+from dpx.accounting.loss import PrivacyLoss, ReleaseCount, event_of_loss
 from dpx.accounting.pld.losses import SampledGaussian, StepLoss, total_renyi
 
 SHAPES: dict[str, float] = {"logarithmic": 0.0, "geometric": 1.0, "poisson": math.inf}  # eta of the paper
@@ -189,7 +189,7 @@ def trial_loss(trial: Any, relation: Relation) -> StepLoss:
 
 
 @dataclass(frozen=True)
-class SearchLoss(Loss):
+class SearchLoss(PrivacyLoss):
     """The best of a random number of trials. event: dp-accounting's `RepeatAndSelectDpEvent`. trial: the `Ledger`."""
 
     event: Any
@@ -212,7 +212,7 @@ class SearchLoss(Loss):
 
 
 @dataclass(frozen=True)
-class Choice(Loss):
+class Choice(PrivacyLoss):
     """One of several events. event: a `OneOfDpEvent`. alternatives: the `Ledger` of each."""
 
     event: OneOfDpEvent

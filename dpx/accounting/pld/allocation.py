@@ -36,7 +36,7 @@ import numpy as np
 
 from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
-from dpx.accounting.loss import Loss, ReleaseCount, in_deviations
+from dpx.accounting.loss import PrivacyLoss, ReleaseCount, in_deviations
 from dpx.accounting.pld import moments, ratio_laws
 from dpx.accounting.pld.losses import Losses, Pmf, SampledGaussian, StepLoss, dominating_pmf
 from dpx.accounting.pld.moments import Noise
@@ -155,7 +155,7 @@ def _least_noise(noises: Iterable[Noise]) -> Noise:
 
 
 @dataclass(frozen=True)
-class Allocation(Loss):
+class Allocation(PrivacyLoss):
     """One epoch of random allocation. event: a `RandomAllocationDpEvent`."""
 
     event: RandomAllocationDpEvent

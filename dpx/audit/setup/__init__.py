@@ -8,6 +8,6 @@ before_run  all of it in one call
 """
 
 from dpx.audit.setup.before_run import check_setup
-from dpx.audit.setup.report import Finding, Report
+from dpx.audit.setup.report import Finding, SetupReport
 
-__all__ = ["Finding", "Report", "check_setup"]
+__all__ = ["Finding", "SetupReport", "check_setup"]

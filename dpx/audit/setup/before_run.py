@@ -12,7 +12,7 @@ from jax.extend import core
 
 from dpx.accounting.checks import require_delta
 from dpx.audit.setup import batch_findings, loss_findings, plan_findings
-from dpx.audit.setup.report import Finding, Report
+from dpx.audit.setup.report import Finding, SetupReport
 from dpx.gradients.one_example import adding_note
 from dpx.guards import require_numbers, trained_mask
 from dpx.mechanism import Mechanism, require_mechanism
@@ -32,7 +32,7 @@ def check_setup(
     delta: float | None = None,
     with_key: bool = False,
     has_aux: bool = False,
-) -> Report:
+) -> SetupReport:
     """What a careful colleague would notice before a long run:
     `print(dpx.check_setup(loss, optimizer, params, batch))`.
 
@@ -75,14 +75,14 @@ def check_setup(
     with adding_note("loss", lambda: example):
         closed = loss_findings.trace_or_finding(value, params, example)
     if isinstance(closed, Finding):
-        return Report((*public, closed), (rows,))
+        return SetupReport((*public, closed), (rows,))
     public += [
         loss_findings.find_closed_over_arrays(closed, example, len(included), sampling.examples),
         loss_findings.find_batch_dependence(closed),
     ]
     public += [loss_findings.find_constant_keys(loss, params, example, with_key=with_key)]
     if real.severity == "error" or rows.severity == "error":
-        return Report(tuple(public), (rows,))  # no gradient, or no step, can be computed
+        return SetupReport(tuple(public), (rows,))  # no gradient, or no step, can be computed
     public += [loss_findings.find_unused(closed, params, flags), plan_findings.find_frozen(flags, params)]
     with adding_note("loss", lambda: example):
         found = batch_findings.measure_row_gradients(value, optimizer, params, flags, examples, included)
@@ -99,7 +99,7 @@ def check_setup(
         batch_findings.find_noise_to_signal(found, optimizer, steps),
         batch_findings.find_low_precision_parameters(once, params, flags, found.losses),
     )
-    return Report(
+    return SetupReport(
         (*public, batch_findings.find_duration(once, steps), batch_findings.find_step_memory(once)), unreleased
     )
 

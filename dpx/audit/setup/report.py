@@ -24,7 +24,7 @@ class Finding:
 
 
 @dataclass(frozen=True, repr=False)
-class Report:
+class SetupReport:
     """The result of `dpx.check_setup`; `str` is a table, the worst first.
 
     public_findings: those that depend on public values only. unreleased_findings: those that depend on raw data or
@@ -46,7 +46,7 @@ class Report:
 
     def __repr__(self) -> str:
         found = [finding.severity for finding in self.findings]
-        return f"Report({', '.join(f'{severity}: {found.count(severity)}' for severity in ORDER)})"
+        return f"SetupReport({', '.join(f'{severity}: {found.count(severity)}' for severity in ORDER)})"
 
     def __str__(self) -> str:
         unreleased = {finding.name for finding in self.unreleased_findings or ()}

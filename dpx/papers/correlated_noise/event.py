@@ -52,7 +52,7 @@ import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent
 
 from dpx.accounting.checks import Relation
-from dpx.accounting.loss import Loss, ReleaseCount, in_deviations
+from dpx.accounting.loss import PrivacyLoss, ReleaseCount, in_deviations
 from dpx.accounting.pld.losses import SampledGaussian, StepLoss
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.papers.correlated_noise.strategy import Strategy
@@ -64,7 +64,7 @@ _MOST_ROWS = 2.0**24
 
 
 @attrs.frozen
-class CorrelatedGaussianDpEvent(DpEvent, Loss):
+class CorrelatedGaussianDpEvent(DpEvent, PrivacyLoss):
     """The first steps of a run of correlated noise in a fixed order, or of full batches.
 
     noise_multiplier: of one step, s: the standard deviation of z over the clip norm, less what rounding costs.
@@ -92,7 +92,7 @@ class CorrelatedGaussianDpEvent(DpEvent, Loss):
 
 
 @attrs.frozen
-class CyclicBandedDpEvent(DpEvent, Loss):
+class CyclicBandedDpEvent(DpEvent, PrivacyLoss):
     """One turn of cyclic Poisson sampling with a banded C: one release for each group, with one coin.
 
     noise_multiplier: the deviation of z over the clip norm and the norm of c, less what rounding costs.

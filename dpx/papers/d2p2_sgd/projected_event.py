@@ -23,7 +23,7 @@ from scipy import special
 from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
 from dpx.accounting.ledger import from_event
-from dpx.accounting.loss import Loss, in_deviations
+from dpx.accounting.loss import PrivacyLoss, in_deviations
 from dpx.accounting.pld.buckets import bucketed_steps
 from dpx.accounting.pld.losses import Pmf, SampledGaussian, StepLoss, mix_pmfs
 from dpx.sampling.events import compose_events
@@ -38,7 +38,7 @@ _RENYI_TAIL = 1e-18  # probability of the stretches that the Renyi divergences b
 
 
 @attrs.frozen
-class ProjectedGaussianDpEvent(dp_accounting.DpEvent, Loss):
+class ProjectedGaussianDpEvent(dp_accounting.DpEvent, PrivacyLoss):
     """One release of noise multiplier sigma, on a Poisson sample, after a fresh Gaussian projection of the clipped sum.
 
     noise_multiplier: sigma. sampling_probability: in (0, 1]. rank: p, int, the smallest of all blocks. blocks: int, how

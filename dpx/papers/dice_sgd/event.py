@@ -15,7 +15,7 @@ from dp_accounting import DpEvent
 
 from dpx.accounting import renyi
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.loss import Loss, ReleaseCount
+from dpx.accounting.loss import PrivacyLoss, ReleaseCount
 from dpx.accounting.profiles import UNBOUNDED, DeltaProfile, ExtremeProfile, GaussianProfile, Profile, RenyiProfile
 from dpx.accounting.wording import rounded_up
 from dpx.papers.dice_sgd import energy as feedback_energy
@@ -28,7 +28,7 @@ SAMPLINGS = (PoissonSampling, FixedSizeSampling, ShuffledEpochs, FullBatch)
 
 
 @attrs.frozen
-class ErrorFeedbackDpEvent(DpEvent, Loss):
+class ErrorFeedbackDpEvent(DpEvent, PrivacyLoss):
     """`steps` releases of (sum + fed-back error + noise), where one example moves the sum by at most 1 (clip norm C1).
 
     noise_multiplier: nu, the standard deviation of the noise.
