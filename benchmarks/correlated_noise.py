@@ -101,7 +101,7 @@ def fixed_rows() -> list[tuple]:
         separation = math.ceil(EXAMPLES / batch)
         kinds = (
             {c: strategies.lambda_cgd(correlation=c) for c in CORRELATIONS},
-            {p: strategies.inverse_square_root(coefficients=p) for p in COEFFICIENTS},
+            {p: strategies.banded_inverse_square_root(coefficients=p) for p in COEFFICIENTS},
             {bands: best(bands, steps) for bands in sorted({*BANDS, separation}) if bands <= separation},
         )
         plain = fixed_order(batch, steps, epsilon, strategies.identity())

@@ -27,7 +27,7 @@ def mechanisms(size: int, bands: int = 8) -> dict[str, Any]:
     groups = dpx.sampling.CyclicPoissonSampling(examples=EXAMPLES, batch_size=size, bands=bands)
     order = dpx.sampling.FixedOrder(examples=EXAMPLES, batch_size=size)
     given: Any = {"clip_norm": 1.0, "noise_multiplier": 1.0, "key": dpx.secret_key(2**100)}  # protects nobody
-    inverse = strategies.inverse_square_root(coefficients=bands)
+    inverse = strategies.banded_inverse_square_root(coefficients=bands)
     inverses = {"lambda-CGD": strategies.lambda_cgd(correlation=0.9), f"BISR, {bands} weights": inverse}
     return {
         "dp_sgd": dpx.dp_sgd(sampling=groups, **given),
@@ -87,8 +87,8 @@ def release_rows() -> list[tuple]:
     given: Any = {"clip_norm": 1.0, "noise_multiplier": 1.0, "sampling": order, "key": keys.secret_key(2**100)}
     rows: dict[tuple[Any, str], Any] = {(1, "independent"): dpx.dp_sgd(**given)}
     for count in WEIGHTS:
-        inverse = strategies.inverse_square_root(coefficients=count)
-        banded = strategies.banded_half(bands=count)
+        inverse = strategies.banded_inverse_square_root(coefficients=count)
+        banded = strategies.banded_square_root(bands=count)
         rows[count, "banded"] = correlated_noise(strategy=banded, **given)
         rows[count, "inverse"] = correlated_noise(strategy=inverse, **given)
     for name, mechanism in rows.items():

@@ -22,36 +22,34 @@ from dpx.papers.correlated_noise.sensitivities import (
 )
 from dpx.papers.correlated_noise.strategy import (
     Strategy,
-    banded_half,
+    banded_inverse_square_root,
     banded_square_root,
     half_coefficients,
     identity,
-    inverse_square_root,
     lambda_cgd,
 )
 from dpx.papers.correlated_noise.workload import (
     Workload,
     WorkloadLoss,
-    least_mean_loss,
     loss,
+    mean_loss_lower_bound,
     optimized,
 )
 
 __all__ = [
-    "WorkloadLoss",
     "Strategy",
     "Workload",
-    "banded_half",
+    "WorkloadLoss",
+    "banded_inverse_square_root",
     "banded_square_root",
     "column_norm",
     "cyclic_poisson_event",
     "fixed_order_event",
     "half_coefficients",
     "identity",
-    "inverse_square_root",
     "lambda_cgd",
-    "least_mean_loss",
     "loss",
+    "mean_loss_lower_bound",
     "optimized",
     "sensitivity",
     "sensitivity_is_exact",

@@ -32,7 +32,7 @@ module = importlib.import_module("dpx.papers.correlated_noise.mechanism")
 KEY = keys.secret_key(2**100 + 1)
 EPOCHS = dpx.ShuffledEpochs(examples=20, batch_size=5)
 PARAMS = {"kernel": jnp.zeros((40, 50)), "bias": jnp.zeros(3)}
-LAMBDA, BISR = strategies.lambda_cgd(correlation=0.9), strategies.inverse_square_root(coefficients=4)
+LAMBDA, BISR = strategies.lambda_cgd(correlation=0.9), strategies.banded_inverse_square_root(coefficients=4)
 BANDS = strategies.Strategy(coefficients=(1.0, 0.6, 0.3, -0.2))
 ORDER = dpx.sampling.FixedOrder(examples=20, batch_size=5)
 CYCLIC = dpx.sampling.CyclicPoissonSampling(examples=20, batch_size=5, bands=4)
@@ -467,7 +467,7 @@ def test_the_contract_sees_the_covariance_over_steps(strategy):
         require_noise_covariance(on_trial(mechanism.replace(correlated=other)))
 
 
-@pytest.mark.parametrize("strategy", [LAMBDA, BISR, BANDS, strategies.banded_half(bands=2)])
+@pytest.mark.parametrize("strategy", [LAMBDA, BISR, BANDS, strategies.banded_square_root(bands=2)])
 @pytest.mark.parametrize("sampling", [ORDER, EPOCHS, CYCLIC, dpx.sampling.FullBatch(examples=5)])
 def test_the_contract_tries_all_patterns_of_steps(strategy, sampling):
     """Brute force over the patterns and signs of up to 10 steps; a bill below them is Broken."""
@@ -503,7 +503,7 @@ def found_share(mechanism):
     [
         (lambda: made((1, -0.5)), "dpx.strategies.Strategy"),
         (lambda: made(LAMBDA, sampling=CYCLIC), "at most 4 bands"),
-        (lambda: made(strategies.banded_half(bands=5), sampling=CYCLIC), "at most 4 bands"),
+        (lambda: made(strategies.banded_square_root(bands=5), sampling=CYCLIC), "at most 4 bands"),
         (lambda: made(noise_multiplier=lambda step: 1.0 + step), "got a schedule"),
         (lambda: made(clip_norm=lambda step: 1.0), "got a schedule"),
         (lambda: made(clip_norm={"kernel": 1.0, "bias": 1.0}), "clip_norm must be a finite number"),

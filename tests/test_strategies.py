@@ -15,9 +15,9 @@ from dpx.strategies import Strategy, Workload
 FAMILIES = {
     "identity": strategies.identity(),
     "lambda": strategies.lambda_cgd(correlation=0.9),
-    "bisr 2": strategies.inverse_square_root(coefficients=2),
-    "bisr 4": strategies.inverse_square_root(coefficients=4),
-    "bsr 3": strategies.banded_half(bands=3),
+    "bisr 2": strategies.banded_inverse_square_root(coefficients=2),
+    "bisr 4": strategies.banded_inverse_square_root(coefficients=4),
+    "bsr 3": strategies.banded_square_root(bands=3),
     "bsr 4, momentum": strategies.banded_square_root(bands=4, momentum=0.9),
     "optimized 3": strategies.optimized(bands=3, steps=10),
 }
@@ -143,9 +143,9 @@ def test_the_noise_of_a_mechanism_has_the_covariance(name):
 def test_the_table_of_mean_losses():
     rows = {
         strategies.identity(): (22.371857, 1, 90.531762),
-        strategies.inverse_square_root(coefficients=2): (12.955050, 1.154701, 52.345009),
-        strategies.inverse_square_root(coefficients=4): (9.004362, 1.273736, 36.232594),
-        strategies.inverse_square_root(coefficients=64): (3.425562, 1.601360, 12.342653),
+        strategies.banded_inverse_square_root(coefficients=2): (12.955050, 1.154701, 52.345009),
+        strategies.banded_inverse_square_root(coefficients=4): (9.004362, 1.273736, 36.232594),
+        strategies.banded_inverse_square_root(coefficients=64): (3.425562, 1.601360, 12.342653),
         strategies.lambda_cgd(correlation=0.9): (5.617173, 2.294157, 21.749773),
     }
     for strategy, (mean, sensitivity, repeated) in rows.items():
@@ -157,22 +157,26 @@ def test_the_table_of_mean_losses():
 
 
 def test_lower_bounds_and_largest_losses_of_one_participation():
-    assert strategies.least_mean_loss(2) == pytest.approx(1.11803399, abs=5e-9)
-    assert strategies.least_mean_loss(10) == pytest.approx(1.49793307, abs=5e-9)
+    assert strategies.mean_loss_lower_bound(2) == pytest.approx(1.11803399, abs=5e-9)
+    assert strategies.mean_loss_lower_bound(10) == pytest.approx(1.49793307, abs=5e-9)
     singular = np.linalg.svd(np.tri(10), compute_uv=False)
-    assert strategies.least_mean_loss(10) == pytest.approx(singular.sum() / 10)
+    assert strategies.mean_loss_lower_bound(10) == pytest.approx(singular.sum() / 10)
     exact = {1: 1, 2: 1.25, 3: 1.390625, 4: 1.48828125, 5: 1.56304931640625, 100: 2.53135211}
     for steps, value in exact.items():
-        found = strategies.loss(strategies.banded_half(bands=steps), steps=steps).largest
+        found = strategies.loss(strategies.banded_square_root(bands=steps), steps=steps).largest
         assert found == pytest.approx(value, abs=5e-9)
 
 
 def test_the_coefficients_of_the_families():
     assert strategies.half_coefficients(5) == pytest.approx([math.comb(2 * j, j) / 4**j for j in range(5)])
-    inverse = strategies.inverse_square_root(coefficients=5).inverse_coefficients
+    inverse = strategies.banded_inverse_square_root(coefficients=5).inverse_coefficients
     assert inverse == pytest.approx((1, -1 / 2, -1 / 8, -1 / 16, -5 / 128))
-    assert strategies.inverse_square_root(coefficients=2) == strategies.lambda_cgd(correlation=0.5)
-    assert strategies.inverse_square_root(coefficients=1) == strategies.identity() == strategies.banded_half(bands=1)
+    assert strategies.banded_inverse_square_root(coefficients=2) == strategies.lambda_cgd(correlation=0.5)
+    assert (
+        strategies.banded_inverse_square_root(coefficients=1)
+        == strategies.identity()
+        == strategies.banded_square_root(bands=1)
+    )
     assert strategies.lambda_cgd(correlation=0) == strategies.identity()
     root = matrix(strategies.banded_square_root(bands=6, momentum=0.9).column(6))
     assert root @ root == pytest.approx(np.tri(6) @ matrix(0.9 ** np.arange(6)))
@@ -231,7 +235,7 @@ def test_the_optimized_strategy_is_an_optimum():
                 moved = np.array(best.coefficients[1:])
                 moved[place] += move
                 assert mean(moved) > least
-        assert least < strategies.loss(strategies.banded_half(bands=bands), steps=steps).mean
+        assert least < strategies.loss(strategies.banded_square_root(bands=bands), steps=steps).mean
     found = optimize.minimize(
         lambda rest: strategies.loss(Strategy(coefficients=(1, *rest)), steps=10).mean, [0.3, 0.2], method="Nelder-Mead"
     )
@@ -241,7 +245,7 @@ def test_the_optimized_strategy_is_an_optimum():
 def test_more_bands_are_better_and_none_beats_the_lower_bound():
     means = [strategies.loss(strategies.optimized(bands=bands, steps=64), steps=64).mean for bands in (1, 2, 4, 8, 64)]
     assert means == sorted(means, reverse=True) and means[0] == pytest.approx(math.sqrt(65 / 2))
-    assert strategies.least_mean_loss(64) <= means[-1] <= 1.07 * strategies.least_mean_loss(64)
+    assert strategies.mean_loss_lower_bound(64) <= means[-1] <= 1.07 * strategies.mean_loss_lower_bound(64)
 
 
 def test_each_error_and_workload_has_a_strategy_of_its_own():
@@ -257,20 +261,23 @@ def test_each_error_and_workload_has_a_strategy_of_its_own():
         def value(strategy, workload=workload, error=error):
             return getattr(strategies.loss(strategy, steps=64, workload=workload), error)
 
-        others = [strategies.optimized(bands=6, steps=64), strategies.banded_half(bands=6)]
+        others = [strategies.optimized(bands=6, steps=64), strategies.banded_square_root(bands=6)]
         others += [strategies.optimized(bands=6, steps=64, error="largest"), strategies.identity()]
         assert all(value(best) <= value(other) * (1 + 1e-9) for other in others)
 
 
 def test_long_runs_are_possible():
     steps, repeated = 10**5, {"participations": 10, "separation": 10**4}
-    for strategy in (strategies.optimized(bands=4, steps=steps), strategies.inverse_square_root(coefficients=16)):
+    for strategy in (
+        strategies.optimized(bands=4, steps=steps),
+        strategies.banded_inverse_square_root(coefficients=16),
+    ):
         assert 0 < strategies.loss(strategy, steps=steps, **repeated).mean < 0.6 * math.sqrt(10 * steps / 2)
         assert strategies.sensitivity(strategy, steps=steps, participations=steps) > 1
 
 
 def test_events_are_those_of_the_papers():
-    strategy = strategies.banded_half(bands=8)
+    strategy = strategies.banded_square_root(bands=8)
     event = strategies.cyclic_poisson_event(
         strategy, examples=60_000, batch_size=256, groups=8, steps=2345, noise_multiplier=0.7
     )

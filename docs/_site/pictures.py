@@ -172,7 +172,7 @@ def correlated():
     shown = {
         "independent": strategies.identity(),
         "lambda-CGD, 0.97": strategies.lambda_cgd(correlation=0.97),
-        "BISR, 64 coefficients": strategies.inverse_square_root(coefficients=64),
+        "BISR, 64 coefficients": strategies.banded_inverse_square_root(coefficients=64),
     }
     for (label, strategy), (color, style) in zip(shown.items(), STYLES, strict=False):
         moved = strategies.sensitivity(strategy, steps=steps, participations=epochs, separation=steps // epochs)

@@ -108,7 +108,7 @@ def lambda_cgd(*, correlation: float) -> Strategy:
     return Strategy(inverse_coefficients=(1.0, -value) if value else (1.0,))
 
 
-def inverse_square_root(*, coefficients: int) -> Strategy:
+def banded_inverse_square_root(*, coefficients: int) -> Strategy:
     """BISR: the first coefficients of the inverse square root of prefix sums as a banded C^-1 (arXiv:2505.12128).
 
     coefficients: p, int, at least 1; 1 is the identity, and 2 is `lambda_cgd(correlation=1/2)`.
@@ -125,16 +125,11 @@ def half_coefficients(count: int) -> np.ndarray:
     return np.exp(special.gammaln(places + 0.5) - special.gammaln(places + 1.0)) / np.sqrt(np.pi)
 
 
-def banded_half(*, bands: int) -> Strategy:
-    """Banded FHU, also called BSR: the first coefficients of the square root of prefix sums as a banded C.
-
-    bands: int, at least 1. The sensitivity is exact, because the coefficients fall (arXiv:2202.11205, 2405.13763).
-    """
-    return banded_square_root(bands=bands)
-
-
 def banded_square_root(*, bands: int, momentum: float = 0.0) -> Strategy:
     """BSR: the first coefficients of the square root of the workload as a banded C (arXiv:2405.13763).
+
+    Without momentum it is also called banded FHU, and its sensitivity is exact, because the coefficients fall
+    (arXiv:2202.11205).
 
     bands: int, at least 1. momentum: of the workload, in [0, 1): its series is 1 / ((1 - x) (1 - momentum x)), whose
         square root has the series (1 - x)^(-1/2) (1 - momentum x)^(-1/2).

@@ -131,7 +131,7 @@ def _by_recurrence(numerator: np.ndarray, denominator: np.ndarray, rates: np.nda
     return found
 
 
-def least_mean_loss(steps: int) -> float:
+def mean_loss_lower_bound(steps: int) -> float:
     """A lower bound of the mean loss of prefix sums for any C and one participation: the nuclear norm of P over steps.
 
     The singular values of P are 1 / (2 sin((2 i - 1) pi / (4 steps + 2))), i = 1, ..., steps (arXiv:2202.11205).
@@ -160,9 +160,9 @@ def optimized(
     error: "mean" (the root of the mean squared error over the steps) or "largest" (over the steps; for constant
         learning rates only).
 
-    Returns a local optimum, started at `banded_half`. It fits any number of participations, because that is a factor of
-    the loss. Time: O(steps * bands) an evaluation, and O(steps^2) with learning rates. Raises ValueError for other
-    numbers, and for learning rates of more than LONGEST_SCHEDULE steps.
+    Returns a local optimum, started at `banded_square_root`. It fits any number of participations, because that is a
+    factor of the loss. Time: O(steps * bands) an evaluation, and O(steps^2) with learning rates. Raises ValueError for
+    other numbers, and for learning rates of more than LONGEST_SCHEDULE steps.
     """
     bands = require_whole("bands", bands)
     steps = require_whole("steps", steps, minimum=bands)
