@@ -577,6 +577,26 @@ def test_a_private_metric_counts_what_a_killed_program_released(tmp_path):
             fit(evaluate_private=metric(**other), evaluate_every=5, callbacks=[lambda progress: True], **kept)
 
 
+def test_a_private_metric_of_other_values_is_another_release(tmp_path, monkeypatch):
+    """A killed program measured one thing, and the next one, with the same key, another: all releases count."""
+
+    def metric(size):
+        given = {"noise_multiplier": 9.0, "key": dpx.secret_key(91)}
+        return dpx.statistics.PrivateMetric(lambda params: np.arange(50) < size, **given)
+
+    first, second, alone = metric(20), metric(30), metric(30)
+    kept: dict = {"checkpoints": tmp_path, "checkpoint_every": 4, "evaluate_every": 1}
+    with pytest.raises(RuntimeError):
+        fit(evaluate_private=first, callbacks=[stop_at_six], **kept)
+    monkeypatch.setattr(dpx.statistics.released, "_ANSWERED", {})  # the next program
+    fit(evaluate_private=second, **kept)
+    for number in range(len(first.released) + len(second.released)):
+        alone({"w": np.float32(number)})
+    assert first.epsilon(delta=1e-5) < second.epsilon(delta=1e-5) == alone.epsilon(delta=1e-5)
+    with pytest.raises(ValueError, match="a dpx.statistics.PrivateMetric is evaluate_private"):
+        fit(evaluate=second)
+
+
 def stop_at_six(progress):
     if progress.step == 6:
         raise RuntimeError

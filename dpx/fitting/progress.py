@@ -131,6 +131,8 @@ class RunMonitor:
         evaluate, callbacks = users["evaluate"], users["callbacks"]
         if evaluate is not None:
             require_function("evaluate", evaluate)
+            if isinstance(evaluate, PrivateMetric):
+                raise ValueError("evaluate must read public data: a dpx.statistics.PrivateMetric is evaluate_private")
         if not isinstance(callbacks, list | tuple):
             raise ValueError(f"callbacks must be a list of functions, got {described(callbacks)}")
         for callback in callbacks:
@@ -164,9 +166,10 @@ class RunMonitor:
                 seen = self.loss_at(params, carry.state)
                 metrics = {} if self.evaluate is None else metrics_of(self.evaluate(seen))
             if self.evaluate_private is not None:
-                self.folder.measure(self.evaluate_private.name_of(seen))  # before it is released
                 with processes.raising_together():
+                    name = self.evaluate_private.name_of(seen)
                     metrics[PRIVATE] = self.evaluate_private(seen)
+                self.folder.measure(processes.from_every_process(name)[0])  # before anybody sees it
             metrics = processes.from_every_process(metrics)[0]  # of process 0, if each measured on its own data
         self.history.append({"step": step, "epsilon": epsilon, **metrics, "unreleased_loss": loss})
         spent = f"epsilon {rounded_up(epsilon, 4)}{for_whom(self.run.records)}"

@@ -13,7 +13,7 @@ from dpx import keys
 from dpx.accounting.budget import Budget
 from dpx.accounting.events import profile_of_run
 from dpx.sampling.users import UserData
-from dpx.statistics.released import RELATION, Statistic, records_of
+from dpx.statistics.released import RELATION, Statistic, mark_of_answer, records_of
 from dpx.statistics.sums import release_mean
 from dpx.trees import Tree, path_of
 from dpx.validation import require_function
@@ -88,6 +88,7 @@ class PrivateMetric:
         self._mark = hashlib.sha256(settings).hexdigest()[:16]  # of the key and the noise, in the names of releases
         self._units: int | None = None  # how many examples a call measured
         self._released: dict[bytes, Statistic] = {}
+        self._names: dict[bytes, str] = {}  # of the same releases
         self._earlier: set[str] = set()  # names of what other programs released
 
     @property
@@ -99,13 +100,15 @@ class PrivateMetric:
         """The metric of `params`, released. Raises ValueError for one call more than the budget has."""
         digest = _digest_of(params)
         if digest not in self._released:
-            self.require(self._made + (self._name(digest) not in self._earlier))
+            self.require(self._made + all(digest.hex() not in name for name in self._earlier))
             key = functools.reduce(keys.fold_in, np.frombuffer(digest, np.uint32), keys.stream(self._key, "metric"))
             values = self._metric(params)
             self._require_all(records_of(values).units)
             found = release_mean(values, key=key, **self._noise, **self._given)
             self._noise = {"noise_multiplier": found.noise_multiplier, "noise": found.noise}
-            self._released[digest] = found
+            name = f"{self._mark} {digest.hex()} {mark_of_answer(key)}"
+            self.require(len({*self._names.values(), name} | self._earlier))
+            self._released[digest], self._names[digest] = found, name
         return self._released[digest].value
 
     def _require_all(self, units: int):
@@ -120,14 +123,13 @@ class PrivateMetric:
 
     @property
     def _made(self) -> int:
-        return len({*map(self._name, self._released)} | self._earlier)
+        return len({*self._names.values()} | self._earlier)
 
     def name_of(self, params: Tree) -> str:
-        """The name of the release of these parameters. `fit` writes it down before the release is made."""
-        return self._name(_digest_of(params))
-
-    def _name(self, digest: bytes) -> str:
-        return f"{self._mark} {digest.hex()}"
+        """The name of the release of these parameters, which is made. `fit` writes it down before it shows the metric.
+        The same parameters have another name where their values are others, because the noise is another one too."""
+        self(params)
+        return self._names[_digest_of(params)]
 
     def count_earlier(self, names: Iterable[str]):
         """Counts what other programs released of a run that continues, by the names. `fit` calls it. Raises ValueError

@@ -248,6 +248,11 @@ class StatisticRequest:
         return event(multiplier), own
 
 
+def mark_of_answer(key: jax.Array) -> int:
+    """The mark of the noise of what a key has released, which tells apart releases of other sums or bounds."""
+    return _ANSWERED[int(keys.mark_of_key(key))]
+
+
 def event_of_noise(kind: str, noise_multiplier: float) -> DpEvent:
     """The event of one release: of Gaussian noise, or of a pure mechanism of epsilon 1 / noise_multiplier."""
     return GaussianDpEvent(noise_multiplier) if kind == "gaussian" else PureDpEvent(1 / noise_multiplier)
