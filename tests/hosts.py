@@ -148,7 +148,7 @@ def require_refused(folder: Path, mesh):
     cases = {
         "key of the batches (its mark) is": {"seed": SEED + last},
         "data must hold the 48 examples of the sampling, got 40": {"data": ROWS[:40] if last else ROWS},
-        "first example of the data (its mark) is": {"data": Source(1.0 if last else 0.0)},
+        "some examples of the data (their mark) is": {"data": Source(1.0 if last else 0.0)},
     }
     for words, options in cases.items():
         try:

@@ -207,7 +207,7 @@ def check_loading(rank, sharding, state):
             pieces, rows_drawn = list(batch), -(-included.sum() // 8) * 8
             indices, included = indices[:rows_drawn], included[:rows_drawn]
         assert len(pieces) == (len(included) // 8 if options else 1)
-        assert source.read.pop(0) == 0  # to see what an example looks like
+        assert {source.read.pop(0) for _ in range(3)} == {0}  # to see what an example looks like, and to compare it
         wanted = []
         for number, piece in enumerate(pieces):
             size = len(piece.included)
@@ -223,13 +223,25 @@ def check_loading(rank, sharding, state):
 
 
 def check_one_key(rank, sharding, state):
-    """A key of its own in each process would be noise and batches of its own, which no bill covers."""
-    try:
-        SAMPLING.batches(DATA, dpx.secret_key(rank), state, steps=1, sharding=sharding)
-    except ValueError as error:
-        assert "every process must have the same key" in str(error)
-    else:
-        raise AssertionError("two keys passed")
+    """A key of its own in each process would be noise and batches of its own, which no bill covers. With a sampling or
+    an order of its own, one example would be in the rows of both. Row 0 and the number of users are equal."""
+    moved = np.r_[0, np.roll(np.arange(1, 64), rank)]
+    users = dpx.UserData(DATA, [f"{name + 2 * rank * (name > 0):03}" for name in np.arange(64) // 2])
+    weighted = dpx.PoissonSampling(examples=64, batch_size=16, weights=np.roll(np.arange(1.0, 65.0), rank))
+    of_users = dpx.PoissonSampling(examples=32, batch_size=16)
+    for differs, sampling, data, key in (
+        ("key [", SAMPLING, DATA, dpx.secret_key(rank)),
+        ("sampling [", weighted, DATA, dpx.secret_key(7)),
+        ("data [", SAMPLING, jax.tree.map(lambda rows: rows[moved], DATA), dpx.secret_key(7)),
+        ("data [", of_users, users, dpx.secret_key(7)),
+    ):
+        own = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=key).init(np.zeros(4, np.float32))
+        try:
+            sampling.batches(data, key, state if sampling is SAMPLING else own, steps=1, sharding=sharding)
+        except ValueError as error:
+            assert "every process must have the same key" in str(error) and f"processes: {differs}" in str(error), error
+        else:
+            raise AssertionError(f"passed: {differs}")
 
 
 def evaluate(rank):
@@ -290,7 +302,7 @@ def check_refusals(rank, sharding, folder):
         "key of the batches (its mark) is": {"key": dpx.secret_key(rank)},
         "fingerprint) is": {"made": other if rank else made},
         "data must hold the 64 examples of the sampling, got 50": {"data": short},
-        "first example of the data (its mark) is": {"data": {"x": DATA["x"] + np.float32(rank), "y": DATA["y"]}},
+        "some examples of the data (their mark) is": {"data": DATA | {"y": np.r_[DATA["y"][:-1], np.float32(rank)]}},
         "params (their fingerprint) is": {"params": params},
         "steps is 4 in process 0, 5": {"steps": 4 + rank},
         "evaluate_every is 2 in process 0, 3": {"evaluate_every": 2 + rank},

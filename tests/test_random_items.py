@@ -307,15 +307,19 @@ def test_a_run_does_not_continue_on_other_data(tmp_path):
         def __getitem__(self, number):
             return self.x[number]
 
-    def run(data, steps):
+    def run(data, steps, name="source"):
         loss = lambda params, x: 0.1 * params["w"] @ x  # noqa: E731
-        return dpx.fit(loss, made(), PARAMS, data, steps=steps, delta=1e-5, accountant="rdp", checkpoints=tmp_path)
+        given: dict = {"delta": 1e-5, "accountant": "rdp", "checkpoints": tmp_path / name}
+        return dpx.fit(loss, made(), PARAMS, data, steps=steps, **given)
 
     data = Cached()
     run(data, 1)
     assert run(data, 2).steps == 2
+    run(X, 1, "arrays")
+    with pytest.raises(ValueError, match="some examples of the data"):
+        run(X[np.r_[0, np.random.default_rng(0).permutation(np.arange(1, 40))]], 3, "arrays")  # in another order
     for other in (Cached(), X):
-        with pytest.raises(ValueError, match=r"first example of the data \(its mark\) was \d+, now \d+"):
+        with pytest.raises(ValueError, match=r"some examples of the data \(their mark\) was \d+, now \d+"):
             run(other, 3)
 
 

@@ -10,7 +10,7 @@ To continue a run later, keep its seed and its checkpoints, both as secret as th
 
 It continues after the last checkpoint, with the same batches and the same noise, so the result has the same bits as
 without the interruption. `fit` refuses the checkpoints of another mechanism, schedule, optimizer, sampling, key, delta
-or shape of the parameters, data with another example 0, and another `chunk_size`, `norms`, backend, kind of machine,
+or shape of the parameters, data with other examples at some places, and another `chunk_size`, `norms`, backend, kind of machine,
 flag of XLA, setting of jax or version of a library, because they decide numbers of a step. With `on_other_devices=True`
 it accepts what decides no noise and no batch, and skips the steps that may have been made since the last checkpoint. On
 a GPU, XLA times its kernels and takes others in the next process, unless XLA_FLAGS has

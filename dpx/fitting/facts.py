@@ -1,6 +1,5 @@
 """The facts that identify a run. If they differ, `fit` refuses the folder, because another run would use its noise."""
 
-import hashlib
 import importlib.metadata
 import os
 import platform
@@ -18,7 +17,6 @@ from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import Carry
 from dpx.mechanism import Mechanism
 from dpx.reports.report import version_of
-from dpx.sampling.read_rows import rows_of
 from dpx.states.identity import fingerprint
 from dpx.states.record import RECORD_VERSION, ReleaseState
 from dpx.xla.jaxprs import constants, identity_of_program
@@ -48,7 +46,7 @@ QUIET = (  # how the names of settings of jax go on that change no number, or th
     *("share_binary", "source_url", "traceback", "tracer_error", "transfer_guard"),
 )
 INSTRUCTIONS = ("avx", "fma", "sse", "amx", "asimd", "sve")  # of a CPU, whose numbers a kernel may add in another order
-FIRST_EXAMPLE = "first example of the data (its mark)"
+SOME_EXAMPLES = "some examples of the data (their mark)"
 PACKAGES = ("jax", "jaxlib", "optax")  # whose versions decide the numbers of a run, as that of dpx does
 VERSION = "version of dpx"
 
@@ -167,16 +165,3 @@ def layout_of(carry: Carry, sharding: Any) -> int:
     return fingerprint(
         (jax.device_count(), tuple(sharding.mesh.shape.values()), sharding.num_devices, tuple(sharding.spec), shards)
     )
-
-
-def fingerprint_of_first_example(data: Any, run: RunPlan) -> int:
-    """A mark of example 0, which says nothing to those who do not know the key.
-
-    Two data sets that differ in it have different marks, except with probability 2^-32. This tells apart processes that
-    loaded a part each, and a run that continues with other data, which would show the difference without noise.
-    """
-    row = rows_of(data, run.optimizer.sampling.examples, run.key)(np.zeros(1, np.int32), np.ones(1, bool), 0)
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(row)]
-    parts = [part for leaf in leaves for part in (f"{leaf.dtype}{leaf.shape}".encode(), leaf.tobytes())]
-    secret = np.asarray(keys.key_words(keys.stream(run.key, "first example"))).tobytes()
-    return int(hashlib.blake2b(b"".join(parts), digest_size=4, key=secret).hexdigest(), 16)

@@ -41,11 +41,11 @@ from dpx.accounting.ledger import from_event
 from dpx.accounting.loss import event_of_loss
 from dpx.fitting import processes
 from dpx.fitting.facts import (
-    FIRST_EXAMPLE,
     KERNELS,
     MEMORY,
     PROGRAM,
     RECORD,
+    SOME_EXAMPLES,
     VERSION,
     autotunes_kernels,
     bytes_of,
@@ -137,7 +137,7 @@ class Folder:
             differ.remove(MEMORY)
         of_keys = [name for name in names if name.startswith("key")]
         if of_keys:  # which change these marks too, so they say nothing
-            differ = [name for name in differ if name not in (PROGRAM, FIRST_EXAMPLE)]
+            differ = [name for name in differ if name not in (PROGRAM, SOME_EXAMPLES)]
         if names and not (self._on_other_devices and all(map(is_about_rounding, names))):
             words = [f"{n} was {stored.get(n)}, now {facts.get(n)}" for n in differ if n != KERNELS]
             listing = "; ".join(words)
@@ -240,7 +240,7 @@ class Folder:
         return self._known.get("measured", [])
 
     def measure(self, name: str):
-        """Writes down that a private metric is released, before it is."""
+        """Writes down that a private metric is released, before anybody sees it."""
         if name not in self.measured:
             self._write(measured=[*self.measured, name])
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 
 from dpx.accounting.checks import Accountant
-from dpx.fitting.facts import FIRST_EXAMPLE, LAYOUT, fingerprint_of_first_example, layout_of
+from dpx.fitting.facts import LAYOUT, SOME_EXAMPLES, layout_of
 from dpx.fitting.folder import open_folder
 from dpx.fitting.payment import Payment
 from dpx.fitting.processes import raising_together, require_rows_in_every_process
@@ -23,7 +23,7 @@ from dpx.gradients.clipped_gradients import Norms
 from dpx.ledgers import PrivacyLedger
 from dpx.mechanism import Mechanism
 from dpx.reports.report import privacy_report
-from dpx.sampling.read_rows import unit_of
+from dpx.sampling.read_rows import mark_of_data, unit_of
 from dpx.statistics.metrics import PrivateMetric
 from dpx.trees import Tree
 from dpx.validation import require_bool, require_whole
@@ -186,7 +186,7 @@ def fit(
         layout = {"devices": getattr(sharding, "num_devices", None), LAYOUT: layout_of(carry, sharding)}
         rhythm = watcher.collective_schedule() | {"checkpoint_every": checkpoint_every}
         if jax.process_count() > 1 or checkpoints is not None:
-            layout |= {FIRST_EXAMPLE: fingerprint_of_first_example(data, run)}
+            layout |= {SOME_EXAMPLES: mark_of_data(data, optimizer.sampling.examples, run.key)}
     batches = functools.partial(optimizer.sampling.batches, data, run.key, chunk_size=chunk_size, sharding=sharding)
     rounding = {"chunk_size": chunk_size, **layout, **options}
     opened = open_folder(checkpoints, run, carry, rounding, rhythm, on_other_devices)

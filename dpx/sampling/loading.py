@@ -18,7 +18,8 @@ from jax.experimental import multihost_utils
 from dpx import keys
 from dpx.sampling.batch import Batch
 from dpx.sampling.draws import Draw, pad_draw, record_draw, round_up
-from dpx.sampling.read_rows import Rows, rows_of, unit_of
+from dpx.sampling.read_rows import Rows, mark_of_data, rows_of, unit_of
+from dpx.states.identity import fingerprint
 from dpx.states.record import DrawRecord
 from dpx.trees import described
 from dpx.validation import require_whole
@@ -69,10 +70,10 @@ def batches(sampling: Any, data: Any, key: jax.Array, steps: range, loading: Loa
     """The batches of `steps`, drawn by a sampling record; with a chunk size, an iterator of chunks for each.
 
     Raises ValueError for data of another length than the sampling's, and if several processes load a batch together,
-    but not with one key from one step on.
+    but not with one sampling, data and key from one step on.
     """
     rows, unit = rows_of(data, sampling.examples, key), unit_of(data)
-    require_same_run_in_processes(key, steps, loading.sharding)
+    require_same_run_in_processes(sampling, data, key, steps, loading.sharding)
 
     def load():
         for step in steps:
@@ -84,16 +85,21 @@ def batches(sampling: Any, data: Any, key: jax.Array, steps: range, loading: Loa
     return whole_batches(loaded) if loading.chunk_size is None else batch_chunks(loaded, len(steps))
 
 
-def require_same_run_in_processes(key: jax.Array, steps: range, sharding: jax.sharding.Sharding | None):
-    """Raises ValueError unless all processes have the same key and steps, if their devices share a batch."""
+def require_same_run_in_processes(
+    sampling: Any, data: Any, key: jax.Array, steps: range, sharding: jax.sharding.Sharding | None
+):
+    """Raises ValueError unless all processes have the same sampling, data, key and steps, if their devices share a
+    batch: otherwise one example could be in the rows of two processes, and count twice."""
     if sharding is None or len({device.process_index for device in sharding.device_set}) < max(2, jax.process_count()):
         return
-    own = np.array([keys.mark_of_key(key), steps.start, steps.stop], np.uint32)
-    everyone = np.asarray(multihost_utils.process_allgather(own))
-    if (everyone != own).any():
+    own = {"key": int(keys.mark_of_key(key)), "first step": steps.start, "end": steps.stop}
+    own |= {"sampling": fingerprint(sampling), "data": mark_of_data(data, sampling.examples, key)}
+    everyone = np.asarray(multihost_utils.process_allgather(np.array(list(own.values()), np.uint32)))
+    differ = [f"{name} {of.tolist()}" for name, of in zip(own, everyone.T, strict=True) if (of != of[0]).any()]
+    if differ:
         raise ValueError(
-            "every process must have the same key (dpx.secret_key(seed) with one seed), state and steps; got marks of "
-            f"keys {everyone[:, 0].tolist()}, first steps {everyone[:, 1].tolist()}, ends {everyone[:, 2].tolist()}"
+            "every process must have the same key (dpx.secret_key(seed) with one seed), sampling, data in one order, "
+            f"state and steps; got these numbers or marks in the processes: {', '.join(differ)}"
         )
 
 

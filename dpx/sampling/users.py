@@ -13,6 +13,7 @@ If owners were private too, no guarantee would follow. Without a person's record
 before, and these displace others again: one record can exchange all that is kept of a chain of any length.
 """
 
+import hashlib
 import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -61,7 +62,7 @@ class UserData:
         if len(owners) != examples:
             raise ValueError(f"users must hold one owner for each of the {examples} examples, got {len(owners)}")
         unit_mark(unit)  # raises ValueError unless it is a name
-        _, numbers, counts = np.unique(owners, return_inverse=True, return_counts=True)
+        self._owners, numbers, counts = np.unique(owners, return_inverse=True, return_counts=True)
         self.privacy_unit = unit
         if len(counts) > FEW and counts.max() > SHARE * examples:
             warnings.warn(
@@ -105,6 +106,11 @@ class UserData:
             np.repeat(x, kept) for x in (np.cumsum(kept) - kept, counts, self._first[numbers], kept)
         )
         return self._order[first + (np.arange(len(first)) - starts) * counts // each]
+
+    def identity_of_units(self) -> tuple:
+        """Which rows each item holds and whose they are, as plain values; digests of the owners and their rows."""
+        arrays = self._owners, self._order, self._counts
+        return "users", len(self), self.most, *(hashlib.sha256(array.tobytes()).hexdigest() for array in arrays)
 
     @property
     def kept(self) -> Tree:
