@@ -670,11 +670,58 @@ def backward_passes_of_their_own_in_loops():
 
 @animal("gradient")
 def products_that_are_no_matrix_products():
-    def apply(p, x):
-        squared = dense_with(lambda x, dy: (x.T @ dy) * (x.T @ dy))
-        return squared(p[0], x) + dense_with(lambda x, dy: jnp.cumsum(x.T @ dy, 0))(p[1], x)
+    of_kernels = [
+        lambda x, dy: (x.T @ dy) * (x.T @ dy),
+        lambda x, dy: jnp.cumsum(x.T @ dy, 0),
+        lambda x, dy: (x.T @ dy).astype(jnp.int32).astype(jnp.float32),
+        lambda x, dy: lax.reshape(x.T @ dy, (4, 24), (1, 0)),
+    ]
 
-    return layer(apply, [normal(1, 4, 24), normal(2, 4, 24)], 3, 4)
+    def apply(p, x):
+        return sum(dense_with(of_kernel)(w, x) for of_kernel, w in zip(of_kernels, p, strict=True))
+
+    return layer(apply, [normal(number, 4, 24) for number in range(4)], 3, 4)
+
+
+@animal("gradient")
+def gradients_of_the_forward_pass():
+    """What the forward pass hands to the backward pass is a product, or a number in every place of the gradient."""
+
+    @jax.custom_vjp
+    def loss(w, x):
+        return jnp.sum(jnp.sin(x @ w))
+
+    loss.defvjp(lambda w, x: (loss(w, x), (x.T @ jnp.cos(x @ w), x)), lambda saved, dy: (dy * saved[0], saved[1]))
+
+    @jax.custom_vjp
+    def dense(w, x):
+        return x @ w
+
+    dense.defvjp(
+        lambda w, x: (x @ w, (w, x, jnp.broadcast_to(jnp.sum(x), w.shape))),
+        lambda saved, dy: (saved[2] * (saved[1].T @ dy), dy @ saved[0].T),
+    )
+    return layer(lambda p, x: loss(p[0], x) + dense(p[1], x), [normal(1, 4, 24), normal(2, 4, 24)], 3, 4)
+
+
+@animal("gram")
+def backward_pass_that_closes_over_constants():
+    """And the index that it returns has no gradient."""
+    constant = normal(7, 1, 24)
+
+    @jax.custom_vjp
+    def nearest(codes, x):
+        index = jnp.argmax(x @ (codes * constant).T, -1)
+        return codes[index], index
+
+    def forward(codes, x):
+        y, index = nearest(codes, x)
+        return (y, index), (codes, index)
+
+    nearest.defvjp(forward, lambda saved, dy: (jax.nn.one_hot(saved[1], len(saved[0])).T @ dy[0], dy[0] * constant))
+    return layer(
+        lambda p, x: nearest(p["codes"], x @ p["w"])[0], {"codes": normal(1, 48, 24), "w": normal(2, 24, 24)}, 3, 24
+    )
 
 
 row("weight_normalized", "product")(

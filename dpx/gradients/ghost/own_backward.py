@@ -53,14 +53,16 @@ class Product(NamedTuple):
 
 def product_of(equation: core.JaxprEqn, operand: int) -> Product | None:
     """The product that the backward pass of an equation gives an operand; None if it gives anything else."""
-    operands, outputs = ([_like(variable) for variable in each] for each in (equation.invars, equation.outvars))
-    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (*outputs, operands[operand])):
+    if operand not in (places := _differentiated(equation)):
         return None
+    operands = [jax.ShapeDtypeStruct(_shape(variable), _dtype(variable)) for variable in equation.invars]
+    dtypes = [_dtype(v) if jnp.issubdtype(_dtype(v), jnp.inexact) else jax.dtypes.float0 for v in equation.outvars]
+    cotangents = [jax.ShapeDtypeStruct(_shape(v), dtype) for v, dtype in zip(equation.outvars, dtypes, strict=True)]
     try:
-        closed = _inlined(lambda values, dy: _pullback(equation, values)[1](dy), operands, outputs)
+        closed = _backward_pass(jax.eval_shape(lambda values: _pullback(equation, values)[1], operands), cotangents)
     except Exception:  # without a derivative: see `trace.has_known_derivatives`
         return None
-    return _find(closed.jaxpr, closed.jaxpr.outvars[_inexact(operands).index(operand)])
+    return _find(closed.jaxpr, closed.jaxpr.outvars[places.index(operand)])
 
 
 def bind_with_slots(equation: Any, operands: list, slots: dict[int, tuple]) -> list[jax.Array]:
@@ -74,20 +76,21 @@ def bind_with_slots(equation: Any, operands: list, slots: dict[int, tuple]) -> l
         return _pullback(equation, operands)
 
     def backward(pullback, cotangents):
-        closed, seen = _inlined(pullback, cotangents), {}
+        closed, seen = _backward_pass(pullback, cotangents), {}
 
         def results(each, values):
             seen[id(each)] = values
             return jaxprs.bind_equation(each, values, each.params)
 
-        gradients = jaxprs.evaluate(closed.jaxpr, closed.consts, cotangents, results)
-        places, found = dict(zip(_inexact(operands), range(len(gradients)), strict=True)), {}
+        gradients = jaxprs.evaluate(closed.jaxpr, closed.consts, jax.tree.leaves((pullback, cotangents)), results)
+        places, found = _differentiated(equation), {}
         for operand in slots:
-            product = _find(closed.jaxpr, closed.jaxpr.outvars[places[operand]])
+            product = _find(closed.jaxpr, closed.jaxpr.outvars[places.index(operand)])
             assert product is not None  # see `product_of`
             a, b = (x.astype(jnp.float32) for x in seen[id(product.equation)])
             found[operand] = product.left(a), _scaled(product.right(b), product, seen)
-        return [gradients[places[i]] if i in places else None for i in range(len(operands))], found
+        gradients = dict(zip(places, gradients, strict=True))
+        return [gradients.get(i) for i in range(len(equation.invars))], found
 
     call.defvjp(forward, backward)
     return call(operands, slots)
@@ -110,9 +113,11 @@ def _find(jaxpr: core.Jaxpr, result: Any) -> Product | None:
     summed: set[int] = set()
     while not isinstance(result, core.Literal) and result in made:
         equation = made[result]
+        if not all(map(_is_wide_real, (*equation.invars, *equation.outvars))):  # a conversion would change the values
+            return None
         name, on = equation.primitive.name, 0
         differ = [_axes(v, made) for v in equation.invars]
-        if name in _MOVES and not summed:
+        if name in _MOVES and not summed and not equation.params.get("dimensions"):
             moves.append(equation)
         elif name == "reduce_sum" and not summed:  # `jax.vmap` adds the gradients of rows
             summed = set(equation.params["axes"])
@@ -185,12 +190,19 @@ def _shape(variable: Any) -> tuple[int, ...]:
     return variable.aval.shape
 
 
-def _like(variable: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype)
+def _dtype(variable: Any) -> np.dtype:
+    return variable.aval.dtype
 
 
-def _inexact(operands: list) -> list[int]:
-    return [i for i, x in enumerate(operands) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+def _is_wide_real(variable: Any) -> bool:
+    dtype = _dtype(variable)
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
+
+
+def _differentiated(equation: core.JaxprEqn) -> list[int]:
+    """The operands that the backward pass gives a gradient: not those that the function closes over."""
+    first = equation.params.get("num_consts", 0)
+    return [i for i, v in enumerate(equation.invars) if i >= first and jnp.issubdtype(_dtype(v), jnp.inexact)]
 
 
 def _bind(equation: core.JaxprEqn, operands: list) -> list[jax.Array]:
@@ -199,8 +211,8 @@ def _bind(equation: core.JaxprEqn, operands: list) -> list[jax.Array]:
 
 
 def _pullback(equation: core.JaxprEqn, operands: list) -> tuple[list[jax.Array], Callable]:
-    """The outputs, and the function from their cotangents to those of the inexact operands."""
-    places = _inexact(operands)
+    """The outputs, and the function from their cotangents to those of the operands that it differentiates."""
+    places = _differentiated(equation)
 
     def outputs(*values):
         given = dict(zip(places, values, strict=True))
@@ -209,14 +221,14 @@ def _pullback(equation: core.JaxprEqn, operands: list) -> tuple[list[jax.Array],
     return jax.vjp(outputs, *(operands[i] for i in places))
 
 
-def _inlined(function: Callable, *arguments) -> core.ClosedJaxpr:
-    """The jaxpr of a function, without calls."""
+def _backward_pass(pullback: Callable, cotangents: list) -> core.ClosedJaxpr:
+    """The jaxpr, without calls, of a backward pass, from what the forward pass keeps for it and the cotangents."""
 
     def results(equation, operands):
         if (body := equation.params.get(CALLS.get(equation.primitive.name, ""))) is not None:
             return jaxprs.evaluate(body.jaxpr, body.consts, operands, results)
         return jaxprs.bind_equation(equation, operands, equation.params)
 
-    closed = jax.make_jaxpr(function)(*arguments)
-    flat = jax.tree.leaves(arguments)
+    closed = jax.make_jaxpr(lambda pullback, cotangents: pullback(cotangents))(pullback, cotangents)
+    flat = jax.tree.leaves((pullback, cotangents))
     return jax.make_jaxpr(lambda *flat: jaxprs.evaluate(closed.jaxpr, closed.consts, flat, results))(*flat)

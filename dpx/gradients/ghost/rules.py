@@ -609,7 +609,7 @@ def _own_backward(use: Use, equation) -> Site | str:
     """A function whose backward pass gives W one product."""
     product = own_backward.product_of(equation, use.operand)
     if product is None:
-        return "used in custom_vjp_call, whose backward pass gives it more than one product"
+        return "used in custom_vjp_call, whose backward pass does not give it one product"
     return _site(use, product.sizes, None, lambda inputs, dy: dy[use.operand], product.arrange)
 
 
