@@ -283,6 +283,7 @@ def test_renyi_divergences_at_large_orders_and_many_steps():
         assert np.all(np.diff(bound) >= 0)
 
 
+@pytest.mark.long
 def test_the_accountants_agree():
     for sigma, steps, epochs in ((0.6, 20, 3), (1.0, 100, 10), (4.0, 7, 50)):
         event = epoch((sigma,) * steps, epochs=epochs)

@@ -173,6 +173,7 @@ def test_a_unit_of_a_thousand_records_has_a_tight_bill():
     assert event_epsilon(unit(0.001, 5.0, 1000, 10), delta=1e-5) == pytest.approx(oracle.get_epsilon(1e-5), rel=1e-3)
 
 
+@pytest.mark.long
 def test_fewer_records_and_lower_rates_cost_less():
     bills = [event_epsilon(unit(rate, 3.0, k, 50), delta=1e-5) for k, rate in ((1, 0.1), (2, 0.1), (2, 0.2), (4, 0.2))]
     assert bills == sorted(bills)

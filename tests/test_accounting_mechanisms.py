@@ -588,6 +588,7 @@ def test_a_large_delta_warns():
         accounting.epsilon(Mechanism(4.0), 1, delta=0.2)
 
 
+@pytest.mark.long
 def test_epsilon_over_steps_rises_and_ends_at_the_bill():
     mechanism = Mechanism(2.0, decay=0.995)
     curve = curves.epsilon_over_steps(mechanism, 150, delta=1e-5, points=8)

@@ -90,6 +90,7 @@ def test_equals_the_pseudo_code(ungridded):
 
 
 @pytest.mark.parametrize("quantile", [0.25, 0.5, 0.9])
+@pytest.mark.long_cases("0.25", "0.9")
 def test_the_clip_norm_goes_to_the_quantile(quantile):
     sizes = np.linspace(1, 2, 101)
     mechanism = adaptive(

@@ -433,6 +433,7 @@ def test_the_trade_off_bound_holds_for_independent_guesses():
     assert trade_off_rejected(*(np.full(4, 60), np.full(4, 60), 60, mus, np.full(4, 0.05))).tolist()[0]
 
 
+@pytest.mark.long
 def test_a_training_run_with_canaries():
     """Each canary's gradient is on a coordinate of its own; SGD's parameters tell who took part, as noise allows."""
     canaries, examples = 64, 8

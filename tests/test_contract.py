@@ -458,6 +458,7 @@ def test_a_line_of_the_catalog_is_held_to_the_contract():
 
 
 @pytest.mark.parametrize("line", RESTS["signs"])
+@pytest.mark.long_cases("noise")
 def test_a_last_step_that_is_not_linear_is_left_to_the_chain(line):
     with pytest.raises(
         pytest.fail.Exception, match=f"the line {line} of new cannot .* leave it to the user's dpx.chain"

@@ -123,6 +123,7 @@ def test_algorithm_4(outer):
     np.testing.assert_allclose(exactly(state.unreleased_error), error, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.long
 def test_fixed_point_without_bias():
     """The paper's Appendix B.1 with C = 1: SGD's optimum is 0, clipped SGD ends near 1/2, DiceSGD at 0."""
     slope = 3.0  # C': one example at 3 whose gradients are clipped, three at -1

@@ -548,6 +548,7 @@ def kymatio_numpy(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(28, 28), (8, 12)])
+@pytest.mark.long_cases("shape1")
 def test_scattering_is_kymatios(kymatio_numpy, shape):
     images = np.random.default_rng(0).random((3, *shape), dtype=np.float32)
     computed = features.scattering(*shape)(images)
@@ -633,6 +634,7 @@ def test_patch_features_are_means_of_positive_similarities(few):
         np.testing.assert_allclose(computed[1, cell, 0], np.mean(found, 0), atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_description_is_the_mean_of_the_views(few):
     image = jax.numpy.arange(1, 13).reshape(1, 3, 4, 1)
     same, moved, mirror, both = whitening.views_of(image, ((0, 0), (2, 1)), mirrored=True)[:, 0, :, :, 0]

@@ -175,6 +175,7 @@ def test_bad_checkpoints_are_refused(params, tmp_path):
             vit.load_vit(path, 5, TINY)
 
 
+@pytest.mark.long
 def test_every_parameter_is_trained_on_images_of_another_size():
     model, image = vit.vit(4, None, TINY), jax.ShapeDtypeStruct((6, 6, 3), jnp.float32)
     shapes, label = jax.eval_shape(model.init, jax.random.key(1)), jax.ShapeDtypeStruct((), jnp.int32)

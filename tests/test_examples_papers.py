@@ -25,6 +25,7 @@ def test_smoke(name, capsys, promoting, undrawn, folder):
 
 
 @pytest.mark.parametrize("name", experiments())
+@pytest.mark.long
 def test_every_row_has_a_configuration(name):
     """Every trial, of the stand-in, the paper's data and smoke: `Config` refuses at construction what cannot run."""
     ours = experiments()[name]

@@ -72,6 +72,7 @@ def test_padding_gives_no_gradient(model):
     assert all((leaf == 0).all() for leaf in jax.tree.leaves(never))
 
 
+@pytest.mark.long
 def test_a_unit_is_clipped_as_one_and_moves_its_own_part_of_the_sum_only(model):
     """The sum without noise moves by exactly the clipped gradient of the unit that changed."""
     graphdef, params = model

@@ -492,6 +492,7 @@ def test_models_are_no_parameters():
 
 
 @pytest.mark.parametrize("found", [np.zeros(2), {"accuracy": "high"}, {"epsilon": 1.0}, {3: 1.0}, None])
+@pytest.mark.long_cases("found0", "found1", "found2")
 def test_evaluations_are_numbers(found):
     with pytest.raises(ValueError, match="evaluate must return a number|names of evaluate must be strings"):
         fit(evaluate=lambda params: found, evaluate_every=1)

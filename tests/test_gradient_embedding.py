@@ -127,6 +127,7 @@ def test_the_noise_is_billed(share):
     ).event(7)
 
 
+@pytest.mark.long
 def test_the_anchor_can_be_exchanged_and_the_rest_frozen():
     freeze = dpx.coordinates.random_freeze(freeze_rate=0.5, every=1, key=KEY)
     mechanism = dpx.in_coordinates(

@@ -222,6 +222,7 @@ def test_what_is_encoded_is_held_in_segments(mechanism, monkeypatch):
     ],
     ids=["one factor", "two factors"],
 )
+@pytest.mark.long_cases("two factors")
 def test_noise_and_gradients_are_not_there_together(mechanism, largest):
     """Of 512 examples by ghost norms, where the activations of a layer are 4 gradients, and the noise 2. Without the
     reductions of YNNPACK, XLA keeps a copy of these activations."""

@@ -238,6 +238,7 @@ def test_frozen_coordinates_keep_their_averages():
     assert (rows(states.variance)[-1] != 1).tolist() == moved.tolist()
 
 
+@pytest.mark.long
 def test_the_published_scale_shrinks_to_the_stability():
     """The documented reason for `relative`: where every example is clipped, a release is a fraction of the scale."""
     grads = jax.tree.map(lambda x: x.astype(jnp.float32), releases(50, scale=10.0))

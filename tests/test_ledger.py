@@ -482,6 +482,7 @@ def test_the_page_says_what_was_promised_and_released(rich):
     assert "# Privacy ledger ledger.jsonl" in rich._repr_markdown_()
 
 
+@pytest.mark.long
 def test_noise_batches_and_steps_follow_what_was_released(rich):
     """Consecutive runs that go on with the momentum: together they cost about what they would, had all been fixed."""
     metric = statistics.PrivateMetric(

@@ -145,6 +145,7 @@ def test_a_run_moves_again_and_replays(whole, tmp_path):
     assert result.skipped == 2 + 2
 
 
+@pytest.mark.long
 def test_a_run_that_a_callback_ended_skips_nothing(whole, tmp_path):
     first = run(tmp_path, ends=5)[1]
     result, rest = run(tmp_path, **MOVED)

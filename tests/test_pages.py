@@ -29,6 +29,7 @@ def test_readme(capsys):
     assert float(accuracy.removesuffix("%")) > 90
 
 
+@pytest.mark.long
 def test_index():
     """The program of the home page is ten lines and defines every name."""
     names = run_page("docs/index.md")

@@ -78,6 +78,7 @@ def test_no_label_of_the_plot_overlaps_or_is_cut():
         assert 0 <= part.x0 and part.x1 <= figure.bbox.x1 and 0 <= part.y0 and part.y1 <= figure.bbox.y1
 
 
+@pytest.mark.long
 def test_the_default_batch_sizes():
     runs = dpx.plan_noise(examples=1100, epsilon=8.0, delta=1e-5, epochs=1).runs
     assert [run.batch_size for run in runs] == [256, 512, 1100]

@@ -129,6 +129,7 @@ def drawn(jaxpr) -> int:
 
 
 @pytest.mark.parametrize("name", ["gaussian", "orthonormal"])
+@pytest.mark.long
 def test_dense_matrices_are_streamed(name):
     """At d = 550,000 and p = 0.7 d, where A has 2e11 numbers, a program's own memory is that of a few blocks."""
     size, rank, examples = 550_000, 385_000, 2

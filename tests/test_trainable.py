@@ -124,6 +124,7 @@ CONTAINERS = {
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.long_cases("list", "NamedTuple")
 def test_every_container(container, promoting):
     tree = CONTAINERS[container](jnp.ones(2), jnp.ones(3))
     for mask in (CONTAINERS[container](False, True), in_path):
