@@ -661,3 +661,16 @@ def test_a_budget_is_that_of_the_outermost_composition():
     assert dpx.epsilon(inside, 100, delta=1e-5, accountant="rdp") > 2.1
     assert mechanism.budget == budget
     assert math.isclose(float(mechanism.init(PARAMS).inner.planned_steps), 100)
+
+
+def test_a_loop_that_forgets_the_state_is_warned():
+    """All steps have one noise, and with a budget the cost of the first state is that of the whole run."""
+    planned = dp_sgd(budget(steps=8))
+    for mechanism in (planned, dp_sgd()):
+        state = mechanism.init(PARAMS)
+        for _ in range(3):
+            mechanism.update(GRADS, state, PARAMS, included=jnp.ones(ROWS, bool))
+        with pytest.warns(UserWarning, match="the state has made no step.*had one noise"):
+            assert cost(mechanism, state) == pytest.approx(cost(mechanism, 8) if mechanism is planned else 0, rel=1e-4)
+    with pytest.warns(UserWarning, match="the state has made no step"):
+        dpx.privacy_report(planned, planned.init(PARAMS), delta=1e-5)

@@ -1,5 +1,6 @@
 """The cost of a mechanism: the epsilon and delta of the steps of a run, before or after it."""
 
+import warnings
 from typing import Any, NamedTuple
 
 import dp_accounting
@@ -17,6 +18,11 @@ from dpx.sampling.poisson import PoissonSampling
 from dpx.states.reading import RunFacts, read_run
 from dpx.trees import described
 from dpx.validation import require_whole
+
+_UNUSED = (
+    "the state has made no step. If parameters were trained with it, all of their steps had one noise, which no cost "
+    "covers: give each step the state that the last one returned"
+)
 
 
 def epsilon(
@@ -49,6 +55,8 @@ def epsilon(
         (`dpx/accounting/groups.py`), for `PoissonSampling` without `most_rows` and for `FullBatch`.
     numbers: int, at most 2^32, the most numbers that a step releases. None is that of the mechanism's `dpx.Budget`;
         without one, a state's own, and 2^32 for a number of steps. It matters for deltas below 1e-12.
+
+    Warns for a state that has made no step, because all steps that were given it have one noise.
 
     Raises ValueError for a state that another mechanism made, for a relation that the event does not hold for, for an
     event whose cost the accountant does not know, for a weight above all weights, for records of another sampling, and
@@ -138,6 +146,8 @@ def cost_of_run(
         event = optimizer.event(record.steps) if record.steps else dp_accounting.NoOpDpEvent()
     elif hasattr(optimizer, "event_matching"):
         event = optimizer.event_matching(record.state, record.steps)
+        if record.made == 0:  # with a budget, the cost would look as that of a run does
+            warnings.warn(_UNUSED, stacklevel=3)
     else:
         raise ValueError(f"a state must be read by the dpx Mechanism that made its releases, got {type(optimizer)}")
     relation = _relation_of(event, sampling, relation)
