@@ -344,7 +344,8 @@ def test_data_that_are_no_arrays(data, words):
 def test_user_data_are_printed_without_data():
     users = dpx.UserData(np.full((6, 2), NUMBER), [WORD, WORD, "b", "b", "b", "c"], unit="patient")
     assert repr(users) == "UserData(3 of unit 'patient', at most 3 rows each)"
-    with pytest.raises(ValueError, match=r"Draw from dpx.UserData\(..., unit='patient'\)"):
+    wanted = pytest.raises(ValueError, match=r"Draw from dpx.UserData\(..., unit='patient'\)")
+    with wanted, pytest.warns(UserWarning, match="the state has made no step"):
         dpx.privacy_report(
             MECHANISM, MECHANISM.init(PARAMS)._replace(unit=np.uint32(2**31)), delta=1e-5, unit="patient"
         )

@@ -222,6 +222,7 @@ def test_the_report_says_user():
     assert "user" not in str(dpx.privacy_report(mechanism, 1, delta=1e-3))
 
 
+@pytest.mark.filterwarnings("ignore:the state has made no step:UserWarning")
 def test_the_report_says_the_unit_that_the_state_records():
     mechanism, _ = step_of(4, 3)
     for recorded, said, refused in (
