@@ -413,6 +413,30 @@ def test_gradients_of_a_scan_count_whole_on_a_tpu():
     assert np.array_equal(beside, alone / 2) or np.array_equal(beside, alone)
 
 
+def test_gradients_of_a_tied_table_are_those_of_all_uses_on_a_tpu():
+    """Of one example alone, and beside one that holds NaN and looks up rows that are not there, before its own."""
+
+    def loss(table, row):
+        tokens, x = row
+        read = table.at[tokens].get(mode="fill", fill_value=0)
+        return jnp.sum(jnp.sin((jnp.tanh(read) + x) @ table.T))
+
+    rng, made = np.random.default_rng(0), mechanism(CLIP_NORM)
+    table, x = jnp.asarray(rng.standard_normal((30, 8)), jnp.float32), rng.standard_normal((2, 300, 8), np.float32)
+    tokens = rng.integers(0, 9, (2, 300)).astype(np.int32)
+    x[1, :2], tokens[1, 0] = np.nan, 99
+    with on_a_tpu():
+        step = jax.jit(dpx.private_updates(loss, made, norms="ghost"), compiler_options=QUICK)
+        found = [step(table, dpx.Batch((tokens[:n], x[:n]), None), made.init(table)) for n in (1, 2)]
+    exact = np.asarray(jax.grad(loss)(table, (tokens[0], x[0])))
+    alone, beside = (np.asarray(jax.tree.leaves(each.updates)[0]) for each in found)
+    np.testing.assert_allclose([each.unreleased.norms[0] for each in found], np.linalg.norm(exact), rtol=1e-2)
+    np.testing.assert_allclose(alone, CLIP_NORM * exact / np.linalg.norm(exact), atol=1e-2 * CLIP_NORM)
+    assert np.array_equal(beside, alone / 2) or np.array_equal(beside, alone)
+    explained = dpx.explain_norms(loss, made, table, dpx.Batch((tokens, x), None), norms="ghost", platform="tpu")
+    assert algorithms.TIED.words in str(explained)
+
+
 @pytest.mark.parametrize(("platform", "numbers", "loops"), [("tpu", 2**18, 1), ("cuda", 2**18, 0), ("cuda", 2**22, 1)])
 def test_few_blocks_are_made_at_once_where_a_turn_of_a_loop_takes_longer(platform, numbers, loops):
     def summed(rows):

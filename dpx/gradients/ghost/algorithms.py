@@ -216,6 +216,7 @@ TOO_LARGE = 1e6  # the cost of a byte of a gradient that is too large: any other
 DENSE_GRADIENT_SLOWDOWN = 1.1  # the cost of an operation of a dense layer's per-example gradient
 KEPT_ON_DEVICES = 2.0  # on several devices, a gradient with more numbers than this for each of its records is too large
 CONVOLUTION_GRADIENT_SLOWDOWN = 4.0  # as for a dense layer, because `jax.vmap` turns a convolution into a grouped one
+TILE = 16  # rows of bfloat16 that a TPU stores together
 
 
 class Uses(NamedTuple):
@@ -254,6 +255,18 @@ class Uses(NamedTuple):
     def few_positions(self) -> bool:
         """Whether Gram matrices find a norm that rounding hardly raises."""
         return self.positions_together <= norms.MOST_POSITIONS
+
+    @property
+    def tied(self) -> tuple[tuple[int, ...], int, bool] | None:
+        """Of a table whose rows are looked up and that multiplies data once, the numbers of the sites that look up, of
+        the one that multiplies, and whether its B has the table's rows; None of other parameters."""
+        if self.sharing is None or sorted(group.lookup for group in self.sharing.use_groups) != [False, True]:
+            return None
+        product, lookups = sorted(self.sharing.use_groups, key=lambda group: group.lookup)
+        relation = self.sharing.relations[0, 1]
+        if len(product.sites) > 1 or relation is SharedElements.DISJOINT:
+            return None
+        return lookups.sites, product.sites[0], relation is SharedElements.TRANSPOSED
 
     @property
     def are_one_lookup(self) -> bool:
@@ -355,21 +368,27 @@ def _norm_by_rows_cost(uses: Uses, scaled: bool) -> float | None:
     if not uses.are_one_lookup:
         return None
     positions, numbers = (sum(site.sizes[1] * by for site in uses.sites) for by in (1, uses.sites[0].sizes[3]))
-    compared = 0 if _number_of_distinct_rows(uses) else positions
+    compared = 0 if _number_of_distinct_rows(uses.sites) else positions
     return 2.0 * compared * numbers + OPERATIONS_PER_BYTE * 4 * 2 * numbers
 
 
-def _number_of_distinct_rows(uses: Uses) -> bool:
-    return len(uses.sites) == 1 and uses.sites[0].distinct
+def _number_of_distinct_rows(sites: tuple[Site, ...]) -> bool:
+    return len(sites) == 1 and sites[0].distinct
+
+
+def _rows_of_lookups(sites: tuple[Site, ...], records: Captured) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The indices of one group of lookups, int32 (B, T), and what `norms.gradient_rows_of_lookup` finds of them."""
+
+    def of_one_example(record):
+        read = [site.matrices(*row) for site, row in zip(sites, record, strict=True)]
+        indices, b = (jnp.concatenate(each) if len(each) > 1 else each[0] for each in zip(*read, strict=True))
+        return indices, *norms.gradient_rows_of_lookup(indices, b, distinct=_number_of_distinct_rows(sites))
+
+    return jax.vmap(of_one_example)(records)
 
 
 def _norm_by_rows(uses: Uses, scale: jax.Array | None, records: Captured):
-    def of_one_example(record):
-        read = [site.matrices(*row) for site, row in zip(uses.sites, record, strict=True)]
-        indices, b = (jnp.concatenate(each) if len(each) > 1 else each[0] for each in zip(*read, strict=True))
-        return indices, *norms.gradient_rows_of_lookup(indices, b, distinct=_number_of_distinct_rows(uses))
-
-    indices, rows, inside = jax.vmap(of_one_example)(records)
+    indices, rows, inside = _rows_of_lookups(uses.sites, records)
     rows = jax.lax.optimization_barrier(rows)
     of_rows = 1 if scale is None else uses.sites[0].arrange(scale)[0][jnp.maximum(indices, 0)]
     return (indices, rows), jnp.where(inside, _scaled_gradient_norms(rows * of_rows, None), jnp.inf)
@@ -377,6 +396,42 @@ def _norm_by_rows(uses: Uses, scale: jax.Array | None, records: Captured):
 
 def _rows_sum(uses: Uses, shape: tuple[int, ...], records: Any, factors: jax.Array) -> jax.Array:
     return weighted_sums.sum_of_table_rows(uses.sites[0], shape, records, factors)
+
+
+def _tied_cost(uses: Uses, scaled: bool) -> float | None:
+    if scaled or not uses.tied or current_place().platform != "tpu" or current_place().devices > 1:
+        return None
+    return sum(map(gradient_operations, uses.sites)) + _gradient_memory_cost(uses.sites[uses.tied[1]], uses.slices)
+
+
+def tied_gradients(uses: Uses, records: Captured) -> jax.Array:
+    """The gradients, (B, V', D), of a table of V rows in a TPU's memory. Norm and sum read these alone, so nothing else
+    is rounded. Zeros behind the rows make V' a multiple of TILE. Then all examples are one array of rows, without a
+    copy, and what an example looked up is added to its own rows there."""
+    assert uses.tied
+    (lookups, number, transposed), unit = uses.tied, current_place().unit
+    of_product = jax.vmap(uses.sites[number].matrices)(*records[number])
+    rows, columns = (x[:, 0] for x in (of_product[::-1] if transposed else of_product))
+    count = -(-rows.shape[-1] // TILE) * TILE
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, count - rows.shape[-1])))
+    tables = unit.round_kept(jnp.einsum("btv,btd->bvd", rows, columns, precision=unit.precision))
+    sites = tuple(uses.sites[site] for site in lookups)
+    indices, found, _ = _rows_of_lookups(sites, [records[site] for site in lookups])
+    of_all, found = tables.reshape(-1, tables.shape[-1]), found.reshape(-1, tables.shape[-1])
+    first = count * jnp.arange(len(tables), dtype=jnp.int32)[:, None]
+    # Where an index is repeated, or negative, its row is 0, or not a number: only the first one is written.
+    written = (indices >= 0) & jnp.any(found != 0, -1).reshape(indices.shape)
+    place = jnp.where(written, first + indices, len(of_all)).reshape(-1)
+    found += of_all.at[place].get(mode="fill", fill_value=0).astype(jnp.float32)
+    return of_all.at[place].set(unit.round_kept(found), mode="drop").reshape(tables.shape)
+
+
+def _tied_sum(uses: Uses, shape: tuple[int, ...], records: jax.Array, factors: jax.Array) -> jax.Array:
+    assert uses.tied
+    site = uses.sites[uses.tied[0][0]]
+    # The barrier, because XLA sums in three kernels, and 2.7 times the cycles, if it leaves out the rows behind there.
+    total = jax.lax.optimization_barrier(weighted_sum(factors, records, apart=True))[: site.sizes[2]]
+    return weighted_sums.transpose(site.arrange, shape, total[None])
 
 
 def _shared_cost(uses: Uses, scaled: bool) -> float | None:
@@ -486,6 +541,13 @@ PRODUCT = NormAlgorithm(
     "per-example gradients from inputs and cotangents", _product_cost, _product_norm, _product_sum, keeps_gradients=True
 )
 ROWS = NormAlgorithm("norm from the rows looked up", _norm_by_rows_cost, _norm_by_rows, _rows_sum)
+TIED = NormAlgorithm(
+    "per-example gradients of a table from all uses",
+    _tied_cost,
+    norm=lambda uses, scale, tables: (None, _scaled_gradient_norms(tables, None)),  # no scale: see the cost
+    weighted_sum=_tied_sum,
+    keeps_gradients=True,
+)
 SHARED = NormAlgorithm(
     "norm from Gram matrices of all uses", _shared_cost, _shared_norm, _sum_of_examples, raised=_gram_raised
 )
@@ -513,4 +575,4 @@ UNUSED = NormAlgorithm(
 FORWARD = UNUSED._replace(words="no gradient, but its derivatives along the mechanism's directions")
 NOT_TRAINED = UNUSED._replace(words="not trained")
 
-GHOST = (OUTER, GRAM, PRODUCT, ROWS, SHARED, AGAIN)  # these need no gradient from the backward pass
+GHOST = (OUTER, GRAM, PRODUCT, ROWS, TIED, SHARED, AGAIN)  # these need no gradient from the backward pass

@@ -14,6 +14,7 @@ from dpx.gradients.ghost.hooks import (
     Hook,
     Part,
     capture_for_all_readers,
+    equations_of_tied_tables,
     fill_unread_operands,
     gradient_hooks,
     hooked_equations,
@@ -22,6 +23,7 @@ from dpx.gradients.ghost.hooks import (
     merge_captured,
     norm_hooks,
     slots_for_gradients,
+    take_tied_gradients,
     takes_kept_gradients,
 )
 from dpx.gradients.ghost.plan import GhostPlan
@@ -62,7 +64,8 @@ def sum_by_plan(
     hooks = take_kept(plan, once, included.shape[0]) | norm_hooks(plan, twice, included.shape[0], keep=False)
     hooks |= make_capture_hooks(plan, hooks, included.shape[0])
     losses, aux, captured, found = _backward_pass(plan, leaves, examples, hooks, apart)
-    captured = capture_for_all_readers(fill_unread_operands(plan, merge_captured(plan, once, captured, found), values))
+    captured = fill_unread_operands(plan, merge_captured(plan, once, captured, found), values)
+    captured = capture_for_all_readers(take_tied_gradients(plan, captured))
     backwards = [(made_kernels.backward(group, plan.program, leaves, scales), keep) for group, keep in plan.made_groups]
     leaf_norms, captured = _norms(plan, leaves, captured, scales, found, backwards)
     norms, factors = _norms_and_factors(plan, mechanism, leaf_norms, state, included.shape[0])
@@ -122,6 +125,7 @@ def _backward_pass(
     products = {} if only_hooks else plan.products
     outputs = {equation: plan.program.output(equation) for equation in [*kept, *sliced] if equation not in products}
     outputs |= products
+    exact = {*sliced, *equations_of_tied_tables(plan)}
     fixed = {number: leaf for number, leaf in enumerate(leaves) if number not in differentiated}
     instruments = interpreter.InterpreterHooks(
         plan.unread_operands | {equation: {0} for equation in sliced},
@@ -150,7 +154,7 @@ def _backward_pass(
         zeros = jax.tree.map(lambda output: jnp.zeros(output.shape, output.dtype), outputs)
         stored = current_place().unit.round_stored
         added |= {
-            equation: zero if equation in sliced else jax.tree.map(stored, zero) for equation, zero in zeros.items()
+            equation: zero if equation in exact else jax.tree.map(stored, zero) for equation, zero in zeros.items()
         }
         value, pullback, (aux, inputs) = jax.vjp(loss, differentiated, added, has_aux=True)
         grads, cotangents = pullback(jnp.ones_like(value))

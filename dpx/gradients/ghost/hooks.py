@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from dpx.gradients.ghost import parts
-from dpx.gradients.ghost.algorithms import kept_products
+from dpx.gradients.ghost.algorithms import TIED, kept_products, tied_gradients
 from dpx.gradients.ghost.plan import Choice, GhostPlan
 from dpx.gradients.ghost.program import REMAT
 from dpx.gradients.ghost.views import View
@@ -110,6 +110,27 @@ def fill_unread_operands(plan: GhostPlan, captured: Captured, values: Mapping[in
     inputs = {equation: x for equation, x in captured.inputs.items() if equation in plain}
     cotangents = {equation: x for equation, x in captured.cotangents.items() if equation in plain}
     return Captured(gradients, inputs, cotangents)
+
+
+def take_tied_gradients(plan: GhostPlan, captured: Captured) -> Captured:
+    """`captured`, with the gradients of tied tables in place of what nothing else reads."""
+    found, alone = dict(captured.gradients), equations_of_tied_tables(plan)
+    for part, choice in plan.parts.items():
+        if choice.algorithm is TIED:
+            of_all = functools.partial(tied_gradients, choice.uses)
+            of_all = functools.reduce(lambda function, _: jax.vmap(function), choice.view.slices, of_all)
+            found[part] = of_all(captured.arrays_of(*part, choice))
+    inputs = {equation: x for equation, x in captured.inputs.items() if equation not in alone}
+    cotangents = {equation: x for equation, x in captured.cotangents.items() if equation not in alone}
+    return Captured(found, inputs, cotangents)
+
+
+def equations_of_tied_tables(plan: GhostPlan) -> set[int]:
+    """Those whose inputs and cotangents are for the gradients of tied tables alone."""
+    by_way: dict[bool, set[int]] = {True: set(), False: set()}
+    for choice in plan.parts.values():
+        by_way[choice.algorithm is TIED].update(site.use.equation for site in choice.uses.sites)
+    return by_way[True] - by_way[False]
 
 
 EXAMPLES = "the examples of dpx"  # the name of the examples' axis in a backward pass
