@@ -7,14 +7,17 @@ place; the page has how much farther the sum moves than by that row, as a share 
 number of rows: below 1 for all data. A search changes some numbers at a time and keeps what moves the sum farther;
 searches from other random starts take turns until the process has used the minutes. Rounding errors have random signs,
 and the proof takes the worst of each, so a search comes to a part of it. A hostile adder, in tests/test_units.py, comes
-near to it. Writes benchmarks/results/adders.md.
+near to it. Writes benchmarks/results/adders.md, and continues from benchmarks/results/adders.json, so a search that was
+stopped loses nothing.
 """
 
 import argparse
 import functools
 import itertools
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -27,6 +30,7 @@ from dpx.xla.matrix_units import MatrixUnit, tensor_core_adder
 CORES = {"A100, TF32": (4, 1), "H100, TF32": (8, 2), "A100, bfloat16": (8, 1), "H100, bfloat16": (16, 2)}
 Adder = Callable[[np.ndarray], np.ndarray]
 ROWS, TURNS = (8, 24, 48, MOST_ROWS), 4000
+KEPT = Path(__file__).parent / "results" / "adders.json"  # the seeds that were searched, the minutes, what was found
 
 
 def emulated(name: str, terms: np.ndarray, exponents: np.ndarray | None = None) -> np.ndarray:
@@ -81,14 +85,15 @@ def searched(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=60, help="of one CPU core")
+    parser.add_argument("--minutes", type=float, default=60, help="of one CPU core, with those of stopped searches")
     options = parser.parse_args()
-    most: dict[tuple[str, int], float] = {}
-    for seed in itertools.count():  # `itertools.product` would keep all seeds, without an end
+    first, before, most = json.loads(KEPT.read_text()) if KEPT.exists() else (0, 0.0, {})
+    for seed in itertools.count(first):  # `itertools.product` would keep all seeds, without an end
         for name, rows in itertools.product(CORES, ROWS):
-            most[name, rows] = max(most.get((name, rows), 0.0), searched(name, rows, TURNS, seed))
-        minutes = time.process_time() / 60
-        lines = [[core, *(f"{most[core, n]:.3f}" for n in ROWS)] for core in CORES]
+            most[f"{name}, {rows}"] = max(most.get(f"{name}, {rows}", 0.0), searched(name, rows, TURNS, seed))
+        minutes = before + time.process_time() / 60
+        KEPT.write_text(json.dumps([seed + 1, minutes, most], indent=1) + "\n")
+        lines = [[core, *(f"{most[f'{core}, {n}']:.3f}" for n in ROWS)] for core in CORES]
         done = {"searches": (seed + 1) * len(most), "turns_of_each": TURNS, "CPU_minutes": round(minutes, 1)}
         head = report.heading("benchmarks.adders", ("numpy",), **done)
         title = "The farthest that was found, by the number of rows of a block; 1 is what is proved"
