@@ -183,6 +183,15 @@ def test_callbacks_see_the_run_and_can_end_it(tmp_path):
         fit(optimizer, steps=1, callbacks=[lambda progress: "no end"])
 
 
+def test_a_shorter_plan_that_is_made_after_a_stop_costs_the_longer_one(tmp_path):
+    """What the first call released may have decided the second. A budget would be the plan of both."""
+    given = {"delta": 1e-5, "accountant": "rdp", "checkpoints": tmp_path, "evaluate_every": 1}
+    fit(made(2.0), steps=5, callbacks=[lambda progress: True], **given)
+    again = fit(made(2.0), steps=2, **given)
+    assert again.steps == 2 and again.report.steps == 5
+    assert again.epsilon == dpx.epsilon(made(2.0), 5, delta=1e-5, accountant="rdp", numbers=8)
+
+
 def test_options_reach_the_gradient():
     def noisy(params, example, key):
         return loss(params, example) + 0 * jax.random.normal(key), {"label": example[1]}
