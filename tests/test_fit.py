@@ -327,9 +327,13 @@ def test_a_run_begins_once(tmp_path):
     same(result.params, by_hand(made(), made().key, 1)[0])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
 def test_a_killed_run_continues_bit_for_bit(tmp_path):
-    """Two kills at random moments; `python -m tests.kills` makes twenty (benchmarks/results/kills.md)."""
+    """Two kills at random moments; `python -m tests.kills` makes twenty (benchmarks/results/kills.md).
+
+    In `make test`, tests/test_processes.py kills a run of two processes.
+    """
     chance, steps = random.Random(3), 12
     receiver, sender = multiprocessing.Pipe(duplex=False)
     kills.run(None, steps, sender)
