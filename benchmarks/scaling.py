@@ -153,8 +153,8 @@ def losses_of(law: ScaleLaw) -> str:
     return report.grid(["parameters", "noise of a step", *(f"{one:.0f} steps" for one in steps)], rows)
 
 
-def checked(law: ScaleLaw, checks: dict[Run, MeasuredRun]) -> tuple[str, str]:
-    """A line for each check, and for each epsilon what the law chooses of them."""
+def checked(law: ScaleLaw, checks: dict[Run, MeasuredRun]) -> tuple[str, str, str]:
+    """A line for each check, for each epsilon what the law chooses of them, and how far the law is off, in words."""
     told = {
         run: law.loss(parameters=one.parameters, steps=one.steps, step_noise=one.step_noise)
         for run, one in checks.items()
@@ -173,15 +173,17 @@ def checked(law: ScaleLaw, checks: dict[Run, MeasuredRun]) -> tuple[str, str]:
         names = (f"{checks[run].parameters} parameters, batch {run.batch}: {checks[run].loss:.3f}" for run in ends)
         chosen.append([f"{epsilon:g}", len(runs), *names])
     names = ["epsilon", "runs", "the law takes", "the best", "the worst"]
-    return report.grid(columns, rows), report.grid(names, chosen)
+    off = [told[run] - one.loss for run, one in checks.items()]
+    words = f", which misses them by {math.sqrt(np.mean(np.square(off))):.3f}, with a mean of {np.mean(off):+.3f}"
+    return report.grid(columns, rows), report.grid(names, chosen), words
 
 
-def planned(law: ScaleLaw) -> str:
+def planned(law: ScaleLaw, examples: int) -> str:
     """What the law takes for each epsilon, with the least loss that it expects of each size."""
     rows = []
     for epsilon in PLANS:
         budget: dict[str, Any] = {"epsilon": epsilon, "delta": DELTA, "numbers": int(law.levels[0][-1])}
-        plan = law.plan(dpx.plan_noise(examples=len(pieces(None)[0]), epochs=[1, 2, 4], batch_sizes=BATCHES, **budget))
+        plan = law.plan(dpx.plan_noise(examples=examples, epochs=[1, 2, 4], batch_sizes=BATCHES, **budget))
         sizes = [min(one.loss for one in plan.runs if one.parameters == size) for size in law.levels[0]]
         run = plan.best.run
         rows.append([f"{epsilon:g}", plan.best.parameters, run.batch_size, run.steps, *(f"{one:.3f}" for one in sizes)])
@@ -189,13 +191,13 @@ def planned(law: ScaleLaw) -> str:
     return report.grid(["epsilon", "parameters", "batch size", "steps", *names], rows)
 
 
-def page(found: dict[Run, list[dict[str, Any]]]) -> str:
+def page(found: dict[Run, list[dict[str, Any]]], examples: int) -> str:
     law = fit_scale_law(one for run in SMALL for one in points(found[run]))
     least = {run: min(points(found[run]), key=lambda one: one.loss) for run in CHECKS if run in found}
-    lines, chosen = checked(law, least) if least else ("", "")
+    lines, chosen, missed = checked(law, least) if least else ("", "", "")
     tables = {
         "Test loss of a letter of the small runs, at the best learning rate": losses_of(law),
-        "What the law takes for an epsilon, of batches of 512 to 8,192 and 1, 2 and 4 epochs": planned(law),
+        "What the law takes for an epsilon, of batches of 512 to 8,192 and 1, 2 and 4 epochs": planned(law, examples),
         "What the law takes of the runs at an epsilon, and its loss": chosen,
         "Runs at a true epsilon": lines,
     }
@@ -203,11 +205,11 @@ def page(found: dict[Run, list[dict[str, Any]]]) -> str:
     made = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     heading = f"`python -m benchmarks.scaling`, {time.strftime('%Y-%m-%d')}, seed {SEED}; {made}; {first['device']}."
     words = (
-        f"A GPT of three sizes on {len(pieces(None)[0]):,} pieces of 64 letters of 20 Newsgroups; Adam at learning "
+        f"A GPT of three sizes on {examples:,} pieces of 64 letters of 20 Newsgroups; Adam at learning "
         f"rates {', '.join(map(str, RATES))}, batches of {BATCH}, clip norm 1. Between the measured numbers, the law "
         "is linear in their logarithms: it misses a size, number of steps or noise that is left out by "
-        f"{law.error:.3f} (root mean square). Epsilons are at delta {DELTA:g}. Of the {len(CHECKS)} runs at a true "
-        f"epsilon that would check the law, {len(least)} are made."
+        f"{law.error:.3f} (root mean square). Epsilons are at delta {DELTA:g}. "
+        f"{len(least)} of {len(CHECKS)} runs at a true epsilon check the law{missed}."
     )
     return report.write("scaling", heading, words, tables)
 
@@ -223,7 +225,7 @@ def main() -> None:
         if given.only is None or run.name in given.only or (given.runs / f"{run.name}.jsonl").is_file():
             found[run] = measured(run, given.runs, given.data_dir)
     if found.keys() >= set(SMALL):
-        print(page(found))
+        print(page(found, len(pieces(given.data_dir)[0])))
 
 
 if __name__ == "__main__":

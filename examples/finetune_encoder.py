@@ -214,7 +214,7 @@ four fifths of the training texts and is judged on the other fifth, so no choice
 not covered by the column `epsilon`, because the texts are public. The column `with a search` is epsilon if each run
 were the winner of `dpx.tuning.search` with three trials on average, judged on private texts with noise of 20 right
 answers. `inf` is without privacy: a clip norm of 1,000, which clips nothing, and a noise multiplier of 1e-6. Runs were
-made on {runs}, trials on {trials}. Seconds are those of a run on a shared machine, whose load differs by 5 times.
+made on {runs}, trials on {trials}. Seconds are those of a run on a shared machine; up to 22 runs shared the H200.
 """
 TITLES = {
     MOVIES: "## Film reviews: positive or negative\n\n10,605 sentences, rated by people, from the source package of "
