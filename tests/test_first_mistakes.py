@@ -106,6 +106,27 @@ def called(params, x):
     return loss(params, x)
 
 
+@jax.custom_batching.custom_vmap
+def centered(x):
+    return x
+
+
+centered.def_vmap(lambda size, batched, x: (x - x.mean(0, keepdims=True), True))
+
+
+@jax.custom_vjp
+def product(x, w):
+    return x @ w
+
+
+product.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, dy: (dy * kept[1], dy * centered(kept[0])))
+
+
+def mixed_behind(params, x):
+    """Its backward pass reads the rows of the whole batch."""
+    return loss(params, x) + product(x, params["w"])
+
+
 def constant(params, x):
     return loss(params, x + jax.random.normal(jax.random.key(0), x.shape))
 
@@ -113,6 +134,7 @@ def constant(params, x):
 SEEN = {
     "training data": (shifted, PARAMS, "the loss closes over an array of shape"),
     "a callback": (called, PARAMS, "debug_callback|debug_print|which can see the whole batch"),
+    "a backward pass of its own": (mixed_behind, PARAMS, "custom_vmap_call, which can see the whole batch"),
     "an unused parameter": (loss, {**PARAMS, "b": jnp.zeros(2)}, "the loss does not use b"),
     "one dropout mask": (constant, PARAMS, "random numbers from a constant key"),
 }
@@ -121,7 +143,12 @@ SEEN = {
 @pytest.mark.parametrize("chunk_size", [None, 6])
 @pytest.mark.parametrize("name", SEEN)
 @pytest.mark.long_cases(
-    "a callback-6", "an unused parameter-6", "one dropout mask-6", "an unused parameter-None", "training data-6"
+    "a callback-6",
+    "a backward pass of its own-6",
+    "an unused parameter-6",
+    "one dropout mask-6",
+    "an unused parameter-None",
+    "training data-6",
 )
 def test_fit_says_what_check_setup_finds_in_a_loss(name, chunk_size):
     of, params, words = SEEN[name]

@@ -15,6 +15,8 @@ from dpx.trees import Tree, first_words, path_of
 from dpx.xla import jaxprs
 from dpx.xla.dataflow import spread_marks
 
+OWN_BACKWARD = ("custom_vjp_call", "custom_vjp_call_jaxpr")
+WHOLE_BATCH = ("expand_dims", "broadcast_all", "legacy_vectorized")  # how an `ffi_call` may be batched
 LARGE = 2**20  # bytes of an array that is worth a note
 
 
@@ -58,13 +60,25 @@ def find_closed_over_arrays(closed: core.ClosedJaxpr, example: Tree, rows: int, 
 
 
 def find_batch_dependence(closed: core.ClosedJaxpr) -> Finding:
-    """Equations that may see the rows of a whole batch under `jax.vmap`."""
-    all_names = {equation.primitive.name for equation in jaxprs.equations(closed)}
-    names = sorted(name for name in all_names if "callback" in name or name in ("debug_print", "custom_vmap_call"))
+    """Equations that may see the rows of a whole batch under `jax.vmap`, in the loss or in its backward pass."""
+    found = list(jaxprs.equations(closed))
+    if any(equation.primitive.name in OWN_BACKWARD for equation in found):
+        found += jaxprs.equations(_backward_pass(closed))
+    whole = {equation.primitive.name for equation in found if equation.params.get("vmap_method") in WHOLE_BATCH}
+    all_names = {equation.primitive.name for equation in found}
+    names = whole | {name for name in all_names if "callback" in name or name in ("debug_print", "custom_vmap_call")}
     if names:
-        words = f"the loss contains {', '.join(names)}, which can see the whole batch; one row must not change another"
+        listed = ", ".join(sorted(names))
+        words = f"the loss contains {listed}, which can see the whole batch; one row must not change another"
         return Finding("batching rules", "warning", words, {"kinds": len(names)})
     return Finding("batching rules", "ok", "no callback and no custom batching rule in the loss", {"kinds": 0})
+
+
+def _backward_pass(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The equations of the loss's gradient, which a custom_vjp hides until it is traced."""
+    inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
+    floats = [number for number, x in enumerate(inputs) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jax.make_jaxpr(jax.grad(lambda *values: core.jaxpr_as_fun(closed)(*values)[0], floats))(*inputs)
 
 
 def find_unused(closed: core.ClosedJaxpr, params: Tree, flags: Tree) -> Finding:
