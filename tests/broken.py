@@ -567,7 +567,7 @@ def event_of_another_sampling(key):
 def event_of_its_own_kind_and_a_lower_rate(key):
     """The event of a projection of its own, at the rate of half of the batch (two configuration files)."""
     half = sound(key, sampling=dpx.PoissonSampling(examples=1000, batch_size=4))
-    make = functools.partial(dpx.mechanisms.clip_then_project, rank=12, kind="gaussian", key=key)
+    make = functools.partial(dpx.mechanisms.clip_then_project, rank=12, kind="gaussian")
     return make(sound(key)).replace(event=make(half).event)
 
 

@@ -74,7 +74,10 @@ def check_billed_releases(trial: Trial) -> str:
             if steps > MUST:
                 break
             raise NotChecked(f"{steps} steps have no event: {error}") from None
-        name, last = name_of_own_event(event, mechanism.sampling), steps
+        last = steps
+        if mechanism.correlated is None and _are_equal(event, expected):
+            continue  # nothing is missing, and to read each release of a long schedule would take seconds
+        name = name_of_own_event(event, mechanism.sampling)
         if name or mechanism.correlated is not None:
             _require_plausible_event(event, trial.multipliers[:steps], mechanism.sampling)
             own = own or name
@@ -87,6 +90,13 @@ def check_billed_releases(trial: Trial) -> str:
     extra = "; the cost counts more releases" if more else ""
     tried = ", ".join(str(steps) for steps in all_steps if steps <= last)
     return f"{tried} steps cost what the multipliers and the sampling of the mechanism say{extra}"
+
+
+def _are_equal(event: DpEvent, expected: DpEvent) -> bool:
+    try:
+        return bool(event == expected)
+    except ValueError:  # numpy's, of events that hold arrays
+        return False
 
 
 def _require_billed(expected: DpEvent, event: DpEvent, steps: int) -> bool:
