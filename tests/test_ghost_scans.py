@@ -73,6 +73,36 @@ def gradient_of_unit_length_in_each_iteration():
     return layer(apply, {name: normal(i, 40, 40) for i, name in enumerate("wvu")}, 3, 40)
 
 
+@animal("product small")
+def kernels_made_in_each_iteration():
+    """Of a slice, of slices of two loops, and of a layer that several iterations take; a bias is small."""
+
+    def normalized(w):
+        return w / jnp.linalg.norm(w, axis=0, keepdims=True)
+
+    def nested(h, rows):
+        h = lax.scan(lambda h, w: (jnp.tanh(h @ normalized(w * rows[0, 0, 0])), None), h, rows)[0]
+        return lax.scan(lambda h, _: (jnp.tanh(h @ normalized(rows[0])), None), h, None, length=2)[0], None
+
+    def apply(p, x):
+        x = lax.scan(lambda h, w: (jnp.tanh(h @ normalized(w) + normalized(w)[:1]), None), x, p["w"], reverse=True)[0]
+        x = lax.scan(jax.checkpoint(lambda h, w: (jnp.tanh(h @ (w * jax.nn.sigmoid(w))), None)), x, p["remat"])[0]
+        x = lax.scan(lambda h, w: (jnp.tanh(h @ unit_gradient(w)), None), x, p["unit"])[0]
+        x = lax.scan(
+            lambda h, b: (h + b[0] * jnp.sum(b[1]) * (1.0 + b[2]), None), x, (p["b"], p["c"], jnp.arange(3.0))
+        )[0]
+        x = lax.fori_loop(0, 4, lambda i, h: jnp.tanh(h @ p["w"][i % 2]), x)
+        return lax.scan(nested, x, p["nested"])[0]
+
+    sizes = {"nested": (2, 3, 8, 8), "b": (3, 1, 8), "c": (3, 2)}
+    return layer(
+        apply,
+        {name: normal(i, *sizes.get(name, (3, 8, 8))) for i, name in enumerate(("w", "remat", "unit", *sizes))},
+        9,
+        8,
+    )
+
+
 @animal("outer")
 def stack_along_another_axis_flipped():
     def apply(w, x):
@@ -257,10 +287,10 @@ def slices_by_index_of_the_outer_scan():
     return layer(apply, 0.2 * normal(1, 3, 40, 40), 2, 40)
 
 
-row("slices_by_index_that_repeat", "gradient")(
+row("slices_by_index_that_repeat", "product")(
     lambda: layer(lambda w, x: indexed(w, x, jnp.array([0, 1, 1])), normal(1, 2, 4, 4), 4)
 )
-row("slices_by_index_beyond_the_end", "gradient")(
+row("slices_by_index_beyond_the_end", "product")(
     lambda: layer(lambda w, x: indexed(w, x, jnp.arange(3) + 1), normal(1, 3, 4, 4), 4)
 )
 
@@ -666,7 +696,7 @@ def blocks_that_iterations_read():
     return lambda w, t: score(apply(w, t)), normal(1, 9, 3), integers(2, 3, SIZE, 2)
 
 
-@animal("gradient")
+@animal("product")
 def kernel_shared_by_iterations():
     def apply(w, x):
         return lax.scan(lambda h, _: (jnp.tanh(lax.conv(h, w, (1, 1), "SAME")), None), x, length=2)[0]

@@ -74,20 +74,30 @@ def equations_computed_once(program: Program, recorded: list[int]) -> frozenset[
 
 
 def public_values(program: Program, leaves: list[jax.Array], wanted: Set[int]) -> dict[int, jax.Array]:
-    """Public values by number, computed once for all examples."""
+    """Public values by number, computed once for all examples. Of those that are public in each iteration, the values
+    of all iterations, with an axis for each loop in which they differ."""
     needed, equations = list(wanted), set()
     while needed:
-        origin = program.public[needed.pop()]
+        origin = program.slice(needed.pop()).origin
         if isinstance(origin, int) and origin not in equations:
             equations.add(origin)
-            sources = map(program.source, program.equations[origin].inputs)
-            needed += [source for source in sources if isinstance(source, int)]
+            needed += [
+                whole for whole in map(program.whole, program.equations[origin].inputs) if isinstance(whole, int)
+            ]
     values: dict[int, jax.Array] = dict(enumerate(leaves))
     for equation in (program.equations[number] for number in sorted(equations)):
-        sources = map(program.source, equation.inputs)
-        operands = [source.value if isinstance(source, Constant) else values[source] for source in sources]
-        values.update(zip(equation.outputs, equation.bind(*operands), strict=True))
+        wholes = map(program.whole, equation.inputs)
+        operands = [whole.value if isinstance(whole, Constant) else values[whole] for whole in wholes]
+        values.update(zip(equation.outputs, _bind_in_all_iterations(program, equation, operands), strict=True))
     return {number: values[number] for number in wanted}
+
+
+def _bind_in_all_iterations(program: Program, equation: Equation, operands: list) -> list[jax.Array]:
+    of_operands = [program.slice(each).loops if isinstance(each, int) else () for each in equation.inputs]
+    bind: Callable = equation.bind
+    for loop in sorted(set().union(*of_operands), reverse=True):
+        bind = jax.vmap(bind, [0 if loop in loops else None for loops in of_operands])
+    return bind(*operands)
 
 
 def _params(equation: Equation) -> dict[str, Any]:

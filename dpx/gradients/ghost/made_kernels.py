@@ -1,9 +1,9 @@
 """Kernels that a loss makes of its parameters by any function, such as weight norm or the product of two parameters.
 
 Such a kernel W = f(p) is the same for all examples. So an example's gradient by p is J^T, the transpose of the
-derivative of f, of its gradient A^T B by W. No Gram matrix has the norm of J^T A^T B. So this gradient is computed for
-one example after another, measured and thrown away, and computed again for the sum; or it is kept, where that is
-cheaper.
+derivative of f, of its gradient A^T B by W. Where each iteration makes a kernel of its layer, W is the kernels of all
+layers. No Gram matrix has the norm of J^T A^T B. So this gradient is computed for one example after another, measured
+and thrown away, and computed again for the sum; or it is kept, where that is cheaper.
 
 As f may be anything, nothing bounds the rounding of J^T. In its place, the sum measures every gradient that it adds,
 and shortens one that is longer than the norm that was found first (`shortening_factors`).
@@ -81,12 +81,12 @@ def _kernel_uses(
     sites = [_site(use, program, made) for use in kernel.uses]
     if None in sites:
         return None
-    number = program.public[kernel.value]
+    number, loops = program.slice(kernel.value)
     if not isinstance(number, int):
         return Uses(tuple(filter(None, sites)), shape=shapes[kernel.value])
     equation: Any = program.equations[number]
     aval = equation.jaxpr.outvars[equation.outputs.index(kernel.value)].aval
-    return Uses(tuple(filter(None, sites)), shape=aval.shape)
+    return Uses(tuple(filter(None, sites)), shape=(*(equation.counts[loop] for loop in loops), *aval.shape))
 
 
 def _site(use: Use, program: Program, made: Mapping[Any, Equation]) -> Site | None:

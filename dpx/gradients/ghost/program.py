@@ -92,6 +92,8 @@ class Program(NamedTuple):
         body, the same value outside
     kernels: those that the loss depends on
     data: the numbers of values that depend on the example
+    slices: by number, the values in bodies that are public in each iteration: slices of public values, and what is
+        computed of these
     """
 
     equations: tuple[Equation, ...]
@@ -101,10 +103,21 @@ class Program(NamedTuple):
     public: dict[int, "Origin"]
     kernels: tuple[MadeKernel, ...]
     data: frozenset[int] = frozenset()
+    slices: dict[int, "Slice"] = {}
 
     def source(self, value: int | Constant) -> int | Constant:
         """The number of a value where it was computed; that of another one where a body has it from outside."""
         while isinstance(value, int) and isinstance(origin := self.public.get(value), SameValue):
+            value = origin.value
+        return value
+
+    def slice(self, value: int) -> "Slice":
+        """Where a value comes from that is public, perhaps in each iteration alone."""
+        return self.slices.get(value) or Slice(self.public[value], ())
+
+    def whole(self, value: int | Constant) -> int | Constant:
+        """The number of a value where it was computed, before loops slice it."""
+        while isinstance(value, int) and isinstance(origin := self.slice(value).origin, SameValue):
             value = origin.value
         return value
 
@@ -121,6 +134,14 @@ class SameValue(NamedTuple):
 
 
 Origin = int | None | SameValue
+
+
+class Slice(NamedTuple):
+    """A value that is public in each iteration. origin: as of a public value; that of a slice is what the scan slices.
+    loops: the depths of the scans around it in whose iterations it differs; that of the outermost scan is 0."""
+
+    origin: Origin
+    loops: tuple[int, ...]
 
 
 def count_scan_operands(equation: Equation) -> tuple[int, int]:

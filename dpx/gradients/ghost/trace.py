@@ -29,6 +29,7 @@ from dpx.gradients.ghost.program import (
     Origin,
     Program,
     SameValue,
+    Slice,
     Use,
     count_scan_operands,
 )
@@ -116,7 +117,8 @@ def follow_parameters(traced: TracedLoss, leaves: int) -> Program:
     kernels = tuple(MadeKernel(*each) for each in found if each[2])
     uses = tuple(map(of_loss, tracer.uses))
     data = _of_data(tracer.equations, inputs[leaves:])
-    return Program(tuple(tracer.equations), block, jax.tree.structure(aux), uses, tracer.public, kernels, data)
+    equations, beside = tuple(tracer.equations), jax.tree.structure(aux)
+    return Program(equations, block, beside, uses, tracer.public, kernels, data, tracer.slices)
 
 
 def _of_data(equations: list[Equation], example: tuple[int, ...]) -> frozenset[int]:
@@ -179,6 +181,7 @@ class _Tracer:
         self.equations: list[Equation] = []
         self.views: dict[Any, tuple[tuple[int, View], ...]] = {leaf: ((leaf, View()),) for leaf in range(leaves)}
         self.public: dict[int, Origin] = dict.fromkeys(range(leaves))
+        self.slices: dict[int, Slice] = {}
         self.known: dict[int, KnownIntegers] = {}
         self.uses: list[list[Use]] = [[] for _ in range(leaves)]
         self.kernels: dict[Any, tuple[int, View]] = {leaf: (leaf, View()) for leaf in range(leaves)}
@@ -222,6 +225,9 @@ class _Tracer:
         number = self.append(Equation(equation, tuple(inputs), outputs, counts=self.counts))
         if all(map(self.is_public, inputs)):
             self.public.update(dict.fromkeys(outputs, number))
+        elif all(map(self.same_for_all, inputs)):
+            loops = set().union(*map(self.loops_of, inputs))
+            self.slices.update(dict.fromkeys(outputs, Slice(number, tuple(sorted(loops)))))
         if carries_gradient(equation):
             self.make(equation, number, inputs, outputs, of_kernels)
         if (followed or of_kernels) and (name == "scan" or name in REMAT):
@@ -240,13 +246,13 @@ class _Tracer:
     def make(self, equation, number, inputs, outputs, of_kernels):
         """Kernels that an equation makes of others, and the uses of those that it makes none of."""
         found = [(i, *self.kernels[inputs[i]]) for i in of_kernels]
+        public, differs = self.same_for_all(outputs[0]), self.loops_of(outputs[0])
+        loops = tuple(ScanStep(count, sliced=loop in differs) for loop, count in enumerate(self.counts))
         # A derivative that is not linear would be taken of the sum over iterations, and not in each of them.
-        public = outputs[0] in self.public
-        if public and not (self.counts and _is_custom(equation, "custom_vjp")):
+        if public and (all(loop.sliced for loop in loops) or not _is_custom(equation, "custom_vjp")):
             leaves = frozenset().union(*(self.depends[value] for _, value, _ in found))
             for output, variable in zip(outputs, equation.outvars, strict=True):
                 if leaves and jnp.issubdtype(variable.aval.dtype, jnp.inexact):
-                    loops = tuple(ScanStep(count, sliced=False) for count in self.counts)
                     self.kernels[output], self.depends[output] = (output, View(loops)), leaves
         elif public or (equation.primitive.name != "scan" and equation.primitive.name not in REMAT):
             for i, value, view in found:
@@ -365,6 +371,14 @@ class _Tracer:
     def is_public(self, value) -> bool:
         return isinstance(value, Constant) or value in self.public
 
+    def same_for_all(self, value) -> bool:
+        """Whether a value is the same for all examples, perhaps another one in each iteration."""
+        return self.is_public(value) or value in self.slices
+
+    def loops_of(self, value) -> tuple[int, ...]:
+        """See `Slice`."""
+        return self.slices[value].loops if isinstance(value, int) and value in self.slices else ()
+
     def enter(self, number):
         """Walks through the body of a scan or checkpoint that a parameter enters."""
         equation = self.equations[number]
@@ -373,14 +387,19 @@ class _Tracer:
         body, (first, count), length = params["jaxpr"], count_scan_operands(equation), params.get("length")
         if length is not None:
             self.counts = (*self.counts, length)
-        arguments, is_public = self.new_numbers(len(equation.inputs)), all(map(self.is_public, equation.inputs))
+        arguments, is_public = self.new_numbers(len(equation.inputs)), all(map(self.same_for_all, equation.inputs))
         for i, value in enumerate(equation.inputs):
             if self.of_data & _numbers([value]):
                 self.of_data.add(arguments[i])
             if i < first and self.is_public(value):
                 self.public[arguments[i]] = SameValue(value)
+            elif self.same_for_all(value) and not first <= i < first + count:
+                loop = () if i < first else (len(self.counts) - 1,)
+                self.slices[arguments[i]] = Slice(SameValue(value), self.loops_of(value) + loop)
             if known := self.integers_per_iteration(equation, body, i):
                 self.known[arguments[i]] = known
+                if known.loop is not None and first <= i < first + count:
+                    self.slices[arguments[i]] = Slice(SameValue(Constant(known.numbers)), (known.loop,))
             if isinstance(value, Constant) or not (value in self.views or value in self.kernels):
                 continue
             if first <= i < first + count:
@@ -411,7 +430,7 @@ class _Tracer:
         for leaf, view in self.views.get(value, ()):
             self.uses[leaf].append(Use(leaf, view, number, operand))
         outputs = self.equations[number].outputs if number >= 0 else ()
-        if value in self.kernels and not any(map(self.is_public, outputs)):
+        if value in self.kernels and not any(map(self.same_for_all, outputs)):
             made, view = self.kernels[value]
             self.of_kernels.setdefault(made, []).append(Use(made, view, number, operand))
 
