@@ -53,6 +53,7 @@ html_static_path = ["_static"]
 html_css_files = ["dpx.css"]
 html_extra_path = ["_site/root"]  # index.html, which leads to the home page
 html_show_sourcelink = False
+html_domain_indices = False  # one module has a page, and the index has its names
 html_theme_options = {"home_page_in_toc": True, "show_toc_level": 2, "use_download_button": False}
 html_theme_options["navbar_persistent"] = []  # the search box of the menu is enough
 # Where GitHub builds the site, each page links to its source, and a notebook to Colab. The address is not written down.

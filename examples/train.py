@@ -4,6 +4,7 @@ import argparse
 import json
 import secrets
 import sys
+import textwrap
 import time
 import typing
 from collections.abc import Callable
@@ -146,7 +147,7 @@ def configure(given: dict[str, Any]) -> Config:
 
 
 def command(config: Config) -> str:
-    """The command line of a configuration, without what is default."""
+    """The command line of a configuration, without what is default, in lines of 80 characters."""
     words = ["python -m examples.train"]
     for name, field in Config.__dataclass_fields__.items():
         value = getattr(config, name)
@@ -154,7 +155,9 @@ def command(config: Config) -> str:
             words.append(f"{option(name)} {value:g}" if isinstance(value, float) else f"{option(name)} {value}")
     own = config.method_options | {k: v for k, v in config.task_options.items() if v != TASKS[config.task].options[k]}
     words += [f"{option(name)} {value}" for name, value in own.items()]
-    return " ".join(words)
+    whole = " ".join(word.replace(" ", "\0") for word in words)  # an option and its value stay in one line
+    lines = textwrap.wrap(whole, 78, subsequent_indent="    ", break_on_hyphens=False)
+    return " \\\n".join(lines).replace("\0", " ")
 
 
 def summary(result: Result) -> str:

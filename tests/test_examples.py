@@ -4,6 +4,7 @@ import functools
 import inspect
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,7 +175,8 @@ def test_the_tables_of_the_readme(tmp_path):
     """Their commands are the settings of their runs, and a table is written in place of the one before."""
     for setting in fashion_mnist.SETTINGS:
         config = fashion_mnist.config_of(setting, 1)
-        assert train.configure(vars(train.parser().parse_args(train.command(config).split()[3:]))) == config
+        given = shlex.split(train.command(config).replace("\\\n", ""))[3:]
+        assert train.configure(vars(train.parser().parse_args(given))) == config
     rows, readme = frontier.rows_of(["digits"]), tmp_path / "README.md"
     assert frontier.table(runs.Runs(tmp_path), rows) == ""
     for seed, accuracy in ((0, 0.85), (1, 0.87)):

@@ -60,6 +60,7 @@ _STYLE = (
     "table{border-collapse:collapse}th{font-weight:normal;white-space:nowrap}pre{background:#f4f4f4;padding:.6em;overflow:auto}"
     "figure{max-width:36em;margin:1em 0}summary{font-weight:bold;cursor:pointer;margin:1em 0}"
     ".box{border:2px solid #0072b2;border-radius:.5em;padding:0 1em 1em}"
+    "@media(max-width:40em){th{white-space:normal}td{overflow-wrap:anywhere}}"
     "@media print{details::details-content{content-visibility:visible;block-size:auto}}"
 )
 
@@ -126,7 +127,8 @@ def as_html(title: str, sections: Sequence[Section]) -> str:
         parts += ["<table>", *rows, "</table>"] if rows else []
         parts += [f"<pre>{html.escape(section.code)}</pre>"] if section.code else []
         parts += [behind] if behind else []
-    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
+    phone = '<meta name="viewport" content="width=device-width">'
+    head = f'<meta charset="utf-8">{phone}<title>{html.escape(title)}</title><style>{_STYLE}</style>'
     body = "\n".join(parts)
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{body}\n</body></html>\n'
 

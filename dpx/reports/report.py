@@ -293,7 +293,7 @@ _OF_PERSONS = (
     "and with 1 + e^epsilon times this delta.",
 )
 _OUTSIDE = (
-    "What the data of every other {unit} reveal may be true of one {unit} too, and is not hidden.",
+    "What the data of others reveal may also be true of one {unit}, and is not hidden.",
     "Any other release from the same data, such as another run or a statistic, adds to what is spent for one {unit}: "
     "dpx.compose_runs computes the total.",
     "The guarantee for one {unit} holds only while the keys of the noise and of the sampling are secret, and only if "
@@ -341,23 +341,23 @@ def sections_of(report: PrivacyReport) -> tuple[Section, ...]:
     """All facts of a report, in the order in which they are read. Printed bounds are rounded up."""
     unit = report.unit.removeprefix("one ")
     if report.records > 1:
-        whole, others = "all of these records together, whichever they are", "all other records"
+        whole, others = ": all of these records together, whichever they are", "all other records"
     else:
-        whole, others = "with all of its records together", f"every other {unit}"
-        whole = "one record of the data set" if unit == "example" else whole
+        whole, others = ", with all of their records together", f"every other {unit}"
+        whole = ", which is one record of the data set" if unit == "example" else whole
     question = _RELATIONS[report.relation][0].format(unit=unit)
     meaning = (
-        f"From all that the run released, nobody can tell well {question}. Epsilon says how well: at 0 they "
+        f"From everything that the run released, nobody can tell well {question}. Epsilon says how well: at 0 they "
         "cannot tell at all, up to 1 is called strong protection, and above 10 weak. Delta is roughly the probability "
         "that this fails."
     )
     everyone = (
-        f"The guarantee for one {unit} holds against everyone who sees the trained model, also after every step, "
+        f"The guarantee for one {unit} holds against everyone who sees the trained model, even after every step, "
         f"and the public state, whatever they know about {others}, and however long they compute."
     )
     return (
         Section("In short", (_guarantee_as_bet(report, unit),), _report_numbers(report, unit), form="box"),
-        Section("What is protected", (f"The guarantee is for one {unit}: {whole}.", meaning)),
+        Section("What is protected", (f"The guarantee is for one {unit}{whole}.", meaning)),
         Section("Against whom", (everyone,)),
         _what_readers_learn(report, unit),
         Section("The choice of hyper-parameters", (report.tuning,)),
@@ -381,8 +381,8 @@ def _guarantee_as_bet(report: PrivacyReport, unit: str) -> str:
 
 def _what_readers_learn(report: PrivacyReport, unit: str) -> Section:
     meaning = (
-        f"A false-positive rate is how often an attack says that one {unit} took part where it did not, and a "
-        f"true-positive rate is how often it says so where it did. Guessing about one {unit} makes both equal."
+        f"A false-positive rate is how often an attack says that one {unit} took part when that is wrong, and a "
+        f"true-positive rate is how often it says so when that is right. For a guess about one {unit}, both are equal."
     )
     rows = (
         (f"false-positive rate {100 * wrong:.4g} %", f"true-positive rate of at most {rounded_up(100 * right, 4)} %")
@@ -414,8 +414,8 @@ def _spent(report: PrivacyReport, unit: str) -> tuple[str, ...]:
         f"one {unit} contains it.",
         *([f"{report.ending}."] if report.ending else []),
         _target(report, unit),
-        f"Any result of the run is at most {factor} times as likely with one {unit} as {other}, and the other way "
-        f"round, except with a probability of {delta}.",
+        f"Any result of the run is at most {factor} times as likely with one {unit} as {other}, and vice versa, "
+        f"except with a probability of {delta}.",
     )
 
 

@@ -1,7 +1,8 @@
 """Statistics of private data, on the same exact noise as training: what surrounds a run, and costs as it does.
 
     budget = dpx.Budget(epsilon=0.1, delta=1e-6, steps=1)
-    age = dpx.statistics.release_mean(table[:, 0], low=0, high=100, noise_multiplier=budget, key=dpx.secret_key())
+    noise = {"noise_multiplier": budget, "key": dpx.secret_key()}
+    age = dpx.statistics.release_mean(table[:, 0], low=0, high=100, **noise)
     age.value, age.interval(0.95), age.event
 
 * How many, and how much: `release_count`, `release_sum`, `release_mean`, `release_histogram`, `release_quantiles`.
@@ -16,7 +17,7 @@ key: a secret PRNG key, (), of this release alone. The same question about the s
     repeat it costs nothing; another one with this key is refused. Whether it is refused shows whether the data are the
     same, which epsilon does not cover: take a new key for other data.
 noise: "gaussian" or "laplace". None is, for a budget without a ledger, the one that deviates less, and Gaussian
-    otherwise, because a ledger counts Laplace releases dearly. Laplace noise of multiplier b costs epsilon 1 / b at
+    otherwise, because Laplace releases are expensive in a ledger. Laplace noise of multiplier b costs epsilon 1 / b at
     delta 0.
 words: what is released, in one line, for its record.
 ledger: a `dpx.PrivacyLedger`, in which the release is paid for before it is made, for all records that a person owns
