@@ -205,11 +205,11 @@ million parameters, but not the table of words. With `two blocks`, that part is 
 `zeroth_order_sgd`, with 16 directions for the linear layer and 4 for the blocks. All take clip norm 1, delta 1e-5,
 Poisson sampling and PLD, and Adam, or SGD for zeroth order. The linear probe has 25 epochs of batches of 1,024. Six
 blocks have 6 epochs of film reviews or 3 of newsgroups, in batches of 512, or of 128 for zeroth order, because passes
-through them take long. Two blocks, and the `linear probe, two epochs` that compares with them, have 2 epochs in batches
-of 512, or 33 steps. Two blocks are on states that are computed once: a ninth of the work.
+through them are slow. Two blocks, and the `linear probe, two epochs` that compares with them, have 2 epochs in batches
+of 512, or 33 steps. Runs of two blocks start from states that are computed once, which is a ninth of the work.
 
-Rows of six blocks and linear probes had three trials of the learning rate at epsilon 2, whose choice is taken at every
-epsilon, and three without privacy. The rates of two blocks were not searched, but for BitFit (below). A trial trains on
+Rows of six blocks and linear probes had three trials of the learning rate at epsilon 2, whose best is used at every
+epsilon, and three without privacy. The rates of two blocks were not tuned, except for BitFit (below). A trial trains on
 four fifths of the training texts and is judged on the other fifth, so no choice used the test texts. The choice is
 not covered by the column `epsilon`, because the texts are public. The column `with a search` is epsilon if each run
 were the winner of `dpx.tuning.search` with three trials on average, judged on private texts with noise of 20 right
@@ -228,8 +228,8 @@ TABLE = """
 |---|---|---|---|---|---|---|---|---|
 """
 TRIALS = (
-    f"Accuracy in percent on the held-out texts, by learning rate, of seed {TUNING_SEED}. A row of the tables above is "
-    "there once all of its trials are."
+    f"Accuracy in percent on the held-out texts, by learning rate, of seed {TUNING_SEED}. A row of the tables above "
+    "appears once all of its trials are done."
 )
 MEMORY = """## Memory
 

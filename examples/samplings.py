@@ -312,9 +312,9 @@ HEAD = (
 
 NOTES = (
     "Neighbors differ by a null in place of one example. Each learning rate is the best of three to five trials with "
-    "another seed, on the last sixth of the training images. The trials climb by a factor of 2, from one start for all "
-    "methods. Their cost is not counted. Bands and lambda have the least error that noise leaves in the parameters, "
-    "which depends on no data. Rows of a batch are those that are computed, padding included."
+    "another seed, on the last sixth of the training images. They rise by factors of 2, from one start for all "
+    "methods. Their cost is not counted. Bands and lambda are those whose noise leaves the least error in the "
+    "parameters, which depends on no data. Rows of a batch are those that are computed, padding included."
 )
 
 

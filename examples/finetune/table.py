@@ -118,12 +118,12 @@ HEAD = """# Fine-tuning a language model
 A decoder of {parameters} parameters reads bytes. It was trained without privacy on the docstrings of Python's standard
 library, which are public. Then it is fine-tuned on the docstrings of the installed packages: {units} modules, one of
 which is the unit of privacy, with at most {most} rows of {length} bytes each. Another tenth of the modules is for
-testing, and is public. There are {canaries} more units, the canaries, which were made up: each writes a random number
-of six digits again and again. Each run has {steps} steps with {batch} units on average, clip norm {clip}, and delta
+testing, and is public. There are {canaries} more units, the canaries, which were made up: each repeats a random number
+of six digits. Each run has {steps} steps with {batch} units on average, clip norm {clip}, and delta
 {delta:g}. The runs with 300 units take these few modules, {few_batch} of them on average in each of {few_steps} steps,
 so that the model sees a module {few_times:.0f} times, and not once.
 
-The numbers are means over the seeds that are there (the smallest and the largest). Loss is in nats a byte on the test
+The numbers are means over the seeds so far (the smallest and the largest). Loss is in nats a byte on the test
 modules, and
 {before:.4f} before fine-tuning. Epsilon "inf" has the same clip norm and no noise. Learning rates (the same for every
 epsilon) were chosen by a few trials with another seed on the same test modules, which the cost does not cover. Noise is
@@ -138,7 +138,8 @@ Exposure is how many bits of a canary's number the model gives away, by its rank
 most {largest:.0f}; a model that knows nothing has {blind:.2f} on average
 ([docs/auditing.md](../../docs/auditing.md#what-a-trained-model-leaks)). Membership: the attack ranks modules by how far
 fine-tuning moved their loss, {members} that took part and {others} that did not. Guessing finds 1 %, 0.1 %, and has an
-area of 0.5 under the curve. With so few, the rate at 0.1 % is that above the largest score of the others.
+area of 0.5 under the curve. With so few modules, the rate at 0.1 % counts the scores above the largest one of the
+others.
 
 ![loss, exposure and membership against epsilon](finetune.svg)
 """

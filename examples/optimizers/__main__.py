@@ -148,9 +148,9 @@ NOTES = (
     "The differences are means of pairs with one seed, with their standard error. All rows of a task have one "
     "mechanism: DP-SGD on Poisson samples, with the same clip norm, noise, first parameters and batches. "
     f"[The formulas](../../examples/optimizers/transforms.py). Each learning rate is the best of at most {MOST_TRIALS} "
-    "trials with another seed, on a sixth of the training data. They climb by a factor of 2, from one start for all "
-    "rows like SGD, and one for all like Adam. An optimizer with a number of its own has two values of it, each with "
-    "such trials."
+    "trials with another seed, on a sixth of the training data. They rise by factors of 2, from one start for all "
+    "rows like SGD and another for all like Adam. An optimizer with a further number was tried with two values of it, "
+    "each with such trials."
 )
 
 

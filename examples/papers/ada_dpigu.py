@@ -71,11 +71,11 @@ TRUTH_3 = (
     "than needed: by PLD, {true}."
 )
 TRUTH_4 = (
-    "{cost} Its noise is by an accountant that is sound for DP-SGD, but loose: see the true epsilon. DPSUR's rows of "
-    "the table (printed: {dpsur}) are not run. It makes an update, releases whether the noisy loss fell, and takes "
-    "back the updates that failed; its cost counts the accepted ones only. But each attempt reads the data twice, and "
-    "that it failed is released too, so the cost must count all attempts (docs/papers.md has numbers). Without "
-    "privacy, the paper has {open_:.2f} %. `handcrafted` is a linear model on scattering features, trained for 10 "
+    "{cost} Its noise comes from an accountant that is sound for DP-SGD but loose, as the true epsilon shows. DPSUR's "
+    "rows of the table (printed: {dpsur}) are not run. It makes an update, releases whether the noisy loss fell, and "
+    "takes back the updates that failed; its cost counts only the accepted ones. But each attempt reads the data "
+    "twice, and a failure is released too, so the cost must count all attempts (docs/papers.md has numbers). Without "
+    "privacy, the paper reaches {open_:.2f} %. `handcrafted` is a linear model on scattering features, trained for 10 "
     "epochs of batches of {batch}."
 )
 CNN: dict[str, Any] = dict(

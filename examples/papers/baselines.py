@@ -20,7 +20,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "clip per layer": {"per_layer": True},
 }
 TRUTH = (
-    "The cost of all of these is sound: it is that of DP-SGD. `DP-SGD` has tanh, the tempered sigmoid of Papernot et "
+    "The cost of all of these is sound: it is that of DP-SGD. `DP-SGD` uses tanh, the tempered sigmoid of Papernot et "
     "al. (https://arxiv.org/abs/2007.14191), and one clip norm; the others change one thing. Adaptive clipping "
     "(https://arxiv.org/abs/1905.03871) follows the median norm, whose noisy estimate is part of the cost. AdaClip "
     "(https://arxiv.org/abs/1908.07643) standardizes each coordinate by released averages; the paper divides by an "

@@ -91,9 +91,9 @@ TRUTH = (
     "The paper compares methods at one noise multiplier, {noise}, of which the one that falls (by the fourth root of "
     "the epoch) costs {falling} and the one that does not costs {static}; so DP-SGD is also run at the epsilon of the "
     "first. The paper says that a projection of the clipped gradient costs nothing. That is false, because it can "
-    "lengthen the gradient. In `D2P2-SGD, sum projected`, the published order, the noise is sqrt(2) times as large for "
-    "that. The other rows project each example before it is normalized, which costs nothing. Projections are "
-    "count-sketches, because the paper's dense Gaussian matrix does not fit into memory."
+    "lengthen the gradient. In `D2P2-SGD, sum projected`, the published order, the noise is sqrt(2) times as large to "
+    "account for that. The other rows project each example before it is normalized, which costs nothing. Projections "
+    "are count-sketches, because the paper's dense Gaussian matrix does not fit into memory."
 )
 AS_IN_FIGURE_9 = "not stated for this figure, taken as 1.0, which is that of Figure 9"
 
@@ -120,8 +120,9 @@ SHORT = dict(epochs=1.0, batch_size=512, microbatch_size=None)
 SHORTEST = SHORT | {"epochs": 0.5, "batch_size": 256}
 PAPER_LENGTH = dict(epochs=40.0, batch_size=1024, microbatch_size=256)
 SHORTER = (
-    "the paper's, but for {epochs} of batches of {batch} in place of 40 epochs of 1,024. The noise of each row is what "
-    "costs its epsilon then, and falls along the same curve in 40 blocks; --real has the paper's length."
+    "the paper's, but for {epochs} of batches of {batch} in place of 40 epochs of 1,024. The noise of each row is "
+    "what its epsilon allows at this length, and falls along the same curve in 40 blocks; --real has the paper's "
+    "length."
 )
 DIGITS = dict(epochs=8.0, batch_size=400, microbatch_size=None)
 FASHION: dict[str, Any] = dict(

@@ -75,8 +75,9 @@ def table_4(thousands: int) -> Experiment:
         f"shared among {users:,} users of equal expected size and unequal taste (25 images each, on average), made "
         "smaller to 14 x 14; tested on 1,000 other real digits. The text of the paper that we have does not say how "
         "many users there are, which network they train, or how: those are ours, and a linear model is far from the "
-        "paper's network, so compare rows, not with the paper's accuracies. A real digit has deformations among many "
-        "users, so this epsilon protects a user of the simulation, and not the writer of a digit.",
+        "paper's network, so compare the rows with each other, not with the paper's accuracies. A real digit has "
+        "deformations among many users, so this epsilon protects a user of the simulation, and not the writer of a "
+        "digit.",
         real=dict(dataset="mnist", model="adadpigu_cnn_printed", task_options={"pool": 1}),
         tune_at=0.4,
         smoke=dict(

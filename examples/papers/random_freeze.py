@@ -85,7 +85,10 @@ def table_1(
 
 MNIST5K = dict(dataset="mnist5k", batch_size=400, clip_norm=0.1, momentum=0.9)
 SMALL = "CIFAR-10 was not available. 4,000 digits of mnist5k, sampled at a rate of 0.1 instead of 0.02, and {model}"
-FEWER = "With so few examples, the noise is far larger than the paper's: compare rows, not with the paper's accuracies."
+FEWER = (
+    "With so few examples, the noise is far larger than the paper's: compare the rows with each other, "
+    "not with the paper's accuracies."
+)
 MLP = SMALL.format(model="an MLP with 101,770 parameters instead of the CNN with 550,570. ") + FEWER
 PAPERS = dict(dataset="cifar10", batch_size=1000, microbatch_size=64)
 
