@@ -2,6 +2,9 @@
 
     pip install '.[benchmarks]' keras && python -m benchmarks.peers
 
+With `--head`, it runs what the repository of jax_privacy has in place of its release, and writes peers_head.md: install
+that, with optax and dp-accounting from their repositories.
+
 Counted is all but the data and the model: no blank lines, comments or docstrings. Statements are counted too, because
 they do not depend on how the lines are broken.
 """
@@ -28,6 +31,7 @@ PROGRAMS = {
     "jax_privacy, Keras": "jax_privacy_keras_cnn",
     "Opacus": "opacus_cnn",
 }
+HEAD = PROGRAMS | {"jax_privacy, JAX": "jax_privacy_trainer_cnn"}
 PACKAGES = ("jax", "optax", "flax", "dp-accounting", "jax-privacy", "keras", "opacus", "torch", "numpy", "scikit-learn")
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
@@ -60,17 +64,21 @@ def version(package: str) -> str:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3, help="of each program, with fresh weights, batches and noise")
-    runs = parser.parse_args().runs
+    parser.add_argument("--head", action="store_true", help="jax_privacy is installed from its repository")
+    given = parser.parse_args()
+    runs = given.runs
     versions = ", ".join([f"python {platform.python_version()}", f"dpx {dpx.__version__}", *map(version, PACKAGES)])
     table, outputs = [], []
-    for name, program in PROGRAMS.items():
+    for name, program in (HEAD if given.head else PROGRAMS).items():
         lines, statements = counted(HERE / f"{program}.py")
         said = [printed(program) for _ in range(runs)]
         accuracies = ", ".join(found[1] if (found := re.search(r"accuracy (\S+),", line)) else "-" for line in said)
         epsilon = found[1] if (found := re.search(r"epsilon (\S+)", said[-1])) else "-"
         table.append(f"| {name} | {lines} | {statements} | {accuracies} | {epsilon} |")
         outputs += [f"{program}: {line}" for line in said]
-    head = f"`python -m benchmarks.peers --runs {runs}`, {datetime.date.today()}, {report.processor()}. {versions}."
+    name = "peers_head" if given.head else "peers"
+    command = f"python -m benchmarks.peers --runs {runs}{' --head' * given.head}"
+    head = f"`{command}`, {datetime.date.today()}, {report.processor()}. {versions}."
     text = [
         head,
         "The same CNN on scikit-learn's digits (1,400 to train, 397 to test), Poisson sampling at rate 0.1, 100 steps "
@@ -79,7 +87,7 @@ def main():
         "| program | lines | statements | test accuracy | epsilon |\n|---|---|---|---|---|\n" + "\n".join(table),
         "Printed:\n\n```text\n" + "\n".join(outputs) + "\n```",
     ]
-    (report.RESULTS / "peers.md").write_text("\n\n".join(text) + "\n")
+    (report.RESULTS / f"{name}.md").write_text("\n\n".join(text) + "\n")
 
 
 if __name__ == "__main__":
