@@ -35,7 +35,7 @@ def batch_size(examples: Tree) -> int:
 
 
 def require_arrays(data: Any):
-    """Raises ValueError for pandas objects, whose rows are read by label, for sparse matrices, and for words."""
+    """Raises ValueError for pandas objects, whose rows are read by label, for sparse matrices, masks, and words."""
     try:
         leaves = jax.tree.leaves(data)
     except ValueError:
@@ -51,10 +51,20 @@ def require_arrays(data: Any):
             )
         if scipy.sparse.issparse(leaf):
             raise ValueError(f"data must hold dense arrays, got {type(leaf)}: .toarray(), or a source of dense rows")
+        refuse_mask(leaf)
         dtype = getattr(leaf, "dtype", None)
         if getattr(dtype, "kind", "") in NO_NUMBERS or getattr(dtype, "names", None):
             advice = "give the columns of numbers, with a number in place of each word or date"
             raise ValueError(f"every array must hold numbers, got {described(leaf)}: {advice}")
+
+
+def refuse_mask(leaf: Any):
+    """Raises ValueError for a masked array, because NumPy and JAX lose its mask, and then what it hides counts."""
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise ValueError(
+            f"data must hold arrays without a mask, got {described(leaf)}: its mask would be lost, and what it hides "
+            "would count. Give array.filled(numpy.nan) to a statistic, and leave such rows out of training"
+        )
 
 
 def find_state(tree: Tree, kind: type[State], called: str) -> State:

@@ -284,6 +284,11 @@ REFUSED = {
     "no source": (lambda: iter([1, 2]), "data must be a pytree of arrays .*, or a source"),
     "sparse": (lambda: DATA | {"x": scipy.sparse.csr_array(DATA["x"])}, "must hold dense arrays, .*csr_array.*toarray"),
     "a sparse matrix": (lambda: scipy.sparse.csr_matrix(DATA["x"]), "data must hold dense arrays"),
+    "a mask": (
+        lambda: DATA | {"x": np.ma.array(DATA["x"], mask=DATA["x"] > 0)},
+        "data must hold arrays without a mask",
+    ),
+    "items with a mask": (lambda: Broken(lambda item: item | {"x": np.ma.array(item["x"])}), "arrays without a mask"),
     "texts": (lambda: ["text"] * 60, "data must be a pytree of arrays"),
     "items that are texts": (lambda: "x" * 60, "an item of data must be a pytree of arrays and numbers, got 'x'"),
     "items without arrays": (lambda: Source.of(__getitem__=lambda self, n: None), "an item of data"),

@@ -605,6 +605,7 @@ def test_a_metric_of_some_examples_must_not_show_how_many():
         (lambda: statistics.release_count(np.zeros(0), **asked()), "N of at least 1"),
         (lambda: statistics.release_count([True] * 9 + [2], **asked()), "whose dtype no record decides"),
         (lambda: statistics.release_histogram([2**53 + 1, math.nan], categories=[1], **asked()), "no record decides"),
+        (lambda: statistics.release_histogram(np.ma.array(["a"]), categories=["a"], **asked()), "without a mask"),
         (lambda: statistics.release_count(np.array(["a"]), **asked()), "numbers or bools"),
         (lambda: statistics.release_sum(np.array(["a"]), low=0, high=1, **asked()), "must hold numbers"),
         (lambda: statistics.release_mean(np.ones(3), low=1, high=1, **asked()), "low must be below high"),

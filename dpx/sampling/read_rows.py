@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx import keys
-from dpx.trees import Tree, batch_size, described, require_arrays
+from dpx.trees import Tree, batch_size, described, refuse_mask, require_arrays
 
 Rows = Callable[[np.ndarray, np.ndarray, int], Tree]  # from indices, int32 (B,), `included`, bool (B,), and a step
 
@@ -178,6 +178,7 @@ def read_rows(array: Any, indices: np.ndarray) -> Any:
 
 def _copied(leaf: Any) -> np.ndarray:
     """An array of its own, because a source may reuse its buffer. (torch's tensors warn of `np.array`.)"""
+    refuse_mask(leaf)
     return np.asarray(leaf).copy()
 
 

@@ -18,7 +18,7 @@ from dpx.accounting.pure import PureDpEvent
 from dpx.sampling.schemes import FullBatch
 from dpx.sampling.users import UserData
 from dpx.statistics.noise import LARGEST_SUM, Noise, UnitSensitivity, key_of_query, padded_size
-from dpx.trees import described, require_arrays
+from dpx.trees import described, refuse_mask, require_arrays
 from dpx.validation import require_floats, require_number, require_open_fraction, require_text
 
 RELATION = "zero_out"
@@ -61,6 +61,7 @@ def records_of(data: Any, *, numbers: bool = True) -> StatisticRecords:
     """
     users = isinstance(data, UserData)
     values = data.kept if users else data
+    refuse_mask(values)
     if numbers:
         require_arrays(values)
     elif not hasattr(values, "dtype"):
