@@ -835,6 +835,13 @@ def test_with_64_bits(name, dtype):
         assert_agrees(loss, *real, norms=clipping, microbatch_size=2 if dtype == np.float64 else None)
 
 
+def test_what_stop_gradient_keeps_from_the_gradient_is_no_use():
+    def loss(w, x):
+        return jnp.sum(jnp.sin(x[0] @ w) * jax.lax.stop_gradient(jnp.tanh(x[1] @ w)))
+
+    assert ways(loss, normal(1, 4, 3), normal(2, 5, 2, 4)) == {"": WAYS["outer"]}
+
+
 def test_enough_animals():
     followed = [name for name, (_, expected, _) in ZOO.items() if not expected <= {WAYS["gradient"], WAYS["small"]}]
     assert len(followed) >= 100 and len(ZOO) - len(followed) >= 8
