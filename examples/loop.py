@@ -168,6 +168,7 @@ def conclude(folder, config: Config, report: dpx.reports.PrivacyReport, result: 
     """The files to read after a run; all but config.json and the checkpoints may be shared."""
     records.replace_file(folder.path / "privacy_report.json", report.to_json() + "\n")
     records.replace_file(folder.path / "privacy_report.md", report.to_markdown() + "\n")
+    records.replace_file(folder.path / "privacy_report.html", report.to_html())
     shared = {name: value for name, value in config.as_dict().items() if name != "seed"}
     numbers = {name: value for name, value in dataclasses.asdict(result).items() if value == value}  # JSON has no NaN
     summary = {"result": numbers, "config": shared, "versions": records.versions()}

@@ -459,6 +459,9 @@ def test_a_report_begins_with_a_bet(noise):
     first, page = sections_of(report)[0], report.to_html()
     (right,) = re.findall(r"is right at most (\d+) times", first.sentences[0])
     assert 50 + 50 * report.attacks.advantage <= int(right) < 51 + 50 * report.attacks.advantage
+    of_two = re.findall(r"is right at most (\d+) times", first.sentences[1])
+    assert [2 * int(right) - 51 <= int(two) <= 2 * int(right) - 50 for two in of_two] == [True] * len(of_two)
+    assert bool(of_two) == (report.attacks.advantage <= 0.48)
     assert first.form == "box" and ("who is protected", "one patient") in first.rows
     assert page.index('<div class="box">') < page.index(first.sentences[0]) < page.index("</div>") < page.index("<svg")
     folded = re.findall(r"<details>\n?<summary>(.*?)</summary>", page)
@@ -467,13 +470,14 @@ def test_a_report_begins_with_a_bet(noise):
 
 
 def test_all_forms_of_a_report_hold_the_same_facts():
-    """Plain words first, each with its unit; every sentence and number is in the text, the Markdown and the HTML."""
+    """Plain words first, each number with its unit; every sentence and number is in the text, Markdown and HTML."""
     for sampling in (Poisson(0.01), Fixed(), Shuffled()):
         report = reports.privacy_report(Mechanism(3.0, sampling), 9, delta=1e-6, unit="patient", name="a|b *c* <i>")
         sections = sections_of(report)
         plain = [section for section in sections if section.title != "In the words of the code"]
         assert sections.index(plain[-2]) == len(plain) - 2  # the code words stand below
-        assert all("patient" in sentence for section in plain for sentence in section.sentences)
+        sentences = [sentence for section in plain for sentence in section.sentences]
+        assert all("patient" in sentence for sentence in sentences if re.search(r"\d", sentence))
         forms = str(report), re.sub(r"\\(.)", r"\1", report.to_markdown()), html.unescape(report.to_html())
         facts = [words for section in sections for words in (section.title, *section.sentences, *sum(section.rows, ()))]
         for form in forms:

@@ -208,7 +208,8 @@ def test_a_run_writes_its_files(whole):
     assert result.steps == 29 and result.parameters == 650 and 0.5 < result.accuracy <= 1
     assert result.epsilon == pytest.approx(dpx.epsilon(dp_sgd(DIGITS, 2.0), 29, delta=1e-5), rel=1e-4)
     names = {"config.json", "checkpoints", "metrics.jsonl", "accuracy_and_epsilon.png", "result.json"}
-    assert {path.name for path in folder.iterdir()} == names | {"privacy_report.json", "privacy_report.md"}
+    names |= {f"privacy_report.{kind}" for kind in ("html", "json", "md")}
+    assert {path.name for path in folder.iterdir()} == names
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [4, 8, 12, 16, 20, 24, 28, 29]
     assert rows[-1]["epsilon"] == result.epsilon and rows[-1]["test_accuracy"] == result.accuracy

@@ -216,8 +216,8 @@ def test_the_report_says_user():
     mechanism = dp_sgd(mechanism.sampling, 2.0)
     report = dpx.privacy_report(mechanism, 1, delta=1e-3, unit="user")
     assert report.unit == "one user" and "| who is protected | one user |" in report.to_markdown()
-    limits = "\n".join(report.caveats)
-    for words in ("nulling one user", "of one user are not private", "they mean user"):
+    limits = "\n".join((*report.conditions, *report.caveats))
+    for words in ("nulling one user", "computed from one user are not private", "they mean user"):
         assert words in limits
     assert "user" not in str(dpx.privacy_report(mechanism, 1, delta=1e-3))
 

@@ -42,7 +42,8 @@ class PrivacyReport:
     budget: the `dpx.Budget` that the noise was calibrated to, the target; None without one, and for a search.
     attacks: what epsilon means for an attacker. attack_curve: pairs (false positive rate, largest true positive rate of
         any attack) of floats, at 41 rates. tuning: whether epsilon covers the choice of hyper-parameters, in words.
-    events: the releases, one sentence each. versions: by package. caveats: what the guarantee does not cover.
+    events: the releases, one sentence each. versions: by package. conditions: what must hold, which the run could not
+        check. caveats: what the guarantee does not cover.
     date: of the report, in UTC, such as "2026-01-31". name: of the run, in one line, or None.
     dataset: the name of the data, in one line, or None. rows: int, how many units the sampling draws from.
 
@@ -64,6 +65,7 @@ class PrivacyReport:
     tuning: str
     events: tuple[str, ...]
     versions: dict[str, str]
+    conditions: tuple[str, ...]
     caveats: tuple[str, ...]
     date: str
     records: int = 1
@@ -201,6 +203,7 @@ def privacy_report(
         tuning=words,
         events=from_event(event).words(),
         versions={"python": platform.python_version()} | {p.removesuffix("-jax"): version_of(p) for p in _PACKAGES},
+        conditions=conditions(drawn, records),
         caveats=(
             *caveats(drawn, relation, records, on_a_tpu=cost.normal_sampler.slope > 0),
             *((run.explain(delta, relation),) if (run := from_event(event).whole_run) else ()),
@@ -280,31 +283,32 @@ _RELATIONS = {  # how neighboring data sets differ: as a question, as the altern
     ),
 }
 _OF_ONE = (
-    "Neighboring data sets differ {differ}. The size of the data set, counted by {unit}, is treated as public.",
-    "Whoever has one {unit} and a second {unit} in the data is protected less: with twice this epsilon and with "
-    "1 + e^epsilon times this delta.",
+    "The size of the data set, counted by {unit}, is public. For specialists: neighboring data sets differ {differ}."
 )
 _OF_PERSONS = (
-    "Neighboring data sets differ by nulling all records of one {unit}: nulls keep their rows and count nowhere. The "
-    "size of the data set, counted by record, is treated as public.",
-    "The run did not check that the records of one {unit} are all that this person owns. If records were left out so "
-    "that nobody owns more, who owns which record counts as public.",
-    "Whoever owns more records than one {unit} is protected less: with up to twice as many, with twice this epsilon "
-    "and with 1 + e^epsilon times this delta.",
+    "The size of the data set, counted by record, is public. For specialists: neighboring data sets differ by nulling "
+    "all records of one {unit}; nulls keep their rows and count nowhere."
+)
+_ALL_OF_A_PERSON = (
+    "The records of one {unit} are all that this person owns, which the run did not check. If records were left out "
+    "so that nobody owns more, who owns which record counts as public."
+)
+_CONDITIONS = (
+    "No other release was made from the same data, such as another run or a statistic. Each one adds to what is spent "
+    "for one {unit} (dpx.compose_runs computes the total).",
+    "The keys of the noise and of the sampling are secret, and served no other run.",
+    "The batches were drawn as the sampling, which is named at the end, says.",
+    "Losses, gradients and clipping statistics, and the logs and checkpoints that may hold them, stay with whoever may "
+    "read the data: those that are computed from one {unit} are not private, unless noise was added and epsilon "
+    "includes it.",
+    "The machine that ran the training is trusted: whoever reads its memory reads the data as they are.",
 )
 _OUTSIDE = (
     "What the data of others reveal may also be true of one {unit}, and is not hidden.",
-    "Any other release from the same data, such as another run or a statistic, adds to what is spent for one {unit}: "
-    "dpx.compose_runs computes the total.",
-    "The guarantee for one {unit} holds only while the keys of the noise and of the sampling are secret, and only if "
-    "the batches were drawn as the sampling below says.",
-    "Losses, gradients and clipping statistics that are computed from the data of one {unit} are not private, unless "
-    "noise was added to them and epsilon includes it; checkpoints and logs of the run may hold them.",
-    "The machine that ran the training is trusted: whoever reads its memory reads the data of one {unit} as they are.",
-    "The time of each step and the sizes of the batches are not part of the release: whoever sees them may learn in "
-    "which steps one {unit} takes part, and epsilon does not cover that.",
-    "The noise that protects one {unit} comes from a cipher with the secret key, and counts as random: whoever breaks "
-    "the cipher can subtract the noise.",
+    "The time of each step and the sizes of the batches are no part of the release: whoever sees them may learn in "
+    "which steps one {unit} takes part.",
+    "The noise comes from a cipher with the secret key, and counts as random: whoever breaks the cipher can subtract "
+    "it.",
 )
 _NOT_EXAMPLES = (
     "The sampling and the clipping must have treated one {drawn} as one record: where the pipeline and the sampling "
@@ -316,10 +320,19 @@ _ON_A_TPU = (
     "float32 additions do."
 )
 _TUNING = {
-    None: "Not included: if hyper-parameters, such as the learning rate, were chosen by runs on the same data, that "
-    "cost one {unit} more than is stated here.",
-    "public": "Public data: hyper-parameters were chosen without any run on the private data of one {unit}.",
+    None: "Settings such as the learning rate (hyper-parameters) were chosen without any run on these data. If not, "
+    "each of those runs cost one {unit} more than is stated here.",
+    "public": "Settings such as the learning rate (hyper-parameters) were chosen on public data, without any run on "
+    "the private data of one {unit}.",
 }
+
+
+def conditions(drawn: str, records: int) -> tuple[str, ...]:
+    """What the guarantee rests on and the run could not check, one sentence each. drawn, records: as of `caveats`."""
+    unit = unit_in_words(records, drawn)
+    of_persons = () if records == 1 else (_ALL_OF_A_PERSON,)
+    of_units = () if drawn == "example" else (_NOT_EXAMPLES,)
+    return tuple(words.format(unit=unit, drawn=drawn) for words in (*of_persons, *_CONDITIONS, *of_units))
 
 
 def caveats(drawn: str, relation: str, records: int, *, on_a_tpu: bool = False) -> tuple[str, ...]:
@@ -330,11 +343,9 @@ def caveats(drawn: str, relation: str, records: int, *, on_a_tpu: bool = False) 
     """
     unit = unit_in_words(records, drawn)
     differ = _RELATIONS[relation][2].format(unit=unit)
-    of_units = () if drawn == "example" else (_NOT_EXAMPLES,)
     of_place = (_ON_A_TPU,) if on_a_tpu else ()
-    first, *others = _OF_ONE if records == 1 else _OF_PERSONS
-    sentences = (*others, *_OUTSIDE, *of_units, *of_place, first)
-    return tuple(words.format(unit=unit, differ=differ, drawn=drawn) for words in sentences)
+    sentences = (*_OUTSIDE, *of_place, _OF_ONE if records == 1 else _OF_PERSONS)
+    return tuple(words.format(unit=unit, differ=differ) for words in sentences)
 
 
 def sections_of(report: PrivacyReport) -> tuple[Section, ...]:
@@ -347,49 +358,72 @@ def sections_of(report: PrivacyReport) -> tuple[Section, ...]:
         whole = ", which is one record of the data set" if unit == "example" else whole
     question = _RELATIONS[report.relation][0].format(unit=unit)
     meaning = (
-        f"From everything that the run released, nobody can tell well {question}. Epsilon says how well: at 0 they "
-        "cannot tell at all, up to 1 is called strong protection, and above 10 weak. Delta is roughly the probability "
-        "that this fails."
+        f"From all that the run released, nobody can tell well {question}; the box says how well at most. So the "
+        f"content of one {unit} is protected too: what can be inferred of it can be inferred nearly as well from "
+        f"{others} alone."
     )
-    everyone = (
-        f"The guarantee for one {unit} holds against everyone who sees the trained model, even after every step, "
-        f"and the public state, whatever they know about {others}, and however long they compute."
+    published = (
+        f"The trained parameters, even those after every step, and the public part of the optimizer's state: the "
+        f"guarantee for one {unit} holds against everyone who sees them, whatever they know about {others}, and "
+        "however long they compute."
     )
     return (
-        Section("In short", (_guarantee_as_bet(report, unit),), _report_numbers(report, unit), form="box"),
-        Section("What is protected", (f"The guarantee is for one {unit}{whole}.", meaning)),
-        Section("Against whom", (everyone,)),
+        Section("In short", _guarantee_as_bet(report, unit), _report_numbers(report, unit), form="box"),
+        Section("What is protected", (f"The guarantee is for one {unit}{whole}.", meaning, *_strength(report, unit))),
+        Section("What may be published", (published,)),
+        Section("What to confirm before you publish", (*report.conditions, report.tuning)),
+        Section("What is not protected", report.caveats),
         _what_readers_learn(report, unit),
-        Section("The choice of hyper-parameters", (report.tuning,)),
-        Section("Outside of the guarantee", report.caveats),
-        Section("How much is spent", (*_spent(report, unit), *report.attacks.sentences(unit)[-1:]), form="folded"),
+        Section("How much is spent", (*_spent(report, unit), *report.attacks.sentences(unit)), form="folded"),
         Section("In the words of the code", rows=_code_versions_in_words(report), form="folded"),
         Section("Mechanism", code=report.mechanism, form="folded"),
     )
 
 
-def _guarantee_as_bet(report: PrivacyReport, unit: str) -> str:
-    """The guarantee as a bet on a coin: of 100 guesses, (1 + advantage) / 2 are right at most; rounded up."""
-    right = math.ceil(50 * (1 + report.attacks.advantage))
+def _guarantee_as_bet(report: PrivacyReport, unit: str) -> tuple[str, ...]:
+    """The guarantee as a bet on a coin: of 100 guesses, (1 + advantage) / 2 are right at most; rounded up.
+
+    The advantage is a distance between what is released with and without, so two of them bound that of two.
+    """
+    right, of_two = (math.ceil(50 * (1 + min(1.0, times * report.attacks.advantage))) for times in (1, 2))
     if right >= 100:
-        return f"An attacker may be certain whether one {unit} took part: this run does NOT protect against that."
+        return (f"An attacker may be certain whether one {unit} took part: this run does NOT protect against that.",)
+    most = f"such an attacker is right at most {of_two} times" if of_two < 100 else "such an attacker may be certain"
+    if report.records == 1:
+        less = f"One {unit} and a second one, of the same person say, are protected less together: {most}."
+    else:
+        less = f"With up to twice the records of one {unit}, a person is protected less: {most}."
     return (
         f"An attacker who asks whether one {unit} took part, and would guess right 50 times in 100 without the results "
-        f"of this run, is right at most {right} times in 100 with them, whatever the attacker knows about others."
+        f"of this run, is right at most {right} times in 100 with them, whatever the attacker knows about others.",
+        less,
+    )
+
+
+def _strength(report: PrivacyReport, unit: str) -> tuple[str, ...]:
+    """What epsilon and delta are, and how strong such an epsilon is called."""
+    if math.isinf(report.spent):
+        return ()
+    grades = ((1, "strong"), (10, "reasonable"), (math.inf, "weak"))
+    called = next(grade for most, grade in grades if report.spent <= most)
+    return (
+        "Epsilon measures this, and smaller is better. Up to 1 is called strong, up to 10 reasonable, and more weak "
+        f"(Ponomareva et al. 2023, arXiv:2303.00654), so {rounded_up(report.spent, 3)} for one {unit} is {called}. "
+        f"Delta, here one in {math.floor((1 + 1e-9) / report.delta):,}, is roughly the probability that epsilon says "
+        "too little; the box counts that in.",
     )
 
 
 def _what_readers_learn(report: PrivacyReport, unit: str) -> Section:
     meaning = (
-        f"A false-positive rate is how often an attack says that one {unit} took part when that is wrong, and a "
-        f"true-positive rate is how often it says so when that is right. For a guess about one {unit}, both are equal."
+        f"An attack says of whom it believes that they took part. The table says how many it finds of those who did, "
+        f"at most, if it is wrong about so many of those who did not. Guessing about one {unit} finds as many of both."
     )
     rows = (
-        (f"false-positive rate {100 * wrong:.4g} %", f"true-positive rate of at most {rounded_up(100 * right, 4)} %")
+        (f"wrong about {100 * wrong:.4g} % of the others", f"finds at most {rounded_up(100 * right, 4)} %")
         for wrong, right in report.attack_curve[:-1:10]
     )
-    sentences = (meaning, *report.attacks.sentences(unit)[:-1])
-    return Section("What an attacker can learn", sentences, (*rows,), picture=attack_curve(report.attack_curve, unit))
+    return Section("What an attacker can learn", (meaning,), (*rows,), picture=attack_curve(report.attack_curve, unit))
 
 
 def _spent(report: PrivacyReport, unit: str) -> tuple[str, ...]:
@@ -406,7 +440,9 @@ def _spent(report: PrivacyReport, unit: str) -> tuple[str, ...]:
     other = _RELATIONS[report.relation][1].format(unit=unit)
     return (
         f"The epsilon that counts for one {unit} is {rounded_up(spent, 6)} at delta {delta}, for {report.steps} steps. "
-        "It is an upper bound, the least of those below.",
+        "It is the least of the upper bounds below.",
+        f"Whoever has twice as much in the data as one {unit} has twice this epsilon, and 1 + e^epsilon times this "
+        "delta.",
         f"For one {unit}, this epsilon includes {rounded_up(added['epsilon'], 2)}, and delta includes "
         f"{rounded_up(added['delta'], 2)}, because computer noise takes finitely many values.",
         f"Rounding can lengthen what one {unit} adds to a sum, by at most {rounded_up(ETA, 3)} of the clip norm (eta)"
@@ -415,7 +451,7 @@ def _spent(report: PrivacyReport, unit: str) -> tuple[str, ...]:
         *([f"{report.ending}."] if report.ending else []),
         _target(report, unit),
         f"Any result of the run is at most {factor} times as likely with one {unit} as {other}, and vice versa, "
-        f"except with a probability of {delta}.",
+        f"except with a probability of {delta}. That is the most for a single result; the box counts all.",
     )
 
 
@@ -438,13 +474,15 @@ def _target(report: PrivacyReport, unit: str) -> str:
 def _report_numbers(report: PrivacyReport, unit: str) -> tuple[tuple[str, str], ...]:
     budget = report.budget
     each = unit if report.records == 1 else "record"
-    data = ", ".join(filter(None, [report.dataset, f"{report.rows:,} units, each one {each}" if report.rows else ""]))
+    kind = "records" if each in ("example", "record") else f"records, each of one {each}"
+    rows = f"{report.rows:,} {kind}" if report.rows else ""
+    data = ", ".join(filter(None, [report.dataset, rows]))
     target = rounded_up(budget.epsilon, 6) if budget is not None and budget.records == report.records else "none"
     return (
         *((("run", report.name),) if report.name else ()),
         *((("data", data),) if data else ()),
         ("date", report.date),
-        ("who is protected", f"one {unit}"),
+        ("who is protected", f"one {unit}" + (" (a record of the data set)" if unit == "example" else "")),
         (f"epsilon of one {unit}, spent", rounded_up(report.spent, 6)),
         (f"epsilon of one {unit}, target", target),
         (f"delta of one {unit}", rounded_up(report.delta, 6)),
