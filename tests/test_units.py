@@ -413,7 +413,7 @@ def test_gradients_of_a_scan_count_whole_on_a_tpu():
     assert np.array_equal(beside, alone / 2) or np.array_equal(beside, alone)
 
 
-def test_gradients_of_a_tied_table_are_those_of_all_uses_on_a_tpu():
+def test_gradients_of_a_tied_table_are_those_of_all_uses_on_a_tpu(monkeypatch):
     """Of one example alone, and beside one that holds NaN and looks up rows that are not there, before its own."""
 
     def loss(table, row):
@@ -421,6 +421,7 @@ def test_gradients_of_a_tied_table_are_those_of_all_uses_on_a_tpu():
         read = table.at[tokens].get(mode="fill", fill_value=0)
         return jnp.sum(jnp.sin((jnp.tanh(read) + x) @ table.T))
 
+    monkeypatch.setattr(algorithms, "SMALL_TABLE", 0)
     rng, made = np.random.default_rng(0), mechanism(CLIP_NORM)
     table, x = jnp.asarray(rng.standard_normal((30, 8)), jnp.float32), rng.standard_normal((2, 300, 8), np.float32)
     tokens = rng.integers(0, 9, (2, 300)).astype(np.int32)

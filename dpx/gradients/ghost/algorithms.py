@@ -217,6 +217,7 @@ DENSE_GRADIENT_SLOWDOWN = 1.1  # the cost of an operation of a dense layer's per
 KEPT_ON_DEVICES = 2.0  # on several devices, a gradient with more numbers than this for each of its records is too large
 CONVOLUTION_GRADIENT_SLOWDOWN = 4.0  # as for a dense layer, because `jax.vmap` turns a convolution into a grouped one
 TILE = 16  # rows of bfloat16 that a TPU stores together
+SMALL_TABLE = 2**20  # bytes, for which the kernels of `tied_gradients` take longer than the backward pass
 
 
 class Uses(NamedTuple):
@@ -401,7 +402,10 @@ def _rows_sum(uses: Uses, shape: tuple[int, ...], records: Any, factors: jax.Arr
 def _tied_cost(uses: Uses, scaled: bool) -> float | None:
     if scaled or not uses.tied or current_place().platform != "tpu" or current_place().devices > 1:
         return None
-    return sum(map(gradient_operations, uses.sites)) + _gradient_memory_cost(uses.sites[uses.tied[1]], uses.slices)
+    product = uses.sites[uses.tied[1]]
+    if 4 * _parameter_size(product) <= SMALL_TABLE:
+        return None
+    return sum(map(gradient_operations, uses.sites)) + _gradient_memory_cost(product, uses.slices)
 
 
 def tied_gradients(uses: Uses, records: Captured) -> jax.Array:
