@@ -487,6 +487,18 @@ def test_no_row_reaches_another_in_random_convolutions(seed, path):
     assert_apart(program(seed), path)
 
 
+def test_no_row_reaches_another_in_a_convolution_in_float64():
+    """It has no groups, but under jax.vmap its rows are groups, of which a CPU makes one convolution with zeros."""
+    with jax.enable_x64(True):
+        x, k = jnp.asarray(RNG.normal(size=(ROWS, 1, 2, SIZE))), jnp.asarray(RNG.normal(size=(2, 2, 3)))
+        assert x.dtype == np.float64 and may_mix_rows(jax.make_jaxpr(convolution)(x[0], k))
+        gradient = jax.grad(lambda k, x: jnp.sum(jnp.tanh(convolution(x, k))))
+        run = jax.jit(jax.vmap(with_rows_apart(gradient), (None, 0)))
+        expected = run(k, x)
+        for value in HOSTILE:
+            assert_others_equal(run(k, x.at[1].set(float(value))), expected, 1)
+
+
 def check_on_devices():
     mesh = jax.sharding.Mesh(jax.devices()[:2], "data")
     for path in ("by default", "penalty", "ghost"):

@@ -6,6 +6,9 @@ NaN, one row with NaN or infinity would reach the gradients of all others, and a
 norms. So `with_rows_apart` writes batch groups as feature groups, which XLA computes one by one
 (tests/test_rows_apart.py).
 
+A CPU computes feature groups one by one for floats of up to 32 bits only. It makes one convolution with zeros of those
+in float64, so `with_rows_apart` computes these row after row.
+
 Some functions are one loop over all their numbers, which ends when the last of them has converged. The others go on
 and move by roundings (1.5e-6 for `lax.betainc`), so the slowest row of a batch would change all rows. `with_rows_apart`
 computes such functions row after row. No other loop needs this: `jax.vmap` stops each row of a loop in the loss by
@@ -27,6 +30,7 @@ from dpx.xla.place import current_place
 # Primitives that are one loop over all their numbers. On a TPU, XLA rotates all matrices until the last is diagonal.
 ITERATES = frozenset({"regularized_incomplete_beta"})
 ITERATES_ON_TPU = ITERATES | {"eigh", "svd"}
+GROUPS_APART = ("float32", "bfloat16", "float16", "complex64")  # dtypes of convolutions whose groups XLA keeps apart
 
 
 def with_rows_apart(function: Callable) -> Callable:
@@ -46,11 +50,11 @@ def may_mix_rows(jaxpr: Any, *, tangents: bool = True) -> bool:
 
     def may_mix(equation):
         name = equation.primitive.name
-        if name == "conv_general_dilated":
+        if name == "conv_general_dilated" and not _is_wide_convolution(equation):
             return equation.params["feature_group_count"] > 1 or equation.params["batch_group_count"] > 1
         if name == "custom_jvp_call":  # such as jax.nn.relu: look at its own derivative
             return tangents and _may_mix_tangents(equation)
-        return iterates_together(equation) or name.startswith("custom_vjp_call")  # its derivative may hold anything
+        return _needs_turns(equation) or name.startswith("custom_vjp_call")  # its derivative may hold anything
 
     return any(map(may_mix, equations(jaxpr)))
 
@@ -58,6 +62,19 @@ def may_mix_rows(jaxpr: Any, *, tangents: bool = True) -> bool:
 def iterates_together(equation: core.JaxprEqn) -> bool:
     """Whether an equation is one loop over all numbers of its operands, until the last of them has converged."""
     return equation.primitive.name in (ITERATES_ON_TPU if current_place().platform == "tpu" else ITERATES)
+
+
+def _is_wide_convolution(equation: core.JaxprEqn) -> bool:
+    """Whether an equation is a convolution whose groups, of feature or batch, XLA may join on a CPU."""
+    if equation.primitive.name != "conv_general_dilated":
+        return False
+    avals: list[Any] = [variable.aval for variable in (*equation.invars, *equation.outvars)]
+    return any(str(aval.dtype) not in GROUPS_APART for aval in avals)
+
+
+def _needs_turns(equation: core.JaxprEqn) -> bool:
+    """Whether an equation must be computed row after row."""
+    return iterates_together(equation) or _is_wide_convolution(equation)
 
 
 def _may_mix_tangents(equation: core.JaxprEqn) -> bool:
@@ -80,9 +97,9 @@ def _may_mix_tangents(equation: core.JaxprEqn) -> bool:
 
 
 def _rewritten_apart(equation: core.JaxprEqn, operands: list) -> list[jax.Array]:
-    if equation.primitive.name == "conv_general_dilated":
+    if equation.primitive.name == "conv_general_dilated" and not _is_wide_convolution(equation):
         return [_batch_groups_as_feature_groups(*operands, **equation.params)]
-    if iterates_together(equation):
+    if _needs_turns(equation):
         in_turn = jax.custom_batching.sequential_vmap(
             lambda *given: bind_equation(equation, list(given), equation.params)
         )
@@ -106,7 +123,7 @@ def _body_with_rows_apart(value: Any) -> Any:
 
 def _mixes_rows(equation: core.JaxprEqn) -> bool:
     in_groups = equation.primitive.name == "conv_general_dilated" and equation.params["batch_group_count"] > 1
-    return in_groups or iterates_together(equation)
+    return in_groups or _needs_turns(equation)
 
 
 def _batch_groups_as_feature_groups(
