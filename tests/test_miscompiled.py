@@ -51,7 +51,7 @@ def test_an_import_turns_the_fault_off_and_a_release_refuses_it():
     ("flags", "expected"),
     [
         ("", f"--{miscompiled.FLAG}=-reduce"),
-        ("--xla_dump_to=x", f"--xla_dump_to=x --{miscompiled.FLAG}=-reduce"),
+        ("--xla_dump_to=x word", f"--{miscompiled.FLAG}=-reduce --xla_dump_to=x word"),
         (WITH_IT, WITH_IT),
         ("/some/file", "/some/file"),
     ],

@@ -27,7 +27,7 @@ def disable_row_mixing() -> None:
     """Turns the fault off for this process and those that it starts, where XLA has not read its flags yet."""
     flags = os.environ.get("XLA_FLAGS", "")
     if is_suspected_version() and FLAG not in flags and flags.strip()[:1] in ("", "-"):  # else it names a file of flags
-        os.environ["XLA_FLAGS"] = f"{flags} --{FLAG}={OFF}".strip()
+        os.environ["XLA_FLAGS"] = f"--{FLAG}={OFF} {flags}".strip()  # first: XLA stops at a word without a dash
 
 
 @functools.cache
