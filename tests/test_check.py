@@ -385,6 +385,23 @@ def test_closures_are_found_wherever_they_are():
     assert axes.name == "named axes" and axes.severity == "error"
 
 
+@pytest.mark.parametrize("wrap", [lambda function: function, jax.jit, jax.checkpoint])
+def test_running_averages_that_nothing_uses(wrap):
+    old = jnp.ones((1, 4))
+
+    @wrap
+    def normalized(params, x):
+        mean = jnp.mean(x, 0, keepdims=True)
+        return jnp.sum((x - mean) ** 2) * jnp.sum(params), 0.99 * old + 0.01 * mean
+
+    def found(loss):
+        return loss_findings.find_lost_averages(jax.make_jaxpr(loss)(jnp.ones(4), jnp.ones((3, 4))), jnp.ones(4))
+
+    (finding,) = found(lambda params, x: normalized(params, x)[0])
+    assert finding.severity == "warning" and finding.numbers == {"averages": 1}
+    assert not found(lambda params, x: jnp.sum(normalized(params, x)[1]))
+
+
 def test_small_differences_of_the_plan():
     """Findings between a good plan and a broken one, without running anything."""
     optimizer, batch = dp_sgd(noise_multiplier=BUDGET), drawn(dp_sgd())

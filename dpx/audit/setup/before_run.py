@@ -79,6 +79,7 @@ def check_setup(
     public += [
         loss_findings.find_closed_over_arrays(closed, example, len(included), sampling.examples),
         loss_findings.find_batch_dependence(closed),
+        *loss_findings.find_lost_averages(closed, params),
     ]
     public += [loss_findings.find_constant_keys(loss, params, example, with_key=with_key)]
     if real.severity == "error" or rows.severity == "error":

@@ -1,12 +1,13 @@
 """What the equations of the loss say: data beside its example, unused parameters, shared random numbers, dtypes."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from dpx.audit.setup.report import Finding
@@ -90,6 +91,48 @@ def find_unused(closed: core.ClosedJaxpr, params: Tree, flags: Tree) -> Finding:
         words = f"the loss does not use {first_words(missing)}; they get noise and no gradient"
         return Finding("unused parameters", "warning", words, {"parameters": len(missing)})
     return Finding("unused parameters", "ok", "the loss uses every trained parameter", {"parameters": 0})
+
+
+def find_lost_averages(closed: core.ClosedJaxpr, params: Tree) -> list[Finding]:
+    """A finding if the loss computes running averages that it does not use, as BatchNorm does: a old + (1 - a) new of a
+    constant `old` and a `new` that depends on the example."""
+    parameter, data, updates = 1, 2, set()
+
+    def visit(equation, marks, control):
+        if 0 in marks and any(mark & data for mark in marks):
+            updates.add(id(equation))
+
+    count = len(jax.tree.leaves(params))
+    spread_marks(closed, [parameter if i < count else data for i in range(len(closed.jaxpr.invars))], visit)
+    found = sum(id(equation) in updates for equation in _unread_averages(closed.jaxpr, [True]))
+    words = (
+        "the loss computes running averages that nothing uses, as BatchNorm does. So the layer normalizes each example "
+        "by itself, and a model that is evaluated with the averages is not the one that was trained. Do not keep them: "
+        "they are not private. Use GroupNorm or LayerNorm (docs/flax.md#batchnorm)"
+    )
+    return [Finding("running averages", "warning", words, {"averages": found})] if found else []
+
+
+def _unread_averages(jaxpr: core.Jaxpr, wanted: list[bool]) -> Iterator[core.JaxprEqn]:
+    """The equations a x + (1 - a) y on which none of the results depends that are wanted."""
+    made = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
+    needed = {
+        v for v, is_wanted in zip(jaxpr.outvars, wanted, strict=True) if is_wanted and not isinstance(v, core.Literal)
+    }
+
+    def share(term):
+        by = made[term].invars if term in made and made[term].primitive.name == "mul" else ()
+        return next((float(v.val) for v in by if isinstance(v, core.Literal) and np.ndim(v.val) == 0), 0.0)
+
+    for equation in reversed(jaxpr.eqns):
+        operands = [v for v in equation.invars if not isinstance(v, core.Literal)]
+        reached = [v in needed for v in equation.outvars]
+        needed |= set(operands) if any(reached) else set()
+        if equation.primitive.name == "add" and not any(reached) and abs(sum(map(share, operands)) - 1) < 1e-3:
+            yield equation
+        for body in jaxprs.inner_bodies(equation):
+            alike = len(body.outvars) == len(reached)
+            yield from _unread_averages(body, reached if alike else [True] * len(body.outvars))
 
 
 def find_untrainable_dtypes(params: Tree, flags: Tree) -> Finding:
