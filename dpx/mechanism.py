@@ -133,7 +133,8 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     def contribute(self, grad: Tree, state: Tree) -> tuple[Tree, Tree, tuple[Tree, ...]]:
         """What one example adds to the sums: (encoded, norms, factors), which means factor * encoded for each factor.
         grad: one example's gradient, like the parameters, without a batch axis. state: of this mechanism."""
-        encoded = self.encode(jax.tree.map(lambda g: g.astype(jnp.float32), grad), state)
+        grad = jax.tree.map(lambda g: g.astype(jnp.float32), grad)
+        encoded = jax.tree.map(lambda z: z.astype(jnp.float32), self.encode(grad, state))  # with 64 bits on, too
         encoded = jax.lax.optimization_barrier(encoded)  # norm and sum must read the same numbers
         norms = self.norm(encoded)
         return encoded, norms, self.clip_factors(norms, state)

@@ -129,3 +129,12 @@ def test_a_schedule_that_leaves_no_room_is_refused_with_the_bill():
     mechanism.event(8)
     with pytest.raises(ValueError, match="got 1.8 at step 8"):
         mechanism.event(10)
+
+
+def test_what_an_example_adds_is_float32_with_64_bits_on():
+    """A sum in float64 is rounded once to float32, by more than the noise has room for in a batch of 10^6."""
+    with jax.enable_x64(True):
+        made = adaptive()
+        params = {"w": jnp.ones(3)}
+        added = made.contribute(params, made.init(params))
+        assert params["w"].dtype == np.float64 and {leaf.dtype for leaf in jax.tree.leaves(added)} == {np.dtype("f4")}
