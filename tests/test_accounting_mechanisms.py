@@ -459,7 +459,7 @@ def test_a_report_begins_with_a_bet(noise):
     first, page = sections_of(report)[0], report.to_html()
     (right,) = re.findall(r"is right at most (\d+) times", first.sentences[0])
     assert 50 + 50 * report.attacks.advantage <= int(right) < 51 + 50 * report.attacks.advantage
-    of_two = re.findall(r"is right at most (\d+) times", first.sentences[1])
+    of_two = re.findall(r"right at most (\d+) times in 100", first.sentences[1])
     assert [2 * int(right) - 51 <= int(two) <= 2 * int(right) - 50 for two in of_two] == [True] * len(of_two)
     assert bool(of_two) == (report.attacks.advantage <= 0.48)
     assert first.form == "box" and ("who is protected", "one patient") in first.rows

@@ -217,7 +217,7 @@ def test_the_report_says_user():
     report = dpx.privacy_report(mechanism, 1, delta=1e-3, unit="user")
     assert report.unit == "one user" and "| who is protected | one user |" in report.to_markdown()
     limits = "\n".join((*report.conditions, *report.caveats))
-    for words in ("nulling one user", "computed from one user are not private", "they mean user"):
+    for words in ("nulling one user", "computed from one user is not private", "they mean user"):
         assert words in limits
     assert "user" not in str(dpx.privacy_report(mechanism, 1, delta=1e-3))
 

@@ -297,16 +297,15 @@ _CONDITIONS = (
     "No other release was made from the same data, such as another run or a statistic. Each one adds to what is spent "
     "for one {unit} (dpx.compose_runs computes the total).",
     "The keys of the noise and of the sampling are secret, and served no other run.",
-    "The batches were drawn as the sampling, which is named at the end, says.",
-    "Losses, gradients and clipping statistics, and the logs and checkpoints that may hold them, stay with whoever may "
-    "read the data: those that are computed from one {unit} are not private, unless noise was added and epsilon "
-    "includes it.",
+    "The batches of all steps were drawn by the sampling that is named below, in the words of the code.",
+    "Losses, gradients and clipping statistics stay inside, and so do logs and checkpoints that hold them: what is "
+    "computed from one {unit} is not private, unless noise was added and epsilon includes it.",
     "The machine that ran the training is trusted: whoever reads its memory reads the data as they are.",
 )
 _OUTSIDE = (
     "What the data of others reveal may also be true of one {unit}, and is not hidden.",
-    "The time of each step and the sizes of the batches are no part of the release: whoever sees them may learn in "
-    "which steps one {unit} takes part.",
+    "The time of each step and the sizes of the batches must not be published: whoever sees them may learn in which "
+    "steps one {unit} takes part.",
     "The noise comes from a cipher with the secret key, and counts as random: whoever breaks the cipher can subtract "
     "it.",
 )
@@ -321,7 +320,7 @@ _ON_A_TPU = (
 )
 _TUNING = {
     None: "Settings such as the learning rate (hyper-parameters) were chosen without any run on these data. If not, "
-    "each of those runs cost one {unit} more than is stated here.",
+    "each of those runs weakens the protection of one {unit} further than this page says.",
     "public": "Settings such as the learning rate (hyper-parameters) were chosen on public data, without any run on "
     "the private data of one {unit}.",
 }
@@ -358,14 +357,14 @@ def sections_of(report: PrivacyReport) -> tuple[Section, ...]:
         whole = ", which is one record of the data set" if unit == "example" else whole
     question = _RELATIONS[report.relation][0].format(unit=unit)
     meaning = (
-        f"From all that the run released, nobody can tell well {question}; the box says how well at most. So the "
-        f"content of one {unit} is protected too: what can be inferred of it can be inferred nearly as well from "
-        f"{others} alone."
+        f"From all that the run released, nobody can tell well {question}; the box says how well at most. This covers "
+        f"what the data say of it too: whatever anyone can conclude about one {unit}, they could conclude nearly as "
+        "well from the other data alone."
     )
     published = (
-        f"The trained parameters, even those after every step, and the public part of the optimizer's state: the "
-        f"guarantee for one {unit} holds against everyone who sees them, whatever they know about {others}, and "
-        "however long they compute."
+        "The trained parameters, those of earlier steps too, and what dpx calls the public part of the optimizer's "
+        f"state. The guarantee for one {unit} holds against everyone who sees them, whatever they know about {others}, "
+        "and however long they compute."
     )
     return (
         Section("In short", _guarantee_as_bet(report, unit), _report_numbers(report, unit), form="box"),
@@ -388,11 +387,15 @@ def _guarantee_as_bet(report: PrivacyReport, unit: str) -> tuple[str, ...]:
     right, of_two = (math.ceil(50 * (1 + min(1.0, times * report.attacks.advantage))) for times in (1, 2))
     if right >= 100:
         return (f"An attacker may be certain whether one {unit} took part: this run does NOT protect against that.",)
-    most = f"such an attacker is right at most {of_two} times" if of_two < 100 else "such an attacker may be certain"
+    most = f"right at most {of_two} times in 100" if of_two < 100 else "perhaps certain"
+    more = math.ceil(50 * report.attacks.advantage)
     if report.records == 1:
-        less = f"One {unit} and a second one, of the same person say, are protected less together: {most}."
+        less = (
+            f"If one {unit} and a second one belong together, an attacker who asks whether both took part is {most}. "
+            f"Each further {unit} adds up to {more}."
+        )
     else:
-        less = f"With up to twice the records of one {unit}, a person is protected less: {most}."
+        less = f"If a person has up to twice the records of one {unit}, the attacker is {most}."
     return (
         f"An attacker who asks whether one {unit} took part, and would guess right 50 times in 100 without the results "
         f"of this run, is right at most {right} times in 100 with them, whatever the attacker knows about others.",
@@ -409,18 +412,18 @@ def _strength(report: PrivacyReport, unit: str) -> tuple[str, ...]:
     return (
         "Epsilon measures this, and smaller is better. Up to 1 is called strong, up to 10 reasonable, and more weak "
         f"(Ponomareva et al. 2023, arXiv:2303.00654), so {rounded_up(report.spent, 3)} for one {unit} is {called}. "
-        f"Delta, here one in {math.floor((1 + 1e-9) / report.delta):,}, is roughly the probability that epsilon says "
-        "too little; the box counts that in.",
+        f"With a probability of about delta, here one in {math.floor((1 + 1e-9) / report.delta):,}, the promise of "
+        "epsilon fails; the box counts that in.",
     )
 
 
 def _what_readers_learn(report: PrivacyReport, unit: str) -> Section:
     meaning = (
-        f"An attack says of whom it believes that they took part. The table says how many it finds of those who did, "
-        f"at most, if it is wrong about so many of those who did not. Guessing about one {unit} finds as many of both."
+        "An attack names those who it believes took part. The table says how many it finds of those who did, at most, "
+        f"if it wrongly names so many outsiders, who did not. A guess about one {unit} finds as many of both."
     )
     rows = (
-        (f"wrong about {100 * wrong:.4g} % of the others", f"finds at most {rounded_up(100 * right, 4)} %")
+        (f"wrongly names {100 * wrong:.4g} % of outsiders", f"finds at most {rounded_up(100 * right, 4)} %")
         for wrong, right in report.attack_curve[:-1:10]
     )
     return Section("What an attacker can learn", (meaning,), (*rows,), picture=attack_curve(report.attack_curve, unit))
