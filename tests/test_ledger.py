@@ -110,7 +110,7 @@ def test_what_the_budget_does_not_allow_is_refused_and_leaves_no_line(ledger):
     before = ledger.path.read_text()
     for event in (SelfComposedDpEvent(RUN, 10), GaussianDpEvent(0.5), NonPrivateDpEvent(), GaussianDpEvent(0.0)):
         assert not ledger.affords(event)
-        with pytest.raises(ValueError, match="must allow a release before it is made"):
+        with pytest.raises(ValueError, match="every release must stay within the budget"):
             ledger.spend(event, key=key(1), words="too much")
     assert ledger.path.read_text() == before
     assert ledger.affords(MEAN)
@@ -295,7 +295,7 @@ def test_fit_pays_for_all_its_steps_before_the_first(rich, tmp_path):
     assert rich.entries[1].part == "north"
     poor = dpx.PrivacyLedger(tmp_path / "poor", epsilon=0.5, delta=1e-5)
     made = []
-    with pytest.raises(ValueError, match="must allow a release before it is made"):
+    with pytest.raises(ValueError, match="every release must stay within the budget"):
         trained(poor, 2, data=Watched(POINTS, made))
     assert {*made} <= {0} and not poor.entries  # example 0 tells whose run it is
     with pytest.raises(ValueError, match=r"ledger must be a dpx.PrivacyLedger, got"):
@@ -449,11 +449,13 @@ def test_a_run_ends_once_and_with_its_own_steps(rich):
     with pytest.raises(ValueError, match="must be made to end"):
         rich.end(entry, of_run(5), steps=5)
     entry = rich.spend(of_run(12), key=key(0), words="a run")
+    spent = rich.epsilon
     with pytest.raises(ValueError, match="must be of its own steps"):
         rich.end(entry, of_run(13), steps=13)
     ended = rich.end(entry, of_run(5), steps=5)
     assert ended.credit == credit_mu(from_event(of_run(7)).losses("zero_out"), rich.terms.filter.most.delta / 8)
     assert rich.end(entry, of_run(5), steps=5) == ended == rich.entries[0]
+    assert rich.epsilon == spent  # what was given back is for later releases
     with pytest.raises(ValueError, match="and end once"):
         rich.end(entry, of_run(6), steps=6)
     pure = rich.spend(SelfComposedDpEvent(LaplaceDpEvent(20.0), 4), key=key(7), words="of another noise")

@@ -37,5 +37,5 @@ def test_one_budget_for_a_table(capsys):
     assert (entries["accuracy"].part, entries["first run"].part) == ("validation", "training")
     assert ledger.terms.unit == "user" and ledger.epsilon <= 3
     printed = capsys.readouterr().out
-    assert "must allow a release before it is made" in printed and "What this does not cover" in printed
+    assert "every release must stay within the budget" in printed and "What this does not cover" in printed
     assert all(re.search(rf"^\d+, [-\d]+ +{words[:10]}", printed, re.MULTILINE) for words in entries)

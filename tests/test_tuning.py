@@ -580,7 +580,7 @@ def test_a_ledger_is_paid_before_the_first_trial(tmp_path):
     assert search.trials == []
     poor = dpx.PrivacyLedger(tmp_path / "poor", epsilon=0.1, delta=1e-5)
     persons = dpx.PrivacyLedger(tmp_path / "persons", epsilon=10.0, delta=1e-5, records=2)
-    for other, message in ((poor, "must allow a release"), (persons, "must be for the ledger's")):
+    for other, message in ((poor, "must stay within the budget"), (persons, "must be for the ledger's")):
         with pytest.raises(ValueError, match=message):
             search(1, ledger=other)
     with pytest.raises(ValueError, match="for the unit of the ledger"):

@@ -106,11 +106,11 @@ def fit(
         release, no metric of the parameters and no private data. A run that ends early then costs only the steps that
         it took. Otherwise, it costs all planned ones. None is the budget's, and False without one.
     ledger: a `dpx.PrivacyLedger`, which the run charges for all planned steps before the first one; a run that
-        continues in its folder is charged once. If a callback ends the run, it gets back what the other steps would
-        have cost, and has ended for good. The epsilon of the result is of the run alone, and covers the plan;
-        `ledger.epsilon` is of all releases of the data, less what was given back, and the report names both. words:
-        what the ledger calls the run, in one line; None is `name`. part: the name of the part of a public partition
-        that `data` are.
+        continues in its folder is charged once. If a callback ends the run, later releases get room for what the other
+        steps would have cost, and the run has ended for good. The epsilon of the result is of the run alone, and covers
+        the plan; `ledger.epsilon` is of all releases of the data, less what was given back, and the report names both.
+        words: what the ledger calls the run, in one line; None is `name`. part: the name of the part of a public
+        partition that `data` are.
 
     What its report says:
     name: of the run, in one line. dataset: the name of the data, in one line.

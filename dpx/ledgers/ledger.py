@@ -191,7 +191,7 @@ class PrivacyLedger:
         return min(self.terms.epsilon, max(self._odometer(group) for group in _by_part(self.entries)))
 
     def _odometer(self, group: Sequence[Entry]) -> float:
-        spent = _total_spent([replace(entry, credit=NOTHING) for entry in group])
+        spent = _total_spent(_without_credits(group))
         if fixed := [entry for entry in group if entry.planned]:
             more = self.terms.filter.charge(self._profile(fixed, curve=True), _total_spent(group))
             spent = Spent(spent.precision + more.precision, spent.delta + more.delta)
@@ -208,7 +208,9 @@ class PrivacyLedger:
 
         If it was chosen by what was released, the budget bounds it, and `odometer`.
         """
-        return max(self._epsilon(entries) for entries in _by_part(self.entries))
+        # Delta has a share for what was given back, and before other releases use that, it may cost more than it is.
+        ways = ((group, _without_credits(group)) for group in _by_part(self.entries))
+        return max(min(map(self._epsilon, both if both[0] != both[1] else both[:1])) for both in ways)
 
     def affords(self, event: DpEvent, *, numbers: int = LARGEST_RELEASE, part: str | None = None) -> bool:
         """Whether the budget still allows a release. Arguments as for `spend`.
@@ -298,10 +300,10 @@ class PrivacyLedger:
         if not self._allows([*entries, chosen]):
             budget = f"epsilon={self.terms.epsilon} at delta={self.terms.delta}"
             raise ValueError(
-                f"the budget of {self.path}, {budget}, must allow a release before it is made, but not "
-                f"{given['words']!r}, {from_event(given['event']).in_one_line()}: epsilon is {self.epsilon:.4g} before "
-                "it. `least_noise` finds what fits; Gaussian releases, and those that are all reserved before the "
-                "first one is made, cost less"
+                f"every release must stay within the budget of {self.path}, {budget}, got {given['words']!r}, "
+                f"{from_event(given['event']).in_one_line()}, which would exceed it: epsilon is {self.epsilon:.4g} "
+                "without it. `least_noise` finds the noise that fits. Releases cost less if all are reserved before "
+                "the first one is made"
             )
         return chosen
 
@@ -364,6 +366,11 @@ def _by_part(entries: Sequence[Entry]) -> list[list[Entry]]:
     """For each part of the data, the entries that count for its members."""
     parts = {entry.part for entry in entries} - {None} or {None}
     return [[entry for entry in entries if entry.part in (None, part)] for part in parts]
+
+
+def _without_credits(entries: Sequence[Entry]) -> list[Entry]:
+    """As if nothing had been given back, which is true as well."""
+    return [replace(entry, credit=NOTHING) for entry in entries]
 
 
 def _total_spent(entries: Sequence[Entry]) -> Spent:

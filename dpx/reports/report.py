@@ -357,7 +357,7 @@ def sections_of(report: PrivacyReport) -> tuple[Section, ...]:
         whole = ", which is one record of the data set" if unit == "example" else whole
     question = _RELATIONS[report.relation][0].format(unit=unit)
     meaning = (
-        f"From all that the run released, nobody can tell well {question}; the box says how well at most. This covers "
+        f"From all that the run released, nobody can tell well {question}: the first lines say how well. This covers "
         f"what the data say of it too: whatever anyone can conclude about one {unit}, they could conclude nearly as "
         "well from the other data alone."
     )
@@ -413,7 +413,7 @@ def _strength(report: PrivacyReport, unit: str) -> tuple[str, ...]:
         "Epsilon measures this, and smaller is better. Up to 1 is called strong, up to 10 reasonable, and more weak "
         f"(Ponomareva et al. 2023, arXiv:2303.00654), so {rounded_up(report.spent, 3)} for one {unit} is {called}. "
         f"With a probability of about delta, here one in {math.floor((1 + 1e-9) / report.delta):,}, the promise of "
-        "epsilon fails; the box counts that in.",
+        "epsilon fails; the first lines count that in.",
     )
 
 
@@ -444,8 +444,7 @@ def _spent(report: PrivacyReport, unit: str) -> tuple[str, ...]:
     return (
         f"The epsilon that counts for one {unit} is {rounded_up(spent, 6)} at delta {delta}, for {report.steps} steps. "
         "It is the least of the upper bounds below.",
-        f"Whoever has twice as much in the data as one {unit} has twice this epsilon, and 1 + e^epsilon times this "
-        "delta.",
+        f"Twice the data of one {unit} cost twice this epsilon, and 1 + e^epsilon times this delta.",
         f"For one {unit}, this epsilon includes {rounded_up(added['epsilon'], 2)}, and delta includes "
         f"{rounded_up(added['delta'], 2)}, because computer noise takes finitely many values.",
         f"Rounding can lengthen what one {unit} adds to a sum, by at most {rounded_up(ETA, 3)} of the clip norm (eta)"
@@ -454,7 +453,7 @@ def _spent(report: PrivacyReport, unit: str) -> tuple[str, ...]:
         *([f"{report.ending}."] if report.ending else []),
         _target(report, unit),
         f"Any result of the run is at most {factor} times as likely with one {unit} as {other}, and vice versa, "
-        f"except with a probability of {delta}. That is the most for a single result; the box counts all.",
+        f"except with a probability of {delta}. That is the most for a single result; the first lines count all.",
     )
 
 
