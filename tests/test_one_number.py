@@ -22,6 +22,7 @@ from tests.problems import inner_product as loss
 
 DATA = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
 PARAMS = {"w": jnp.zeros(3)}
+pytestmark = pytest.mark.filterwarnings("ignore:the state has made no step")  # as of a run that was killed at once
 NUMBERS = 3  # of a release: the state knows them
 SAMPLING = dpx.PoissonSampling(examples=40, batch_size=8)
 PLAN, ENDS, DELTA = 8, 3, 1e-5
