@@ -79,7 +79,7 @@ def test_the_report_says_what_was_trained():
     run = fit(name="a model, May", dataset="patients of 2024", tuning="public")
     rows = dict(sections_of(run.report)[0].rows)
     assert rows["run"] == "a model, May" and rows["data"] == "patients of 2024, 60 records"
-    assert run.report.title == "Privacy report of a model, May" and "Public data" in run.report.tuning
+    assert run.report.title == "Privacy report of a model, May" and "on public data" in run.report.tuning
     search = dpx.accounting.best_of((made(), 8), trials=2, score_on="public")
     for wrong, said in [
         ({"name": "two\nlines"}, "name must be printable"),
