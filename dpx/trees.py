@@ -46,7 +46,7 @@ def require_arrays(data: Any):
     for leaf in leaves:
         if hasattr(leaf, "iloc") or type(leaf).__module__.split(".")[0] == "pandas":
             raise ValueError(
-                f"data must hold arrays, whose rows have places, not labels; got {type(leaf)}. Give the columns of "
+                f"data must hold arrays, not a table with labeled rows, got {type(leaf)}. Give the columns of "
                 "numbers, such as frame[columns].to_numpy(numpy.float32), with a number in place of each word"
             )
         if scipy.sparse.issparse(leaf):

@@ -52,7 +52,7 @@ def check_setup(
 
         >>> print(dpx.check_setup(loss, optimizer, params, batch, steps=100, delta=1e-5))
         ok ...
-        * computed from raw data or secret noise: NOT private, for your eyes only
+        * computed from raw data or secret noise: do not publish
     """
     batch, steps, delta = _require_args(loss, optimizer, params, batch, steps, delta)
     value = loss_findings.loss_of_one_example(loss, with_key=with_key, has_aux=has_aux)

@@ -6,7 +6,7 @@ from typing import Literal
 
 Severity = Literal["error", "warning", "note", "ok"]
 ORDER = ("error", "warning", "note", "ok")
-FOOTNOTE = "* computed from raw data or secret noise: NOT private, for your eyes only"
+FOOTNOTE = "* computed from raw data or secret noise: do not publish"
 
 
 @dataclass(frozen=True)
