@@ -48,7 +48,7 @@ def epsilon(
         a Poisson sampling also holds for replacing an example ("replace_one"), and, like that of random allocation, for
         adding or removing one ("add_or_remove"). The latter gives the same number as "zero_out", but only for real
         numbers: in a program, a deleted row moves all later ones, and the last bits of their float sum show the order
-            of the rows. So the released bits are private for neighbors by "zero_out", where a null keeps the row.
+        of the rows. So the released bits are private for neighbors by "zero_out", where a null keeps the row.
     weight: of `PoissonSampling(..., weights=...)`: the cost of the examples of at most this weight; None covers all.
     records: int, at least 1, the most examples that one person owns; None is that of the mechanism's
         `dpx.Budget`, and 1 without one. Above 1, the cost is that of nulling all of them together

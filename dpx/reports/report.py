@@ -419,8 +419,8 @@ def _strength(report: PrivacyReport, unit: str) -> tuple[str, ...]:
 
 def _what_readers_learn(report: PrivacyReport, unit: str) -> Section:
     meaning = (
-        "An attack names those who it believes took part. The table says how many it finds of those who did, at most, "
-        f"if it wrongly names so many outsiders, who did not. A guess about one {unit} finds as many of both."
+        "An attack names those who it believes took part. For each share of outsiders that it names wrongly, the table "
+        f"says which share of those who did take part it finds at most. Guessing about one {unit} finds the same share."
     )
     rows = (
         (f"wrongly names {100 * wrong:.4g} % of outsiders", f"finds at most {rounded_up(100 * right, 4)} %")
