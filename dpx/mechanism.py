@@ -7,7 +7,7 @@
 * The bound is innermost: whatever `encode` does, one example moves the sum by at most C.
 * `decode`, and every state it writes, sees released values only, so it is post-processing and costs nothing.
 * One pair of schedules (clip norm, noise multiplier) feeds the clip, the noise and the cost, and the number of steps is
-  read from the state. So a reported epsilon cannot drift from the run. Next read `mechanisms/dp_sgd.py`.
+  read from the state. So a reported epsilon cannot drift from the run. Next read `common/dp_sgd.py`.
 """
 
 import dataclasses

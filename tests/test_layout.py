@@ -29,10 +29,10 @@ audit: trees validation xla guards sums keys states schedules sampling accountin
 statistics: trees validation sums keys sampling accounting
 fitting: trees validation xla guards keys states schedules sampling accounting reports ledgers mechanism gradients
     audit statistics
-mechanisms: trees validation sums keys states schedules sampling accounting mechanism
+common: trees validation sums keys states schedules sampling accounting mechanism
 tuning: trees validation sums keys states accounting reports ledgers mechanism fitting
-papers: trees validation xla sums keys states schedules sampling accounting mechanism gradients mechanisms
-faces: mechanism mechanisms papers
+papers: trees validation xla sums keys states schedules sampling accounting mechanism gradients common
+faces: mechanism common papers
 catalog: sampling faces
 """
 MAY_IMPORT = {

@@ -15,10 +15,10 @@ import optax
 from jax import lax
 
 from dpx.accounting.budget import accepts_budget
+from dpx.common.dp_sgd import dp_sgd
+from dpx.common.masks import kth_largest, mask_of_largest, masked, number_of_share
+from dpx.common.stages import describe_share
 from dpx.mechanism import Coordinates, Mechanism, Tree, in_coordinates
-from dpx.mechanisms.dp_sgd import dp_sgd
-from dpx.mechanisms.masks import kth_largest, mask_of_largest, masked, number_of_share
-from dpx.mechanisms.stages import describe_share
 from dpx.sampling.schemes import Sampling
 from dpx.schedules.scalars import ScalarOrSchedule, require_fraction, require_scalar_or_schedule, value_at, values_over
 from dpx.trees import find_state

@@ -26,10 +26,10 @@ import numpy as np
 
 from dpx import keys
 from dpx.accounting.budget import accepts_budget
+from dpx.common.dp_sgd import dp_sgd
 from dpx.gradients.clipped_gradients import RowSum, sum_gradients
 from dpx.gradients.private_updates import PrivateUpdates, Unreleased
 from dpx.mechanism import Coordinates, InCoordinatesState, Mechanism, Tree, in_coordinates
-from dpx.mechanisms.dp_sgd import dp_sgd
 from dpx.sampling.batch import Batch, included_rows, require_batch
 from dpx.sampling.schemes import Sampling
 from dpx.schedules.scalars import ScalarOrSchedule

@@ -22,8 +22,8 @@ import optax
 
 from dpx import keys
 from dpx.accounting.ledger import from_event
+from dpx.common.stages import insert_around_sum
 from dpx.mechanism import Mechanism, Tree
-from dpx.mechanisms.stages import insert_around_sum
 from dpx.papers.d2p2_sgd.projected_event import with_projected_event
 from dpx.papers.d2p2_sgd.projections import ProjectionKind, ProjectionState, projection
 from dpx.sums import doubles

@@ -10,9 +10,9 @@ import jax
 
 from dpx import schedules
 from dpx.accounting.budget import accepts_budget
+from dpx.common.dp_sgd import dp_sgd
+from dpx.common.normalized import normalized
 from dpx.mechanism import Mechanism, Tree, in_coordinates
-from dpx.mechanisms.dp_sgd import dp_sgd
-from dpx.mechanisms.normalized import normalized
 from dpx.papers.d2p2_sgd.clip_then_project import clip_then_project
 from dpx.papers.d2p2_sgd.projections import ProjectionKind, random_projection
 from dpx.sampling.schemes import Sampling

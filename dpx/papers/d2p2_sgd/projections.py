@@ -14,9 +14,9 @@ import numpy as np
 from scipy.linalg import hadamard
 
 from dpx import keys
+from dpx.common.masks import mask_of_largest
+from dpx.common.stages import describe_groups
 from dpx.mechanism import Coordinates, Tree
-from dpx.mechanisms.masks import mask_of_largest
-from dpx.mechanisms.stages import describe_groups
 from dpx.trees import described
 from dpx.validation import require_whole
 

@@ -15,9 +15,9 @@ from dp_accounting import DpEvent, NoOpDpEvent
 
 from dpx import keys
 from dpx.accounting.budget import accepts_budget
+from dpx.common.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, require_noise, tree_norm
+from dpx.common.stages import SUM, describe_period
 from dpx.mechanism import Mechanism, Tree
-from dpx.mechanisms.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, require_noise, tree_norm
-from dpx.mechanisms.stages import SUM, describe_period
 from dpx.papers.dice_sgd.event import SAMPLINGS, ErrorFeedbackDpEvent
 from dpx.papers.dice_sgd.rounding import ERROR
 from dpx.sampling.schemes import Sampling

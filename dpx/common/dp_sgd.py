@@ -17,8 +17,8 @@ import optax
 
 from dpx import keys
 from dpx.accounting.budget import accepts_budget
+from dpx.common.stages import SUM, describe, describe_groups
 from dpx.mechanism import Mechanism, Tree
-from dpx.mechanisms.stages import SUM, describe, describe_groups
 from dpx.sampling.schemes import Sampling
 from dpx.schedules.scalars import ScalarOrSchedule, require_scalar_or_schedule, value_at, values_over
 from dpx.states.record import ReleaseState

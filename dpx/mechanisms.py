@@ -4,18 +4,19 @@ dp_sgd             the sum of clipped gradients plus Gaussian noise (DP-SGD, Aba
 normalized         automatic clipping: normalize instead of choosing a clip norm (Bu et al. 2023)
 adaptive_clipping  a clip norm that follows a quantile of the norms (Andrew et al. 2021)
 
-From `dpx.papers`, which only this public list may import, not the files of this folder:
+From `dpx.papers`:
 
 correlated_noise   noise that cancels a part of earlier noise (BandMF, lambda-CGD, BISR)
 clip_then_project  project the clipped sum, once a step, instead of every example
 dice_sgd           add the error that clipping left to later releases (DiceSGD, Zhang et al. 2023)
 
-To add one: a file here, its import below, and a line in `MECHANISMS` of `dpx/catalog.py` (CONTRIBUTING.md).
+To add one: a file in `dpx/common/` or of its paper, its import below, and a line in `MECHANISMS` of `dpx/catalog.py`
+(CONTRIBUTING.md).
 """
 
-from dpx.mechanisms.adaptive_clipping import adaptive_clipping
-from dpx.mechanisms.dp_sgd import dp_sgd
-from dpx.mechanisms.normalized import normalized
+from dpx.common.adaptive_clipping import adaptive_clipping
+from dpx.common.dp_sgd import dp_sgd
+from dpx.common.normalized import normalized
 from dpx.papers.correlated_noise import correlated_noise
 from dpx.papers.d2p2_sgd import clip_then_project
 from dpx.papers.dice_sgd import dice_sgd

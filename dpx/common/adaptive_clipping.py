@@ -19,9 +19,9 @@ import numpy as np
 import optax
 
 from dpx.accounting.budget import accepts_budget
+from dpx.common.dp_sgd import SMALLEST_CLIP_NORM, dp_sgd, tree_norm
+from dpx.common.stages import SUM, describe
 from dpx.mechanism import Mechanism, Tree
-from dpx.mechanisms.dp_sgd import SMALLEST_CLIP_NORM, dp_sgd, tree_norm
-from dpx.mechanisms.stages import SUM, describe
 from dpx.sampling.schemes import Sampling
 from dpx.schedules.scalars import ScalarOrSchedule, value_at, values_over
 from dpx.sums.float_pair import as_pair
