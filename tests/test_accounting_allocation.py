@@ -11,11 +11,12 @@ from dp_accounting import ComposedDpEvent, GaussianDpEvent, PoissonSampledDpEven
 from scipy import special
 
 from dpx import accounting
+from dpx.accounting import allocation
+from dpx.accounting.allocation import AllocatedGaussians
 from dpx.accounting.arithmetic import RunProfile
 from dpx.accounting.events import event_profile, profile_of_run
 from dpx.accounting.ledger import from_event
-from dpx.accounting.pld import allocation, moments, ratio_laws
-from dpx.accounting.pld.allocation import AllocatedGaussians
+from dpx.accounting.pld import moments, ratio_laws
 from dpx.accounting.pld.losses import SampledGaussian, total_renyi
 from dpx.sampling.events import RandomAllocationDpEvent, count_multipliers
 

@@ -19,12 +19,12 @@ from dp_accounting.dp_event import (
     TruncatedSubsampledGaussianDpEvent,
 )
 
+from dpx.accounting.allocation import Allocation, round_to_few_epochs
 from dpx.accounting.arithmetic import NormalSamplerError, RunProfile, normal_sampler
 from dpx.accounting.checks import Accountant, Relation, require_countable
 from dpx.accounting.delegated import DpAccountingRelease, delegated_profile
 from dpx.accounting.groups import GroupGaussianDpEvent, Mixture
 from dpx.accounting.loss import PrivacyLoss, ReleaseCount, as_hashable, event_of_loss, in_deviations
-from dpx.accounting.pld.allocation import Allocation, round_to_few_epochs
 from dpx.accounting.pld.buckets import BUCKETS, bucketed_steps, round_losses_to_buckets
 from dpx.accounting.pld.losses import Losses, SampledGaussian, StepLoss
 from dpx.accounting.profiles import UNBOUNDED, Profile, loss_profile

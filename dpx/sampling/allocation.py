@@ -38,7 +38,7 @@ class RandomAllocation(VaryingSize):
     known. All batches of a run must be drawn with one key, because several keys would give several allocations. An
     epoch that ends early costs less, if its last step was fixed in advance; a stop that looks at releases costs the
     planned number of steps. The cost does not cover the size of a batch. Its event is `RandomAllocationDpEvent`, and
-    the proof is in `dpx/accounting/pld/allocation.py`. Raises ValueError for other sizes.
+    the proof is in `dpx/accounting/allocation.py`. Raises ValueError for other sizes.
     """
 
     steps_per_epoch: int = field()  # pyrefly: ignore[bad-override]

@@ -18,7 +18,7 @@ class RandomAllocationDpEvent(DpEvent):
 
     It is true for one example more or fewer, and for a null in its place, with independent steps of all examples.
     Epochs compose, if each draws new steps. The order inside of an epoch does not matter. dp-accounting's accountants
-    refuse this event; the cost is in `dpx/accounting/pld/allocation.py`.
+    refuse this event; the cost is in `dpx/accounting/allocation.py`.
     """
 
     noise_multiplier: tuple[tuple[float, int], ...]
