@@ -15,9 +15,9 @@ def replace_batch_norm(module: Any, *, groups: int = 32) -> Any:
     the loss gives it a batch of one, `model(image[None])[0]`. A pretrained model must be trained further, because its
     activations have other scales now. To keep public statistics instead, see docs/flax.md.
 
-    module: an `nnx.Module`, which stays as it is. groups: int, at least 1; the most groups of a layer. Each layer has
-        the largest number that divides its features and leaves a group four of them, because one feature alone, without
-        pixels, is normalized to zero; or one group.
+    module: an `nnx.Module`, which stays as it is. groups: int, at least 1; the most groups of a layer. Each layer gets
+        the largest number that divides its features and leaves at least four in a group (a single feature, without
+        pixels, is normalized to zero), or one group.
 
     Raises ValueError for another module, for `groups` below 1, and for features that are not on the last axis, which
     GroupNorm needs. Wu and He 2018, https://arxiv.org/abs/1803.08494.

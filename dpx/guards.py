@@ -45,7 +45,7 @@ def require_real(tree: Tree):
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
             raise ValueError(f"parameters and gradients must be numbers, got PRNG keys of dtype {dtype}")
         if jnp.issubdtype(dtype, jnp.complexfloating):
-            raise ValueError(f"gradients must be real, got {dtype}: keep real and imaginary parts apart")
+            raise ValueError(f"gradients must be real, got {dtype}: train the real and imaginary parts separately")
 
 
 @jax.custom_jvp
@@ -64,7 +64,7 @@ def require_unmasked(tree: Tree):
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
     if any(isinstance(leaf, optax.MaskedNode) for leaf in leaves):
         raise ValueError(
-            "a mechanism must not stand inside optax.masked, multi_transform or partition, because raw gradients of "
+            "a mechanism must not be inside optax.masked, multi_transform or partition, because raw gradients of "
             "masked leaves would pass by it. Use dpx.in_coordinates(mechanism, dpx.coordinates.trainable(mask))"
         )
 
@@ -157,12 +157,12 @@ def require_per_example_gradients(grads: Tree, params: Tree) -> Tree:
     """`params` as arrays. Raises ValueError unless every leaf of `grads` has the shape (B, *shape of its parameter)."""
     require_unmasked(grads)
     if params is None:
-        raise ValueError("params must be given: update(grads, state, params); they tell the shape of one gradient")
+        raise ValueError("params must be given: update(grads, state, params); they give the shape of one gradient")
     if jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, params):
         raise ValueError(
             "grads must hold one gradient of each example, with the examples on axis 0 before each leaf; got the "
-            "shapes of params. dpx.private_updates(loss, optimizer) makes them. Do not average before the mechanism, "
-            "nor wrap it, as optax.MultiSteps does"
+            "shapes of params. dpx.private_updates(loss, optimizer) computes them. Do not average before the "
+            "mechanism or wrap it, as optax.MultiSteps does"
         )
     size = batch_size(grads)
     require_real(grads)
@@ -180,7 +180,7 @@ def require_changes_fit_budget(changes: dict[str, Any], budget: Any):
     """Raises ValueError if a mechanism of this budget would have fields that contradict each other after `changes`."""
     for part, needs in (("key", "release"), ("noise_multiplier", "release"), ("sampling", "event")):
         if part in changes and needs not in changes:
-            raise ValueError(f"another {part} needs another {needs}, which depends on it: build the mechanism anew")
+            raise ValueError(f"another {part} needs another {needs}, which depends on it: build a new mechanism")
     if "event" in changes and budget is not None and "budget" not in changes:
         raise ValueError(
             f"the mechanism was calibrated to {budget} before its cost was changed; put dpx.accounting.accepts_budget "

@@ -83,4 +83,4 @@ def require_function(name: str, value: Any) -> Callable:
 
 def require_text(name: str, value: Any):
     if not (isinstance(value, str) and value.strip() and value.isprintable()):
-        raise ValueError(f"{name} must be printable words in one line, got {described(value)}")
+        raise ValueError(f"{name} must be one line of printable text, got {described(value)}")

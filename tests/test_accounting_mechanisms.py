@@ -411,7 +411,7 @@ def test_a_budget_that_no_noise_uses_up_warns():
     assert most[0] > most[1] > most[2] > 0.2
     with pytest.warns(
         UserWarning,
-        match=r"epsilon=1000000.0 cannot be used up: the least noise of a known cost is noise_multiplier=\d",
+        match=r"epsilon=1000000.0 cannot be used up: the least noise with a known cost is noise_multiplier=\d",
     ):
         least = build(noise_multiplier=dpx.Budget(epsilon=1e6, delta=1e-5, steps=1))
     assert least.noise_multiplier < most[2] and dpx.epsilon(least, 1, delta=1e-5) < 1000

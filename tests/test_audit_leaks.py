@@ -100,7 +100,7 @@ def test_membership_beside_the_bill():
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: audit.exposure([], np.ones((0, 3)), delta=1e-5), "losses must hold one loss of each canary"),
+        (lambda: audit.exposure([], np.ones((0, 3)), delta=1e-5), "losses must hold one loss for each canary"),
         (lambda: audit.exposure([1.0], np.ones((2, 3)), delta=1e-5), r"references must have shape \(1, n\)"),
         (lambda: audit.exposure([1.0], np.ones((1, 0)), delta=1e-5), r"references must have shape \(1, n\)"),
         (lambda: audit.exposure([math.nan], np.ones((1, 3)), delta=1e-5), "must hold no NaN"),
@@ -108,7 +108,7 @@ def test_membership_beside_the_bill():
         (lambda: audit.exposure([1.0], np.ones((1, 3)), delta=0.0), "delta must be in"),
         (lambda: audit.exposure([1.0], np.ones((1, 3)), delta=1e-5, confidence=1.0), "confidence must be in"),
         (lambda: audit.exposure([1.0], np.ones((1, 3)), delta=1e-5, cost=-1.0), "epsilon must be"),
-        (lambda: audit.membership([1.0], [1.0, 2.0]), "members must hold one score of each of at least 2"),
+        (lambda: audit.membership([1.0], [1.0, 2.0]), "members must hold one score for each of at least 2"),
         (lambda: audit.membership([1.0, 2.0], [1.0, math.nan]), "others must hold no NaN"),
         (lambda: audit.membership([1.0, 2.0], [1.0, 2.0], false_positive_rates=(0.0,)), "must be numbers in"),
         (lambda: audit.membership([1.0, 2.0], [1.0, 2.0], confidence=0.0), "confidence must be in"),

@@ -522,7 +522,7 @@ def found_share(mechanism):
         (lambda: dpx.in_coordinates(made(), coordinates.importance_mask(keep=0.5, warmup=2)), "fixed"),
         (
             lambda: mechanisms.clip_then_project(made(), kind="countsketch", reduction_rate=0.5),
-            "must not be around correlated noise",
+            "must not wrap correlated noise",
         ),
         (
             lambda: dpx.compose_runs((made(), 4), (made(key=keys.secret_key(3**60)), 4), shared_batches=True),

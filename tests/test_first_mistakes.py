@@ -233,7 +233,7 @@ LATE = {
 
 @pytest.mark.parametrize("name", HELD | NEEDS)
 def test_transforms_that_cannot_stand_behind_a_mechanism_are_refused_when_they_are_chained(name, promoting):
-    words = "must not hold updates back" if name in HELD else "must make an update of the released gradient"
+    words = "must not hold updates back" if name in HELD else "must compute an update from the released gradient"
     with pytest.raises(ValueError, match=words):
         dpx.chain(dp_sgd(), (HELD | NEEDS)[name]())
 
@@ -241,7 +241,7 @@ def test_transforms_that_cannot_stand_behind_a_mechanism_are_refused_when_they_a
 @pytest.mark.parametrize("name", LATE)
 def test_others_are_refused_before_a_step(name, promoting):
     optimizer = dpx.chain(dp_sgd(), LATE[name]())
-    with pytest.raises(ValueError, match="must make an update of the released gradient"):
+    with pytest.raises(ValueError, match="must compute an update from the released gradient"):
         fit(optimizer)
 
 
@@ -253,7 +253,7 @@ def test_what_holds_updates_back_for_some_leaves_is_refused_by_init():
 
 def test_multi_steps_around_a_chain_is_refused_in_words():
     wrapped = optax.MultiSteps(dpx.chain(dp_sgd(), optax.sgd(0.1)), 2)
-    with pytest.raises(ValueError, match="nor wrap it, as optax.MultiSteps does"):
+    with pytest.raises(ValueError, match="or wrap it, as optax.MultiSteps does"):
         wrapped.update({"w": jnp.ones((ROWS, 3))}, wrapped.init(PARAMS), PARAMS, included=None)
 
 
@@ -514,8 +514,8 @@ def test_what_cannot_be_known_is_refused():
     other = dp_sgd(9, sampling=dpx.PoissonSampling(examples=200, batch_size=10))
     for runs, words in (
         ([(m, 2) for m in made], "for more than 4 runs"),
-        ([(made[0], 2), (other, 2)], "shared_batches must be False if every run drew .* one sampling"),
-        ([dpx.compose_runs((made[0], 2), (made[1], 2)), (made[2], 2)], "of known batches"),
+        ([(made[0], 2), (other, 2)], "shared_batches must be False if every run drew .* share a sampling"),
+        ([dpx.compose_runs((made[0], 2), (made[1], 2)), (made[2], 2)], "have known batches"),
     ):
         with pytest.raises(ValueError, match=words):
             dpx.compose_runs(*runs)

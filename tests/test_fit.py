@@ -82,8 +82,8 @@ def test_the_report_says_what_was_trained():
     assert run.report.title == "Privacy report of a model, May" and "on public data" in run.report.tuning
     search = dpx.accounting.best_of((made(), 8), trials=2, score_on="public")
     for wrong, said in [
-        ({"name": "two\nlines"}, "name must be printable"),
-        ({"dataset": ""}, "dataset must be printable"),
+        ({"name": "two\nlines"}, "name must be one line of printable"),
+        ({"dataset": ""}, "dataset must be one line of printable"),
         ({"tuning": "no"}, "tuning must be"),
         ({"tuning": search}, "tuning must be .* one more release"),
     ]:
@@ -419,11 +419,11 @@ def test_other_folders_are_refused(stored, tmp_path, monkeypatch):
     shutil.copytree(stored, tmp_path / "emptied")
     for step in ("0", "1", "2"):
         shutil.rmtree(tmp_path / "emptied" / step, ignore_errors=True)
-    with pytest.raises(ValueError, match="holds no checkpoint, but its run may have made steps up to 1: to begin"):
+    with pytest.raises(ValueError, match="holds no checkpoint, but its run may have made steps up to 1: starting"):
         fit(**run, checkpoints=tmp_path / "emptied")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "notes").write_text("mine")
-    with pytest.raises(ValueError, match="must be a new folder or one of fit, but .* holds .'notes'."):
+    with pytest.raises(ValueError, match="must be a new folder or one from fit, but .* holds .'notes'."):
         fit(**run, checkpoints=tmp_path / "folder")
     with pytest.raises(ValueError, match="checkpoints must be a directory, got the file"):
         fit(**run, checkpoints=tmp_path / "folder" / "notes")
@@ -607,7 +607,7 @@ def test_a_private_metric_of_other_values_is_another_release(tmp_path, monkeypat
     for number in range(len(first.released) + len(second.released)):
         alone({"w": np.float32(number)})
     assert first.epsilon(delta=1e-5) < second.epsilon(delta=1e-5) == alone.epsilon(delta=1e-5)
-    with pytest.raises(ValueError, match="a dpx.statistics.PrivateMetric is evaluate_private"):
+    with pytest.raises(ValueError, match="pass a PrivateMetric as evaluate_private"):
         fit(evaluate=second)
 
 

@@ -189,7 +189,7 @@ def test_a_second_program_must_know_the_same_budget(ledger, tmp_path):
         dpx.PrivacyLedger(tmp_path / "other")
     (tmp_path / "words").write_text("words")
     for other in (tmp_path / "words", tmp_path):
-        with pytest.raises(ValueError, match="must be a ledger of dpx or no file"):
+        with pytest.raises(ValueError, match="must be a dpx ledger, or not exist"):
             dpx.PrivacyLedger(other, epsilon=1.0, delta=1e-5)
     for none in ([], ()):  # nothing would show that the next release has the same noise
         with pytest.raises(ValueError, match="at least one key"):
@@ -208,10 +208,10 @@ def test_a_link_to_a_ledger_is_the_same_ledger(ledger, tmp_path):
 
 
 def test_releases_must_be_for_the_unit_of_the_ledger(ledger, tmp_path):
-    with pytest.raises(ValueError, match="for the unit of the ledger, 'example', got 'user'"):
+    with pytest.raises(ValueError, match="protect the unit of the ledger, 'example', got 'user'"):
         ledger.spend(MEAN, key=key(0), words="of users", unit="user")
     for words in ("", "two\nlines", 3):
-        with pytest.raises(ValueError, match="words must be printable words in one line"):
+        with pytest.raises(ValueError, match="words must be one line of printable text"):
             ledger.spend(MEAN, key=key(0), words=words)
     replaced = dpx.PrivacyLedger(tmp_path / "replaced", epsilon=1.0, delta=1e-5, relation="replace_one")
     with pytest.raises(ValueError, match="part must be None"):
@@ -446,17 +446,17 @@ def test_the_odometer_does_not_go_back(rich):
 
 def test_a_run_ends_once_and_with_its_own_steps(rich):
     entry = rich.reserve(of_run(12), key=key(0), words="a run")
-    with pytest.raises(ValueError, match="must be made to end"):
+    with pytest.raises(ValueError, match="must be a run that has not ended"):
         rich.end(entry, of_run(5), steps=5)
     entry = rich.spend(of_run(12), key=key(0), words="a run")
     spent = rich.epsilon
-    with pytest.raises(ValueError, match="must be of its own steps"):
+    with pytest.raises(ValueError, match="must hold its own steps"):
         rich.end(entry, of_run(13), steps=13)
     ended = rich.end(entry, of_run(5), steps=5)
     assert ended.credit == credit_mu(from_event(of_run(7)).losses("zero_out"), rich.terms.filter.most.delta / 8)
     assert rich.end(entry, of_run(5), steps=5) == ended == rich.entries[0]
     assert rich.epsilon == spent  # what was given back is for later releases
-    with pytest.raises(ValueError, match="and end once"):
+    with pytest.raises(ValueError, match="that has not ended"):
         rich.end(entry, of_run(6), steps=6)
     pure = rich.spend(SelfComposedDpEvent(LaplaceDpEvent(20.0), 4), key=key(7), words="of another noise")
     assert rich.end(pure, LaplaceDpEvent(20.0), steps=1).credit == NOTHING

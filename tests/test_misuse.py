@@ -220,7 +220,7 @@ REFUSED = {  # the program and the words of its message
     "bill several runs at once": (stacked_states, "give each a key of its own"),
     "a chain inside of coordinates": (
         lambda: released(dpx.in_coordinates(dpx.chain(dp_sgd(), optax.adamw(0.1)), PART), 1),
-        r"chain must stand outside of coordinates .*dpx\.chain\(dpx\.in_coordinates",
+        r"chain must be outside of coordinates .*dpx\.chain\(dpx\.in_coordinates",
     ),
     "bill inside jit": (under_jit, "traced|tracing"),
     "masked with nothing masked": (lambda: bill(optax.masked(dp_sgd(), True)), "wrapped.*MaskedState"),
@@ -322,7 +322,7 @@ ALIKE = {  # by the words of the message: programs that it refuses
         "bill projected releases by the mechanism inside": lambda: bill(projected(noise_multiplier=1.0)),
         "bill error feedback as DP-SGD": error_feedback,
     },
-    "must not stand inside optax.masked": {
+    "must not be inside optax.masked": {
         "masked": lambda: bill(optax.masked(dp_sgd(), {"w": True, "b": False})),
         "partition": lambda: bill(optax.partition({"private": dp_sgd(), "public": optax.sgd(0.1)}, MIXED)),
     },
@@ -639,8 +639,8 @@ def test_what_compose_refuses():
     harder = projected(noise_multiplier=1.0)
     for runs, shared, message in [
         ((), False, "at least one"),
-        (((one, 3), (replaced, 3)), False, "one neighboring relation"),
-        (((one, 3), (elsewhere, 3)), True, "must have one sampling"),
+        (((one, 3), (replaced, 3)), False, "the same neighboring relation"),
+        (((one, 3), (elsewhere, 3)), True, "must share a sampling"),
         (((other, 3), (harder, 3)), True, "one Gaussian a step"),
         (((one, released(one)), (elsewhere, 3)), False, None),
         (((one, released(other)), (elsewhere, 3)), False, "another key"),
@@ -670,7 +670,7 @@ def test_a_loop_that_forgets_the_state_is_warned():
         state = mechanism.init(PARAMS)
         for _ in range(3):
             mechanism.update(GRADS, state, PARAMS, included=jnp.ones(ROWS, bool))
-        with pytest.warns(UserWarning, match="the state has made no step.*had one noise"):
+        with pytest.warns(UserWarning, match="the state has made no step.*had the same noise"):
             assert cost(mechanism, state) == pytest.approx(cost(mechanism, 8) if mechanism is planned else 0, rel=1e-4)
     with pytest.warns(UserWarning, match="the state has made no step"):
         dpx.privacy_report(planned, planned.init(PARAMS), delta=1e-5)

@@ -151,7 +151,7 @@ def test_runs_are_composed_for_one_number_of_records():
     assert both.epsilon(delta=DELTA) == dpx.epsilon(PLAIN, 2 * STEPS, delta=DELTA, records=RECORDS)
     alone = dpx.compose_runs((MECHANISM, STEPS), shared_batches=False)
     for runs in ([(MECHANISM, STEPS), (again, STEPS)], [alone, (again, STEPS)]):
-        with pytest.raises(ValueError, match=r"one number of records, got \[1, 3\]"):
+        with pytest.raises(ValueError, match=r"the same number of records, got \[1, 3\]"):
             dpx.compose_runs(*runs, shared_batches=False)
     with pytest.raises(ValueError, match=r"got \[2, 3\]"):
         dpx.compose_runs(alone, shared_batches=False, records=2)

@@ -320,8 +320,8 @@ def test_calibrated_by_what_may_be_spent():
     ("changes", "message"),
     [
         ({"rank": {}}, "at least one number"),
-        ({"rank": None}, "say either rank or reduction_rate"),
-        ({"reduction_rate": 0.3}, "say either rank or reduction_rate"),
+        ({"rank": None}, "pass either rank or reduction_rate"),
+        ({"reduction_rate": 0.3}, "pass either rank or reduction_rate"),
     ],
 )
 def test_bad_configuration(changes, message):
@@ -372,7 +372,7 @@ def test_groups_that_are_projected_apart_are_billed_by_the_smallest_rank():
 
 
 def test_other_unbilled_compositions_are_refused():
-    with pytest.raises(ValueError, match="say rank"):
+    with pytest.raises(ValueError, match="pass rank"):
         dpx.mechanisms.clip_then_project(base(), reduction_rate=0.3, kind="gaussian")
     fixed = base(sampling=dpx.FixedSizeSampling(examples=100, batch_size=8))
     with pytest.raises(ValueError, match="has a cost before"):

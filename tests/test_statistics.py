@@ -443,7 +443,7 @@ def test_every_statistic_is_for_examples_or_for_users(name, tmp_path):
     found = OF_USERS[name](three, **asked(ledger=ledger))
     assert found.unit == "patient" and [entry.event for entry in ledger.entries] == [found.event]
     if name != "accuracy":
-        with pytest.raises(ValueError, match="for the unit of the ledger"):
+        with pytest.raises(ValueError, match="protect the unit of the ledger"):
             OF_USERS[name](values, **asked(ledger=ledger))
         alone = OF_USERS[name](one, **asked())
         if name == "quantiles":
@@ -484,7 +484,7 @@ def test_a_key_makes_one_release():
         lambda: statistics.release_count(values, **asked(key=key, noise_multiplier=2.0)),
         lambda: statistics.release_sum(values, low=0, high=1, **asked(key=key)),
     ):
-        with pytest.raises(ValueError, match="key must be of one release alone"):
+        with pytest.raises(ValueError, match="key must be used for one release only"):
             other()
 
 
@@ -587,7 +587,7 @@ def test_a_metric_of_some_examples_must_not_show_how_many():
     budget = dpx.Budget(epsilon=40.0, delta=1e-5, steps=2)
     some = statistics.PrivateMetric(lambda share: positive[: int(share)], noise_multiplier=budget, key=next(KEYS))
     some(np.float32(100))
-    with pytest.raises(ValueError, match="must have a value of each example at every call"):
+    with pytest.raises(ValueError, match="must have a value for each example at every call"):
         some(np.float32(160))
     assert len(some.released) == 1
     chosen = {"noise_multiplier": budget, "key": next(KEYS), "complete": False}
@@ -603,8 +603,8 @@ def test_a_metric_of_some_examples_must_not_show_how_many():
     [
         (lambda: statistics.release_count(np.ones((2, 2, 2)), **asked()), "data must be"),
         (lambda: statistics.release_count(np.zeros(0), **asked()), "N of at least 1"),
-        (lambda: statistics.release_count([True] * 9 + [2], **asked()), "whose dtype no record decides"),
-        (lambda: statistics.release_histogram([2**53 + 1, math.nan], categories=[1], **asked()), "no record decides"),
+        (lambda: statistics.release_count([True] * 9 + [2], **asked()), "whose dtype depends on no record"),
+        (lambda: statistics.release_histogram([2**53 + 1, math.nan], categories=[1], **asked()), "on no record"),
         (lambda: statistics.release_histogram(np.ma.array(["a"]), categories=["a"], **asked()), "without a mask"),
         (lambda: statistics.release_count(np.array(["a"]), **asked()), "numbers or bools"),
         (lambda: statistics.release_sum(np.array(["a"]), low=0, high=1, **asked()), "must hold numbers"),
@@ -618,8 +618,8 @@ def test_a_metric_of_some_examples_must_not_show_how_many():
         (lambda: statistics.release_count(np.ones(3), **asked(noise="uniform")), "noise must be"),
         (lambda: statistics.release_count(np.ones(3), **asked(key=3)), "key must be a jax PRNG key"),
         (lambda: statistics.release_histogram(np.ones(3), **asked()), "exactly one of edges"),
-        (lambda: statistics.release_histogram(np.ones(3), edges=[1, 1], **asked()), "edges must be rising"),
-        (lambda: statistics.release_histogram(np.ones(3), edges=[0, np.nan], **asked()), "edges must be rising"),
+        (lambda: statistics.release_histogram(np.ones(3), edges=[1, 1], **asked()), "edges must be ascending"),
+        (lambda: statistics.release_histogram(np.ones(3), edges=[0, np.nan], **asked()), "edges must be ascending"),
         (lambda: statistics.release_histogram(np.ones(3), categories=["a"], **asked()), "categories must be"),
         (lambda: statistics.release_histogram(np.ones(3), categories=[1, 1], **asked()), "categories must be"),
         (lambda: statistics.release_quantiles(np.ones(3), [2.0], low=0, high=1, **asked()), r"in \[0, 1\]"),

@@ -177,7 +177,7 @@ def test_what_has_no_bill_is_refused():
             best_of(candidate, **PUBLIC, **options)
     with pytest.raises(ValueError, match="at least one"):
         best_of(**PUBLIC)
-    with pytest.raises(ValueError, match="one neighboring relation"):
+    with pytest.raises(ValueError, match="the same neighboring relation"):
         best_of(MNIST, (mechanism({}, jax.random.key(0), dpx.FixedSizeSampling(examples=9, batch_size=3)), 1), **PUBLIC)
     for mean, shape in ((0.5, 0), (math.inf, 0), (2, -1)):
         with pytest.raises(ValueError, match="mean must be finite"):
@@ -315,7 +315,7 @@ def test_a_folder_keeps_each_score_and_its_parameters(tmp_path):
     values[0] = 0.75
     assert search(5).score == whole.score and len(made) == trials
     other = Searcher([{"rate": rate + 0.5} for rate in (1.0, 2.0, 3.0, 4.0)], score, **search.options)
-    with pytest.raises(ValueError, match="train must return the same parameters whenever a trial is made again"):
+    with pytest.raises(ValueError, match="train must return the same parameters whenever a trial is repeated"):
         other(5)
 
 
@@ -452,8 +452,8 @@ def test_configurations_whose_bills_cross_within_a_budget():
 
 
 REFUSED = {
-    "a budget beside steps": (WITHIN | {"steps": 20}, "steps and delta must not be given beside a budget"),
-    "a budget beside a delta": (WITHIN | {"delta": 1e-5}, "steps and delta must not be given beside a budget"),
+    "a budget beside steps": (WITHIN | {"steps": 20}, "steps and delta must not be given with a budget"),
+    "a budget beside a delta": (WITHIN | {"delta": 1e-5}, "steps and delta must not be given with a budget"),
     "a budget that is a number": (WITHIN | {"budget": 2.0}, "budget must be a dpx.Budget, got 2.0"),
     "a budget, and an optimizer without noise": (WITHIN | {"optimizer": mechanism}, "must also take noise_multiplier"),
     "a budget, and an optimizer of constant noise": (
@@ -583,6 +583,6 @@ def test_a_ledger_is_paid_before_the_first_trial(tmp_path):
     for other, message in ((poor, "must stay within the budget"), (persons, "must be for the ledger's")):
         with pytest.raises(ValueError, match=message):
             search(1, ledger=other)
-    with pytest.raises(ValueError, match="for the unit of the ledger"):
+    with pytest.raises(ValueError, match="protect the unit of the ledger"):
         search(1, ledger=ledger, unit="user")
     assert search.trials == [] and not poor.entries

@@ -93,7 +93,7 @@ def best_of(
     require_one_unit(units, examples)
     stated = runs[0].relation
     if len(relations := {run.relation for run in runs}) > 1:
-        raise ValueError(f"candidates must have one neighboring relation, got {sorted(relations)}")
+        raise ValueError(f"candidates must have the same neighboring relation, got {sorted(relations)}")
     events = tuple(as_hashable(run.event) for run in runs)
     trial = events[0] if all(event == events[0] for event in events) else OneOfDpEvent(events)
     scored = trial if score is None else dp_accounting.ComposedDpEvent((trial, score))  # pyrefly: ignore

@@ -53,11 +53,11 @@ class Composition:
     numbers: int | NormalSamplerError = field(default=LARGEST_RELEASE, kw_only=True, repr=False)
 
     def epsilon(self, *, delta: float, accountant: Accountant = "tightest") -> float:
-        """An upper bound of epsilon at `delta`, which is in (0, 1); see `dpx.epsilon`."""
+        """An upper bound on epsilon at `delta`, which is in (0, 1); see `dpx.epsilon`."""
         return self.profile(accountant).epsilon(checks.require_delta(delta))
 
     def delta(self, *, epsilon: float, accountant: Accountant = "tightest") -> float:
-        """An upper bound of delta at `epsilon`, which is at least 0; see `dpx.accounting.delta`."""
+        """An upper bound on delta at `epsilon`, which is at least 0; see `dpx.accounting.delta`."""
         return self.profile(accountant).delta(checks.require_epsilon(epsilon))
 
     def profile(self, accountant: Accountant = "tightest", *, curve: bool = False) -> Profile:
@@ -104,9 +104,7 @@ def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | 
     records = records_per_common_unit(runs, records)
     composed = [_composition_of_run(run, 1 if shared_batches else records) for run in runs]
     if any(run.others for run in composed):
-        raise ValueError(
-            "a Composition in another one must be of known batches: pass its shared_batches, True or False"
-        )
+        raise ValueError("a Composition inside another must have known batches: pass its shared_batches, True or False")
     noise_keys = [key for run in composed for key in run.keys]
     for first, second in itertools.combinations(noise_keys, 2):
         if same_key(first, second):
@@ -125,7 +123,7 @@ def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | 
     require_one_unit(units, examples)
     relations = {run.relation for run in composed}
     if len(relations) > 1:
-        raise ValueError(f"runs must have one neighboring relation, got {sorted(relations)}")
+        raise ValueError(f"runs must have the same neighboring relation, got {sorted(relations)}")
     others = []
     if shared_batches:
         event = _event_on_shared_batches(runs, [run.event for run in composed], records)
@@ -165,7 +163,7 @@ def records_per_common_unit(runs: Iterable[Any], records: int | None) -> int:
         found.add(require_whole("records", records))
     if len(found) > 1:
         raise ValueError(
-            f"every run must be for one number of records, got {sorted(found)}, because the cost for fewer does "
+            f"every run must be for the same number of records, got {sorted(found)}, because the cost for fewer does "
             "not hold for more: give `records`, and compose runs rather than Compositions"
         )
     return found.pop() if found else 1
@@ -198,7 +196,7 @@ def _require_consistent_batch_keys(batch_keys: list[int], *, several_runs: bool,
             "key"
         )
     if shared_batches is False and len(set(batch_keys)) < len(batch_keys):
-        raise ValueError("two runs drew their batches with one key, so they saw the same: pass shared_batches=True")
+        raise ValueError("two runs drew their batches with one key, so these are equal: pass shared_batches=True")
     if shared_batches and len(set(batch_keys)) > 1:
         raise ValueError("the runs drew their batches with several keys, so these differ: pass shared_batches=False")
 
@@ -208,7 +206,7 @@ def require_one_unit(units: tuple[int, ...], examples: tuple[int, ...]) -> None:
     if len(set(units) - {0}) > 1:
         raise ValueError(
             "every run must protect the same unit, but the batches of these runs hold units of different kinds, such "
-            "as examples and users: a run on examples costs a user with many examples more than it costs one example. "
+            "as examples and users: a run on examples costs more for a user with many examples than for one example. "
             "Compute the cost of each run by itself"
         )
     if 0 in units and len(set(examples)) > 1:
@@ -237,7 +235,7 @@ def _event_on_shared_batches(runs, events, records: int) -> dp_accounting.DpEven
     precision = np.zeros(max(steps_of_runs))
     for (mechanism, _), steps, event in zip(runs, steps_of_runs, events, strict=True):
         if identity_of(mechanism.sampling) != identity_of(sampling):
-            raise ValueError(f"runs with shared batches must have one sampling, got {sampling}, {mechanism.sampling}")
+            raise ValueError(f"runs with shared batches must share a sampling, got {sampling}, {mechanism.sampling}")
         multipliers = values_over(mechanism.noise_multiplier, steps)
         if event != sampling.event(multipliers):
             raise ValueError(f"runs with shared batches must release one Gaussian a step, got {mechanism}")

@@ -32,7 +32,7 @@ def event_epsilon(
     relation: Relation = "add_or_remove",
     buckets: int = BUCKETS,
 ) -> float:
-    """An upper bound of epsilon at `delta` for an event; inf if a release adds no noise.
+    """An upper bound on epsilon at `delta` for an event; inf if a release adds no noise.
 
     The noise counts as exact. The cost of a run of dpx, such as `dpx.epsilon`, is larger by what the arithmetic of its
     noise adds: below 1e-3 for up to 10,000 Gaussians at a delta of at least 1e-6 (`dpx/accounting/arithmetic.py`).
@@ -123,7 +123,7 @@ def require_reachable_epsilon(run: RunProfile, epsilon: float, delta: float) -> 
         advice = f"Delta must be at least about {possible:.1g} for them" if possible else "Allow a larger epsilon"
         numbers = 2 * run.normal_sampler.pairs
         raise ValueError(
-            f"epsilon={epsilon} at delta={delta} cannot be met by any noise: that of a program has finitely many "
+            f"epsilon={epsilon} at delta={delta} cannot be met by any noise: that of a program takes finitely many "
             f"values, which alone costs {least:.3g} in {run.releases} releases of {numbers} numbers. "
             f"{advice}, or state fewer `numbers`"
         )

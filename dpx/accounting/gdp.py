@@ -44,7 +44,7 @@ def log_delta(mu: float, *, epsilon: float) -> float:
     difference = upper + math.log(-math.expm1(min(lower - upper, 0.0) - _ROUNDING * (1 - upper + epsilon)))
     # With x = epsilon/mu - mu/2 and the density phi, delta = phi(x) (R(x) - R(x + mu)), where R is Mills' ratio,
     # because e^epsilon phi(x + mu) = phi(x). R(x) = int_0^inf e^(-x t - t^2/2) dt, so -R'(x) = 1 - x R(x) is convex,
-    # and the trapezoidal rule is an upper bound of its integral from x to x + mu. It is exact at a small mu.
+    # and the trapezoidal rule is an upper bound on its integral from x to x + mu. It is exact at a small mu.
     x = np.array([epsilon / mu - mu / 2, epsilon / mu + mu / 2])
     slopes = 1 - x * math.sqrt(math.pi / 2) * special.erfcx(x / math.sqrt(2))
     rounded = slopes.mean() + 4 * _ROUNDING * (1 + np.abs(slopes).max())

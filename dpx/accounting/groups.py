@@ -266,7 +266,7 @@ class Mixture(PrivacyLoss):
         total = float(weights.sum()) if weights.shape == shifts.shape else math.nan
         known = 0 <= sigma < math.inf and abs(total - 1) < 1e-9 and bool((weights >= 0).all() and (shifts >= 0).all())
         if not known or not np.isfinite(shifts).all():
-            raise ValueError(f"noise and shifts must be at least 0, with probabilities of sum 1; got {event}")
+            raise ValueError(f"noise and shifts must be at least 0, with probabilities that sum to 1; got {event}")
         numbers, places = np.unique(np.append(0.0, shifts), return_inverse=True)
         each = np.bincount(places.reshape(-1), np.append(0.0, weights / total))
         last = np.flatnonzero(each[1:])[-1] + 1

@@ -35,11 +35,11 @@ class Profile(Protocol):
     """An upper bound on the privacy loss of a run: at every epsilon it is (epsilon, delta(epsilon))-private."""
 
     def epsilon(self, delta: float) -> float:
-        """The least epsilon for a delta in (0, 1), or an upper bound of it; inf if there is none."""
+        """The least epsilon for a delta in (0, 1), or an upper bound on it; inf if there is none."""
         ...
 
     def delta(self, epsilon: float) -> float:
-        """The least delta for an epsilon of at least 0, or an upper bound of it."""
+        """The least delta for an epsilon of at least 0, or an upper bound on it."""
         ...
 
 
@@ -97,7 +97,7 @@ class RenyiProfile:
 
 @dataclass(frozen=True)
 class DeltaProfile:
-    """A decreasing upper bound of delta as a function of epsilon."""
+    """A decreasing upper bound on delta as a function of epsilon."""
 
     deltas: Callable[[float], float]
 

@@ -162,12 +162,12 @@ def schedule_rdp(
 
 
 def epsilon(rdp: np.ndarray, delta: float, orders: np.ndarray = ORDERS) -> float:
-    """An upper bound of epsilon at `delta`, which is in (0, 1), from divergences, float64 (orders,)."""
+    """An upper bound on epsilon at `delta`, which is in (0, 1), from divergences, float64 (orders,)."""
     return float(rdp_privacy_accountant.compute_epsilon(orders.tolist(), rdp.tolist(), delta)[0])
 
 
 def delta(rdp: np.ndarray, epsilon: float, orders: np.ndarray = ORDERS) -> float:
-    """An upper bound of delta at `epsilon`, which is at least 0, from divergences, float64 (orders,)."""
+    """An upper bound on delta at `epsilon`, which is at least 0, from divergences, float64 (orders,)."""
     rdp = np.where(rdp <= 0, 0.0, np.maximum(rdp, _SMALLEST_DIVERGENCE))
     return float(rdp_privacy_accountant.compute_delta(orders.tolist(), rdp.tolist(), epsilon)[0])
 

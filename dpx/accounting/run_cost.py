@@ -20,8 +20,8 @@ from dpx.trees import described
 from dpx.validation import require_whole
 
 _UNUSED = (
-    "the state has made no step. If parameters were trained with it, all of their steps had one noise, which no cost "
-    "covers: give each step the state that the last one returned"
+    "the state has made no step. If parameters were trained with it, all of their steps had the same noise, which no "
+    "cost covers: give each step the state that the last one returned"
 )
 
 
@@ -36,7 +36,7 @@ def epsilon(
     records: int | None = None,
     numbers: int | None = None,
 ) -> float:
-    """An upper bound of epsilon at `delta` for the first steps of a run; inf if a step adds no noise.
+    """An upper bound on epsilon at `delta` for the first steps of a run; inf if a step adds no noise.
 
     optimizer: a `dpx.Mechanism`, also with optax transforms behind it (`dpx.chain`).
     steps_or_state: a number of steps (int, at least 0); or an optimizer state, for all steps that its run has taken or
@@ -56,7 +56,7 @@ def epsilon(
     numbers: int, at most 2^32, the most numbers that a step releases. None is that of the mechanism's `dpx.Budget`;
         without one, a state's own, and 2^32 for a number of steps. It matters for deltas below 1e-12.
 
-    Warns for a state that has made no step, because all steps that were given it have one noise.
+    Warns for a state that has made no step, because all steps that start from it have the same noise.
 
     Raises ValueError for a state that another mechanism made, for a relation that the event does not hold for, for an
     event whose cost the accountant does not know, for a weight above all weights, for records of another sampling, and
@@ -83,7 +83,7 @@ def delta(
     records: int | None = None,
     numbers: int | None = None,
 ) -> float:
-    """An upper bound of delta at `epsilon` (at least 0) for the first steps of a run; 1 if a step adds no noise.
+    """An upper bound on delta at `epsilon` (at least 0) for the first steps of a run; 1 if a step adds no noise.
 
     optimizer: a `dpx.Mechanism`, also with optax transforms behind it (`dpx.chain`).
     steps_or_state: a number of steps (int, at least 0), or an optimizer state, as for `dpx.epsilon`.
@@ -175,7 +175,7 @@ def _relation_of(event: dp_accounting.DpEvent, sampling: Sampling, relation: Rel
     if relation is None or checks.require_relation(relation) == stated:
         return stated
     if stated == "replace_one":
-        raise ValueError(f'relation {relation!r} does not fit {sampling}, whose event is true for "replace_one" only')
+        raise ValueError(f'relation {relation!r} does not fit {sampling}, whose cost holds for "replace_one" only')
     if sampling.weighted:
         words = 'the weight of another example would change all rates; its event is true for "zero_out" only'
         raise ValueError(f"relation {relation!r} does not fit {sampling}: {words}")
@@ -222,6 +222,6 @@ def event_for_records(
 def require_billable(optimizer: Any) -> None:
     if not (hasattr(optimizer, "event") and hasattr(optimizer, "sampling")):
         raise ValueError(
-            "optimizer must be a dpx Mechanism, which has an event and a sampling; of an optax.chain, give the one in "
-            f"it. Got {type(optimizer)}"
+            "optimizer must be a dpx Mechanism, which has an event and a sampling; of an optax.chain, pass the one "
+            f"inside it. Got {type(optimizer)}"
         )

@@ -211,7 +211,7 @@ def dp_sgd_epsilon(
     numbers: int = LARGEST_RELEASE,
     exact_noise: bool = False,
 ) -> float:
-    """An upper bound of epsilon at `delta` for a run of DP-SGD, including a finished one, or one of another library.
+    """An upper bound on epsilon at `delta` for a run of DP-SGD, including a finished one, or one of another library.
 
         >>> run = {"examples": 60_000, "batch_size": 256, "noise_multiplier": 1.1, "epochs": 15}
         >>> dpx.accounting.dp_sgd_epsilon(**run, delta=1e-5)

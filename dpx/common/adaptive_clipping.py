@@ -53,7 +53,7 @@ def adaptive_clipping(
     sampling: Sampling,
     key: jax.Array,
 ) -> Mechanism:
-    """DP-SGD with a clip norm C that moves to the `quantile` of the norms (Andrew et al. 2021, arXiv:1905.03871).
+    """DP-SGD with a clip norm C that tracks the `quantile` of the norms (Andrew et al. 2021, arXiv:1905.03871).
 
     C <- C exp(-clip_learning_rate (b - quantile)),  b = 1/2 + (sum_i (1[|g_i| <= C] - 1/2) + N(0, s^2)) / B
 

@@ -12,7 +12,7 @@ PRINTED = 6  # paths in the printed pipeline, and in a message
 
 
 def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
-    """Only the layers where `mask` is True: the others give no gradient, get no noise and are not updated.
+    """Trains only the layers where `mask` is True; the others get no gradient, no noise and no update.
 
     The optax transforms behind it, in `dpx.chain`, see only the trainable layers. So weight decay and momentum do not
     move the others, which have no optimizer state either.

@@ -113,7 +113,7 @@ class Folder:
         if not self._file.is_file():
             names = sorted(path.name for path in self.path.iterdir()) if self.path.exists() else []
             if others := [name for name in names if name not in ("lock", "SENSITIVE") and not name.endswith(".part")]:
-                raise ValueError(f"checkpoints must be a new folder or one of fit, but {self.path} holds {others}")
+                raise ValueError(f"checkpoints must be a new folder or one from fit, but {self.path} holds {others}")
             make_folder(self.path)
         self._lock = acquire_lock(self.path)
         if self._file.is_file():
@@ -162,7 +162,7 @@ class Folder:
         last, reach = self._last_step(), self._known["reach"]
         if last is None and reach:
             raise ValueError(
-                f"{self.path} holds no checkpoint, but its run may have made steps up to {reach}: to begin again "
+                f"{self.path} holds no checkpoint, but its run may have made steps up to {reach}: starting again "
                 "would repeat the noise of the run. Take another folder and another key"
             )
         skips = reach > (last or 0) and bool(self._changed or self._known["moved"] > (last or 0))
@@ -289,7 +289,7 @@ class Folder:
         steps = processes.from_every_process(max(self._checkpoint_steps(), default=None))
         if len(set(steps)) > 1:
             raise ValueError(
-                f"checkpoints must be one folder that all processes share, but the last checkpoints that they see in "
+                f"checkpoints must be one folder that all processes share, but they see different last checkpoints in "
                 f"{self.path} are of steps {steps}"
             )
         return steps[0]
@@ -398,7 +398,7 @@ def require_skippable(run: RunPlan, state: Tree, first: int, reach: int):
     raise ValueError(
         f"on_other_devices must be False for this run, whose checkpoint is of step {first}, and which may have made "
         f"steps up to {reach}: {problem}. Continue it with the devices that it had; or begin a new run at the stored "
-        "parameters, with a new key, and compose both by dpx.compose_runs, this one for all steps that it may have made"
+        "parameters, with a new key, and compose both with dpx.compose_runs, this one for all steps it may have made"
     )
 
 

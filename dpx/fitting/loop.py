@@ -106,9 +106,9 @@ def fit(
         release, no metric of the parameters and no private data. A run that ends early then costs only the steps that
         it took. Otherwise, it costs all planned ones. None is the budget's, and False without one.
     ledger: a `dpx.PrivacyLedger`, which the run charges for all planned steps before the first one; a run that
-        continues in its folder is charged once. If a callback ends the run, later releases get room for what the other
-        steps would have cost, and the run has ended for good. The epsilon of the result is of the run alone, and covers
-        the plan; `ledger.epsilon` is of all releases of the data, less what was given back, and the report names both.
+        continues in its folder is charged once. If a callback ends the run, later releases can use what the other
+        steps would have cost, and the run cannot go on. The epsilon of the result is for the run alone, and covers
+        the plan; `ledger.epsilon` is for all releases of the data, less what was given back, and the report names both.
         words: what the ledger calls the run, in one line; None is `name`. part: the name of the part of a public
         partition that `data` are.
 
@@ -136,7 +136,7 @@ def fit(
         after the last checkpoint, and repeats the steps since then with the same bits.
     on_other_devices: whether the stored run may continue on another number of devices or processes, on another backend
         or kind of machine (even with another number of CPUs), with other flags of XLA, settings of jax (except those
-        that change the dtypes of the step, such as jax_enable_x64, because they make another program) or versions of
+        that change the dtypes of the step, such as jax_enable_x64, because they change the program) or versions of
         numpy, scipy or flax, or with another `chunk_size`, `microbatch_size`, `norms` or `backward_passes`; and whether
         a killed run may continue on a GPU without XLA_FLAGS=--xla_gpu_deterministic_ops=true. Steps that may have been
         made since the last checkpoint then count as made, and train nothing: the same noise must not be used twice.

@@ -132,7 +132,7 @@ class RunMonitor:
         if evaluate is not None:
             require_function("evaluate", evaluate)
             if isinstance(evaluate, PrivateMetric):
-                raise ValueError("evaluate must read public data: a dpx.statistics.PrivateMetric is evaluate_private")
+                raise ValueError("evaluate must read public data: pass a PrivateMetric as evaluate_private instead")
         if not isinstance(callbacks, list | tuple):
             raise ValueError(f"callbacks must be a list of functions, got {described(callbacks)}")
         for callback in callbacks:

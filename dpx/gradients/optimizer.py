@@ -47,7 +47,7 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
         updates, inner = mechanism.release(sums, state.inner, params)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
             raise ValueError(
-                "dpx.chain must stand outside of coordinates and of other mechanisms, because optax transforms read "
+                "dpx.chain must be outside of coordinates and other mechanisms, because optax transforms read "
                 "the parameters; write dpx.chain(dpx.in_coordinates(mechanism, coordinates), *transforms)"
             )
         try:
@@ -76,7 +76,7 @@ def require_transforms(transforms: tuple[Any, ...]):
             words = f"the coordinates {transform.name!r}; write dpx.in_coordinates(mechanism, coordinates)"
             raise ValueError(f"transforms must be optax transforms, got {words}")
         if not (hasattr(transform, "init") and hasattr(transform, "update")):
-            raise ValueError(f"transforms must be those of optax, such as optax.sgd(0.1), got {described(transform)}")
+            raise ValueError(f"transforms must be optax transforms such as optax.sgd(0.1), got {described(transform)}")
 
 
 def _require_no_held_updates(state: Tree) -> Tree:
@@ -85,7 +85,7 @@ def _require_no_held_updates(state: Tree) -> Tree:
     if any(type(node).__name__ in HOLDING for node in nodes):
         raise ValueError(
             "transforms must not hold updates back, as optax.MultiSteps and apply_every do, because each step in "
-            "between has noise and a cost of its own. Give the larger batch to the sampling instead, and say by "
+            "between has noise and a cost of its own. Give the larger batch to the sampling instead, and say with "
             "microbatch_size or chunk_size how much of it fits in memory"
         )
     return state
@@ -93,9 +93,9 @@ def _require_no_held_updates(state: Tree) -> Tree:
 
 def _refuse_optax_transform(error: Exception) -> NoReturn:
     raise ValueError(
-        "transforms must make an update of the released gradient, their state and the parameters alone. Those that "
-        "need the loss or its gradient (lbfgs, reduce_on_plateau, polyak_sgd, momo), or parameters of another form "
-        "(lookahead), would get private values, or fail: call them by yourself, with the released updates and public "
+        "transforms must compute an update from the released gradient, their state and the parameters alone. Those "
+        "that need the loss or its gradient (lbfgs, reduce_on_plateau, polyak_sgd, momo), or parameters in another "
+        "form (lookahead), would get private values, or fail: call them yourself, with the released updates and public "
         f"values. Got {type(error).__name__}: {str(error).splitlines()[0][:200]}"
     ) from error
 

@@ -65,7 +65,7 @@ def entries_of(lines: list[dict[str, Any]]) -> list[Entry]:
             changes = {"steps": line["steps"], "credit": Spent(*decode_value(line["credit"]))}
             entries[line["ended"]] = dataclasses.replace(entries[line["ended"]], **changes)
         else:
-            raise ValueError(f"every line of a ledger must be of this version of dpx, got one with {sorted(line)}")
+            raise ValueError(f"every line of a ledger must come from this version of dpx, got one with {sorted(line)}")
     return entries
 
 

@@ -172,7 +172,7 @@ class PrivacyLedger:
             if stored.steps == require_whole("steps", steps, minimum=0):
                 return stored
             if stored.steps is not None or not stored.made or stored.event != entry.event:
-                raise ValueError(f"a run must be made to end, and end once, got entry {entry.number} ({stored.words})")
+                raise ValueError(f"entry must be a run that has not ended, got entry {entry.number} ({stored.words})")
             gained = NOTHING
             if from_event(stored.event).gaussian:
                 rest = from_event(_remaining_event(stored.event, as_hashable(event))).losses(self.terms.relation)
@@ -273,7 +273,7 @@ class PrivacyLedger:
         require_text("words", words)
         require_text("part", "all" if part is None else part)
         if unit is not None and unit_mark(unit) != unit_mark(self.terms.unit):
-            raise ValueError(f"the release must be for the unit of the ledger, {self.terms.unit!r}, got {unit!r}")
+            raise ValueError(f"the release must protect the unit of the ledger, {self.terms.unit!r}, got {unit!r}")
         if part is not None and self.terms.relation == "replace_one":
             raise ValueError(
                 'part must be None in a ledger of relation "replace_one": a member of one part may be replaced by one '
@@ -282,8 +282,8 @@ class PrivacyLedger:
         if part is not None and self.terms.records > 1:
             raise ValueError(
                 f"part must be None in a ledger for persons with {self.terms.records} records, because the releases of "
-                f"two parts add up for those who have records in both; got {part!r}. Draw persons by dpx.UserData, in "
-                "a ledger of their unit"
+                f"two parts add up for those who have records in both; got {part!r}. Draw persons with dpx.UserData, "
+                "in a ledger of that unit"
             )
         return event
 
@@ -349,7 +349,7 @@ class PrivacyLedger:
             lines = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
             assert "ledger" in lines[0]
         except (ValueError, LookupError, TypeError, AssertionError, IsADirectoryError) as error:
-            raise ValueError(f"path must be a ledger of dpx or no file, got {self.path}") from error
+            raise ValueError(f"path must be a dpx ledger, or not exist, got {self.path}") from error
         return lines
 
     def _append(self, lines: Iterable[dict[str, Any]]) -> None:
@@ -387,7 +387,7 @@ def _remaining_event(event: DpEvent, made: DpEvent) -> DpEvent:
     for loss, count in from_event(made).counts.items():
         left[loss] = left.get(loss, 0) - count
     if min(left.values(), default=0) < 0:
-        raise ValueError(f"the event of a run that ends early must be of its own steps, {planned.event}, got {made}")
+        raise ValueError(f"the event of a run that ends early must hold its own steps, {planned.event}, got {made}")
     return compose_events((event_of_loss(loss), count) for loss, count in left.items() if count)
 
 

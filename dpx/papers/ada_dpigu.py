@@ -91,7 +91,7 @@ def tp_topk_sgd(
     sampling: Sampling,
     key: jax.Array,
 ) -> Mechanism:
-    """TP-TopK: DP-SGD, then on the coordinates of most energy (Zhang and Xie 2026, https://arxiv.org/abs/2606.04375).
+    """TP-TopK: DP-SGD, then only on coordinates of most energy (Zhang and Xie 2026, https://arxiv.org/abs/2606.04375).
 
     The first `warmup` steps are DP-SGD. The score of a coordinate is the mean of its squared released gradients less
     the variance of their noise. Every later step is mask -> clip -> sum -> add noise -> divide -> mask, on the
@@ -142,7 +142,7 @@ def importance_mask(
     noise_floor: ScalarOrSchedule = 0.0,
     squares: bool = False,
 ) -> Coordinates:
-    """The whole gradient for `warmup` steps; then only its coordinates of highest score, after `inner`.
+    """The whole gradient for `warmup` steps; then only its highest-scoring coordinates, after `inner`.
 
     g -> m inner(m g) after the warm-up, for a mask m with the floor(keep d) highest scores
     score_j = mean over the warm-up of |released_j| - sqrt(2/pi) noise_floor, or of released_j^2 - noise_floor^2

@@ -95,7 +95,7 @@ def _clip_norms(clip_norm: float, share: float) -> dict[str, float]:
 def counted_rows(
     *, threshold: float, most_rows: int, reads_scale: float = 1.0, tables: Callable[[str], bool] | None = None
 ) -> Coordinates:
-    """The gradient and the rows of tables that it reads; the rows that are read most, by their release, are updated.
+    """The gradient and the table rows that it reads; the rows read most, by a noisy count, are updated.
 
     g -> {"gradient": g, "reads": v}, v = reads_scale where a row of g is not 0, by table; and back, with 0 in the rows
     whose released v / reads_scale is below `threshold`, or not among the `most_rows` largest of a table.

@@ -34,7 +34,7 @@ class AttackBounds(NamedTuple):
 
     advantage: float, the largest true positive rate minus the false positive rate; 0 is guessing, 1 is certainty.
     false_positive_rates: n floats, how often the attacker claims an example that did not take part.
-    true_positive_rates: n floats, for each of them an upper bound of how often the attacker claims one that did.
+    true_positive_rates: n floats, for each of them an upper bound on how often the attacker claims one that did.
     mu: float. At every false positive rate a, mu-Gaussian differential privacy bounds the true positive rate, by Phi(mu
         - Phi^-1(1 - a)), plus delta.
     delta: float, of mu. records: int, the most records that the person owns; 1 is one unit that the sampling draws.
@@ -149,7 +149,7 @@ def plot_attack_bounds(bounds: AttackBounds, *, axes: Any = None, label: str | N
 
 
 def _epsilon_delta_grid(profile: Profile, delta: float) -> tuple[np.ndarray, np.ndarray]:
-    """Rising epsilons from 0, and an upper bound of delta at each, float64 (n,); if it can, the last is `delta`."""
+    """Rising epsilons from 0, and an upper bound on delta at each, float64 (n,); if it can, the last is `delta`."""
     top = profile.epsilon(delta)
     if top == 0:
         return np.zeros(1), np.array([min(delta, profile.delta(0.0))])
@@ -162,7 +162,7 @@ def _epsilon_delta_grid(profile: Profile, delta: float) -> tuple[np.ndarray, np.
 
 
 def _symmetrized_deltas(growth: np.ndarray, deltas: np.ndarray) -> np.ndarray:
-    """Deltas, float64 (n,), of at most `deltas`, which are an upper bound of the same profile; growth is e^epsilon.
+    """Deltas, float64 (n,), of at most `deltas`, which are an upper bound on the same profile; growth is e^epsilon.
 
     Proof: (epsilon, delta) for both orders of the neighbors says that the true positive rate at a false positive rate
     a is at most delta + x a and 1 - (1 - delta - a) / x, with x = e^epsilon. The lines cross at
@@ -178,7 +178,7 @@ def _mu(growth: np.ndarray, deltas: np.ndarray, slack: float) -> float:
 
     growth: e^epsilon, rising from 1; deltas: falling; float64 (n,).
 
-    Proof: L(a), the largest of the lines, is a lower bound of the type II error at a type I error a. So the run's delta
+    Proof: L(a), the largest of the lines, is a lower bound on the type II error at a type I error a. So the run's delta
     at any epsilon >= 0 is at most the largest 1 - L(a) - e^epsilon a. L is convex, its last slope is -1, and
     e^epsilon >= 1, so that is attained at a corner of L or at a = 0. Let G(a) = Phi(Phi^-1(1 - a) - mu) be the
     trade-off function of mu-GDP. Where L(a) >= G(a) - slack, 1 - L(a) - e^epsilon a is at most

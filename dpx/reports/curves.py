@@ -26,7 +26,7 @@ _NEGLIGIBLE_DELTA = 1e-6  # a smaller delta cannot be seen in a trade-off curve
 class EpsilonOverSteps(NamedTuple):
     """Epsilon after each of some numbers of steps.
 
-    steps: int64 (points,), increasing. epsilon: float64 (points,), an upper bound of the epsilon that they spend.
+    steps: int64 (points,), increasing. epsilon: float64 (points,), an upper bound on the epsilon that they spend.
     delta: float, at which. by_epoch: bool, whether the first step of an epoch costs as much as the epoch; then the
         steps are the first one and the ends of epochs, and between two of them the run spends the later epsilon.
     records: int, the most records of the person whom epsilon protects; 1 is one unit that the sampling draws.
@@ -59,7 +59,7 @@ class TradeOff(NamedTuple):
     """The error rates of the best test for whether one example, or all records of one person, took part.
 
     type_one: float64 (points,), how often the test says yes although the example did not take part.
-    type_two: float64 (points,), a lower bound of how often it says no although the example did.
+    type_two: float64 (points,), a lower bound on how often it says no although the example did.
     records: int, the most records that the person owns; 1 is one unit that the sampling draws.
     """
 
@@ -142,7 +142,7 @@ def trade_off(
     records: int | None = None,
     points: int = 101,
 ) -> TradeOff:
-    """A lower bound of the type II error of every test, at type I errors from 0 to 1: no test has smaller errors.
+    """A lower bound on the type II error of every test, at type I errors from 0 to 1: no test has smaller errors.
 
     f(a) = max over epsilon of (1 - delta(epsilon) - e^epsilon a, e^-epsilon (1 - delta(epsilon) - a)), with delta an
     upper bound (Dong, Roth and Su 2022, https://arxiv.org/abs/1905.02383). Perfect privacy is f(a) = 1 - a.

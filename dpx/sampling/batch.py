@@ -37,9 +37,9 @@ def require_batch(batch: Any) -> Batch:
     if isinstance(batch, Batch):
         return batch
     raise ValueError(
-        f"batch must be a dpx.Batch, got {type(batch)}. Get one by sampling.take(data, key, state). For a batch of "
+        f"batch must be a dpx.Batch, got {type(batch)}. Get one from sampling.take(data, key, state). For a batch of "
         "your own, write dpx.Batch(examples, included) with included: bool (B,), or dpx.Batch(examples, included=None) "
-        "if every row counts; its cost assumes that the sampling had drawn it, as it must have"
+        "if every row counts; its cost assumes that the sampling drew it"
     )
 
 

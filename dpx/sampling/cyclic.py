@@ -20,7 +20,7 @@ _ROWS = 1  # the number of the key of the rows of a step
 
 @dataclass(frozen=True, kw_only=True)
 class CyclicPoissonSampling(VaryingSize):
-    """Each example is in one of `bands` groups, which take turns; in its group's steps, a coin decides about it.
+    """Each example is in one of `bands` groups, which take turns; in its group's steps, a coin decides if it joins.
 
     examples:   size of the data set, below 2^31; a public number.
     batch_size: the EXPECTED batch size, the divisor. The coins have the rate bands * batch_size / examples.

@@ -88,7 +88,7 @@ def require_not_traced(key: jax.Array, *others: Any):
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves([keys.stream(key, "sampling"), *others])):
         raise ValueError(
             "batches are drawn outside of jit, because chance decides their number of rows; but the key, the step or "
-            "the state is traced, or the call stands inside a traced function. Draw ahead: rows = "
+            "the state is traced, or the call is inside a traced function. Draw ahead: rows = "
             "sampling.draw_ahead(key, state, steps), then jax.lax.scan(body, carry, rows) with a body that takes "
             "row.batch(data) (docs/loops.md)"
         )
@@ -137,7 +137,7 @@ def require_enough_rows(drawn: np.ndarray, size: int):
     """Raises ValueError unless `size` rows hold the drawn examples."""
     if len(drawn) > size:
         raise ValueError(
-            f"size must hold the whole batch of {len(drawn)} examples, got {size}; no cost holds for a cut one"
+            f"size must hold the whole batch of {len(drawn)} examples, got {size}; a cut batch has no known cost"
         )
 
 

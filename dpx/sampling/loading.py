@@ -52,7 +52,7 @@ class Loading:
             or (isinstance(sharding, jax.sharding.NamedSharding) and len(sharding.spec) > 1)
         ):
             raise ValueError(
-                "sharding must be of axis 0 alone, such as NamedSharding(mesh, PartitionSpec('data')), because every "
+                "sharding must split axis 0 alone, such as NamedSharding(mesh, PartitionSpec('data')), because every "
                 f"array of a batch has the examples there; got {described(sharding)}"
             )
         if sharding is not None and not sharding.addressable_devices:
@@ -98,8 +98,8 @@ def require_same_run_in_processes(
     differ = [f"{name} {of.tolist()}" for name, of in zip(own, everyone.T, strict=True) if (of != of[0]).any()]
     if differ:
         raise ValueError(
-            "every process must have the same key (dpx.secret_key(seed) with one seed), sampling, data in one order, "
-            f"state and steps; got these numbers or marks in the processes: {', '.join(differ)}"
+            "every process must have the same key (dpx.secret_key(seed) with one seed), sampling, data in the same "
+            f"order, state and steps; got these numbers or marks in the processes: {', '.join(differ)}"
         )
 
 

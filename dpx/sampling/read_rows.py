@@ -99,8 +99,8 @@ def _checking_repeats(source: Any, read: Callable[[np.ndarray, int], Tree]) -> C
             for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
                 if not isinstance(one, jax.Array) and one[place].tobytes() != other[0].tobytes():
                     raise ValueError(
-                        "an item of data must be a function of its number alone, but one that was read again was "
-                        "another. To make it by chance (augmentation), give the source a method random_item(number, "
+                        "an item of data must be a function of its number alone, but one that was read again "
+                        "differed. For random items (augmentation), give the source a method random_item(number, "
                         "rng), and take all its random numbers from rng; or see dpx.augmented"
                     )
         return jax.tree.map(lambda leaf: leaf[inverse], found)

@@ -147,9 +147,9 @@ def owner_array(users: Any) -> np.ndarray:
 
 
 def records_to_keep(owners: Any, *, most_records: int, first: First = "order") -> np.ndarray:
-    """The records to keep, int64 (kept,), rising, so that each owner has at most `most_records` of them.
+    """The records to keep, int64 (kept,), sorted, so that each owner has at most `most_records` of them.
 
-    Greedy: each record is kept if so far, fewer than `most_records` are kept of each of its owners. So no record that
+    Greedy: a record is kept if each of its owners has fewer than `most_records` so far. So no record that
     is left out could be added. The choice depends on the owners alone, which must be public: a label or a text that
     decides about owners makes them private, and the choice then leaks it. Compute its cost with `records=most_records`.
 

@@ -40,7 +40,7 @@ def release_state(state: Tree) -> ReleaseState:
     if jnp.shape(release.step) != ():
         raise ValueError(
             f"state must be of one run, got {jnp.shape(release.step)} runs. Runs of one key share their noise: give "
-            "each a key of its own, and compose them by dpx.compose_runs"
+            "each a key of its own, and compose them with dpx.compose_runs"
         )
     if int(release.version) != RECORD_VERSION:
         raise ValueError(
@@ -167,14 +167,14 @@ def next_steps(state: Tree, sampling: Any, steps: int | None, *, beyond_budget: 
     first, planned = int(release.step), int(release.planned_steps)
     if steps is None:
         if beyond_budget or not planned:
-            raise ValueError("steps must be given beyond a budget, and for a mechanism that has no dpx.Budget")
+            raise ValueError("steps must be given to go beyond a budget, or for a mechanism without a dpx.Budget")
         return range(first, max(first, planned))
     if planned and first + steps > planned and not beyond_budget:
         raise ValueError(
             f"the budget is spent{'' if first >= planned else f' before {steps} more steps'}: its noise was calibrated "
             f"for {planned} steps, and {first} were made. Pass beyond_budget=True to `take`, `batches` or "
             "`draw_ahead` of the sampling to continue with the same mechanism (another budget does not change a run). "
-            "dpx.epsilon tells the cost"
+            "dpx.epsilon gives the cost"
         )
     return range(first, first + steps)
 

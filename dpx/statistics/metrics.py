@@ -116,8 +116,8 @@ class PrivateMetric:
         self._units = units if self._units is None else self._units
         if units != self._units:
             raise ValueError(
-                "a private metric must have a value of each example at every call, because their number is public, but "
-                "this call has another number of values than the first one. For a mean over some of the examples, "
+                "a private metric must have a value for each example at every call, because their number is public, "
+                "but this call has another number of values than the first one. For a mean over some of the examples, "
                 "return NaN for the others, with complete=False"
             )
 
@@ -149,7 +149,7 @@ class PrivateMetric:
             )
 
     def epsilon(self, *, delta: float) -> float:
-        """An upper bound of epsilon at `delta`, in (0, 1), of all calls so far, with those of other programs for runs
+        """An upper bound on epsilon at `delta`, in (0, 1), of all calls so far, with those of other programs for runs
         that continued in this one. Raises ValueError if there are only such."""
         if not self._made:
             return 0.0

@@ -43,7 +43,7 @@ _SPARE = 2.0**-50  # of epsilon
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Quantiles(Release):
-    """Released quantiles: `value` is float64 (quantiles,), rising.
+    """Released quantiles: `value` is float64 (quantiles,), ascending.
 
     scale: float64 (quantiles,), what the logarithm of the error probability is multiplied by. points: int.
     """
@@ -77,7 +77,7 @@ def release_quantiles(
     """Quantiles of the values, each clipped to [low, high], at delta 0. Missing values (NaN) are left out.
 
     data: (N,), or a `dpx.UserData` of one.
-    quantiles: float (quantiles,), in [0, 1], rising. Each is a release of its own.
+    quantiles: float (quantiles,), in [0, 1], ascending. Each is a release of its own.
     low, high: public, finite. points: int, the possible answers, evenly spaced from low to high; for whole numbers,
         high - low + 1 of them.
     noise_multiplier: 1 / epsilon of each quantile; or a `dpx.Budget` for all of them, times its steps.
@@ -88,11 +88,11 @@ def release_quantiles(
     asked = StatisticRequest(words, key, noise_multiplier, "laplace", ledger, part)
     records = records_of(data)
     if records.vector:
-        raise ValueError(f"data of quantiles must have shape (N,), got {described(records.values)}")
+        raise ValueError(f"data for quantiles must have shape (N,), got {described(records.values)}")
     (low,), (high,) = bounds_of(low, high, records)
     shares = np.atleast_1d(require_floats("quantiles", quantiles))
     if shares.ndim != 1 or not len(shares) or not ((shares >= 0) & (shares <= 1)).all() or (np.diff(shares) <= 0).any():
-        raise ValueError(f"quantiles must be rising numbers in [0, 1], got {described(quantiles)}")
+        raise ValueError(f"quantiles must be ascending numbers in [0, 1], got {described(quantiles)}")
     points = require_whole("points", points, minimum=2, maximum=2**20)
     whole = np.rint(shares * SHARES).astype(int).tolist()
     multiplier = asked.multiplier(records, lambda each: _event_of_quantiles(each, len(shares)), 1)

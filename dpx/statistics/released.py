@@ -66,7 +66,7 @@ def records_of(data: Any, *, numbers: bool = True) -> StatisticRecords:
         require_arrays(values)
     elif not hasattr(values, "dtype"):
         # Of a list, one record would decide how all others are read: one 2 makes numbers of all bools.
-        raise ValueError(f"data must be an array, whose dtype no record decides, got {described(values)}")
+        raise ValueError(f"data must be an array whose dtype depends on no record, got {described(values)}")
     values = np.asarray(values)
     if values.ndim not in (1, 2) or values.shape[0] == 0 or values.dtype.kind not in ("fiub" if numbers else "fiubUS"):
         kinds = "numbers" if numbers else "numbers or words"
@@ -110,7 +110,7 @@ class Release:
     noise_multiplier: float
 
     def epsilon(self, *, delta: float) -> float:
-        """An upper bound of epsilon at `delta`, in [0, 1), for this release alone; inf at 0 for Gaussian noise."""
+        """An upper bound on epsilon at `delta`, in [0, 1), for this release alone; inf at 0 for Gaussian noise."""
         if delta == 0:
             return event_epsilon(self.event, delta=0, relation=RELATION)
         return profile_of_run(self.event, relation=RELATION, numbers=self.numbers).epsilon(require_delta(delta))
@@ -228,7 +228,7 @@ class StatisticRequest:
         mark, answer = int(keys.mark_of_key(self.key)), int(keys.mark_of_key(own))
         if _ANSWERED.get(mark, answer) != answer:
             raise ValueError(
-                f"key must be of one release alone, but this one has made another one before {self.words}: take a new "
+                f"key must be used for one release only, but this one made another before {self.words}: take a new "
                 "dpx.secret_key() for each"
             )
         if self.ledger is not None:

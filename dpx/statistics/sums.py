@@ -60,7 +60,7 @@ def release_count(
     asked = StatisticRequest(words, key, noise_multiplier, noise, ledger, part)
     records = records_of(data, numbers=False)
     if records.values.dtype.kind in "US":
-        raise ValueError(f"data of a count must be numbers or bools, got {described(records.values)}")
+        raise ValueError(f"data for a count must be numbers or bools, got {described(records.values)}")
     there = records.values if records.values.dtype.kind == "b" else ~np.isnan(records.values)
     columns = there.shape[1]
     effect = UnitSensitivity(WHOLE * columns, WHOLE * math.sqrt(columns), columns)
@@ -83,9 +83,9 @@ def release_histogram(
 ) -> Statistic:
     """How many values are in each bin, float64 (bins,).
 
-    data: an array, (N,), of numbers, or of words for `categories`; or a `dpx.UserData` of one. A value outside of all
-        bins, and a missing one (NaN), is in none.
-    edges: float (bins + 1,), rising, public. Bin i has edges[i] <= value < edges[i + 1]; the last one has its upper
+    data: an array, (N,), of numbers, or of words for `categories`; or a `dpx.UserData` of one. A value outside all
+        bins, or a missing one (NaN), is not counted.
+    edges: float (bins + 1,), ascending, public. Bin i has edges[i] <= value < edges[i + 1]; the last one has its upper
         edge too. Edges may be infinite.
     categories: (bins,), the distinct values of the bins, all numbers or all words, in place of edges. They must be
         public: a list of the values that occur in the data is not.
@@ -96,12 +96,12 @@ def release_histogram(
         raise ValueError(f"exactly one of edges and categories must be given, got {described(edges)} and the other")
     records = records_of(data, numbers=categories is None)
     if records.vector:
-        raise ValueError(f"data of a histogram must have shape (N,), got {described(records.values)}")
+        raise ValueError(f"data for a histogram must have shape (N,), got {described(records.values)}")
     values = records.values[:, 0]
     if categories is None:
         public = np.asarray(edges, np.float64) if np.shape(edges)[:1] > (1,) else np.zeros(0)
         if public.ndim != 1 or len(public) < 2 or not (np.diff(public) > 0).all():
-            raise ValueError(f"edges must be rising numbers, (bins + 1,) with at least one bin, got {described(edges)}")
+            raise ValueError(f"edges must be ascending, (bins + 1,) with at least one bin, got {described(edges)}")
         places, bins = np.searchsorted(public, values, side="right") - 1, len(public) - 1
         places = np.where(values == public[-1], bins - 1, places)
         inside = (places >= 0) & (places < bins)  # NaN is beyond all edges

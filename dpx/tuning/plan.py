@@ -90,7 +90,7 @@ class SearchSettings:
         if not isinstance(self.budget, Budget):
             raise ValueError(f"budget must be a dpx.Budget, got {described(self.budget)}")
         if self.steps is not None or self.delta is not None:
-            raise ValueError("steps and delta must not be given beside a budget, which has them")
+            raise ValueError("steps and delta must not be given with a budget, which has them")
         try:
             inspect.signature(self.optimizer).bind(None, None, noise_multiplier=1.0)
         except TypeError as error:
@@ -212,7 +212,7 @@ class SearchPlan:
         if int(stream := release_state(result[1]).batch_key) not in (0, int(keys.mark_of_key(trial.optimizer.key))):
             raise ValueError(
                 "a trial must train its own optimizer, and draw its batches with the key of that optimizer, as dpx.fit "
-                f"does, because trials must be independent; its batches are of the key of mark {stream}"
+                f"does, because trials must be independent; its batches come from the key with mark {stream}"
             )
         return trial, result[0], result[1]
 

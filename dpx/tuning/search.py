@@ -185,7 +185,7 @@ def _stored_score(plan: SearchPlan, params: Tree, number: int, folder: Path) -> 
         processes.from_first_process(lambda: replace_file(file, json.dumps(stored) + "\n"))
     if stored["params (their digest)"] != digest.hexdigest():
         raise ValueError(
-            "train must return the same parameters whenever a trial is made again, because its steps have the same "
+            "train must return the same parameters whenever a trial is repeated, because its steps have the same "
             f"noise, but {file} was written for others. Train with dpx.fit(..., checkpoints=trial.folder), in a search "
             "with another key and another folder, and add the costs of both searches"
         )

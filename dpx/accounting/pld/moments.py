@@ -48,7 +48,7 @@ def allocation_renyi(noise: Noise, steps_per_epoch: int, orders: np.ndarray) -> 
 
 
 def renyi_of_removal(noise: Noise, steps_per_epoch: int, order: int) -> float:
-    """An upper bound of D_n(P|Q) at a whole order n of at least 2."""
+    """An upper bound on D_n(P|Q) at a whole order n of at least 2."""
     k = np.arange(order + 1)
     sigmas, counts = (np.array(column, np.float64)[:, None] for column in zip(*noise, strict=True))
     logs = k * (k - 1) / (2 * sigmas**2) - special.gammaln(k + 1)  # (distinct noise multipliers, order + 1)
@@ -85,7 +85,7 @@ def renyi_of_removal(noise: Noise, steps_per_epoch: int, order: int) -> float:
 
 
 def renyi_of_addition(noise: Noise, steps_per_epoch: int, order: float) -> float:
-    """An upper bound of D_n(Q|P), the Renyi divergence at an order n of at least 2; inf if the integral cannot say."""
+    """An upper bound on D_n(Q|P), the Renyi divergence at an order n of at least 2; inf if the integral cannot say."""
     if order > _LARGEST_ORDER:
         return math.inf
     v, logs = _log_transform(noise, steps_per_epoch)

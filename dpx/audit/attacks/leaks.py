@@ -99,7 +99,7 @@ def exposure(
     cost = None if cost is None else checks.require_epsilon(cost)
     true, others = require_floats("losses", losses), require_floats("references", references)
     if true.ndim != 1 or not len(true):
-        raise ValueError(f"losses must hold one loss of each canary, (canaries,), at least one; got {true.shape}")
+        raise ValueError(f"losses must hold one loss for each canary, (canaries,), at least one; got {true.shape}")
     if others.ndim != 2 or len(others) != len(true) or not others.shape[1]:
         raise ValueError(f"references must have shape ({len(true)}, n) with n of at least 1, got {others.shape}")
     if np.isnan(true).any() or np.isnan(others).any():

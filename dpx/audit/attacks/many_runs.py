@@ -368,8 +368,8 @@ def lower_bound(
     stated = hasattr(mechanism, "event") and hasattr(mechanism, "sampling")
     if stated and instead is not None and mechanism.sampling.relation != "replace_one":
         raise ValueError(
-            f"instead must be None for a cost whose relation is {mechanism.sampling.relation!r}, because that cost is "
-            "not for replacing an example; give lower_bound_from_scores the canary_scores, without this cost"
+            f"instead must be None for a cost whose relation is {mechanism.sampling.relation!r}, because that cost "
+            "does not cover replacing an example; pass canary_scores to lower_bound_from_scores, without this cost"
         )
     scores = canary_scores(
         make,

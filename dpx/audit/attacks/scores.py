@@ -178,9 +178,9 @@ def require_scores(name: str, scores: Any, least: int, of: str) -> np.ndarray:
     scores = np.asarray(scores)
     if scores.ndim != 1 or len(scores) < least or scores.dtype.kind not in "biuf":
         found = f"{scores.dtype}{scores.shape}"
-        raise ValueError(f"{name} must hold one score of each of at least {least} {of}, ({of},); got {found}")
+        raise ValueError(f"{name} must hold one score for each of at least {least} {of}, ({of},); got {found}")
     if np.isnan(scores).any():
-        raise ValueError(f"{name} must hold no NaN, got {np.isnan(scores).sum()}; give -inf in place of no score")
+        raise ValueError(f"{name} must hold no NaN, got {np.isnan(scores).sum()}; give -inf where there is no score")
     return scores.astype(np.float64)
 
 
@@ -230,8 +230,8 @@ def plot_lower_bound(bound: LowerBound, cost: TradeOff | None = None, *, axes: A
     """Draws the attack's error rates, and the trade-off function that the cost allows, on matplotlib `axes`; returns
     them.
 
-    bound: of `lower_bound` or `lower_bound_from_scores`. cost: of `dpx.reports.curves.trade_off`, which no attack on a
-        correct mechanism can go below, except by chance. axes: new ones by default.
+    bound: from `lower_bound` or `lower_bound_from_scores`. cost: from `dpx.reports.curves.trade_off`; no attack on a
+        correct mechanism goes below it, except by chance. axes: new ones by default.
     """
     label = f"attack: epsilon at least {bound.epsilon:.3g} at delta {bound.delta:g}"
     axes = plot_trade_off(TradeOff(bound.roc.type_one, bound.roc.type_two), axes=axes, label=label)

@@ -60,7 +60,7 @@ def check_contract(
     * noise: the noise is the stated multiple of what one example moves, wherever that is; its draws, under other keys
       and at eight steps, are independent standard normals; it is there, and does not repeat, for other values and
       dtypes of the parameters, in larger ones, and at 1,270 steps up to 2^31
-    * bits: what leaves was rounded to a public grid, after the noise, by `keys.release`, so its bits show only what the
+    * bits: releases were rounded to a public grid, after the noise, by `keys.release`, so they show only what the
       cost covers; one of 8,192 rows moves the sum by at most ETA of the clip norm more than it moves an empty one
     * resume: the state alone decides the next step
     * cost: the event matches the sampling that draws and the mechanism's noise multipliers, for up to 10^6 steps (with
@@ -71,7 +71,7 @@ def check_contract(
     mechanism: of `dpx.chain`, `dpx.in_coordinates`, or your own.
     loss: loss(params, example), to check the contract on the paths of `private_updates` too.
     params: pytree of arrays, at most 1,000 numbers; small layers with the names of your model are enough. By default, a
-        matrix, a vector, a number, and two arrays of 4 axes and one shape.
+        matrix, a vector, a number, and two arrays of 4 axes and the same shape.
     examples: pytree, with examples on axis 0; needed with a loss.
     lines: the names of the lines to check, from the list above; None checks all.
     rebuild: (key) -> the same mechanism with this key, for the draws. Without it, the keys in the program are replaced

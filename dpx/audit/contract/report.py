@@ -25,7 +25,7 @@ class Line(NamedTuple):
 class ContractReport(NamedTuple):
     """The result of `check_contract`; `str` is a table with a row for each line.
 
-    lines: of the contract, in the order in which they were checked. false_alarm_rate: an upper bound of the probability
+    lines: of the contract, in the order in which they were checked. false_alarm_rate: an upper bound on the probability
         that a sound mechanism fails, over the choice of the seed.
     """
 

@@ -279,7 +279,7 @@ def band_mf_sgd(
     the bits of the releases, and dpx charges it (`dpx.mechanisms.correlated_noise`). The paper's C need not be
     Toeplitz.
 
-    bands: of C, at least 1, and at most the groups of the sampling; a run of fewer steps has one band a step.
+    bands: of C, at least 1, and at most the groups of the sampling; a shorter run has one band per step.
     steps: of the run for which C is optimal. The cost counts any further steps too.
     momentum: of the optimizer behind it, in [0, 1), for which C is optimal.
     learning_rates: of each step, floats, not negative, for which C is optimal; () if they are constant.

@@ -132,7 +132,7 @@ def _by_recurrence(numerator: np.ndarray, denominator: np.ndarray, rates: np.nda
 
 
 def mean_loss_lower_bound(steps: int) -> float:
-    """A lower bound of the mean loss of prefix sums for any C and one participation: the nuclear norm of P over steps.
+    """A lower bound on the mean loss of prefix sums for any C and one participation: the nuclear norm of P over steps.
 
     The singular values of P are 1 / (2 sin((2 i - 1) pi / (4 steps + 2))), i = 1, ..., steps (arXiv:2202.11205).
     """
@@ -189,9 +189,9 @@ def objective(workload: Workload, steps: int, error: str) -> tuple[np.ndarray, Q
         denominator = np.convolve([1.0, -1.0], workload.momentum_series)
         return denominator, lambda u: (float(weights @ np.square(u)), weights * u)
     if error == "largest":
-        raise ValueError('error must be "mean" with learning rates that change, got "largest"')
+        raise ValueError('error must be "mean" if learning rates change, got "largest"')
     if steps > LONGEST_SCHEDULE:
-        raise ValueError(f"steps must be at most {LONGEST_SCHEDULE} with learning rates that change, got {steps}")
+        raise ValueError(f"steps must be at most {LONGEST_SCHEDULE} if learning rates change, got {steps}")
     matrix = _workload_with_rates(rates) / steps
 
     def quadratic_form(u: np.ndarray) -> tuple[float, np.ndarray]:

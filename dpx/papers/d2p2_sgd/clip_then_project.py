@@ -67,7 +67,7 @@ def clip_then_project(
     stream = keys.stream(mechanism.key, "projection of the sum")
     coordinates, ranks = projection(rank, reduction_rate, kind, every, stream, bounded=True), jax.tree.leaves(rank)
     if mechanism.correlated is not None:
-        raise ValueError("clip_then_project must not be around correlated noise, because its projections change")
+        raise ValueError("clip_then_project must not wrap correlated noise, because its projections change")
     # A projection in it has the same stream.
     if not from_event(mechanism.event(1)).holds_for_all(lambda loss: loss.fresh):
         raise ValueError(f"clip_then_project takes a mechanism of one clipped sum, got {described(mechanism)}")
@@ -132,6 +132,6 @@ def _require_fresh_ranked_projection(rank: int | Tree | None, reduction_rate: fl
         )
     if rank is None:
         raise ValueError(
-            "clip-then-project by a Gaussian has a cost by its rank, before parameters are known; say rank, "
+            "clip-then-project with a Gaussian needs the rank for its cost, before parameters are known; pass rank, "
             f"got reduction_rate={described(reduction_rate)}"
         )

@@ -449,7 +449,7 @@ def _projection_ranks(rank, reduction_rate) -> tuple[Tree, Callable[[Any, int], 
     """The configured numbers; a function (number, d) -> rank; and the ranks in words."""
     if (rank is None) == (reduction_rate is None):
         given = f"rank={described(rank)}, reduction_rate={described(reduction_rate)}"
-        raise ValueError(f"say either rank or reduction_rate; got {given}")
+        raise ValueError(f"pass either rank or reduction_rate; got {given}")
     values = reduction_rate if rank is None else rank
     if not jax.tree.leaves(values):
         raise ValueError(f"rank or reduction_rate must hold at least one number, got {described(values)}")

@@ -14,7 +14,7 @@ def dice_theorem_noise(
     sigma_1 = sqrt(32 T (C^2 + 2 min(C, G')^2) ln(1/delta)) / (N epsilon)
 
     The noise on the MEAN gradient for which Theorem 3.8 of DiceSGD (https://arxiv.org/abs/2311.14632) claims (epsilon,
-    delta). The proof uses a lower bound of a clip factor where it needs an upper one. Counterexample: all gradients are
+    delta). The proof uses a lower bound on a clip factor where it needs an upper one. Counterexample: all gradients are
     zero except one constant gradient of norm 150 C, with N 50000, B 1000, T 150, C1 = C2 = C / B. Then delta at epsilon
     2 is at least 0.408, but the theorem claims 1e-5.
 

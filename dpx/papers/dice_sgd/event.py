@@ -95,7 +95,7 @@ def profiles_by_bound(event: ErrorFeedbackDpEvent, accountant: Accountant, relat
         raise ValueError(f"error feedback has no known cost for Poisson sampling with most_rows or weights: {words}")
     moves_rows = relation == "add_or_remove" and not isinstance(sampling, PoissonSampling)
     if relation != stated and (stated == "replace_one" or moves_rows):
-        raise ValueError(f'relation {relation!r} does not fit {sampling}, whose event is true for "{stated}"')
+        raise ValueError(f'relation {relation!r} does not fit {sampling}, whose cost holds for "{stated}"')
     noise = event.noise_multiplier / (2 if relation == "replace_one" else 1)
     reset_every = min(event.steps, event.reset_every or event.steps)
     run: dict[str, Any] = dict(steps=event.steps, reset_every=reset_every, error_shift=event.error_shift)

@@ -109,7 +109,7 @@ class AmplifiedProfile:
 def log_moment(
     order: int, *, steps: int, rate: float, error_shift: float, noise_multiplier: float, tail: float = 0.0
 ) -> float:
-    """A bound of a ln W_1(0) >= ln E X^a for a stretch of `steps`, except for an event of probability `tail`.
+    """A bound on a ln W_1(0) >= ln E X^a for a stretch of `steps`, except for an event of probability `tail`.
 
     order: a, int, at least 2.
     """

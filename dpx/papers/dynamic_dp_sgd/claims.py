@@ -32,7 +32,7 @@ def zcdp_rho(noise_multipliers: Any, *, counts: Any = None) -> float:
 
 
 def zcdp_epsilon(rho: float, delta: float) -> float:
-    """An upper bound of epsilon, rho + 2 sqrt(rho ln(1/delta)) (Bun and Steinke 2016, Proposition 1.3).
+    """An upper bound on epsilon, rho + 2 sqrt(rho ln(1/delta)) (Bun and Steinke 2016, Proposition 1.3).
 
     rho: at least 0. delta: in (0, 1). Raises ValueError for numbers outside these domains.
     """
@@ -64,7 +64,7 @@ def tcdp(noise_multipliers: Any, sampling_rate: Any, *, counts: Any = None) -> t
 
 
 def tcdp_epsilon(rho: float, omega: float, delta: float) -> float:
-    """An upper bound of epsilon for tCDP: the minimum of rho alpha + ln(1/delta) / (alpha - 1) over alpha < omega.
+    """An upper bound on epsilon for tCDP: the minimum of rho alpha + ln(1/delta) / (alpha - 1) over alpha < omega.
 
     It equals the zCDP bound if the best alpha is below omega. rho: at least 0. omega: above 1, may be inf. delta: in
     (0, 1). Raises ValueError for numbers outside these domains.
