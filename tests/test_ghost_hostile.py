@@ -177,6 +177,12 @@ CASES = {
         lambda w, e: jnp.sum(e[1] * lax.dynamic_slice(w, (e[0], 0), (2, 3))), f32(7, 3), (i32(), f32(2, 3)), {"rows"}
     ),
     "lookups": Case(lookups, f32(7, 3), (i32(4), f32(7, 3)), {"rows"}),
+    "lookup times a number": Case(
+        lambda w, e: jnp.sum(e[2] * ((jax.nn.one_hot(e[0], len(w)) * e[1][:, None]) @ w)),
+        f32(7, 3),
+        (i32(2), f32(2), f32(2, 3)),
+        {"rows"},
+    ),
     "used twice": Case(
         lambda w, e: dense(w, e[:2]) + dense(w, e[2:]), f32(12, 9), (f32(12), f32(9), f32(12), f32(9)), {"shared"}
     ),

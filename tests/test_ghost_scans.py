@@ -290,6 +290,15 @@ def slices_by_index_of_the_outer_scan():
 row("slices_by_index_that_repeat", "product")(
     lambda: layer(lambda w, x: indexed(w, x, jnp.array([0, 1, 1])), normal(1, 2, 4, 4), 4)
 )
+row("slices_by_index_in_pairs", "product")(
+    lambda: layer(
+        lambda w, x: lax.scan(
+            lambda h, i: (jnp.tanh(jnp.tanh(h @ jnp.take(w, 2 * i, axis=0)) @ w[2 * i + 1]), None), x, jnp.arange(2)
+        )[0],
+        normal(1, 4, 4, 4),
+        4,
+    )
+)
 row("slices_by_index_beyond_the_end", "product")(
     lambda: layer(lambda w, x: indexed(w, x, jnp.arange(3) + 1), normal(1, 3, 4, 4), 4)
 )

@@ -146,6 +146,24 @@ row("elements_gathered", "rows")(lambda: (lambda w, t: score(w[t, 1]), normal(1,
 row("columns_gathered", "rows")(lambda: (lambda w, t: score(w[:, t]), normal(1, 2, 4), tokens(4, 6)))
 row("one_hot_rows", "rows")(lambda: lookup(lambda table, t: jax.nn.one_hot(t - 1, 6) @ table))
 row("one_hot_columns", "rows")(lambda: lookup(lambda table, t: jnp.einsum("vd,tv->dt", table, jax.nn.one_hot(t, 6))))
+row("one_hot_times_weights", "rows")(  # some of them 0
+    lambda: lookup(lambda table, t: (jax.nn.one_hot(t, 6) * (t - 2).astype(jnp.float32)[:, None]) @ table)
+)
+row("one_hot_where_a_mask_is", "rows")(
+    lambda: lookup(lambda table, t: jnp.where((t > 1)[:, None], jax.nn.one_hot(t, 6) / 3, 0) @ table)
+)
+row("one_hot_of_two_that_a_mask_chooses", "product")(
+    lambda: lookup(
+        lambda table, t: jnp.where(jnp.arange(6) > 2, jax.nn.one_hot(t, 6), jax.nn.one_hot(t - 3, 6)) @ table
+    )
+)
+row("one_hot_of_one_place_times_many", "gram")(
+    lambda: (
+        lambda w, t: score((jax.nn.one_hot(t, 1) * jnp.arange(30, dtype=jnp.float32)[None]) @ w),
+        normal(1, 30, 40),
+        tokens(2, 2),
+    )
+)
 row("one_hot_by_comparison", "rows")(
     lambda: lookup(lambda table, t: lax.dot((jnp.arange(6)[:, None] == t[None] - 1).T, table))
 )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -237,9 +238,19 @@ def recognize(use: Use, program: Program, made: Mapping[Any, Equation]) -> Site 
         return _site_of_products(_site_of_repeats(site, repeats) if repeats else site)
     if not repeats:
         return site
-    if name == "dynamic_slice" and math.prod(repeats) * site.sizes[1] >= site.sizes[2]:
+    whole = name == "dynamic_slice" and math.prod(repeats) * site.sizes[1] >= site.sizes[2]
+    of_layer = name in ("gather", "dynamic_slice") and equation.outputs[0] in program.slices
+    if whole or (of_layer and _makes_layers(use.leaf, program)):
         return f"used in {name} in each iteration of a scan"  # the rows of a whole table are a gradient of its size
     return _site_of_repeats(site, repeats)
+
+
+def _makes_layers(leaf: int, program: Program) -> bool:
+    """Whether iterations multiply data with what they make of a parameter. Then the cotangents of its rows are the
+    gradients of layers, larger than the inputs and cotangents there."""
+    layers = (kernel for kernel in program.kernels if kernel.value in program.slices and leaf in kernel.leaves)
+    met = {program.equations[use.equation].name for kernel in layers for use in kernel.uses}
+    return not met.isdisjoint(("dot_general", "conv_general_dilated"))
 
 
 def is_complex(equation: Equation) -> bool:
@@ -350,7 +361,8 @@ def _dot_general(use: Use, equation) -> Site | str:
 
 
 def _of_one_hot(use: Use, equation: Equation, made: Mapping[Any, Equation]) -> Site | None:
-    """The product of W with rows that have a single 1, and zeros, along its one contracted axis: a lookup."""
+    """The product of W with rows that have a single number, and zeros, along its one contracted axis: a lookup, whose
+    cotangents are multiplied by that number. A mask, or an index of -1, leaves a row without any."""
     jaxpr: Any = equation.jaxpr
     weight, data = use.operand, 1 - use.operand
     contracted, batch = jaxpr.params["dimension_numbers"]
@@ -360,48 +372,62 @@ def _of_one_hot(use: Use, equation: Equation, made: Mapping[Any, Equation]) -> S
     (along,), (axis,) = contracted[data], contracted[weight]
     slices = tuple(size for number, size in enumerate(jaxpr.invars[data].aval.shape) if number != along)
 
+    def numbers(inputs):
+        return _float32(inputs[data]).sum(along)
+
     def starts(inputs):
-        hot = inputs[data].astype(bool)
-        return {axis: jnp.where(hot.any(along), lax.argmax(hot, along, jnp.int32), -1)}
+        first = lax.argmax(inputs[data].astype(bool), along, jnp.int32)
+        return {axis: jnp.where(numbers(inputs) != 0, first, -1)}
 
     def slices_last(dy):  # the free axes of `data` come first, if it is the first operand
         return dy if weight == 1 else jnp.moveaxis(dy, range(len(table) - 1, dy.ndim), range(len(slices)))
 
     sizes = tuple(1 if number == axis else size for number, size in enumerate(table))
-    site = _lookup_site(use, table, sizes, slices, starts, slices_last, clips=False)
+    site = _lookup_site(use, table, sizes, slices, starts, slices_last, clips=False, numbers=numbers)
     return site if isinstance(site, Site) else None
 
 
 def _maker(operand: Any, made: Mapping[Any, Any]) -> Any:
-    """The equation that makes an operand; None for a constant, or an input of the program."""
-    return None if isinstance(operand, core.Literal | Constant) else made.get(operand)
+    """The equation that makes an operand, or the constant that it is; None for an input of the program."""
+    return operand if isinstance(operand, core.Literal | Constant) else made.get(operand)
+
+
+def _jaxpr_of(maker: Any) -> Any:
+    return None if isinstance(maker, core.Literal | Constant) else getattr(maker, "jaxpr", maker)
 
 
 def _axis_of_one_hot(equation: Any, made: Mapping[Any, Any]) -> int | None:
-    """The axis along which a value has a single True, or 1, at a computed index, as `jax.nn.one_hot` does, and is 0
-    elsewhere; None for any other value. equation: makes the value. made: by operand, the equation that makes it; of a
-    `Program`, or of a jaxpr that it calls."""
-    jaxpr = getattr(equation, "jaxpr", equation)
+    """The axis along which a value has one number at most, at a computed index, as `jax.nn.one_hot` has, perhaps times
+    a mask, and is 0 elsewhere; None for any other value. equation: makes the value. made: by operand, the equation that
+    makes it; of a `Program`, and of the jaxprs that it calls."""
+    jaxpr = _jaxpr_of(equation)
     if jaxpr is None:
         return None
     name, inputs = jaxpr.primitive.name, getattr(equation, "inputs", jaxpr.invars)
 
     if name in CALLS and len(jaxpr.outvars) == 1:
         body = jaxpr.params[CALLS[name]].jaxpr
-        inside = {variable: each for each in body.eqns for variable in each.outvars}
-        return _axis_of_one_hot(inside.get(body.outvars[0]), inside) if body.outvars[0] in inside else None
+        makers = zip(body.invars, (_maker(operand, made) for operand in inputs), strict=True)
+        inside = {**made, **dict(makers), **{variable: each for each in body.eqns for variable in each.outvars}}
+        return _axis_of_one_hot(_maker(body.outvars[0], inside), inside)
     if name == "convert_element_type":
         return _axis_of_one_hot(_maker(inputs[0], made), made)
     if name == "transpose":
         axis = _axis_of_one_hot(_maker(inputs[0], made), made)
         return None if axis is None else jaxpr.params["permutation"].index(axis)
+    masked = {"mul": (0, 1), "and": (0, 1), "div": (0,), "select_n": range(1, len(inputs))}.get(name, ())
+    masked = [number for number in masked if name != "select_n" or not _is_zero(_maker(inputs[number], made), made)]
+    for number in masked if name != "select_n" or len(masked) == 1 else ():
+        axis, out = _axis_of_one_hot(_maker(inputs[number], made), made), jaxpr.outvars[0].aval.shape
+        if axis is not None and jaxpr.invars[number].aval.shape[axis] == out[axis]:
+            return axis
     if name != "eq":
         return None
     for number, axis in enumerate(_axis_of_iota(_maker(operand, made), made) for operand in inputs):
         other, maker = jaxpr.invars[1 - number].aval, _maker(inputs[1 - number], made)
         if axis is None or jaxpr.invars[number].aval.shape[axis] < jaxpr.outvars[0].aval.shape[axis]:
             continue
-        if maker is not None and (of := getattr(maker, "jaxpr", maker)).primitive.name == "broadcast_in_dim":
+        if (of := _jaxpr_of(maker)) is not None and of.primitive.name == "broadcast_in_dim":
             sizes = dict(zip(of.params["broadcast_dimensions"], of.invars[0].aval.shape, strict=True))
         else:
             sizes = dict(enumerate(other.shape))
@@ -409,9 +435,20 @@ def _axis_of_one_hot(equation: Any, made: Mapping[Any, Any]) -> int | None:
     return None
 
 
+def _is_zero(maker: Any, made: Mapping[Any, Any]) -> bool:
+    """Whether a value is a constant 0, perhaps broadcast."""
+    jaxpr = _jaxpr_of(maker)
+    if isinstance(maker, core.Literal | Constant):
+        value = maker.val if isinstance(maker, core.Literal) else maker.value
+        return np.ndim(value) == 0 and not isinstance(value, jax.core.Tracer) and bool(np.asarray(value) == 0)
+    if jaxpr is None or jaxpr.primitive.name not in ("broadcast_in_dim", "convert_element_type"):
+        return False
+    return _is_zero(_maker(getattr(maker, "inputs", jaxpr.invars)[0], made), made)
+
+
 def _axis_of_iota(equation: Any, made: Mapping[Any, Any]) -> int | None:
     """The axis along which a value counts 0, 1, ..., all of which its dtype holds; None for any other value."""
-    jaxpr = getattr(equation, "jaxpr", equation)
+    jaxpr = _jaxpr_of(equation)
     if jaxpr is None:
         return None
     if jaxpr.primitive.name == "broadcast_in_dim":
@@ -518,12 +555,14 @@ def _lookup_site(
     slices_last: Callable,
     *,
     clips: bool,
+    numbers: Callable | None = None,
 ) -> Site | str:
     """Slices of these `sizes` of an array of shape `table`, as rows: the numbers along the axes that a slice spans.
 
     slices: how many there are, an axis for each in the indices. starts: inputs -> where the slices begin, int (slices),
         by axis of the table; 0 along other axes. slices_last: dy -> dy as (slices, the axes of a slice)
     clips: whether a slice that would leave the table is moved inside; otherwise it reads nothing
+    numbers: inputs -> what the slices are multiplied by, float32 (slices), for slices of one row; None for 1
     """
     across = [axis for axis, size in enumerate(sizes) if size < table[axis]]
     order = (*across, *(axis for axis in range(len(table)) if axis not in across))
@@ -549,7 +588,11 @@ def _lookup_site(
             rows = jnp.where(repeat_to_shape(functools.reduce(jnp.logical_and, inside), shape), rows, -1)
         b = _float32(slices_last(dy)).reshape(*slices, *sizes)
         b = b.transpose(*range(len(slices)), *(len(slices) + axis for axis in order))
-        return rows.reshape(positions), b.reshape(positions, width)
+        rows, b = rows.reshape(positions), b.reshape(positions, width)
+        if numbers is not None:
+            b = jnp.where(rows[:, None] < 0, b, b * numbers(inputs).reshape(positions, 1))
+            b = current_place().unit.round_operand(b)
+        return rows, b
 
     def arrange(w):
         return w.transpose(order).reshape(1, count, width)
