@@ -222,6 +222,7 @@ REFUSED = {  # the program and the words of its message
         lambda: released(dpx.in_coordinates(dpx.chain(dp_sgd(), optax.adamw(0.1)), PART), 1),
         r"chain must be outside of coordinates .*dpx\.chain\(dpx\.in_coordinates",
     ),
+    "a chain of nothing": (lambda: dpx.chain(dp_sgd()), "transforms must be optax transforms.*got none"),
     "bill inside jit": (under_jit, "traced|tracing"),
     "masked with nothing masked": (lambda: bill(optax.masked(dp_sgd(), True)), "wrapped.*MaskedState"),
     "multi_transform, all in one": (

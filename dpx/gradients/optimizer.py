@@ -26,8 +26,8 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
     The transforms see the released gradient only, so any optax optimizer, decay or momentum costs no privacy. They do
     not see parameters whose gradient the mechanism drops at every step (`coordinates.trainable`), so weight decay does
     not move these. Masks that change (`random_freeze`) stop the gradients of a step, but neither decay nor momentum.
-    Raises ValueError unless `mechanism` is a Mechanism and no transform is one; inside coordinates; and for transforms
-    that hold updates back (`optax.MultiSteps`) or need more than an update, such as the loss.
+    Raises ValueError unless `mechanism` is a Mechanism and no transform is one; without transforms; inside coordinates;
+    and for transforms that hold updates back (`optax.MultiSteps`) or need more than an update, such as the loss.
 
         >>> optimizer = dpx.chain(mechanism, optax.sgd(0.1, momentum=0.9))
         >>> optimizer.stages[-1]
@@ -68,7 +68,12 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
 
 
 def require_transforms(transforms: tuple[Any, ...]):
-    """Raises ValueError if the transforms hold a mechanism, coordinates, or anything else that is not a transform."""
+    """Raises ValueError if there are none, or they hold a mechanism, coordinates, or anything else."""
+    if not transforms:
+        raise ValueError(
+            "transforms must be optax transforms, such as optax.sgd(0.1), got none: a mechanism alone gives a gradient, and "
+            "optax.apply_updates would climb along it"
+        )
     for transform in transforms:
         if isinstance(transform, Mechanism):
             raise ValueError("a chain must have one mechanism, its first part; got a second one among the transforms")
