@@ -65,7 +65,7 @@ def require_unmasked(tree: Tree):
     if any(isinstance(leaf, optax.MaskedNode) for leaf in leaves):
         raise ValueError(
             "a mechanism must not be inside optax.masked, multi_transform or partition, because raw gradients of "
-            "masked leaves would pass by it. Use dpx.in_coordinates(mechanism, dpx.coordinates.trainable(mask))"
+            "masked leaves would bypass it. Use dpx.in_coordinates(mechanism, dpx.coordinates.trainable(mask))"
         )
 
 

@@ -568,7 +568,7 @@ def test_max_steps_of_no_step_of_an_ending_schedule_and_of_a_bill_that_does_not_
     assert 32 < within < 60
     assert accounting.max_steps(Ending(1.5), epsilon=0.2, delta=1e-5) == within
     assert accounting.max_steps(Ending(1.5), epsilon=5.0, delta=1e-5) == 60
-    with pytest.raises(ValueError, match="must bound the steps"):
+    with pytest.raises(ValueError, match="must limit the steps"):
         accounting.max_steps(Mechanism(1e9, Shuffled()), epsilon=1.0, delta=1e-5)
     with pytest.raises(ValueError, match="would change"):
         accounting.max_steps(Mechanism(3.0, Shuffled()), epsilon=1.0, delta=1e-5, relation="add_or_remove")

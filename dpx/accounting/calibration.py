@@ -277,7 +277,7 @@ def max_steps(
     while affordable(high):
         if high == _MOST_STEPS:
             raise ValueError(
-                f"epsilon={epsilon} at delta={delta} must bound the steps, but {_MOST_STEPS} steps cost no more"
+                f"epsilon={epsilon} at delta={delta} must limit the steps, but {_MOST_STEPS} steps cost no more"
             )
         low, high = high, min(2 * high, _MOST_STEPS)
     while high - low > 1:

@@ -115,7 +115,7 @@ def require_schedule(multipliers: Any, sampling_rate: Any, counts: Any) -> tuple
 def require_countable(releases: float):
     """Raises ValueError for more releases than float64 counts one by one, in which integers of 64 bits may overflow."""
     if not releases <= MOST_RELEASES:
-        raise ValueError(f"the releases must be at most {MOST_RELEASES}, which float64 counts, got {releases:.6g}")
+        raise ValueError(f"releases must be at most {MOST_RELEASES}, the most that float64 counts, got {releases:.6g}")
 
 
 def _broadcast(name: str, values: np.ndarray, like: np.ndarray) -> np.ndarray:

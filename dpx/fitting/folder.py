@@ -289,8 +289,8 @@ class Folder:
         steps = processes.from_every_process(max(self._checkpoint_steps(), default=None))
         if len(set(steps)) > 1:
             raise ValueError(
-                f"checkpoints must be one folder that all processes share, but they see different last checkpoints in "
-                f"{self.path} are of steps {steps}"
+                f"checkpoints must be one folder that all processes share, but the last ones that they see in "
+                f"{self.path} differ: steps {steps}"
             )
         return steps[0]
 

@@ -63,7 +63,7 @@ def require_same_in_processes(facts: dict[str, Any]):
         names = [name for name in first | theirs if first.get(name) != theirs.get(name)]
         if names:
             listing = "; ".join(f"{name} is {first.get(name)} in process 0, {theirs.get(name)}" for name in names)
-            raise ValueError(f"every process must make the same run, but in process {number} it is another: {listing}")
+            raise ValueError(f"every process must make the same run, but process {number} differs:  {listing}")
 
 
 def as_local_array(array: Any) -> Any:

@@ -115,7 +115,7 @@ class PrivacyLedger:
         for name, value in given.items():
             if value != (stored := getattr(self.terms, name)):
                 words = f"{name} is {stored}, got {described(value)}"
-                raise ValueError(f"the budget of a ledger must stay as it is, but in {self.path} {words}")
+                raise ValueError(f"the budget of a ledger must not change, but in {self.path} {words}")
 
     def reserve(
         self,

@@ -99,7 +99,7 @@ def gradient_embedding(*, basis: Tree, embedding_scale: float = 1.0, residual_sc
     `dpx.methods.gep_sgd`. `decode` restores the whole gradient for any `basis`; if the basis is orthonormal, the
     squared norms of embedding and residual add up to the squared norm of the gradient.
 
-    basis: V, of `public_subspace`: (rank, *shape), real, for each array of the parameters of that shape. It must
+    basis: V, from `public_subspace`: (rank, *shape), real, for each array of the parameters of that shape. It must
         depend on public data and released values only.
     embedding_scale, residual_scale: above 0, in the units of the gradient; the coordinates then have no unit.
     Raises ValueError for a scale of 0 or less, and in `init` for a basis that does not fit the parameters.

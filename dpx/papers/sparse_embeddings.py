@@ -360,7 +360,7 @@ def row_updates(
 
 
 def public_rows(rows: jax.Array, public: np.ndarray, indices: jax.Array, otherwise: jax.Array) -> jax.Array:
-    """The rows of a table, of which only a public list is trained: DP-FEST, for a loss under any mechanism.
+    """The rows of a table when only a public list of them is trained: DP-FEST, for a loss under any mechanism.
 
     The parameter has only the rows of the list, so noise, cost, time and memory are those of K rows. The others stay
     as they are, and a loader reads them where it reads the examples.

@@ -153,7 +153,7 @@ def privacy_report(
     delta: in (0, 1), ideally far below 1 divided by the number of examples. A larger one warns.
     unit: what the sampling draws and epsilon protects, in words: "user" if it draws users. None takes it from the
         state, which knows "example" and "user" (`dpx.UserData`), or is "example" for a number of steps.
-    records: int, at least 1, the most of them that one person owns; None takes it from the mechanism's `dpx.Budget`,
+    records: int, at least 1, the most units that one person owns; None takes it from the mechanism's `dpx.Budget`,
         and is 1 without one. Above 1, the report is about such a person, as for `dpx.epsilon`.
     numbers: int, the most numbers that a step releases, as for `dpx.epsilon`.
     tuning: how hyper-parameters were chosen. "public": without any run on the private data. A `Selection` (of

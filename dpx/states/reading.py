@@ -64,7 +64,7 @@ def _require_unwrapped(node: Any, key: Any) -> None:
     if hasattr(node, "_fields") and holder.__module__.split(".")[0] == "optax" and not _is_lookahead(node):
         raise ValueError(
             f"the mechanism must not be wrapped: the state is an optax {holder.__name__}, in which raw gradients can "
-            "pass by the mechanism, or its noise can change. Wrap nothing around a mechanism; freeze layers with "
+            "bypass the mechanism, or its noise can change. Wrap nothing around a mechanism; freeze layers with "
             "dpx.coordinates.trainable"
         )
     if holder in (tuple, list) and key.idx != 0:

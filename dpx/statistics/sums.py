@@ -213,8 +213,8 @@ def release_mean(
 ) -> Statistic:
     """The mean of the values that are not missing, each clipped to [low, high].
 
-    It has about the noise of a count in numerator and denominator, from one release: sums of k and of 2^24 - k quanta,
-    which together are the count. It is the middle of the bounds if the noise leaves no count.
+    One release gives numerator and denominator, each with about the noise of a count: sums of k and of 2^24 - k quanta,
+    which together are the count. If the noise leaves no count, the mean is the middle of the bounds.
 
     data: (N,), or (N, columns) for a mean of each column; or a `dpx.UserData` of one, for the mean over all records.
     low, high: public, finite, numbers or one for each column.

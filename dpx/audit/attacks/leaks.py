@@ -103,7 +103,7 @@ def exposure(
     if others.ndim != 2 or len(others) != len(true) or not others.shape[1]:
         raise ValueError(f"references must have shape ({len(true)}, n) with n of at least 1, got {others.shape}")
     if np.isnan(true).any() or np.isnan(others).any():
-        raise ValueError("losses and references must hold no NaN; give inf in place of a loss that is not a number")
+        raise ValueError("losses and references must hold no NaN; give inf for a loss that is not a number")
     count = others.shape[1]
     ranks = 1 + (others <= true[:, None]).sum(axis=1)
     miss = (1 - confidence) / len(true) - delta

@@ -150,8 +150,8 @@ def cyclic_poisson_event(
 
     examples: int. batch_size: expected, above 0. groups: int, at least the bands of C. steps: of the run, int.
     noise_multiplier: the deviation of z is this times the clip norm times `column_norm(strategy, steps=steps)`.
-    Raises ValueError as `CyclicPoissonSampling` does, and if C has more bands than there are groups, as the full C of a
-    banded inverse has.
+    Raises ValueError as `CyclicPoissonSampling` does, and if C has more bands than there are groups, such as the full C
+    of a banded inverse.
     """
     sampling = CyclicPoissonSampling(examples=examples, batch_size=batch_size, bands=groups)
     require_bands(strategy, sampling)

@@ -88,7 +88,7 @@ def with_projected_event(event: dp_accounting.DpEvent, *, rank: int, blocks: int
     if not ledger.private:
         return dp_accounting.NonPrivateDpEvent()
     if not ledger.gaussian:
-        raise ValueError(f"a fresh projection has a cost before (Poisson-sampled) Gaussian events only, got {event}")
+        raise ValueError(f"a fresh projection has a known cost before (Poisson-sampled) Gaussians only, got {event}")
     losses = ledger.losses("add_or_remove")
     if not losses:
         return dp_accounting.NoOpDpEvent()

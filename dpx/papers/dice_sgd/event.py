@@ -119,7 +119,7 @@ def profiles_by_bound(event: ErrorFeedbackDpEvent, accountant: Accountant, relat
         profiles["amplified by sampling, Renyi recursion"] = AmplifiedProfile(rate=rate, noise_multiplier=noise, **run)
     if not profiles:
         raise ValueError(
-            f'accountant "rdp" has a cost of error feedback on {sampling} only at a rate below 1, under relation '
+            f'accountant "rdp" knows the cost of error feedback on {sampling} only at a rate below 1, under relation '
             f'"add_or_remove" or "zero_out" and with a finite outer_clip_norm; got {event}, relation {relation!r}'
         )
     return profiles
