@@ -157,7 +157,7 @@ def importance_mask(
     warmup: int, at least 1, the number of steps before the ranking.
     inner: coordinates of the same shapes as the gradient, such as `standardized`; they start after the warm-up.
     noise_floor: at least 0, the standard deviation of the noise on a coordinate. It shifts all scores equally.
-    squares: whether to score by squares, as TP-TopK does; if the floor is the noise, they average to the squared gradient.
+    squares: whether to score by squares, as TP-TopK does; if the floor is the noise, they average the squared gradient.
     Raises ValueError for numbers outside their domains; for a schedule, when the cost is computed.
     Source: AdaDPIGU, Zhang and Xie 2025, https://arxiv.org/abs/2507.06525, which scores gradients without noise;
     and TP-TopK, Zhang and Xie 2026, https://arxiv.org/abs/2606.04375.
