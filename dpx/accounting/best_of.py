@@ -25,7 +25,7 @@ Distribution = Literal["logarithmic", "geometric", "poisson"]
 
 @dataclass(frozen=True)
 class Selection(Composition):
-    """The cost of the best of a random and secret number of trials, of which nothing else is released.
+    """The cost of the best of a random and secret number of trials, if nothing else of them is released.
 
     trial: the event of one trial without its score. trials: the expected number of them. distribution: of that number.
     configurations: int, how many different ones are paid for. score: how the score is paid for, in words.

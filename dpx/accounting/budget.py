@@ -87,7 +87,7 @@ class Budget:
 
 
 def accepts_budget(build: Callable[..., M]) -> Callable[..., M]:
-    """`build`, a function that builds a mechanism, but its `noise_multiplier` may also be a `Budget`.
+    """Returns `build`, a function that builds a mechanism, so that its `noise_multiplier` may also be a `Budget`.
 
     Given a Budget, it finds the least noise multiplier that stays within it. Decorate the
     function that builds the OUTERMOST mechanism, because a wrapper around a mechanism may raise its cost:

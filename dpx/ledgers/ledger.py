@@ -67,7 +67,7 @@ class LedgerTerms:
 
 
 class PrivacyLedger:
-    """The ledger of a data set: one file that keeps everything that programs release of it within one budget.
+    """The ledger of a data set: one file that keeps everything that programs release about it within one budget.
 
         >>> from dp_accounting import GaussianDpEvent
         >>> ledger = dpx.PrivacyLedger(f"{tempfile.mkdtemp()}/ledger.jsonl", epsilon=2.0, delta=1e-5)

@@ -259,7 +259,7 @@ class PlannedRun(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class NoisePlan:
-    """The noise that a budget needs, for several batch sizes and epochs; `str` is a table, with one of the samplings.
+    """The noise that a budget needs, for several batch sizes and epochs; `str` is a table, and one of the samplings.
 
     runs: by epochs, then by batch size. examples: int. epsilon, delta: floats, the budget of each single run.
     accountant: by which the noise was found. records: int, the most examples that one person owns.

@@ -29,7 +29,7 @@ _PACKAGES = ("dpx-jax", "jax", "optax", "dp-accounting", "numpy", "scipy")  # wh
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PrivacyReport:
-    """A privacy statement, with all its assumptions; `str` is a page of it, first in plain words for a data owner.
+    """A privacy statement, with all its assumptions; `str` is a page that begins with plain words for a data owner.
 
     mechanism: the printed pipeline. steps: how many steps epsilon covers; made: how many were made; ending: which steps
         epsilon covers, in words, if a run did not end where it planned to.

@@ -38,7 +38,7 @@ class ScaledRun(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScaleLaw:
-    """The loss of a run by its parameters, steps and step noise, between those of the measured runs.
+    """Predicts the loss of a run from its parameters, steps and step noise, between those of the measured runs.
 
     levels: three tuples, the rising parameters, steps and step noises that were measured. losses: float (levels of
     each). Between them, the loss is linear in the logarithms.

@@ -29,7 +29,7 @@ def release_accuracy(
     ledger: Any = None,
     part: str | None = None,
 ) -> Statistic:
-    """The share of predictions that are right, on private data.
+    """The share of correct predictions, on private data.
 
     correct: bool (N,), such as `predictions == labels`; or a `dpx.UserData` of it, for the share of all records.
     The other arguments and errors are those of `dpx.statistics`. For any other metric, `release_mean` takes the

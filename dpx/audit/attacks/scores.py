@@ -35,7 +35,7 @@ _ROC_POINTS = 200
 
 
 class Roc(NamedTuple):
-    """The error rates of the attack in the second half of the runs, as counted, without confidence.
+    """The error rates of the attack in the second half of the runs, as counted, without confidence intervals.
 
     type_one: float64 (points,), how often the attack says "with" in runs without the example.
     type_two: float64 (points,), how often it says "without" in runs with the example.

@@ -84,7 +84,7 @@ def loss(
     participations: int = 1,
     separation: int = 1,
 ) -> WorkloadLoss:
-    """The error of `workload` after `steps` steps, for noise in proportion to the sensitivity of C.
+    """The error of `workload` after `steps` steps, for noise proportional to the sensitivity of C.
 
     strategy: the matrix C. steps, participations, separation: as in `sensitivity`. Takes O(steps * coefficients), and
         for learning rates O(steps * coefficients^2). Raises ValueError for other numbers and if a coefficient
@@ -153,7 +153,7 @@ def optimized(
     workload: Workload = PREFIX_SUMS,
     error: Literal["mean", "largest"] = "mean",
 ) -> Strategy:
-    """The strategy of `bands` bands with the least mean or largest loss, for examples at least `bands` steps apart.
+    """The strategy with `bands` bands and the least mean or largest loss, for examples at least `bands` steps apart.
 
     bands: int, at least 1; 1 is the identity. steps: of the run, at least `bands`.
     workload: the momentum and the learning rates whose error is minimized.
