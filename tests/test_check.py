@@ -386,19 +386,21 @@ def test_closures_are_found_wherever_they_are():
 
 
 @pytest.mark.parametrize("wrap", [lambda function: function, jax.jit, jax.checkpoint])
-def test_running_averages_that_nothing_uses(wrap):
-    old = jnp.ones((1, 4))
+def test_running_averages_that_nothing_keeps(wrap):
+    old, is_first = jnp.ones((1, 4)), jnp.asarray(True)
 
     @wrap
     def normalized(params, x):
         mean = jnp.mean(x, 0, keepdims=True)
-        return jnp.sum((x - mean) ** 2) * jnp.sum(params), 0.99 * old + 0.01 * mean
+        average = 0.99 * old + jax.lax.sub(np.float32(1), np.float32(0.99)) * mean
+        return jnp.sum((x - mean) ** 2) * jnp.sum(params), average, jax.lax.select(is_first, mean, average)
 
     def found(loss):
         return loss_findings.find_lost_averages(jax.make_jaxpr(loss)(jnp.ones(4), jnp.ones((3, 4))), jnp.ones(4))
 
-    (finding,) = found(lambda params, x: normalized(params, x)[0])
-    assert finding.severity == "warning" and finding.numbers == {"averages": 1}
+    for kept in (0, 2):
+        (finding,) = found(lambda params, x, kept=kept: jnp.sum(normalized(params, x)[kept]))
+        assert finding.severity == "warning" and finding.numbers == {"averages": 1}
     assert not found(lambda params, x: jnp.sum(normalized(params, x)[1]))
 
 

@@ -152,6 +152,51 @@ def test_a_dropout_that_repeats_is_found(dropped, monkeypatch):
     assert found.severity == "warning" and "same ones, such as one dropout mask" in found.words
 
 
+def linen_norm(x):
+    from flax import linen
+
+    norm = linen.BatchNorm(use_running_average=False)
+    return norm.apply(norm.init(jax.random.key(0), x), x, mutable=["batch_stats"])[0]
+
+
+def keras_norm(x):
+    import keras
+
+    norm = keras.layers.BatchNormalization()
+    norm.build((None, *x.shape))
+    return norm.stateless_call(norm.trainable_variables, norm.non_trainable_variables, x[None], training=True)[0]
+
+
+def haiku_norm(x):
+    import haiku
+
+    norm = haiku.transform_with_state(lambda x: haiku.BatchNorm(True, True, 0.99)(x, is_training=True))
+    return norm.apply(*norm.init(jax.random.key(0), np.ones(x.shape, "f")), None, x)[0]
+
+
+def equinox_norm(x, mode="batch"):
+    import equinox
+
+    norm, state = equinox.nn.make_with_state(equinox.nn.BatchNorm)(4, axis_name="pixels", mode=mode)
+    return jax.vmap(norm, (0, None), (0, None), axis_name="pixels")(x, state)[0]
+
+
+def equinox_norm_of_averages(x):
+    return equinox_norm(x, "ema")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("norm", [linen_norm, keras_norm, haiku_norm, equinox_norm, equinox_norm_of_averages])
+def test_a_batch_norm_that_keeps_no_averages_is_found(norm, monkeypatch):
+    """As each library computes them, of an example of six pixels."""
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    require_installed(f"import {norm.__name__.split('_')[0].replace('linen', 'flax')}")
+    with as_a_user():
+        closed = jax.make_jaxpr(lambda w, x: (w * norm(x) ** 3).sum())(np.ones(4, "f"), np.ones((6, 4), "f"))
+    (found,) = loss_findings.find_lost_averages(closed, np.ones(4, "f"))
+    assert found.severity == "warning" and found.numbers == {"averages": 2}
+
+
 def test_the_lines_are_counted():
     """The page's table: the lines of each program, and those that it marks. The step of tunix has ten."""
     rows = re.findall(r"^\| \[.*?\]\(#(.*?)\) \| (\d+) \| (\d+) \|$", HEAD, re.MULTILINE)

@@ -94,7 +94,7 @@ def find_unused(closed: core.ClosedJaxpr, params: Tree, flags: Tree) -> Finding:
 
 
 def find_lost_averages(closed: core.ClosedJaxpr, params: Tree) -> list[Finding]:
-    """A finding if the loss computes running averages that it does not use, as BatchNorm does: a old + (1 - a) new of a
+    """A finding if the loss computes running averages that nothing keeps, as BatchNorm does: a old + (1 - a) new of a
     constant `old` and a `new` that depends on the example."""
     parameter, data, updates = 1, 2, set()
 
@@ -106,28 +106,43 @@ def find_lost_averages(closed: core.ClosedJaxpr, params: Tree) -> list[Finding]:
     spread_marks(closed, [parameter if i < count else data for i in range(len(closed.jaxpr.invars))], visit)
     found = sum(id(equation) in updates for equation in _unread_averages(closed.jaxpr, [True]))
     words = (
-        "the loss computes running averages that nothing uses, as BatchNorm does. So the layer normalizes each example "
-        "by itself, and a model that is evaluated with the averages is not the one that was trained. Do not keep them: "
-        "they are not private. Use GroupNorm or LayerNorm (docs/flax.md#batchnorm)"
+        "the loss computes running averages that nothing keeps, as BatchNorm does. So the layer normalizes each "
+        "example by itself, and a model that is evaluated with the averages is not the one that was trained. Do not "
+        "keep them: they are not private. Use GroupNorm or LayerNorm (docs/flax.md#batchnorm)"
     )
     return [Finding("running averages", "warning", words, {"averages": found})] if found else []
 
 
 def _unread_averages(jaxpr: core.Jaxpr, wanted: list[bool]) -> Iterator[core.JaxprEqn]:
-    """The equations a x + (1 - a) y on which none of the results depends that are wanted."""
+    """The equations a x + (1 - a) y on which none of the results depends that are wanted, except where y may be chosen
+    in place of the average, as Equinox does at the first step."""
     made = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
     needed = {
         v for v, is_wanted in zip(jaxpr.outvars, wanted, strict=True) if is_wanted and not isinstance(v, core.Literal)
     }
 
+    def operands_of(name, v):
+        known = not isinstance(v, core.Literal) and v in made and made[v].primitive.name == name
+        return made[v].invars if known else ()
+
+    def number(*values):  # of a literal, or of the difference of two
+        if all(isinstance(v, core.Literal) and np.ndim(v.val) == 0 for v in values):
+            return float(values[0].val) - sum(float(v.val) for v in values[1:])
+        parts = operands_of("sub", values[0]) if len(values) == 1 else ()
+        return number(*parts) if parts else None
+
     def share(term):
-        by = made[term].invars if term in made and made[term].primitive.name == "mul" else ()
-        return next((float(v.val) for v in by if isinstance(v, core.Literal) and np.ndim(v.val) == 0), 0.0)
+        return next((found for found in map(number, operands_of("mul", term)) if found is not None), 0.0)
+
+    def averaged(v):
+        return {x for term in operands_of("add", v) for x in operands_of("mul", term) if number(x) is None}
 
     for equation in reversed(jaxpr.eqns):
         operands = [v for v in equation.invars if not isinstance(v, core.Literal)]
         reached = [v in needed for v in equation.outvars]
-        needed |= set(operands) if any(reached) else set()
+        if any(reached):
+            begins = equation.primitive.name == "select_n"
+            needed |= {v for v in operands if not (begins and averaged(v) & set(operands))}
         if equation.primitive.name == "add" and not any(reached) and abs(sum(map(share, operands)) - 1) < 1e-3:
             yield equation
         for body in jaxprs.inner_bodies(equation):
