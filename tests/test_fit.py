@@ -19,6 +19,7 @@ import pytest
 import dpx
 from dpx import catalog
 from dpx.fitting import step as fitting_step
+from dpx.fitting.facts import fingerprint_of_loss
 from dpx.reports.report import sections_of
 from dpx.states.record import with_plan
 from tests import kills
@@ -383,6 +384,45 @@ def test_another_run_is_refused_and_loses_nothing(stored, said):
     with pytest.raises(ValueError, match=f"holds another one: .*{said}"):
         fit(OTHERS[said](), steps=2, delta=1e-5, checkpoints=stored)
     assert {path: path.read_bytes() for path in stored.rglob("*") if path.is_file()} == before
+
+
+def test_another_loss_is_refused(stored):
+    """It would make steps again, with the noise that they had, but with other sums."""
+
+    def masked(mask):
+        return lambda params, example: loss(params, (example[0] * mask, example[1]))
+
+    def dropped(seed):
+        key = jax.random.key(seed)
+        return lambda params, example: masked(jax.random.normal(key, (3,)))(params, example)
+
+    def with_other_names(parameters, row):
+        features, label = row
+        logits = features @ parameters["w"] + parameters["b"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, label)
+
+    @jax.custom_vjp
+    def scaled(x):
+        return x
+
+    def fingerprint(loss):
+        options = {"with_key": False, "has_aux": False}
+        return fingerprint_of_loss(loss, optimizer, lambda params, state: params, carry, DATA, options)
+
+    optimizer = made(2.0)
+    carry = fitting_step.first_carry(PARAMS, optimizer, None)
+    scaled.defvjp(lambda x: (x, None), lambda rest, g: (2 * g,))
+    others = [
+        masked(np.ones(3, "f")),
+        masked(np.zeros(3, "f")),
+        dropped(1),
+        dropped(2),
+        lambda *given: scaled(loss(*given)),
+    ]
+    assert fingerprint(loss) == fingerprint(with_other_names) and len({*map(fingerprint, [loss, *others])}) == 6
+    run = {"steps": 3, "delta": 1e-5, "accountant": "rdp", "checkpoints": stored}
+    with pytest.raises(ValueError, match="loss .the fingerprint of its gradient. was .* .for example another model"):
+        dpx.fit(others[0], optimizer, PARAMS, DATA, **run)
 
 
 def test_folders_of_earlier_versions_are_refused(stored, tmp_path):

@@ -11,12 +11,12 @@ To continue a run later, keep its seed and its checkpoints, both as secret as th
 It continues after the last checkpoint, with the same batches and the same noise, so the result has the same bits as
 without the interruption. `fit` refuses the checkpoints of another mechanism, schedule, optimizer, sampling, key, delta
 or shape of the parameters, data of which some examples differ (64 of arrays, the first one of a source), and another
-`chunk_size`, `norms`, backend, kind of machine, flag of XLA, setting of jax or version of a library, because they
+loss, `chunk_size`, `norms`, backend, kind of machine, flag of XLA, setting of jax or version of a library, because they
 decide numbers of a step. With `on_other_devices=True` it accepts what decides no noise and no batch, and skips the
 steps that may have been made since the last checkpoint. On a GPU, XLA times its kernels and takes others in the next
-process, unless XLA_FLAGS has --xla_gpu_deterministic_ops=true. `fit` cannot see whether the loss and the other examples
-are the same. They must be, because the difference of two runs with the same noise has no noise. For another run take
-another key.
+process, unless XLA_FLAGS has --xla_gpu_deterministic_ops=true. `fit` cannot see whether the other examples are the
+same. They must be, because the difference of two runs with the same noise has no noise. For another run take another
+key.
 
 Several processes of `jax.distributed` make one run if each calls `fit` with a `sharding` that spans the devices of all.
 `checkpoints` is then a folder on a disk that they share. If the processes differ, all of them refuse the run.

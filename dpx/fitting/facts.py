@@ -4,21 +4,26 @@ import importlib.metadata
 import os
 import platform
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.extend.backend
+import jax.numpy as jnp
 import numpy as np
 
 from dpx import keys
 from dpx.fitting import processes
 from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import Carry
+from dpx.gradients.one_example import adding_note, function_of_row, rows_with_keys, shapes_of_row
 from dpx.mechanism import Mechanism
 from dpx.reports.report import version_of
 from dpx.states.identity import fingerprint
 from dpx.states.record import RECORD_VERSION, ReleaseState
+from dpx.trees import Tree
 from dpx.xla.jaxprs import constants, identity_of_program
 from dpx.xla.place import current_place, tracing_for_place
 
@@ -32,7 +37,9 @@ OF_LIBRARIES = (*(f"version of {name}" for name in LIBRARIES), "libraries of the
 KERNELS = "kernels that the GPU has timed (a random name)"
 OF_DEVICES = ("processes", "devices", LAYOUT, "backend", MACHINE, MEMORY, KERNELS, *OF_LIBRARIES)
 OF_STEPS = ("chunk_size", "microbatch_size", "norms", "backward_passes")
-ROUNDING = (*OF_DEVICES, *OF_STEPS)  # facts that decide how numbers are rounded
+LOSS = "loss (the fingerprint of its gradient)"
+# Facts that decide the numbers of a step, and neither its noise nor its batch: a later step may have another loss, too.
+ROUNDING = (*OF_DEVICES, *OF_STEPS, LOSS)
 SETTING = "setting "  # how the names of more such facts begin
 VARIABLES = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # variables of the environment, too
@@ -90,9 +97,37 @@ def is_about_rounding(name: str) -> bool:
     return name in ROUNDING or name.startswith(SETTING)
 
 
+def _shapes_of(tree: Tree) -> Tree:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)  # on no mesh
+
+
+def fingerprint_of_loss(
+    loss: Callable, optimizer: Mechanism, loss_at: Callable, carry: Carry, rows: Tree, options: dict
+):
+    """A fingerprint, int, of the equations of one example's gradient, and of all that they close over, keys included.
+    So a step that is repeated has the sum that it had, if its rows are the same.
+
+    rows: some examples, on axis 0. The rest is as for `compiled_step`.
+    """
+    shapes = _shapes_of(carry)
+    keyed = partial(rows_with_keys, optimizer, with_key=options["with_key"])
+    row = shapes_of_row(jax.eval_shape(keyed, shapes.state, rows))
+    of_row = function_of_row(loss, has_aux=options["has_aux"])
+
+    def of_example(carry, row):
+        value, pull, _ = jax.vjp(lambda params: of_row(params, row), loss_at(*carry), has_aux=True)
+        (gradient,) = pull(jax.tree.map(jnp.ones_like, value))
+        return value, [leaf for leaf in jax.tree.leaves(gradient) if leaf.dtype != jax.dtypes.float0]
+
+    with adding_note("loss", lambda: row[0]):
+        closed = jax.make_jaxpr(of_example)(shapes, row)
+    found = [jax.random.key_data(array) if keys.is_key(array) else array for array in constants(closed)]
+    return fingerprint((identity_of_program(closed), list(map(bytes_of, found))))
+
+
 def _fingerprint_of_program(optimizer: Mechanism, carry: Carry) -> int:
     """A fingerprint of the equations of `optimizer.update` on one device, which hold every number of every schedule."""
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), carry)  # on no mesh
+    shapes = _shapes_of(carry)
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((1, *p.shape), np.float32), shapes.params)
     included = jax.ShapeDtypeStruct((1,), np.bool_)
     with tracing_for_place(devices=1):

@@ -42,6 +42,7 @@ from dpx.accounting.loss import event_of_loss
 from dpx.fitting import processes
 from dpx.fitting.facts import (
     KERNELS,
+    LOSS,
     MEMORY,
     PROGRAM,
     RECORD,
@@ -143,6 +144,8 @@ class Folder:
             listing = "; ".join(words)
             if PROGRAM in differ:
                 listing += " (for example another learning rate, or another version of dpx)"
+            if LOSS in differ:
+                listing += " (for example another model, or another version of its library)"
             if of_keys:
                 listing += ". To continue it, make its key again with dpx.secret_key(seed), from the seed of its first "
                 listing += "program; without that seed, begin another run in a new folder"

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 
 from dpx.accounting.checks import Accountant
-from dpx.fitting.facts import LAYOUT, SOME_EXAMPLES, layout_of
+from dpx.fitting.facts import LAYOUT, LOSS, SOME_EXAMPLES, fingerprint_of_loss, layout_of
 from dpx.fitting.folder import open_folder
 from dpx.fitting.payment import Payment
 from dpx.fitting.processes import raising_together, require_rows_in_every_process
@@ -23,7 +23,7 @@ from dpx.gradients.clipped_gradients import Norms
 from dpx.ledgers import PrivacyLedger
 from dpx.mechanism import Mechanism
 from dpx.reports.report import privacy_report
-from dpx.sampling.read_rows import mark_of_data, unit_of
+from dpx.sampling.read_rows import mark_of_data, some_rows, unit_of
 from dpx.statistics.metrics import PrivateMetric
 from dpx.trees import Tree
 from dpx.validation import require_bool, require_whole
@@ -137,9 +137,10 @@ def fit(
     on_other_devices: whether the stored run may continue on another number of devices or processes, on another backend
         or kind of machine (even with another number of CPUs), with other flags of XLA, settings of jax (except those
         that change the dtypes of the step, such as jax_enable_x64, because they change the program) or versions of
-        numpy, scipy or flax, or with another `chunk_size`, `microbatch_size`, `norms` or `backward_passes`; and whether
-        a killed run may continue on a GPU without XLA_FLAGS=--xla_gpu_deterministic_ops=true. Steps that may have been
-        made since the last checkpoint then count as made, and train nothing: the same noise must not be used twice.
+        numpy, scipy or flax, or with another loss, `chunk_size`, `microbatch_size`, `norms` or `backward_passes`; and
+        whether a killed run may continue on a GPU without XLA_FLAGS=--xla_gpu_deterministic_ops=true. Steps that may
+        have been made since the last checkpoint then count as made, and train nothing: the same noise must not be used
+        twice.
 
     What the loss takes and returns:
     loss_at: (params, state) -> the parameters that `loss` and `evaluate` see, such as `dpx.coordinates.masked_params`;
@@ -186,7 +187,9 @@ def fit(
         layout = {"devices": getattr(sharding, "num_devices", None), LAYOUT: layout_of(carry, sharding)}
         rhythm = watcher.collective_schedule() | {"checkpoint_every": checkpoint_every}
         if jax.process_count() > 1 or checkpoints is not None:
-            layout |= {SOME_EXAMPLES: mark_of_data(data, optimizer.sampling.examples, run.key)}
+            rows = some_rows(data, optimizer.sampling.examples, run.key)
+            layout |= {SOME_EXAMPLES: mark_of_data(rows, data, run.key)}
+            layout |= {LOSS: fingerprint_of_loss(loss, optimizer, loss_at, carry, rows, options)}
     batches = functools.partial(optimizer.sampling.batches, data, run.key, chunk_size=chunk_size, sharding=sharding)
     rounding = {"chunk_size": chunk_size, **layout, **options}
     opened = open_folder(checkpoints, run, carry, rounding, rhythm, on_other_devices)

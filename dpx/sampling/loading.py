@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from dpx import keys
 from dpx.sampling.batch import Batch
 from dpx.sampling.draws import Draw, pad_draw, record_draw, round_up
-from dpx.sampling.read_rows import Rows, mark_of_data, rows_of, unit_of
+from dpx.sampling.read_rows import Rows, mark_of_data, rows_of, some_rows, unit_of
 from dpx.states.identity import fingerprint
 from dpx.states.record import DrawRecord
 from dpx.trees import described
@@ -93,7 +93,8 @@ def require_same_run_in_processes(
     if sharding is None or len({device.process_index for device in sharding.device_set}) < max(2, jax.process_count()):
         return
     own = {"key": int(keys.mark_of_key(key)), "first step": steps.start, "end": steps.stop}
-    own |= {"sampling": fingerprint(sampling), "data": mark_of_data(data, sampling.examples, key)}
+    marked = mark_of_data(some_rows(data, sampling.examples, key), data, key)
+    own |= {"sampling": fingerprint(sampling), "data": marked}
     everyone = np.asarray(multihost_utils.process_allgather(np.array(list(own.values()), np.uint32)))
     differ = [f"{name} {of.tolist()}" for name, of in zip(own, everyone.T, strict=True) if (of != of[0]).any()]
     if differ:

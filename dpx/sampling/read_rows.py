@@ -61,18 +61,21 @@ def rows_of(data: Any, examples: int, key: jax.Array) -> Rows:
     )
 
 
-def mark_of_data(data: Any, examples: int, key: jax.Array) -> int:
-    """A mark of MARKED rows of `data`, or of item 0 of a source and of who owns its rows, which says nothing to those
-    who do not know `key`. Two data sets that differ there have different marks, except with probability 2^-32.
+def some_rows(data: Any, examples: int, key: jax.Array) -> Tree:
+    """MARKED rows of `data`, or item 0 of a source, on axis 0. Arguments and errors are those of `rows_of`."""
+    if _is_data_source(data):
+        return rows_of(data, examples, key)(np.zeros(1, np.int32), np.ones(1, bool), 0)
+    places = np.unique(np.linspace(0, examples - 1, MARKED).astype(np.int32))
+    return jax.tree.map(lambda leaf: read_rows(leaf, places), data)
+
+
+def mark_of_data(rows: Tree, data: Any, key: jax.Array) -> int:
+    """A mark of some `rows` of `data`, and of who owns the rows of a source, which says nothing to those who do not
+    know `key`. Two data sets that differ there have different marks, except with probability 2^-32.
 
     This tells apart processes that loaded a part each or the rows in another order, and a run that continues with other
-    data, which would show the difference without noise. Arguments and errors are those of `rows_of`.
+    data, which would show the difference without noise.
     """
-    if _is_data_source(data):
-        rows = rows_of(data, examples, key)(np.zeros(1, np.int32), np.ones(1, bool), 0)
-    else:
-        places = np.unique(np.linspace(0, examples - 1, MARKED).astype(np.int32))
-        rows = jax.tree.map(lambda leaf: read_rows(leaf, places), data)
     rows = [jax.random.key_data(leaf) if keys.is_key(leaf) else leaf for leaf in jax.tree.leaves(rows)]
     leaves = [np.asarray(leaf) for leaf in rows]
     parts = [part for leaf in leaves for part in (f"{leaf.dtype}{leaf.shape}".encode(), leaf.tobytes())]

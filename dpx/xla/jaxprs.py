@@ -55,9 +55,10 @@ def identity_of_program(jaxpr: Any) -> tuple:
 
 
 def identity_of_equation(equation: core.JaxprEqn) -> tuple:
-    """An equation as plain values, without the names of its variables."""
+    """An equation as plain values, without the names of its variables and of the function that it calls."""
     types = tuple(type_of(v) for v in (*equation.invars, *equation.outvars))
-    return equation.primitive.name, types, _plain_value(equation.params)
+    params = {name: value for name, value in equation.params.items() if name != "name"}
+    return equation.primitive.name, types, _plain_value(params)
 
 
 def type_of(variable: Any) -> tuple:
@@ -84,6 +85,8 @@ def _plain_value(value: Any) -> Any:
         )
     if isinstance(value, tuple | list):
         return tuple(map(_plain_value, value))
+    if isinstance(value, set | frozenset):  # whose order differs between processes
+        return tuple(sorted(map(str, value)))
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
         return ("key",) if is_key else (str(value.dtype), value.shape, np.asarray(value).tobytes().hex())
