@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 import scipy.sparse
+from jax.experimental import multihost_utils
 
 Tree = Any  # a pytree of arrays
 State = TypeVar("State")
@@ -146,3 +147,10 @@ def _outline(name: str, value: Any) -> str:
     if not arrays or arrays[0] is value:
         return described(value)
     return f"{len(arrays)} arrays of {sum(math.prod(array.shape) for array in arrays)} numbers"
+
+
+def as_local_array(array: Any) -> Any:
+    """`array` as this process can read it. An array with parts in other processes becomes a numpy array."""
+    if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
+        return array
+    return multihost_utils.process_allgather(array, tiled=True)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 import dpx
@@ -161,8 +162,19 @@ def train_in_two(rank: int, port: int, folder: Path, how: str):
     check_loading(rank, rows, state)
     check_one_key(rank, rows, state)
     write(folder / "whole", rank, made, *train(step_function(layouts), params, state, sharding=rows))
+    measure_privately(begin(WIDE)[0], rows)
     check_refusals(rank, rows, folder)
     interrupted_fit(rank, rows, folder)
+
+
+def measure_privately(wide, sharding):
+    """No process has all of the parameters, nor all values of the metric; both release the same number."""
+    outputs = jax.jit(lambda params: jnp.tanh(DATA["x"] @ params["w1"]).mean(1) > 0, out_shardings=sharding)
+    metric = dpx.statistics.PrivateMetric(outputs, noise_multiplier=9.0, key=dpx.secret_key(8))
+    measured = fit(wide, sharding=sharding, steps=2, evaluate_private=metric)
+    values = multihost_utils.process_allgather(np.array([each.value for each in metric.released], np.float32))
+    assert values.shape == (2, 1) and values[0] == values[1] == np.float32(measured.history[0]["private_metric"])
+    assert not measured.params["w1"].is_fully_replicated and not outputs(wide).is_fully_addressable
 
 
 def train_by_hand(rank, rows, everywhere, folder, begin):

@@ -23,7 +23,7 @@ from dpx.mechanism import Mechanism
 from dpx.reports.report import version_of
 from dpx.states.identity import fingerprint
 from dpx.states.record import RECORD_VERSION, ReleaseState
-from dpx.trees import Tree
+from dpx.trees import Tree, as_local_array
 from dpx.xla.jaxprs import constants, identity_of_program
 from dpx.xla.place import current_place, tracing_for_place
 
@@ -189,7 +189,7 @@ def autotunes_kernels() -> bool:
 
 
 def bytes_of(array: Any) -> bytes:
-    return np.asarray(processes.as_local_array(array)).tobytes()
+    return np.asarray(as_local_array(array)).tobytes()
 
 
 def layout_of(carry: Carry, sharding: Any) -> int:

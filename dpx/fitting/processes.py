@@ -63,11 +63,4 @@ def require_same_in_processes(facts: dict[str, Any]):
         names = [name for name in first | theirs if first.get(name) != theirs.get(name)]
         if names:
             listing = "; ".join(f"{name} is {first.get(name)} in process 0, {theirs.get(name)}" for name in names)
-            raise ValueError(f"every process must make the same run, but process {number} differs:  {listing}")
-
-
-def as_local_array(array: Any) -> Any:
-    """`array` as this process can read it. An array with parts in other processes becomes a numpy array."""
-    if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
-        return array
-    return multihost_utils.process_allgather(array, tiled=True)
+            raise ValueError(f"every process must make the same run, but process {number} differs: {listing}")

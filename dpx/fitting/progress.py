@@ -17,7 +17,7 @@ from dpx.fitting.step import BatchLosses, Carry, fresh_copy
 from dpx.gradients import Unreleased
 from dpx.reports.report import PrivacyReport
 from dpx.statistics.metrics import PrivateMetric
-from dpx.trees import Tree, described, repr_with_shapes
+from dpx.trees import Tree, as_local_array, described, repr_with_shapes
 from dpx.validation import require_function, require_whole
 
 PRIVATE = "private_metric"
@@ -177,7 +177,7 @@ class RunMonitor:
         self.bar.set_postfix_str(", ".join([*words, f"loss {loss:.4g} (not private)"]))
         if not self.callbacks:
             return False
-        unreleased, included = jax.tree.map(processes.as_local_array, (batch.unreleased, batch.included))
+        unreleased, included = jax.tree.map(as_local_array, (batch.unreleased, batch.included))
         progress = Progress(step, epsilon, params, fresh_copy(carry.state), metrics, loss, unreleased, included)
         with processes.raising_together():
             asked = [_asks_to_stop(callback(progress)) for callback in self.callbacks]  # a list, because all are called

@@ -15,7 +15,7 @@ from dpx.accounting.events import profile_of_run
 from dpx.sampling.users import UserData
 from dpx.statistics.released import RELATION, Statistic, mark_of_answer, records_of
 from dpx.statistics.sums import release_mean
-from dpx.trees import Tree, path_of
+from dpx.trees import Tree, as_local_array, path_of
 from dpx.validation import require_function
 
 
@@ -102,7 +102,7 @@ class PrivateMetric:
         if digest not in self._released:
             self.require(self._made + all(digest.hex() not in name for name in self._earlier))
             key = functools.reduce(keys.fold_in, np.frombuffer(digest, np.uint32), keys.stream(self._key, "metric"))
-            values = self._metric(params)
+            values = as_local_array(self._metric(params))
             self._require_all(records_of(values).units)
             found = release_mean(values, key=key, **self._noise, **self._given)
             self._noise = {"noise_multiplier": found.noise_multiplier, "noise": found.noise}
@@ -167,6 +167,6 @@ def _digest_of(params: Tree) -> bytes:
     """A digest of the bytes of all arrays, 32 bytes."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        array = np.asarray(leaf)
+        array = np.asarray(as_local_array(leaf))
         digest.update(f"{path_of(path)} {array.dtype} {array.shape} ".encode() + array.tobytes())
     return digest.digest()
