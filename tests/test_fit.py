@@ -595,7 +595,7 @@ def test_a_private_metric_is_released_at_every_look(tmp_path):
     again = fit(evaluate_private=second, **kept)
     assert [row["private_metric"] for row in again.history] == values
     # What both programs released costs what it costs in one, however often the run is continued.
-    assert first.epsilon(delta=1e-5) < second.epsilon(delta=1e-5) == whole.epsilon(delta=1e-5)
+    assert first.epsilon(delta=1e-5) == second.epsilon(delta=1e-5) == whole.epsilon(delta=1e-5)
     fit(evaluate_private=second, **kept)
     assert second.epsilon(delta=1e-5) == whole.epsilon(delta=1e-5)
     fit(evaluate_private=third, **kept)
@@ -622,13 +622,36 @@ def test_a_private_metric_counts_what_a_killed_program_released(tmp_path):
     with pytest.raises(RuntimeError):
         fit(evaluate_private=first, evaluate_every=1, callbacks=[stop_at_six], **kept)
     fit(evaluate_private=second, evaluate_every=5, callbacks=[lambda progress: True], **kept)
-    for number in range(6):  # those of the first one, of which the second repeats one
+    for number in range(8):  # those that the first one planned; of the 6 that it made, the second repeats one
         alone({"w": np.float32(number)})
-    assert len(second.released) == 1
+    assert len(second.released) == 1 and len(first.released) == 6
     assert first.epsilon(delta=1e-5) == second.epsilon(delta=1e-5) == alone.epsilon(delta=1e-5)
     for other in ({"key": dpx.secret_key(90)}, {"noise_multiplier": 99.0}):
         with pytest.raises(ValueError, match="evaluate_private must have the key and the noise"):
             fit(evaluate_private=metric(**other), evaluate_every=5, callbacks=[lambda progress: True], **kept)
+
+
+def test_a_private_metric_that_ends_the_run_costs_all_looks():
+    """A stop that waits for luck is no release of fewer numbers. Fewer count if public information alone stops."""
+
+    def metric(noise=9.0):
+        return dpx.statistics.PrivateMetric(lambda params: LABELS > 0, noise_multiplier=noise, key=dpx.secret_key())
+
+    def costs(metric, **options):
+        fit(evaluate_private=metric, evaluate_every=1, callbacks=[lambda progress: progress.step == 3], **options)
+        return metric.epsilon(delta=1e-5)
+
+    budget = dpx.Budget(epsilon=4.0, delta=1e-5, steps=9)
+    of_three, of_eight = metric(), metric()
+    for number in range(8):
+        of_three(np.float32(number % 3))
+        of_eight(np.float32(number))
+    ended = metric()
+    assert costs(ended) == of_eight.epsilon(delta=1e-5)
+    assert ended.epsilon(delta=1e-5) < costs(ended, optimizer=made(seed=6))  # another run
+    assert costs(metric(), public_stop=True) == of_three.epsilon(delta=1e-5)
+    assert 0.99 * 4 < costs(metric(budget), public_stop=True) <= 4.0
+    assert costs(metric(dataclasses.replace(budget, public_stop=True)), public_stop=True) < 3.0
 
 
 def test_a_private_metric_of_other_values_is_another_release(tmp_path, monkeypatch):

@@ -77,7 +77,7 @@ class Folder:
     run.json: `facts`, which identify the run; `planned`, the most steps that any program planned; `reach`, the last
     step that may have been made; `moved`, the last one that may have been made with other facts; `mark`, a random name
     for a ledger; `ended`, the step after which the run got back what its other steps would have cost, if it did;
-    `measured`, the names of the private metrics that may have been released.
+    `measured`, the names of the private metrics that may have been released; `looks`, the most that were planned.
     history.json: the evaluations. STEP: a checkpoint, which appears at once and complete.
 
     on_other_devices: whether the run may continue where sums are rounded differently. Raises ValueError for the folder
@@ -242,10 +242,14 @@ class Folder:
     def measured(self) -> list[str]:
         return self._known.get("measured", [])
 
-    def measure(self, name: str):
-        """Writes down that a private metric is released, before anybody sees it."""
-        if name not in self.measured:
-            self._write(measured=[*self.measured, name])
+    @property
+    def looks(self) -> int:
+        return self._known.get("looks", 0)
+
+    def measure(self, name: str, looks: int):
+        """Writes down that a private metric is released, of so many that are planned, before anybody sees it."""
+        if name not in self.measured or looks > self.looks:
+            self._write(measured=[*dict.fromkeys([*self.measured, name])], looks=max(self.looks, looks))
 
     def end(self, step: int) -> int:
         """Ends the run, for all programs. Returns the last step that may have been made."""
@@ -331,7 +335,7 @@ class Folder:
 class _NoFolder:
     """Replaces `Folder` for a run that keeps no checkpoints."""
 
-    path, continued, mark, ended, measured = None, False, "", None, ()
+    path, continued, mark, ended, measured, looks = None, False, "", None, (), 0
 
     def __init__(self, run: RunPlan):
         self._plan, self.memory = run.plan, current_place().most_memory
@@ -345,7 +349,7 @@ class _NoFolder:
     def reserve(self, step: int):
         pass
 
-    def measure(self, name: str):
+    def measure(self, name: str, looks: int):
         pass
 
     def end(self, step: int) -> int:

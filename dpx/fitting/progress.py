@@ -154,6 +154,16 @@ class RunMonitor:
         self.history, self.folder = history, folder
         if self.evaluate_private is not None:
             self.evaluate_private.count_earlier(folder.measured)
+            self.expect_looks(self.evaluate_private, 0)
+
+    def looks_after(self, step: int) -> int:
+        """How many more looks the run planned; 0 where public information decides how many there are."""
+        return math.ceil(self.run.steps / self.every) - math.ceil(step / self.every) if self.run.plan else 0
+
+    def expect_looks(self, metric: PrivateMetric, left: int):
+        """`left` more looks, or more if another program planned them."""
+        left = max(left, self.folder.looks - len(self.folder.measured))
+        metric.expect(int(self.run.optimizer.noise_key), left)
 
     def record_step(self, step: int, carry: Carry, batch: BatchLosses) -> bool:
         """Adds a row to the history. Returns whether a callback asks to stop."""
@@ -169,7 +179,9 @@ class RunMonitor:
                 with processes.raising_together():
                     name = self.evaluate_private.name_of(seen)
                     metrics[PRIVATE] = self.evaluate_private(seen)
-                self.folder.measure(processes.from_every_process(name)[0])  # before anybody sees it
+                measured = processes.from_every_process(name)[0]
+                self.folder.measure(measured, self.looks_after(0))  # before anybody sees it
+                self.expect_looks(self.evaluate_private, self.looks_after(step))
             metrics = processes.from_every_process(metrics)[0]  # of process 0, if each measured on its own data
         self.history.append({"step": step, "epsilon": epsilon, **metrics, "unreleased_loss": loss})
         spent = f"epsilon {rounded_up(epsilon, 4)}{for_whom(self.run.records)}"

@@ -81,7 +81,10 @@ class PrivateMetric:
     ):
         self._metric = require_function("metric", metric)
         self._key = keys.warn_if_guessable(keys.require_key(key))
-        self.most = noise_multiplier.steps if isinstance(noise_multiplier, Budget) else None
+        budget = noise_multiplier if isinstance(noise_multiplier, Budget) else None
+        self.most = None if budget is None else budget.steps
+        self._planned = 0 if budget is None or budget.public_stop else budget.steps  # calls that count, made or not
+        self._left: dict[int, int] = {}  # calls that runs of `fit` have planned and not made, by the mark of their key
         self._given = {"low": low, "high": high, "complete": complete, "words": words, "ledger": ledger, "part": part}
         self._noise = {"noise_multiplier": noise_multiplier, "noise": noise}
         settings = f"{int(keys.mark_of_key(self._key))} {noise_multiplier!r} {noise!r}".encode()
@@ -141,6 +144,10 @@ class PrivateMetric:
             )
         self._earlier |= {*names}
 
+    def expect(self, run: int, calls: int):
+        """Counts calls that a run has planned and not made, in place of those before. `fit` calls it."""
+        self._left[run] = calls
+
     def require(self, calls: int):
         """Raises ValueError if the budget is for fewer calls."""
         if self.most is not None and calls > self.most:
@@ -149,8 +156,13 @@ class PrivateMetric:
             )
 
     def epsilon(self, *, delta: float) -> float:
-        """An upper bound on epsilon at `delta`, in (0, 1), of all calls so far, with those of other programs for runs
-        that continued in this one. Raises ValueError if there are only such."""
+        """An upper bound on epsilon at `delta`, in (0, 1), of all calls, with those of other programs for runs that
+        continued in this one. Raises ValueError if there are only such.
+
+        The releases may decide when a run ends, so all calls that were planned count: the steps of the budget, and all
+        evaluations of `fit`, unless the budget or `fit` says `public_stop=True`. Without a budget, count all calls that
+        your own loop could have made.
+        """
         if not self._made:
             return 0.0
         if not self._released:
@@ -159,7 +171,7 @@ class PrivateMetric:
                 "by another program"
             )
         one, *_ = self.released
-        event = SelfComposedDpEvent(one.event, self._made)
+        event = SelfComposedDpEvent(one.event, max(self._made + sum(self._left.values()), self._planned))
         return profile_of_run(event, relation=RELATION, numbers=one.numbers).epsilon(delta)
 
 
