@@ -60,6 +60,26 @@ def _refuse(primals, tangents):
     raise ValueError(f"a private gradient must not be differentiated, because {words}")
 
 
+def refuse_shared_noise(key: jax.Array, sums: Tree) -> Tree:
+    """`sums` unchanged. Raises ValueError if `jax.vmap` makes several of them with one key, so with one noise."""
+    return _with_one_key(key, refuse_differentiation(sums))
+
+
+@jax.custom_batching.custom_vmap
+def _with_one_key(key, sums):
+    return sums
+
+
+@_with_one_key.def_vmap
+def _refuse_one_key(_, mapped, key, sums):
+    if not mapped[0]:
+        raise ValueError(
+            "runs under jax.vmap must each build their optimizer with a key of their own, such as keys.fold_in(key, "
+            "run): with one key they have the same noise, and the difference of two of them has none"
+        )
+    return sums, mapped[1]
+
+
 def require_unmasked(tree: Tree):
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
     if any(isinstance(leaf, optax.MaskedNode) for leaf in leaves):

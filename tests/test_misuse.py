@@ -532,6 +532,21 @@ def test_several_keys_for_one_epoch_are_not_billed(sampling):
     refused("more than one key", cost, mechanism, other)
 
 
+def test_runs_under_vmap_have_keys_of_their_own():
+    """Folds of the data, or first parameters, under one key have one noise."""
+
+    def run(key, scale):
+        optimizer = dp_sgd(sampling=FULL, key=key)
+        params = jax.tree.map(lambda leaf: leaf + scale, PARAMS)
+        batch = dpx.Batch(jax.tree.map(lambda leaf: leaf[:ROWS], DATA), None)
+        return dpx.private_updates(loss, optimizer)(params, batch, optimizer.init(params)).updates["b"]
+
+    runs, scales = jax.random.split(KEY, 2), jnp.zeros(2)
+    refused("with one key they have the same noise", jax.jit(jax.vmap(run, (None, 0))), KEY, scales)
+    one, other = jax.jit(jax.vmap(run))(runs, scales)
+    assert jnp.abs(one - other).min() > 1e-3
+
+
 def test_a_private_gradient_is_not_differentiated():
     mechanism = dp_sgd()
     batch = dpx.Batch(tiny(), jnp.ones(ROWS, bool))

@@ -13,7 +13,7 @@ from dpx.gradients import ghost
 from dpx.gradients.clipped_gradients import Norms, RowSum, count_row_shards, sum_gradients
 from dpx.gradients.microbatch_size import require_platform
 from dpx.gradients.one_example import function_of_row, rows_with_keys
-from dpx.guards import checked_params
+from dpx.guards import checked_params, refuse_shared_noise
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, included_rows, require_batch
 from dpx.states.record import ReleaseState
@@ -73,6 +73,7 @@ class PrivateStep:
         included = included_rows(batch_size(examples), included, self.optimizer.sampling)
         rows = rows_with_keys(self.optimizer, state, examples, with_key=self.with_key)
         sums, of_each = self.row_sum(params, state, rows, included)
+        sums = refuse_shared_noise(self.optimizer.key, sums)
         updates, state = self.optimizer.release_once(sums, state, params, jnp.sum(included), drawn)
         return PrivateUpdates(updates, state, Unreleased(*of_each))
 
