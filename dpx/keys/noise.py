@@ -272,10 +272,12 @@ def _noisy_in_integers(words, step, deviation, high: jax.Array, low: jax.Array |
     """`noisy_in_chunks` in integers, with this many chunks at once, which `high` has a multiple of."""
     half = high.shape[1]
     rows, rare = (chunks, half), rare_tail_word(words, step)
+    # Outside of the loop, where XLA would have a kernel for them in every turn.
+    firsts = jax.lax.optimization_barrier(jax.lax.iota(jnp.uint32, chunks) * np.uint32(half))[:, None]
 
     def make_rows(number, made):
-        row, column = (jax.lax.broadcasted_iota(jnp.uint32, rows, axis) for axis in (0, 1))
-        pair = (number.astype(jnp.uint32) * np.uint32(rows[0]) + row) * np.uint32(half) + column
+        column = jax.lax.broadcasted_iota(jnp.uint32, rows, 1)
+        pair = firsts + column + number.astype(jnp.uint32) * np.uint32(chunks * half)
         polar = _polar_pairs(words, step, pair, 0, rare) if drawn else None
         for second in (False, True):
             start = number * rows[0], second * half
