@@ -366,20 +366,23 @@ def tanh_layers(params, row):
     return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), row, params)[0])
 
 
-@pytest.mark.parametrize(("platform", "devices"), [("tpu", 1), ("tpu", 8), ("cuda", 1)])
-def test_a_scan_on_a_tpu_stacks_gradients_that_are_kept_in_place_of_records(platform, devices):
+@pytest.mark.parametrize(
+    ("platform", "devices", "precision", "times"),
+    [("tpu", 1, "default", 1), ("tpu", 1, "highest", 0), ("tpu", 8, "default", 2), ("cuda", 1, "default", 2)],
+)
+def test_a_scan_on_a_tpu_stacks_gradients_that_are_kept_in_place_of_records(platform, devices, precision, times):
+    """A cotangent is rounded once, for these and for the backward pass, if that has products of short numbers."""
     params, rows = jnp.zeros((3, 16, 16)), jax.ShapeDtypeStruct((8, 64, 16), jnp.float32)
     made = mechanism()
     step = dpx.private_updates(tanh_layers, made, norms="ghost", platform=platform)
-    with tracing_for_place(devices=devices):
+    with tracing_for_place(devices=devices), jax.default_matmul_precision(precision):
         traced = jax.make_jaxpr(step)(params, dpx.Batch(rows, None), jax.eval_shape(made.init, params))
     program = list(equations(traced.jaxpr))
     stacked = [v.aval for one in program if one.primitive.name in ("scan", "while") for v in one.outvars]
-    taken = platform == "tpu" and devices == 1
     assert [aval.shape for aval in stacked].count((3, 8, 1, 16, 16)) == 1
     assert ((3, 8, 1, 16, 16) in [aval.shape for aval in stacked if aval.dtype == jnp.bfloat16]) == (platform == "tpu")
     rounded = [v.aval.shape for one in program if one.primitive.name == "reduce_precision" for v in one.outvars]
-    assert ((8, 64, 16) in rounded) != taken
+    assert rounded.count((8, 64, 16)) == times
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -152,6 +152,7 @@ def _run(
                 outputs = _broadcast_product(equation, operands) or equation.bind(*operands)
         if number in added and number not in instruments.products:
             wanted = tuple(None if i in instruments.unread[number] else operand for i, operand in enumerate(operands))
+            short = _rounds_its_cotangent(equation)
             if number in instruments.hooks:
                 outputs[0], shared = instruments.hooks[number](outputs[0], wanted, added[number])
                 later = zip(equation.inputs, shared, strict=True)
@@ -162,24 +163,51 @@ def _run(
                     current_place().unit.rounds
                 ):  # here already: a scan stacks them, in half of the memory if they are short
                     seen[number] = jax.tree.map(lambda x: current_place().unit.round_stored(jnp.asarray(x)), wanted)
-                outputs = [_plus_zero_probe(outputs[0], added[number])]
+                outputs = [_plus_zero_probe(outputs[0], added[number], not short)]
             if number in instruments.once:
                 outputs = [with_cotangent_computed_once(outputs[0])]
+            if short:
+                outputs = [_with_short_cotangent(outputs[0])]
         values.update(zip(equation.outputs, outputs, strict=True))
     return [read(number) for number in block.outputs], seen
 
 
-@jax.custom_jvp
-def _plus_zero_probe(output: jax.Array, added: jax.Array) -> jax.Array:
-    """`output`, with derivative 1 by `added`, rounded as a matrix unit needs it. Nobody reads `added`, which is 0, so a
-    scan need not slice it."""
+def _rounds_its_cotangent(equation: Equation) -> bool:
+    """Whether the backward pass of one TPU reads the cotangent in products alone that round it as `round_stored` does.
+    It is then written once, in half of the memory, for them and for the record. Otherwise XLA would compute that of
+    logits, or of an output that is split, again for each product."""
+    if equation.name not in ("dot_general", "conv_general_dilated") or equation.jaxpr is None:
+        return False
+    passes = _params(equation)["precision"] in (None, (jax.lax.Precision.DEFAULT,) * 2)
+    avals: list[Any] = [v.aval for v in (*equation.jaxpr.invars, *equation.jaxpr.outvars)]
+    on_tpu = current_place().platform == "tpu" and current_place().devices == 1
+    return on_tpu and passes and all(aval.dtype == jnp.float32 for aval in avals)
+
+
+@jax.custom_vjp
+def _with_short_cotangent(x: jax.Array) -> jax.Array:
+    """`x`, float32 (...), whose cotangent is rounded for a matrix unit, once for all operations that read it."""
+    return x
+
+
+def _round_cotangent(_, cotangent: jax.Array) -> tuple[jax.Array]:
+    return (jax.lax.optimization_barrier(current_place().unit.round_stored(cotangent)).astype(jnp.float32),)
+
+
+_with_short_cotangent.defvjp(lambda x: (x, None), _round_cotangent)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _plus_zero_probe(output: jax.Array, added: jax.Array, rounds: bool) -> jax.Array:
+    """`output`, with derivative 1 by `added`, which is rounded as a matrix unit needs it if `rounds`. Nobody reads
+    `added`, which is 0, so a scan need not slice it."""
     return output
 
 
 @_plus_zero_probe.defjvp
-def _derivative(values, derivatives):
+def _derivative(rounds, values, derivatives):
     unit, slope = current_place().unit, derivatives[1].astype(derivatives[0].dtype)
-    if unit.rounds and slope.dtype == jnp.float32:  # two conversions alone might be left out
+    if rounds and unit.rounds and slope.dtype == jnp.float32:  # two conversions alone might be left out
         slope = unit.round_operand(slope)
     return values[0], derivatives[0] + slope
 
