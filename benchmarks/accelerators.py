@@ -11,6 +11,11 @@ its products, weighed by the peak rate of the unit that computes them. Loops cou
 kernel cuts, the part counts; bytes that were counted in another way are left out. Nothing runs, so no number is a
 time. Every program is compiled in a process of its own, because a compiler may end it.
 
+`--bounds` asks what of dpx's cycles any private step needs: those of the step without privacy with dpx's noise alone,
+and with this noise and a clip that nothing proves, in three ways: dpx without its barriers, roundings and blocks, where
+one product adds all positions of all examples; by hand; and by hand in two backward passes, the second of the weighted
+losses.
+
 Peak rates are those of the makers' data sheets, dense. The facts of a GPU are what XLA asks the driver for. Figures are
 kept in benchmarks/results/accelerators.jsonl, so a command replaces the lines of its own models; all lines together
 are benchmarks/results/accelerators.md.
@@ -32,9 +37,14 @@ from benchmarks import programs, report, sharded
 
 PLAIN, BY_HAND, PRIVATE, OTHER_NOISE = "not private", "by hand", "dpx", "dpx, its noise left out"
 ROWS, SHARDED_ROWS = (PLAIN, BY_HAND, PRIVATE, OTHER_NOISE), (PLAIN, PRIVATE)
+NOISED, NOISED_BY_HAND, TWICE = "not private, with noise", "by hand, with dpx's noise", "by hand, two backward passes"
+UNGUARDED = "dpx without its proof"
+BOUNDS = (PLAIN, NOISED, PRIVATE, UNGUARDED, TWICE, NOISED_BY_HAND, BY_HAND)
+ALL_ROWS = tuple(dict.fromkeys((*ROWS, *BOUNDS)))
 MODELS = {"mlp": 256, "adadpigu_cnn": 256, "resnet20": 64, "transformer": 64, "vit_small": 16}
 LAYERS = {f"a layer of GPT-2, 16 of {length}": (1, 768, 12, 64, length, 16) for length in (512, 128)}
 SCANS = {"gpt of 4 layers": (4, 256, 4, 5000, 64, 8), "gpt2_small": (12, 768, 12, 50_257, 512, 8)}
+BOUNDED = ("mlp", "adadpigu_cnn", "gpt of 4 layers, scanned", *LAYERS, "gpt2_small, scanned")
 LORA = "GPT-2 small, scanned, LoRA"
 SHARDED = {name + ", on 8 chips": name for name in ("GPT-2, 2 layers", "GPT-2 small", "Llama 1B", "Llama 1B, LoRA")}
 FORMS = {"": "own arrays", ", scanned": "scan", ", scanned, rematerialised": "scan with remat"}
@@ -139,11 +149,16 @@ def step(model: str, row: str, platform: str, size: int | None = None) -> tuple[
     def not_private(params, batch):
         return jax.grad(lambda p: jax.vmap(of_trained, (None, 0))(p, batch).mean())(params)
 
-    def by_hand(params, batch):
+    def clipped(params, batch, passes=1):
         grads = jax.vmap(jax.grad(of_trained), (None, 0))(params, batch)
         factors = jnp.minimum(1, 1 / jax.vmap(optax.tree.norm)(grads)) / rows
+        if passes == 2:
+            return jax.grad(lambda p: factors @ jax.vmap(of_trained, (None, 0))(p, batch))(params)
+        return jax.tree.map(lambda g: jnp.tensordot(factors, g, 1), grads)
+
+    def by_hand(params, batch):
         noise = optax.tree.random_like(jax.random.key(0), params, jax.random.normal)
-        return jax.tree.map(lambda g, n: jnp.tensordot(factors, g, 1) + n / rows, grads, noise)
+        return jax.tree.map(lambda g, n: g + n / rows, clipped(params, batch), noise)
 
     if row in (PLAIN, BY_HAND):
         return (not_private if row == PLAIN else by_hand), (params, batch)
@@ -152,12 +167,44 @@ def step(model: str, row: str, platform: str, size: int | None = None) -> tuple[
     if model == LORA:
         mechanism = dpx.in_coordinates(mechanism, dpx.coordinates.trainable(mask=trained))
     state = jax.eval_shape(mechanism.init, params)
+    sums = {NOISED: not_private, NOISED_BY_HAND: clipped, TWICE: functools.partial(clipped, passes=2)}
+    if row in sums:
+        of_batch = sums[row]
+        noised = lambda params, batch, state: mechanism.release((of_batch(params, batch),), state, params)  # noqa: E731
+        return noised, (params, batch, state)
+    if row == UNGUARDED:
+        leave_out_the_proof()
     if row == OTHER_NOISE:
         mechanism = mechanism.replace(
             release=lambda sums, state, params: (jax.tree.map(lambda s: s / rows, sums[0].high), state)
         )
     private = dpx.private_updates(loss, mechanism, platform=platform)
     return lambda params, batch, state: private(params, dpx.Batch(batch, None), state)[:2], (params, batch, state)
+
+
+def leave_out_the_proof() -> None:
+    """In this process: no barriers, no roundings of operands, one block, and one product for a sum."""
+    import jax
+    import jax.numpy as jnp
+
+    from dpx.gradients.ghost import weighted_sums
+    from dpx.sums import float_pair
+    from dpx.xla.matrix_units import MatrixUnit
+
+    one_by_one = weighted_sums.sum_one_by_one
+
+    def at_once(sites, groups, shape, records, factors):
+        if len(sites) > 1 or sites[0].lookup:
+            return one_by_one(sites, groups, shape, records, factors)
+        a, b = jax.vmap(sites[0].matrices)(*records[0])
+        total = jnp.einsum("nkti,nkto->kio", a, b * factors[:, None, None, None])
+        return weighted_sums.transpose(sites[0].arrange, shape, total)
+
+    patched: Any = jax.lax, float_pair, MatrixUnit, weighted_sums
+    patched[0].optimization_barrier = lambda tree: tree
+    patched[1].may_add_in_float32 = lambda *_, **__: True
+    patched[2].round_operand = patched[2].truncate_operand = lambda _, x: x.astype(jnp.float32)
+    patched[3].sum_one_by_one = at_once
 
 
 def described(device: str) -> Any:
@@ -259,11 +306,23 @@ def table(device: str, results: dict[str, dict[str, Any]]) -> str:
     return report.grid(["model, batch", *columns.values()], lines)
 
 
+def table_of_bounds(device: str, kept: dict[tuple[str, str, str], dict[str, Any]]) -> str:
+    """The cycles of every row of BOUNDS, divided by those of the step without privacy."""
+    lines = []
+    for model in BOUNDED:
+        cycles = {row: kept.get((device, model, row), {}).get("cycles", math.nan) for row in BOUNDS}
+        if not math.isnan(cycles[NOISED]):
+            ratios = {row: "" if math.isnan(of) else f"{of / cycles[PLAIN]:.2f}" for row, of in cycles.items()}
+            lines.append([model, *(ratios[row] for row in BOUNDS[1:])])
+    return report.grid(["model", *BOUNDS[1:]], lines) if lines else ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--for", dest="devices", action="append", choices=DEVICES, help="a device; several times")
     parser.add_argument("--model", dest="models", action="append", choices=models(), help="a model; several times")
-    parser.add_argument("--row", dest="rows", action="append", choices=ROWS, help="a row; several times")
+    parser.add_argument("--row", dest="rows", action="append", choices=ALL_ROWS, help="a row; several times")
+    parser.add_argument("--bounds", action="store_true", help="the rows of what a step needs, for a TPU")
     parser.add_argument(
         "--one", nargs=3, metavar=("DEVICE", "MODEL", "ROW"), help="print one program's figures as JSON"
     )
@@ -271,11 +330,11 @@ def main() -> None:
     if options.one:
         print(json.dumps(measured(*options.one)))
         return
-    for device in options.devices or [*DEVICES]:
-        for model in options.models or models():
+    for device in options.devices or (["v5e"] if options.bounds else [*DEVICES]):
+        for model in options.models or (BOUNDED if options.bounds else models()):
             if (model in SHARDED) != (device == "v5p"):
                 continue
-            for row in SHARDED_ROWS if model in SHARDED else options.rows or ROWS:
+            for row in SHARDED_ROWS if model in SHARDED else options.rows or (BOUNDS if options.bounds else ROWS):
                 found = in_its_process(device, model, row)
                 print(device, model, row, found, file=sys.stderr, flush=True)
                 write(keep(device, model, row, found))
@@ -297,6 +356,8 @@ def write(kept: dict[tuple[str, str, str], dict[str, Any]]) -> None:
             model: {row: kept[device, model, row] for row in ROWS if (device, model, row) in kept} for model in models()
         }
         found = {model: rows for model, rows in found.items() if PLAIN in rows}
+        if bounds := table_of_bounds(device, kept):
+            tables[f"{device}: cycles that a private step needs, divided by those of the step without privacy"] = bounds
         if found:
             tables[f"{device}; in parentheses, divided by the step without privacy"] = table(device, found)
         failures += [
