@@ -120,6 +120,7 @@ def anchors(text: str) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page):
     text = page.read_text()
+    assert "\n<<<<<<< " not in text, "an unfinished merge"
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", re.sub(r"^ *```.*?^ *```", "", text, flags=re.S | re.M)):
         path, _, anchor = target.partition("#")
         other = (page.parent / path).resolve() if path else page
