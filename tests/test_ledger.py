@@ -634,6 +634,17 @@ def test_a_kill_while_a_line_is_written_leaves_a_whole_ledger(ledger, monkeypatc
     assert [entry.number for entry in ledger.entries] == [*range(2 + written)]
 
 
+def test_the_lines_of_two_ledgers_are_no_ledger(ledger, tmp_path):
+    """The entry of the second would stay reserved, so its noise could be released again."""
+    other = dpx.PrivacyLedger(tmp_path / "other", epsilon=2.0, delta=1e-5)
+    for number, one in enumerate((ledger, other)):
+        one.spend(MEAN, key=key(number), words="made")
+    _, *lines = other.path.read_text().splitlines(keepends=True)
+    ledger.path.write_text(ledger.path.read_text() + "".join(lines))
+    with pytest.raises(ValueError, match="must be those of one file, in their order"):
+        ledger.spend(MEAN, key=key(1), words="again")
+
+
 def spends(path: str, first: int, sender):
     """A program that pays for one release after another, and says which it made."""
     other = dpx.PrivacyLedger(path)

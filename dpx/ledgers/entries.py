@@ -58,6 +58,11 @@ def entries_of(lines: list[dict[str, Any]]) -> list[Entry]:
         if "event" in line:
             given = line | {"event": decode_value(line["event"]), "charge": Spent(*decode_value(line["charge"]))}
             entries.append(Entry(**given | {"marks": tuple(line["marks"])}))
+            if line["number"] != len(entries) - 1:  # the lines that follow would be of other entries
+                raise ValueError(
+                    "the lines of a ledger must be those of one file, in their order, but some are missing or of "
+                    f"another ledger: entry {line['number']} is in place {len(entries) - 1}"
+                )
         elif "made" in line:
             changes = {"made": True, "holder": line["holder"]}
             entries[line["made"]] = dataclasses.replace(entries[line["made"]], **changes)
