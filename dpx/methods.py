@@ -6,7 +6,7 @@ random_freeze   random_freeze_sgd and ranked_freeze_sgd (Zhu and Blaschko 2021)
 gep_sgd         gradient embedding perturbation (Yu et al. 2021)
 dice_sgd        clipping with error feedback (DiceSGD, Zhang et al. 2023)
 ada_dpigu       standardized, important coordinates (AdaDPIGU, Zhang and Xie 2025), and tp_topk_sgd, the
-                coordinates of most energy in a warm-up (TP-TopK, Zhang and Xie 2026)
+                the strongest coordinates of a warm-up (TP-TopK, Zhang and Xie 2026)
 d2p2_sgd        random projections and noise that falls (D2P2-SGD, Jiang et al. 2025), with d2p_sgd and dp2_sgd
 zeroth_order    zeroth_order_sgd: derivatives along random directions, no gradient (DP-ZO, Tang et al. 2024)
 band_mf_sgd     banded noise on cyclic Poisson samples (BandMF, Choquette-Choo et al. 2023), and lambda_cgd, which

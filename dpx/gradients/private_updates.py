@@ -99,7 +99,7 @@ def private_updates(
     optimizer: a `dpx.Mechanism`. If `dpx.chain` built it, the updates come from the optax transforms.
     microbatch_size: int, how many examples are in memory at once. None: all, but fewer if a batch would not fit in half
         of the device's memory, or if that is faster on a CPU. It decides the rounding, so set it if your own loop may
-        continue with another memory. Microbatches run in a loop; on a CPU, up to 64 are unrolled if the loss has
+        continue with more or less memory. Microbatches run in a loop; on a CPU, up to 64 are unrolled if the loss has
         convolutions in a loop or under `jax.checkpoint`.
     norms: how the per-example norms are computed. "vmap": from the gradient of every example. "ghost": without it,
         for every parameter where that is possible. "auto": the cheaper of the two for each parameter, estimated from
@@ -121,7 +121,7 @@ def private_updates(
     params: a pytree of real arrays. batch: a `dpx.Batch` with the B examples on axis 0, which may be sharded. state:
     from `optimizer.init(params)`. The updates equal `optimizer.update` on stacked per-example gradients, up to float32
     rounding. The result's `unreleased` values are NOT private. On mesh axes of type Explicit, the updates are sharded
-    as the parameters, the state as before, and `unreleased` as the examples. Inside a `jax.shard_map` with
+    like the parameters, the state as before, and `unreleased` like the examples. Inside a `jax.shard_map` with
     check_vma=True, only "vmap" works.
 
     Raises ValueError for another type of optimizer, another `norms` or `platform`, a `microbatch_size` below 1, or two

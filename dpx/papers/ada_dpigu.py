@@ -91,7 +91,7 @@ def tp_topk_sgd(
     sampling: Sampling,
     key: jax.Array,
 ) -> Mechanism:
-    """TP-TopK: DP-SGD, then only on coordinates of most energy (Zhang and Xie 2026, https://arxiv.org/abs/2606.04375).
+    """TP-TopK: DP-SGD, then only on the strongest coordinates (Zhang and Xie 2026, https://arxiv.org/abs/2606.04375).
 
     The first `warmup` steps are DP-SGD. The score of a coordinate is the mean of its squared released gradients less
     the variance of their noise. Every later step is mask -> clip -> sum -> add noise -> divide -> mask, on the

@@ -58,7 +58,7 @@ class DirectionsState(NamedTuple):
 
 
 def random_directions(*, count: int, key: jax.Array) -> Coordinates:
-    """A gradient g as the K = `count` numbers u_k . g / sqrt(K), of normal directions u_k that are new at every step.
+    """A gradient g as the K = `count` numbers u_k . g / sqrt(K), for normal directions u_k drawn anew at every step.
 
     `private_updates` computes them without the gradient, unless other coordinates than `trainable` come first.
 

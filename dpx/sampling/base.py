@@ -40,7 +40,7 @@ class Sampling(abc.ABC):
 
     examples: size of the data set; a public number.
     relation: the neighboring relation under which `event` is true: "zero_out" (one example replaced by a null, which
-              keeps its place and counts nowhere), "replace_one" (one exchanged for another) or "add_or_remove" (one
+              keeps its place and does not count), "replace_one" (one exchanged for another) or "add_or_remove" (one
               more or fewer, which is about real sums only: it moves the rows of the others, and so their float sum).
     divisor:  the expected batch size; the private gradient is the noisy sum divided by it. A public constant.
     pads:     whether a batch may hold padding; otherwise every batch has `divisor` rows.

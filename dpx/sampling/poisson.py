@@ -41,7 +41,7 @@ class PoissonSampling(VaryingSize):
     examples:   size of the data set; a public number.
     batch_size: the EXPECTED batch size, in (0, examples]; the divisor.
     most_rows:  int in [batch_size, examples]: if the coins choose more examples, a uniformly random subset of this many
-        takes part. All batches are then arrays of exactly `most_rows` rows: one shape, one compilation.
+                takes part. All batches are then arrays of exactly `most_rows` rows: one shape, one compilation.
                 One example may displace another, so a run costs more, and much more for `most_rows` near batch_size;
                 from about batch_size + 5 sqrt(batch_size) on, it costs the same (`dpx.check_setup` says how much). The
                 divisor stays batch_size. By default, inf: a batch is never cut.
@@ -49,13 +49,13 @@ class PoissonSampling(VaryingSize):
                 q_i = min(1, batch_size w_i / sum w), and the divisor is sum q_i, which is below batch_size where rates
                 are capped at 1. The cost is at the largest rate, for every example; `dpx.epsilon(..., weight=w)` is
                 that of the examples of weight w and less. Weights that were computed from labels or other private data
-                are private: no cost covers them. To divide a clipped gradient by q_i lets an example move the sum by
+                are private: no cost covers them. Dividing a clipped gradient by q_i lets an example move the sum by
                 C / q_i, which no cost covers either.
 
     Without `most_rows`, the rows of a drawn batch are the least multiple of 8 that a batch exceeds with a probability
     below 1e-9. A larger batch is not cut: its rows are the next multiple of 1/8 of these (docs/exact.md).
 
-    Neighbors differ by a null in place of one example, which keeps its place and counts nowhere. The cost is that of
+    Neighbors differ by a null in place of one example, which keeps its place and does not count. The cost is that of
     adding or removing an example. But a deleted row would move all later ones, and so the rounding of their sum. The
     cost does not cover the size of a batch: whoever sees it, for example in the time of a step, learns about the coins.
 

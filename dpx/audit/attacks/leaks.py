@@ -37,13 +37,13 @@ from dpx.validation import require_floats, require_open_fraction
 
 @dataclass(frozen=True, kw_only=True)
 class Exposure(Bound):
-    """How well a model knows the secrets of some canaries, beside the cost that the run states.
+    """How well a model knows the secrets of some canaries, next to the cost that the run states.
 
     exposures: float64 (canaries,), bits, in [0, largest]: log2(references + 1) - log2(rank). Their mean is about
         log2(e) = 1.44 for a model that knows nothing.
     ranks: int (canaries,), 1 for a true secret that has the least loss; ties count against the attacker.
     references: int, other candidates of each canary. largest: float, log2(references + 1), the most that can be seen.
-    epsilon: float, at least 0. A proof, for secrets and references as `exposure` asks: if a run's epsilon for one
+    epsilon: float, at least 0. Proved, for secrets and references as `exposure` asks: if a run's epsilon for one
         canary's unit is smaller at `delta`, a bound this large has a probability of at most 1 - confidence.
     cost: float, the epsilon that the run states at `delta`; None if it is not known.
     """
@@ -90,7 +90,7 @@ def exposure(
         through the canary's unit, so no secret may be in two units. All losses must be functions of released values.
     delta: in (0, 1), of the cost. confidence: in (0, 1). cost: at least 0, the epsilon of one unit.
 
-    `epsilon` is a proof for such losses. It is low: with m canaries and n references it is at most
+    `epsilon` is proved for such losses, but low: with m canaries and n references it is at most
     ln((1 - confidence) (n + 1) / m), and `dpx.audit.one_run` finds more with many canaries. Raises ValueError for other
     numbers and shapes, and for NaN. Source: Carlini et al. 2019, https://arxiv.org/abs/1802.08232.
     """
@@ -125,7 +125,7 @@ _ROUNDING = 1e-12  # relative: a hundredth of 300 others are 3, not 2
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """How well scores tell the members of one run from others, beside the cost that the run states.
+    """How well scores tell the members of one run from others, next to the cost that the run states.
 
     false_positive_rates: n floats, as asked for. true_positive_rates: n floats, the share of the members whose scores
         exceed a threshold that at most this share of the others exceeds.

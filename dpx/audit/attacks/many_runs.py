@@ -347,16 +347,16 @@ def lower_bound(
     observe: Callable[..., jax.Array] = observe_canary,
     confidence: float = 0.95,
 ) -> LowerBound:
-    """A lower bound on the epsilon of `steps` releases of a mechanism, beside the epsilon that it states.
+    """A lower bound on the epsilon of `steps` releases of a mechanism, next to the epsilon that it states.
 
     The other arguments are those of `canary_scores`, which scores the runs; `lower_bound_from_scores` makes the bound.
 
     delta: in (0, 1). confidence: in (0, 1).
 
-    `epsilon` is a proof, up to its confidence, for every mechanism, because the scores are computed from released
+    `epsilon` is proved, up to its confidence, for every mechanism, because the scores are computed from released
     values only. A bound above `cost` proves that the stated epsilon is wrong, if `make` takes all of its randomness
     from its key, and the batches are drawn as `sampling_truth` says. One below proves nothing, because another attack
-    may be better. `gaussian_epsilon` is a hypothesis. `cost` is `dpx.epsilon` of the mechanism, or None if it has no
+    may be better. `gaussian_epsilon` is not proved. `cost` is `dpx.epsilon` of the mechanism, or None if it has no
     event.
     Raises ValueError as `canary_scores` does, for a wrong delta or confidence, and `instead` under another relation.
     """
@@ -423,7 +423,7 @@ def canary_scores(
         default the inner product of the updates and the canary. The states are their public parts.
 
     The adversary knows how far one canary moves what is observed, if that is a function of the public state. If it
-    depends on the noise or on other secrets of the key, the mean of pilot runs replaces it. The bound is as valid then,
+    depends on the noise or on other secrets of the key, the mean of pilot runs replaces it. The bound is still valid,
     but the attack is weaker, and a UserWarning says so.
 
     Raises ValueError for numbers outside of these domains, an unknown sampling, and moves or observations that are not

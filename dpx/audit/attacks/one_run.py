@@ -51,13 +51,13 @@ _MUS, _REFINEMENTS = 24, 3
 
 @dataclass(frozen=True, kw_only=True)
 class OneRun(Bound):
-    """Lower bounds on epsilon at one delta from one run, beside the epsilon that it states.
+    """Lower bounds on epsilon at one delta from one run, next to the epsilon that it states.
 
-    epsilon: float, at least 0. A proof (Steinke et al. 2023), if the scores are computed from released values: for a
+    epsilon: float, at least 0. Proved (Steinke et al. 2023), if the scores are computed from released values: for a
         mechanism whose epsilon at `delta` is smaller, a bound this large has a probability of at most 1 - confidence.
-    trade_off_epsilon: float, at least 0. A hypothesis (Mahloujifar et al. 2024): the same, but only for mechanisms with
+    trade_off_epsilon: float, at least 0. Not proved (Mahloujifar et al. 2024): the same, but only for mechanisms with
         the trade-off function of two Gaussians.
-    gaussian_epsilon: float, at least 0. A stronger hypothesis: as if the scores of the canaries were independent, too.
+    gaussian_epsilon: float, at least 0. Not proved: as if the scores of the canaries were independent, too.
     guesses, right: int, how many guesses gave `epsilon`, and how many of them are right.
     cost: float, the epsilon that the mechanism states at `delta`; None if it is not known.
     """
@@ -100,7 +100,7 @@ def one_run(
         1. Choose them before you see the scores. Each of n numbers is tested at confidence 1 - (1 - confidence) / n, so
         that the largest of the n bounds holds with `confidence` (union bound).
 
-    `epsilon` is a proof for such scores and members, the other two are hypotheses (`OneRun`). Raises ValueError for
+    `epsilon` is proved for such scores and members, the other two are not (`OneRun`). Raises ValueError for
     other numbers, shapes, dtypes, and for NaN.
     """
     delta = checks.require_delta(delta)

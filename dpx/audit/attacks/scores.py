@@ -49,7 +49,7 @@ class Roc(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """A lower bound on epsilon at one delta, with a confidence, beside the epsilon that was stated.
+    """A lower bound on epsilon at one delta, with a confidence, next to the epsilon that was stated.
 
     epsilon: float, at least 0. cost: float, the epsilon that is stated at `delta`; None if it is not known.
     """
@@ -75,11 +75,11 @@ class Bound:
 
 @dataclass(frozen=True, kw_only=True)
 class LowerBound(Bound):
-    """A lower bound on epsilon at one delta, beside the epsilon that the mechanism states.
+    """A lower bound on epsilon at one delta, next to the epsilon that the mechanism states.
 
-    epsilon: float, at least 0. A proof, if the scores are computed from released values: for a mechanism whose epsilon
+    epsilon: float, at least 0. Proved, if the scores are computed from released values: for a mechanism whose epsilon
         at `delta` is smaller, a bound this large has a probability of at most 1 - confidence.
-    gaussian_epsilon: float, at least 0. A hypothesis: the same, but only for mechanisms with the trade-off function of
+    gaussian_epsilon: float, at least 0. Not proved: the same, but only for mechanisms with the trade-off function of
         two Gaussians.
     runs: (with, without) the example, the runs in the second half, on which both bounds are computed.
     cost: float, the epsilon that the mechanism states at `delta`; None if it is not known.
@@ -108,7 +108,7 @@ def lower_bound_from_scores(
         runs. A score that depends on the noise of its run, or on anything else that is secret, proves nothing.
     delta: in (0, 1). confidence: in (0, 1), of each bound by itself. cost: at least 0, the stated epsilon.
 
-    `epsilon` is a proof for such scores, `gaussian_epsilon` a hypothesis (`LowerBound`). Raises ValueError for other
+    `epsilon` is proved for such scores, `gaussian_epsilon` is not (`LowerBound`). Raises ValueError for other
     numbers, for scores of another shape, and for NaN.
     """
     delta = checks.require_delta(delta)

@@ -78,7 +78,7 @@ def check_contract(
         by independent ones, which hides noise that shares its key with another use, such as random coordinates.
     draws: int, at least 500, how often the noise of a step is drawn. seed: int, at least 0, of the draws and batches.
 
-    On a GPU or a TPU, the check computes products in float32; what its matrix units round is proved (docs/exact.md).
+    On a GPU or a TPU, the check computes products in float32; a proof covers rounding by matrix units (docs/exact.md).
     A line that cannot be decided is "not checked" and says why. A check is not a proof: data or inputs that were not
     tried may still break the contract. A report fails for a sound mechanism with probability at most 1e-4.
 

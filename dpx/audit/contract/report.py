@@ -15,7 +15,7 @@ class NotChecked(Exception):
 
 
 class Line(NamedTuple):
-    """One line of the contract. outcome: "pass", "fail" or "not checked". words: what was found, or why nothing."""
+    """One line of the contract. outcome: "pass", "fail" or "not checked". words: what was found, or why nothing was."""
 
     name: str
     outcome: Outcome

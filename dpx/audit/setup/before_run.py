@@ -39,8 +39,8 @@ def check_setup(
     It looks at the loss (closures, randomness, mixing of rows, parameters without gradient), the batch (clipping, noise
     against signal, numbers that are not finite), and the plan (key, delta, data, privacy, time, memory). It compiles
     three times. Starred lines are computed from raw data or secret noise and are not private, and a clip norm chosen
-    from them leaks too. No row counts in the step that is timed, so nothing is released, and a later run stays the
-    same.
+    from them leaks too. No row counts in the step that is timed, so nothing is released, and a later run is not
+    affected.
 
     loss: (params, example) -> float (), of one example without a batch axis. optimizer: a `dpx.Mechanism`.
     params: a pytree of arrays. batch: a `dpx.Batch` of the data.
