@@ -76,8 +76,9 @@ class Folder:
 
     run.json: `facts`, which identify the run; `planned`, the most steps that any program planned; `reach`, the last
     step that may have been made; `moved`, the last one that may have been made with other facts; `mark`, a random name
-    for a ledger; `ended`, the step after which the run got back what its other steps would have cost, if it did;
-    `measured`, the names of the private metrics that may have been released; `looks`, the most that were planned.
+    for a ledger; `paid`, the steps that a ledger has paid for; `ended`, the step after which the run got back what its
+    other steps would have cost, if it did; `measured`, the names of the private metrics that may have been released;
+    `looks`, the most that were planned.
     history.json: the evaluations. STEP: a checkpoint, which appears at once and complete.
 
     on_other_devices: whether the run may continue where sums are rounded differently. Raises ValueError for the folder
@@ -239,6 +240,14 @@ class Folder:
         return self._known.get("ended")
 
     @property
+    def paid(self) -> int:
+        return self._known.get("paid", 0)
+
+    def note_paid(self, steps: int):
+        if self.paid != steps:
+            self._write(paid=steps)
+
+    @property
     def measured(self) -> list[str]:
         return self._known.get("measured", [])
 
@@ -335,7 +344,7 @@ class Folder:
 class _NoFolder:
     """Replaces `Folder` for a run that keeps no checkpoints."""
 
-    path, continued, mark, ended, measured, looks = None, False, "", None, (), 0
+    path, continued, mark, ended, measured, looks, paid = None, False, "", None, (), 0, 0
 
     def __init__(self, run: RunPlan):
         self._plan, self.memory = run.plan, current_place().most_memory
@@ -350,6 +359,9 @@ class _NoFolder:
         pass
 
     def measure(self, name: str, looks: int):
+        pass
+
+    def note_paid(self, steps: int):
         pass
 
     def end(self, step: int) -> int:

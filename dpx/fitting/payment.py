@@ -49,11 +49,17 @@ class Payment:
     def pay(self, carry: Carry, folder: Any):
         """Pays for all steps that are planned; a run that continues in its folder has paid. In every process.
 
-        Raises ValueError if the ledger does not allow the run.
+        Raises ValueError if the ledger does not allow the run, or if it is missing for steps beyond those that it has.
         """
+        self.planned = max(self.run.steps, read_run(carry.state).steps)
         if self.ledger is not None:
-            self.planned = max(self.run.steps, read_run(carry.state).steps)
             self.number = processes.from_first_process(lambda: self._pay(self.ledger, carry, folder))
+            folder.note_paid(self.planned)
+        elif 0 < folder.paid < self.planned:
+            raise ValueError(
+                f"ledger must be given for a run of {self.planned} steps in {folder.path}, because a ledger has paid "
+                f"for {folder.paid} of them, got None"
+            )
 
     def _pay(self, ledger: Any, carry: Carry, folder: Any) -> int:
         run = self.run
