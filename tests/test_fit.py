@@ -650,7 +650,11 @@ def test_a_private_metric_that_ends_the_run_costs_all_looks():
     assert costs(ended) == of_eight.epsilon(delta=1e-5)
     assert ended.epsilon(delta=1e-5) < costs(ended, optimizer=made(seed=6))  # another run
     assert costs(metric(), public_stop=True) == of_three.epsilon(delta=1e-5)
-    assert 0.99 * 4 < costs(metric(budget), public_stop=True) <= 4.0
+    limited = metric(budget)
+    assert 0.99 * 4 < costs(limited, public_stop=True) == costs(limited) <= 4.0
+    for number in range(2):  # with the 5 looks that the run did not make, and its 3, more than the budget allows
+        limited(np.float32(number))
+    assert limited.epsilon(delta=1e-5) <= 4.0
     assert costs(metric(dataclasses.replace(budget, public_stop=True)), public_stop=True) < 3.0
 
 

@@ -171,7 +171,8 @@ class PrivateMetric:
                 "by another program"
             )
         one, *_ = self.released
-        event = SelfComposedDpEvent(one.event, max(self._made + sum(self._left.values()), self._planned))
+        planned = max(self._made + sum(self._left.values()), self._planned)
+        event = SelfComposedDpEvent(one.event, max(self._made, min(planned, self.most or planned)))
         return profile_of_run(event, relation=RELATION, numbers=one.numbers).epsilon(delta)
 
 
