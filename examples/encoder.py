@@ -172,8 +172,8 @@ def tokens_of(texts: Sequence[str], folder: Path, length: int) -> np.ndarray:
 def states_of(tokens: np.ndarray, folder: Path, blocks: int, *, pool: bool = False) -> np.ndarray:
     """States float16 (texts, length, width) after the first `blocks`; pool: embeddings, (texts, 1, width)."""
     sizes = sizes_of(folder)
-    graphdef, fresh = nnx.split(Encoder(sizes, blocks, nnx.Rngs(0)))
-    params = loaded(fresh, Arrays(folder))
+    graphdef, shapes = nnx.split(nnx.eval_shape(lambda: Encoder(sizes, blocks, nnx.Rngs(0))))
+    params = loaded(shapes, Arrays(folder))
 
     @jax.jit
     def states(params, tokens):
