@@ -1,11 +1,16 @@
-"""Each page of the reference begins with a table of its names: a link, and the first sentence of the docstring."""
+"""Each page of the reference begins with a table of its names: a link, and the first sentence of the docstring.
+
+Names in tables of all pages may break between their words, so that a table fits a telephone.
+"""
 
 import importlib
 import inspect
 import re
 
 DOCUMENTED = re.compile(r"^\.\. auto(?:function|class):: (\S+)$", re.MULTILINE)
-LINKED = re.compile(r'(<td><p><a [^>]*><code class="xref py[^>]*><span class="pre">)([\w.]+)')
+CELL = re.compile(r"<td[ >].*?</td>", re.DOTALL)
+NAME = re.compile(r'(<span class="pre">)([^<]+)')
+BREAK = re.compile(r"(?<=[._/(])(?=\w)|(?<=[a-z])(?=[A-Z])")
 SENTENCE = re.compile(r"(?:[^.]|\.(?! [A-Z`]| \w+: |$))+")  # up to a period that ends it
 
 
@@ -38,9 +43,11 @@ def add_table(app, docname, source) -> None:
 
 
 def break_names(app, pagename, templatename, context, doctree) -> None:
-    """Lets names in the tables break after a dot or an underscore."""
-    if pagename.startswith("docs/api/") and "body" in context:
-        context["body"] = LINKED.sub(lambda m: m[1] + re.sub(r"([._])(?=\w)", r"\1<wbr>", m[2]), context["body"])
+    """Lets names in the cells of tables break between their words."""
+    if "body" in context:
+        context["body"] = CELL.sub(
+            lambda cell: NAME.sub(lambda m: m[1] + BREAK.sub("<wbr>", m[2]), cell[0]), context["body"]
+        )
 
 
 def setup(app):

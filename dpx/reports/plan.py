@@ -32,9 +32,9 @@ _BANDS = 8
 WORDS: dict[type[Sampling], str] = {
     PoissonSampling: "a coin for each example",
     RandomAllocation: "every example once an epoch",
-    FixedSizeSampling: "a random subset; replacing an example",
-    CyclicPoissonSampling: "for BandMF; here with plain noise",
-    ShuffledEpochs: "the usual loader, no amplification",
+    FixedSizeSampling: "a subset; replacing an example",
+    CyclicPoissonSampling: "for BandMF; plain noise here",
+    ShuffledEpochs: "the usual loader, unamplified",
     FixedOrder: "where one cannot sample",
     FullBatch: "all examples at every step",
 }
