@@ -583,4 +583,4 @@ def test_the_page(promoting):
     with jax.numpy_rank_promotion("allow"):
         for block in re.findall(r"```python\n(.*?)```", page.split("\n## ")[0], re.DOTALL):
             exec(block, names)
-    assert names["bill"] > 1
+    assert names["stated"] > 1
