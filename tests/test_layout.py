@@ -30,7 +30,7 @@ statistics: trees validation sums keys sampling accounting
 fitting: trees validation xla guards keys states schedules sampling accounting reports ledgers mechanism gradients
     audit statistics
 common: trees validation sums keys states schedules sampling accounting mechanism
-tuning: trees validation sums keys states accounting reports ledgers mechanism fitting
+tuning: trees validation sums keys states accounting reports ledgers mechanism statistics fitting
 papers: trees validation xla sums keys states schedules sampling accounting mechanism gradients common
 faces: mechanism common papers
 catalog: sampling faces

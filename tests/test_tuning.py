@@ -469,6 +469,10 @@ REFUSED = {
         "no privacy loss distribution",
     ),
     "a score of unknown origin": ({"score_on": None}, "score_on must be"),
+    "a score that pays for itself": (
+        {"score": dpx.statistics.PrivateMetric(lambda params: [True], noise_multiplier=9.0, key=dpx.secret_key())},
+        "whose cost the search would not contain",
+    ),
     "a private score without noise": ({"score_on": "private"}, "a score on private data without noise"),
     "a score whose event is no noise": ({"score_on": ComposedDpEvent([])}, "must have noise"),
     "half a trial": ({"trials": 0.5}, "trials must be"),

@@ -22,6 +22,7 @@ from dpx.accounting.loss import as_hashable
 from dpx.accounting.run_cost import cost_of_run
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.states.reading import release_state
+from dpx.statistics.metrics import PrivateMetric
 from dpx.sums.float_pair import ETA, FloatPair
 from dpx.trees import Tree, described, repr_with_shapes
 from dpx.validation import require_floats, require_function, require_number, require_whole
@@ -80,7 +81,11 @@ class SearchSettings:
     delta: float | None
 
     def __post_init__(self):
-        require_function("score", self.score)
+        if isinstance(require_function("score", self.score), PrivateMetric):
+            raise ValueError(
+                "score must not be a dpx.statistics.PrivateMetric, whose cost the search would not contain: return the "
+                "values of the examples, with score_on=dpx.tuning.NoisySum(...), and evaluate the winner"
+            )
         require_function("optimizer", self.optimizer)
         keys.require_key(self.key)
         if not self.configurations:
