@@ -95,7 +95,7 @@ def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | 
     users (`dpx.UserData`), because a run that protects examples costs a user with many of them more; for different
     neighboring relations; for a `Composition` of other records, and budgets of several without `records`; and, with
     batches that are shared, or not known, for different samplings and for mechanisms that are not counted as one
-    Gaussian release a step. Warns of samplings of different sizes, where a unit is not known.
+    Gaussian release per step. Warns of samplings of different sizes, where a unit is not known.
     """
     if shared_batches is not None:
         require_bool("shared_batches", shared_batches)
