@@ -118,6 +118,20 @@ def test_the_memory_decides_how_many_passes_there_are():
         assert [stacked(passes, microbatch_size=BATCH) for passes in (None, 2, 1)] == [2, 2, KEPT]
 
 
+def test_what_a_scan_keeps_of_its_layers_decides_what_fits():
+    """Inputs and cotangents, of which a scan of products writes nothing else."""
+
+    def products(params, x):
+        return jnp.sum(jnp.sin(jax.lax.scan(lambda x, w: (x @ w, None), x, params["w"])[0]))
+
+    params, rows, of_example = {"w": normal(1, 3, 20, 20)}, normal(2, BATCH, 2, 20), 4 * 3 * 2 * (20 + 20)
+    given = params, mechanism().init(params), (rows,)
+    plan, cost = dpx.private_updates(products, mechanism(), norms="ghost").row_sum.plan(*given)
+    places = (Place("cpu", 1, memory=2 * BATCH * of_example - less) for less in (0, 1))
+    assert [choose_microbatches(cost, plan, params, BATCH, place).size for place in places] == [BATCH, 2]
+    assert 4 * plan.recorded_numbers() == of_example and plan.recorded_numbers({0}) == 0
+
+
 def test_one_pass_where_two_would_save_nothing():
     """A mask of the mechanism needs the layers' records."""
     masked = dpx.coordinates.random_freeze(freeze_rate=0.4, every=1, key=key(3))

@@ -99,7 +99,8 @@ def choose_microbatches(
     All, unless they do not fit in half of the device's memory, or fewer are known to be faster. More are faster on an
     accelerator, on several devices, and for convolutions that are slow in a loop on a CPU.
     """
-    one, two = (_example_bytes(cost, plan, params, passes) for passes in (1, 2))
+    written = _written_bytes(cost, plan, params)
+    one, two = _held_bytes(written, plan)
     half = (place.most_memory or math.inf) / 2
     at_least = min(microbatch_size or 1, size)
     passes, why = backward_passes or 1, ""
@@ -113,18 +114,28 @@ def choose_microbatches(
         largest = max(1, int(half // of_example))
         reason = f"all {size} would not fit in half of the device's memory"
         return Microbatches(_size_without_rest(largest, size), reason, passes, why)
-    at_once = _size_for_cache(cost, one, params, size, place)
+    at_once = _size_for_cache(cost, written[0], params, size, place)
     return Microbatches(at_once, f"all {size} would not fit in the CPU's cache" * (at_once < size), passes, why)
 
 
-def _example_bytes(cost: ForwardCost, plan: Plan, params: Tree, passes: int) -> int:
-    """The bytes that a step holds for each example, with one backward pass or two."""
+def _written_bytes(cost: ForwardCost, plan: Plan, params: Tree) -> tuple[int, int]:
+    """The bytes that the equations of one example write, with its gradients that are kept, for one pass and for two."""
     leaves = jax.tree.leaves(params)
-    numbers, kept = cost.numbers, {n for n in range(len(leaves)) if isinstance(plan, str) or plan.keeps_gradients(n)}
-    if passes == 2 and isinstance(plan, ghost.GhostPlan):
-        nowhere, all_layers = ghost.leaves_kept_nowhere(plan)
-        numbers, kept = cost.stored if all_layers else numbers, kept - nowhere
-    return max(1, 4 * (numbers // EQUATION_NUMBERS_PER_WRITE + sum(leaves[n].size for n in kept)))
+    kept = {n for n in range(len(leaves)) if isinstance(plan, str) or plan.keeps_gradients(n)}
+    nowhere, all_layers = ghost.leaves_kept_nowhere(plan) if isinstance(plan, ghost.GhostPlan) else (set(), False)
+    of_passes = (cost.numbers, kept), (cost.stored if all_layers else cost.numbers, kept - nowhere)
+    one, two = (n // EQUATION_NUMBERS_PER_WRITE + sum(leaves[leaf].size for leaf in some) for n, some in of_passes)
+    return max(1, 4 * one), max(1, 4 * two)
+
+
+def _held_bytes(written: tuple[int, int], plan: Plan) -> tuple[int, int]:
+    """The bytes that a step holds for each example, with one backward pass and with two: what it writes, or what it
+    keeps of layers, if that is more. In a scan, hardly any of that is fused away."""
+    if not isinstance(plan, ghost.GhostPlan):
+        return written
+    without = frozenset(), ghost.leaves_kept_nowhere(plan)[0]
+    one, two = (max(n, 4 * plan.recorded_numbers(of)) for n, of in zip(written, without, strict=True))
+    return one, two
 
 
 def _size_for_cache(cost: ForwardCost, example_bytes: int, params: Tree, size: int, place: Place) -> int:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -95,6 +95,20 @@ class GhostPlan(NamedTuple):
         for site in self.sites:
             followed.setdefault(site.use.equation, set(site.unread)).intersection_update(site.unread)
         return followed
+
+    def recorded_numbers(self, without: Set[int] = frozenset()) -> int:
+        """How many numbers of one example are kept where parameters are followed, apart from these leaves: the inputs
+        and the cotangents there, which no fusion spares."""
+        held: dict[int, int] = {}
+        unread, kept = self.unread_operands, {leaf for leaf in range(len(self.choices)) if self.keeps_gradients(leaf)}
+        for site in (site for site in self.sites if site.use.leaf not in kept | without):
+            equation: Any = self.program.equations[site.use.equation]
+            operands = zip(equation.inputs, equation.jaxpr.invars, strict=True)
+            read = {value: v for i, (value, v) in enumerate(operands) if i not in unread[site.use.equation]}
+            read = {value: v for value, v in read.items() if value in self.program.data}
+            read[-1 - site.use.equation] = equation.jaxpr.outvars[0]
+            held |= {value: math.prod(equation.counts) * v.aval.size for value, v in read.items()}
+        return sum(held.values())
 
     @property
     def products(self) -> dict[int, dict[int, tuple[jax.ShapeDtypeStruct, ...]]]:
