@@ -59,6 +59,8 @@ html_show_sourcelink = False
 html_domain_indices = False  # one module has a page, and the index has its names
 html_theme_options = {"home_page_in_toc": True, "show_toc_level": 2, "use_download_button": False}
 html_theme_options["navbar_persistent"] = []  # the search box of the menu is enough
+# No menu of versions: the theme's fetches a file, which browsers refuse for a site on a disk, and would have one entry. Read
+# the Docs adds its own.
 # Where GitHub builds the site, each page links to its source, and a notebook to Colab. The address is not written down.
 if repository := os.environ.get("GITHUB_REPOSITORY"):
     html_theme_options |= {

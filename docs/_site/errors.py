@@ -59,8 +59,8 @@ def beginning(message: str) -> str:
     """The first words of a message after what is filled in, which a reader can search for; "" if there are none."""
     sign = WARNING if message.startswith(WARNING) else ""
     parts = (re.sub(r"^\W+", "", part).split(" ") for part in message.removeprefix(sign).split("..."))
-    cut = (" ".join(words[:SHOWN]).rstrip(" ,:;('\"=") for words in parts)
-    return next((sign + words for words in cut if words.count(" ")), "")
+    cut = [" ".join(words[:SHOWN]).rstrip(" ,:;('\"=") for words in parts]
+    return next((sign + words for least in (2, 1) for words in cut if words.count(" ") >= least), "")
 
 
 def page() -> str:

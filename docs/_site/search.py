@@ -32,13 +32,14 @@ WORDS = {
         "Private accuracy": "accuracy, validation",
         "Pairs and contrastive losses": "contrastive, pairs, siamese",
         "A profile of a step": "profile, profiler",
+        "Several runs on the same data": "continue training, train further, more epochs, new budget, several runs",
         "A model card for a hub": "model card",
     },
     "docs/coming_from": {"Opacus": "opacus", "TensorFlow Privacy": "tensorflow, tensorflow privacy"},
     "docs/loops": {
         "Resume": "resume, checkpoint, checkpoints, restart",
         "By hand": "training loop, custom loop, augmentation",
-        "Users instead of examples": "users, user-level privacy, user level privacy, federated, fedavg",
+        "Users instead of examples": "users, user-level, user-level privacy, user level privacy, federated, fedavg",
     },
     "docs/other_loops": {"Flax: nnx.Optimizer": "nnx.optimizer", "Flax: TrainState": "trainstate"},
     "docs/flax": {
@@ -47,7 +48,7 @@ WORDS = {
         "BatchNorm": "batchnorm, batch norm, batch normalization",
         "Hugging Face": "hugging face, huggingface, transformers",
     },
-    "docs/fine_tuning": {"Fine-tuning with LoRA": "lora, fine-tuning, finetuning, fine-tune"},
+    "docs/fine_tuning": {"Fine-tuning with LoRA": "lora, fine-tuning, finetuning, fine-tune, freeze base, frozen base"},
     "docs/devices": {
         "Data parallel": "gpu, multi gpu, multi-gpu, multiple gpus, data parallel, tpu",
         "Sharded parameters (FSDP)": "fsdp, sharding",
@@ -56,14 +57,17 @@ WORDS = {
     },
     "docs/sharp_edges": {"Keys": "secret key, seed, random seed", "Models": "nan, inf"},
     "docs/ship_it": {"What to ship": "privacy report, report, publish"},
-    "docs/tuning": {"A search": "hyper-parameters, hyperparameters, hyperparameter search, tuning"},
+    "docs/tuning": {"A search": "hyper-parameters, hyperparameters, hyperparameter search, tuning, tune"},
     "docs/auditing": {
         "Check the contract": "custom mechanism, check_contract",
         "What a trained model leaks": "membership inference, membership, canary, leak",
     },
-    "docs/ledger": {"One budget for a data set": "ledger, privacy ledger, composition, total budget"},
+    "docs/ledger": {"One budget for a data set": "ledger, privacy ledger, composition, total budget, two data sets"},
     "docs/speed": {"What `dpx.explain_norms` says": "explain_norms, gram matrices, per-example gradients, ghost norms"},
-    "docs/statistics": {"A table with missing values": "mean, private mean, median, quantiles, histogram, count"},
+    "docs/statistics": {
+        "A table with missing values": "mean, private mean, median, quantiles, histogram, count",
+        "How good a model is": "private metric, log private accuracy, private accuracy, accuracy per epoch",
+    },
 }
 
 
