@@ -74,8 +74,8 @@ def _with_one_key(key, sums):
 def _refuse_one_key(_, mapped, key, sums):
     if not mapped[0]:
         raise ValueError(
-            "runs under jax.vmap must each build their optimizer with a key of their own, such as keys.fold_in(key, "
-            "run): with one key they have the same noise, and the difference of two of them has none"
+            "runs under jax.vmap must each build their optimizer with a key of their own, such as dpx.keys.fold_in("
+            "key, run): with one key they have the same noise, and the difference of two of them has none"
         )
     return sums, mapped[1]
 

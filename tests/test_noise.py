@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import mpmath
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from benchmarks import exact
 from dpx import keys
@@ -319,3 +320,17 @@ def test_a_release_under_fast_math_warns_once(monkeypatch, flags_of_xla, on):
         with pytest.warns(UserWarning, match="xla_cpu_enable_fast_math") if expected else contextlib.nullcontext():
             keys.release(KEY, 0, jnp.ones(3), 1.0)
     warn_of_fast_math.cache_clear()
+
+
+def test_devices_of_a_shard_map_have_keys_of_their_own():
+    """With one key, all of them would draw one noise. A sum over them is one release."""
+    mesh = jax.make_mesh((1,), ("one",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def program(release):
+        how = {"mesh": mesh, "in_specs": PartitionSpec("one"), "out_specs": PartitionSpec("one")}
+        return jax.eval_shape(jax.shard_map(release, **how), jnp.zeros(4))
+
+    with pytest.raises(ValueError, match="must each have a key of their own"):
+        program(lambda sums: keys.release(KEY, 0, sums, 1.0))
+    program(lambda sums: keys.release(keys.fold_in(KEY, jax.lax.axis_index("one")), 0, sums, 1.0))
+    program(lambda sums: 0 * sums + keys.release(KEY, 0, jax.lax.psum(sums, "one"), 1.0))

@@ -102,7 +102,8 @@ def release(
     integers (`integer_normals.py`). On a GPU, all numbers are made at once. On several devices, and on a TPU for more
     than FLAT numbers, every leaf is made from the places of its numbers, because XLA can shard that like the leaf.
 
-    Warns once if XLA_FLAGS has fast math, under which no bound of a sum holds. Raises ValueError for more than
+    Warns once if XLA_FLAGS has fast math, under which no bound of a sum holds. Raises ValueError for sums that differ
+    between the devices of a `jax.shard_map` with one key (unless it has check_vma=False), for more than
     LARGEST_RELEASE numbers, a leaf of more than LARGEST_LEAF, or an XLA that mixes rows (`dpx.xla.miscompiled`).
     """
     if (stand_in := STAND_INS.value.release) is not None:
@@ -116,8 +117,20 @@ def release(
     places = stream_positions_of([leaf.shape for leaf in leaves])
     how = places, current_place(), draws_noise(deviation)
     words, deviation = secret_words(key), as_deviation(deviation)
+    if axes_that_vary(leaves) - axes_that_vary([words]):
+        raise ValueError(
+            "sums that differ between the devices of a jax.shard_map must each have a key of their own, because with "
+            "one key they have the same noise. Add them up before the release (jax.lax.psum); fit and private_updates "
+            "do so under jax.jit with sharded batches"
+        )
     with jax.disable_jit(False):  # the loops are written for tracers
         return structure.unflatten(release_leaves(words, jnp.asarray(step), deviation, leaves, lows, *how))
+
+
+def axes_that_vary(arrays: Sequence[jax.Array]) -> set[str]:
+    """The axes of a `jax.shard_map` over which some of the arrays differ; none under check_vma=False."""
+    types = [getattr(jax.typeof(array), "manual_axis_type", None) for array in arrays]
+    return {axis for one in types for axis in getattr(one, "varying", ())}
 
 
 def draws_noise(deviation: jax.Array | float) -> bool:
