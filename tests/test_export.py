@@ -73,8 +73,8 @@ UNITS = {"cuda": "tf32", "tpu": "bf16"}  # what matrix units multiply exactly
 @pytest.mark.parametrize(("name", "platform"), [(name, "cuda") for name in ENTRIES] + [("dp_sgd", "tpu")])
 @pytest.mark.long_cases(
     *"""
-    ada_fest adaptive_clipping band_mf_sgd d2p_sgd dice_sgd dp2_sgd dynamic_dp_sgd gep_sgd lambda_cgd
-    ranked_freeze_sgd tp_topk_sgd
+    ada_dpigu ada_fest adaptive_clipping band_mf_sgd d2p2_sgd d2p_sgd dice_sgd dp2_sgd dynamic_dp_sgd gep_sgd lambda_cgd
+    ranked_freeze_sgd tp_topk_sgd zeroth_order_sgd
     """.split()
 )
 def test_steps_lower_for_accelerators(name, platform):
@@ -91,9 +91,10 @@ def test_steps_lower_for_accelerators(name, platform):
 )
 @pytest.mark.long_cases(
     "transformer-",
-    "cnn-cuda",
-    "convolution_with_few_positions-cuda",
+    "cnn-",
+    "convolution_with_few_positions-",
     "convolution_grouped-cuda",
+    "dense-cuda",
     "heads-cuda",
     "recurrent-tpu",
 )

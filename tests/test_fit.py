@@ -300,7 +300,7 @@ def test_only_the_owner_can_read_the_files(tmp_path, monkeypatch):
     assert (tmp_path / "two" / "run.json").stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("where", ["evaluate", "callback"])
+@pytest.mark.parametrize("where", ["evaluate", pytest.param("callback", marks=pytest.mark.long)])
 def test_a_run_cut_in_an_evaluation_repeats_it(whole, tmp_path, where):
     calls = []
 

@@ -752,6 +752,7 @@ row("scan_without_iterations", "gradient")(
     stack_along stack_in_a_scan_and_by_index stack_in_reverse stack_in_two_halves stack_of_bfloat16
     stack_of_convolutions stack_of_heads stack_of_longer stack_of_many stack_of_one stack_of_tables stack_unrolled
     stack_with_steps stacks_with_biases table_in_a_scan time_in_a_stack two_scans_of_one_stack
+    places_in_every slice_used_twice two_scans_in_other two_scans_that unstacked
     """.split()
 )
 def test_equals_per_example_gradients(name):

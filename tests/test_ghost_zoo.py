@@ -791,7 +791,9 @@ row("parameter_that_is_the_loss", "gradient")(lambda: (lambda w, x: w, jnp.float
 # The layers, and what else has a path of its own, are in `make test`; all are in `make long`.
 @pytest.mark.long_cases(
     *"""
-    a_weight_per_head a_weight_per_head_without_sequence bf16_computation bf16_parameters cnn columns_gathered
+    a_weight_per_head a_weight_per_head_without_sequence convolution_grouped deep gradient_penalty
+    kernel_divided_by_a_fixed_norm kernel_of_a_sum places_that_are_added recurrent tied_embedding_of_several
+    weight_decay_in_the_loss bf16_computation bf16_parameters cnn columns_gathered
     constant_times_weights convolution_channels_first convolution_circular convolution_depthwise convolution_in_
     convolution_of_two_images convolution_pointwise convolution_strided_and_dilated convolution_transposed
     convolution_valid_ dataclass_that_is_the_model dense_on_a_grid dense_on_a_long dense_on_a_short_sequence

@@ -57,6 +57,7 @@ def pseudo_code(steps, lr, gamma_1, gamma_2, mu, *, relative, own, masked_loss):
 @pytest.mark.parametrize(
     ("relative", "own", "masked_loss"), [(True, 1.0, False), (False, 1.0, True), (True, OWN, False), (False, OWN, True)]
 )
+@pytest.mark.long_cases("False-1.0", "True-0.4")
 def test_ada_dpigu_equals_the_pseudo_code(relative, own, masked_loss, ungridded):
     steps, lr, averages = 8, 0.05, dict(mean_decay=0.7, variance_decay=0.6, stability=0.1, relative=relative)
     mechanism = dpx.methods.ada_dpigu(keep=KEEP, warmup=WARMUP, example_keep=own, **averages, **BASE)

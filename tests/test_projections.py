@@ -40,6 +40,7 @@ def matrices(name, sizes, rank):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.long_cases("hadamard", "subset")
 def test_the_lift_is_unbiased(name):
     """E[lift(project(v))] = v for every coordinate vector, within 5 standard errors; false alarm below 1e-3 in all."""
     sketch, sizes, draws = SKETCHES[name], (7, 3), 3000
@@ -76,7 +77,7 @@ def test_an_orthonormal_projection_is_an_isometry_on_its_range():
 
 
 @pytest.mark.parametrize("name", BOUNDED)
-@pytest.mark.long_cases("hadamard", "subset")
+@pytest.mark.long_cases("countsketch", "hadamard", "subset")
 def test_a_clipped_sum_is_not_lengthened(name):
     """As clip-then-project writes it, layer by layer, for the worst vector; the lift makes up for it."""
     rank = {"kernel": 5, "bias": 1, "scale": 1}

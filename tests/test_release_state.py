@@ -109,7 +109,7 @@ ACCEPTED = {
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-@pytest.mark.long_cases("TrainState", "nnx.Optimizer")
+@pytest.mark.long_cases("TrainState", "nnx.Optimizer", "Lookahead", "coordinates", "a chain in a chain")
 def test_accepted(name, promoting):
     state = ACCEPTED[name]()
     assert dpx.accounting.steps_taken(state) == 2

@@ -268,7 +268,7 @@ def assert_others_equal(found, expected, row: int):
 
 
 @pytest.mark.parametrize("name", VALUES)
-@pytest.mark.long_cases("linear algebra", "series", "special")
+@pytest.mark.long_cases("control", "indices", "linear algebra", "not differentiable", "random", "series", "special")
 def test_no_row_reaches_another_in_any_primitive(name):
     run = jax.jit(jax.vmap(with_rows_apart(functools.partial(of_row, name))))
     expected, row = run(ROW), 1

@@ -32,7 +32,7 @@ def exact(total: FloatPair) -> np.ndarray:
 
 @pytest.mark.parametrize("path", sum_rounding.PATHS)
 @pytest.mark.parametrize("size", [2, 64, 256])
-@pytest.mark.long_cases("256-", "2-clip", "2-chunks", "2-a")
+@pytest.mark.long_cases("256-", "2-clip", "2-chunks", "2-a", "64-chunks")
 def test_hostile_rows_move_the_sum_by_no_more_than_is_proved(path, size):
     found, *_ = sum_rounding.worst(sum_rounding.PATHS[path](size), size, searches=0)
     assert found < 1
