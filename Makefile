@@ -43,8 +43,9 @@ lint: install
 # one process, because its tests share small programs and bills. In the order of their names, because those with the
 # fewest tests take long, and one process would wait for the other at the end. Most of the time is compiling: without
 # optimizations, and without the emitters that take a third of it (tests/compiling.py). Memory that is free stays with the
-# process, because taking it again is half of the time of the system.
-PYTEST := OMP_NUM_THREADS=1 JAX_COMPILATION_CACHE_DIR=$(abspath $(VENV))/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
+# process, because taking it again is half of the time of the system. The bytecode of the tests and of dpx is written for
+# the processes that they start, even where PYTHONDONTWRITEBYTECODE is set.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 JAX_COMPILATION_CACHE_DIR=$(abspath $(VENV))/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
 	MALLOC_MMAP_THRESHOLD_=536870912 MALLOC_TRIM_THRESHOLD_=1073741824 MALLOC_TOP_PAD_=67108864 \
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
