@@ -24,9 +24,9 @@ from dpx.papers.correlated_noise.strategy import (
     Strategy,
     banded_inverse_square_root,
     banded_square_root,
-    half_coefficients,
     identity,
     lambda_cgd,
+    square_root_coefficients,
 )
 from dpx.papers.correlated_noise.workload import (
     Workload,
@@ -45,7 +45,6 @@ __all__ = [
     "column_norm",
     "cyclic_poisson_event",
     "fixed_order_event",
-    "half_coefficients",
     "identity",
     "lambda_cgd",
     "loss",
@@ -54,4 +53,5 @@ __all__ = [
     "sensitivity",
     "sensitivity_is_exact",
     "shuffled_sensitivity",
+    "square_root_coefficients",
 ]

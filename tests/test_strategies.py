@@ -168,7 +168,7 @@ def test_lower_bounds_and_largest_losses_of_one_participation():
 
 
 def test_the_coefficients_of_the_families():
-    assert strategies.half_coefficients(5) == pytest.approx([math.comb(2 * j, j) / 4**j for j in range(5)])
+    assert strategies.square_root_coefficients(5) == pytest.approx([math.comb(2 * j, j) / 4**j for j in range(5)])
     inverse = strategies.banded_inverse_square_root(coefficients=5).inverse_coefficients
     assert inverse == pytest.approx((1, -1 / 2, -1 / 8, -1 / 16, -5 / 128))
     assert strategies.banded_inverse_square_root(coefficients=2) == strategies.lambda_cgd(correlation=0.5)

@@ -119,8 +119,8 @@ def banded_inverse_square_root(*, coefficients: int) -> Strategy:
     return Strategy(inverse_coefficients=tuple(np.concatenate([[1.0], np.cumprod((places - 1.5) / places)])))
 
 
-def half_coefficients(count: int) -> np.ndarray:
-    """f_j = binom(2 j, j) / 4^j for j < count, float64 (count,): 1, 1/2, 3/8, 5/16, ..."""
+def square_root_coefficients(count: int) -> np.ndarray:
+    """Of (1 - x)^(-1/2), for j < count: binom(2 j, j) / 4^j, float64 (count,), which begin with 1, 1/2, 3/8, 5/16."""
     places = np.arange(require_whole("count", count))
     return np.exp(special.gammaln(places + 0.5) - special.gammaln(places + 1.0)) / np.sqrt(np.pi)
 
@@ -134,7 +134,7 @@ def banded_square_root(*, bands: int, momentum: float = 0.0) -> Strategy:
     bands: int, at least 1. momentum: of the workload, in [0, 1): its series is 1 / ((1 - x) (1 - momentum x)), whose
         square root has the series (1 - x)^(-1/2) (1 - momentum x)^(-1/2).
     """
-    half = half_coefficients(require_whole("bands", bands))
+    half = square_root_coefficients(require_whole("bands", bands))
     momentum = require_number("momentum", momentum, minimum=0, maximum=1)
     if momentum == 1:
         raise ValueError("momentum must be below 1, got 1.0")

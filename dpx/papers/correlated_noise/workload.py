@@ -25,7 +25,7 @@ import numpy as np
 from scipy import optimize, signal
 
 from dpx.papers.correlated_noise.sensitivities import sensitivity
-from dpx.papers.correlated_noise.strategy import Strategy, half_coefficients
+from dpx.papers.correlated_noise.strategy import Strategy, square_root_coefficients
 from dpx.validation import require_number, require_whole
 
 
@@ -173,7 +173,7 @@ def optimized(
     def value_and_gradient(rest: np.ndarray) -> tuple[float, np.ndarray]:
         return log_workload_loss(np.concatenate([[1.0], rest]), denominator, quadratic, steps)
 
-    start = half_coefficients(bands)[1:]
+    start = square_root_coefficients(bands)[1:]
     options = {"maxiter": 5000, "maxfun": 20000, "ftol": 1e-15, "gtol": 1e-10, "maxcor": 30}
     found = optimize.minimize(value_and_gradient, start, jac=True, method="L-BFGS-B", options=options)
     return Strategy(coefficients=(1.0, *found.x))
