@@ -321,11 +321,11 @@ def check_refusals(rank, sharding, folder):
         f"checkpoints is {folder}": {"checkpoints": bad_folder},
         "sharding must have devices of all 2 processes, because they make one run; got None": {"sharding": None},
         "no file": {"evaluate": fails, "evaluate_every": 1},  # in process 1, after the first step
-        "are of steps [None, 3]": explicit,
+        "differ: steps [None, 3]": explicit,
     }
     patched = mock.patch.object(Folder, "_checkpoint_steps", lambda self: [3] if rank else [])
     for words, options in cases.items():
-        with patched if "are of steps" in words else contextlib.nullcontext():
+        with patched if "differ: steps" in words else contextlib.nullcontext():
             try:
                 fit(**{"sharding": sharding} | options)
             except (ValueError, AssertionError) as error:
