@@ -1,32 +1,35 @@
 """Thirty models of ten code bases: what ghost norms follow, and what a step costs.
 
     python -m benchmarks.zoo
-    python -m benchmarks.zoo --times  # on a machine that does nothing else
+    python -m benchmarks.zoo --times --core 1  # CPU time on this core; without it, wall time of all
 
 `JAX` is a step without privacy: the mean gradient. `vmap` is the private step with `norms="vmap"`, which clips the
-gradient of every example; `dpx` is the one that `private_updates` chooses. Operations are those on floats that XLA
-counts in a program before it is optimized, with the noise; a loop counts one turn. The three take turns, the least of
-their times counts, and memory is what XLA allocates beside arguments and results. Without `--times`, the page has only
-what ghost norms follow. Writes benchmarks/results/zoo.md; a package that is not installed is left out.
+gradient of every example; `dpx` is the one that `private_updates` chooses. Two steps show where the time goes: `noise`
+is JAX's step with the noise of dpx and no clipping, and `by hand` clips by `jax.vmap` without noise, and adds without
+protection against rounding. `all parts` is JAX's step, and what these two take more. Operations are those on floats
+that XLA counts in a program before it is optimized, with the noise; a loop counts one turn. The steps take turns, the
+least of their times counts, and memory is what XLA allocates beside arguments and results. Without `--times`, the page
+has only what ghost norms follow. Writes benchmarks/results/zoo.md; a package that is not installed is left out.
 """
 
 import argparse
 import functools
 import importlib.util
 import math
-import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import dpx
 from benchmarks import report
-from benchmarks.timing import Timer, interleaved
+from benchmarks.timing import CLOCKS, Timer, interleaved, pin
 from benchmarks.zoo_models import ANIMALS
+from dpx.sums.float_pair import as_pair
 
-ROUNDS = 20
+ROUNDS = 8
 NOISE = 1e-5  # so small that the grid of the noise hides no error of a sum
 PACKAGES = "jax flax dm-haiku equinox keras transformers google-tunix numpyro distrax jraph e3nn-jax".split()
 
@@ -69,7 +72,7 @@ def followed(loss, params, rows) -> dict[str, Any]:
     }
 
 
-def measured(loss, params, rows) -> dict[str, Any]:
+def measured(loss, params, rows, clock) -> dict[str, Any]:
     """Floating-point operations, seconds and bytes of a step, and the error of a release without its noise. Half of the
     rows are clipped."""
     count = len(jax.tree.leaves(rows)[0])
@@ -77,15 +80,23 @@ def measured(loss, params, rows) -> dict[str, Any]:
     made, included = optimizer(count, clip_norm), np.ones(count, bool)
     state, batch = made.init(params), dpx.Batch(rows, included)
 
-    def plain(params, batch, state):
-        return jax.grad(lambda params: jax.vmap(loss, (None, 0))(params, batch.examples).mean())(params)
+    def plain(params, batch, state, reduce=jnp.mean):
+        return jax.grad(lambda params: reduce(jax.vmap(loss, (None, 0))(params, batch.examples)))(params)
 
-    steps = {"JAX": plain, "vmap": dpx.private_updates(loss, made, norms="vmap")}
-    steps["dpx"] = dpx.private_updates(loss, made)
+    def noisy(params, batch, state):
+        return made.release_once((as_pair(plain(params, batch, state, jnp.sum)),), state, params, count)[0]
+
+    def by_hand(params, batch, state):
+        grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch.examples)
+        factors = jnp.minimum(1, clip_norm / jax.vmap(optax.global_norm)(grads)) / count
+        return jax.tree.map(lambda leaf: jnp.tensordot(factors, leaf, 1), grads)
+
+    steps: dict[str, Any] = {"JAX": plain, "noise": noisy, "by hand": by_hand}
+    steps |= {"vmap": dpx.private_updates(loss, made, norms="vmap"), "dpx": dpx.private_updates(loss, made)}
     lowered: dict[str, Any] = {each: jax.jit(step).lower(params, batch, state) for each, step in steps.items()}
     programs: dict[str, Any] = {each: one.compile() for each, one in lowered.items()}
     run = {each: functools.partial(_run, program, params, batch, state) for each, program in programs.items()}
-    timers = {each: Timer(one, time.perf_counter) for each, one in run.items()}
+    timers = {each: Timer(one, clock) for each, one in run.items()}
     # A step of an empty batch releases the noise alone, which is that of the same key and step.
     batches = (dpx.Batch(rows, each) for each in (included, ~included))
     whole, noise = (programs["dpx"](params, each, state).updates for each in batches)
@@ -106,16 +117,25 @@ def of_two(found: dict[str, Any], kind: str, other: str) -> float:
     return found[kind]["dpx"] / found[kind][other]
 
 
+def parts(time: dict[str, float]) -> dict[str, float]:
+    """What the parts of a private step take, and dpx against all of them."""
+    of_all = time["noise"] + time["by hand"] - time["JAX"]
+    against_jax = {f"{each} / JAX": time[each] / time["JAX"] for each in ("noise", "by hand")}
+    return against_jax | {"all parts / JAX": of_all / time["JAX"], "dpx / all parts": time["dpx"] / of_all}
+
+
 RATIOS = [("operations", "JAX"), ("operations", "vmap"), ("time", "JAX"), ("time", "vmap"), ("memory", "vmap")]
 
 
-def page(found: dict[str, dict[str, Any]], missing: list[str], batch: int) -> str:
+def page(found: dict[str, dict[str, Any]], missing: list[str], batch: int, core: int) -> str:
     kinds = [each for each in RATIOS if each[0] in next(iter(found.values()))]
     columns = ["model", "parameters", "followed", "of matrices", *(f"{kind} / {other}" for kind, other in kinds)]
-    columns += [*(["error of sums"] if kinds else []), "matrices that are not followed"]
+    of_parts = {name: parts(each["time"]) if kinds else {} for name, each in found.items()}
+    columns += [*next(iter(of_parts.values())), *(["error of sums"] if kinds else []), "matrices that are not followed"]
     rows = [
         [name, f"{each['parameters']:,}", f"{each['followed']:.0%}", f"{each['matrices']:.0%}"]
         + [f"{of_two(each, *kind):.2f}" for kind in kinds]
+        + [f"{ratio:.2f}" for ratio in of_parts[name].values()]
         + ([f"{each['error']:.0e}"] if kinds else [])
         + [", ".join(each["because"])]
         for name, each in found.items()
@@ -128,8 +148,11 @@ def page(found: dict[str, dict[str, Any]], missing: list[str], batch: int) -> st
     for kind, other in kinds:
         ratios = [of_two(each, kind, other) for each in found.values()]
         said.append(f"{kind} / {other}: median {np.median(ratios):.2f}, largest {max(ratios):.2f}.")
+    for each in next(iter(of_parts.values())):
+        ratios = [of_model[each] for of_model in of_parts.values()]
+        said.append(f"{each}: median {np.median(ratios):.2f}, least {min(ratios):.2f}, largest {max(ratios):.2f}.")
     said += [f"Not installed: {', '.join(missing)}."] if missing else []
-    heading = report.heading("benchmarks.zoo", PACKAGES, batch=batch, **report.load(-1))
+    heading = report.heading("benchmarks.zoo", PACKAGES, batch=batch, **report.load(core))
     return report.write("zoo", heading, {"Models": report.grid(columns, rows)}, notes=said)
 
 
@@ -145,14 +168,17 @@ def main():
     parser.add_argument(
         "--times", action="store_true", help="also measure operations, time, memory and the error of sums"
     )
+    parser.add_argument("--core", type=int, default=-1)
     options = parser.parse_args()
+    pin(options.core)
+    clock = CLOCKS["wall" if options.core < 0 else "cpu"]
     there = {name: all(map(importlib.util.find_spec, animal.needs)) for name, animal in ANIMALS.items()}
     found = {}
     for name in (name for name in ANIMALS if there[name]):
         model = made_of(name, options.batch)
-        found[name] = followed(*model) | (measured(*model) if options.times else {})
+        found[name] = followed(*model) | (measured(*model, clock) if options.times else {})
         print(name, found[name], flush=True)
-    print(page(found, [name for name in ANIMALS if not there[name]], options.batch))
+    print(page(found, [name for name in ANIMALS if not there[name]], options.batch, options.core))
 
 
 if __name__ == "__main__":
