@@ -104,8 +104,8 @@ class GhostPlan(NamedTuple):
         for site in (site for site in self.sites if site.use.leaf not in kept | without):
             equation: Any = self.program.equations[site.use.equation]
             operands = zip(equation.inputs, equation.jaxpr.invars, strict=True)
-            read = {value: v for i, (value, v) in enumerate(operands) if i not in unread[site.use.equation]}
-            read = {value: v for value, v in read.items() if value in self.program.data}
+            seen = [pair for i, pair in enumerate(operands) if i not in unread[site.use.equation]]
+            read = {value: v for value, v in seen if isinstance(value, int) and value in self.program.data}
             read[-1 - site.use.equation] = equation.jaxpr.outvars[0]
             held |= {value: math.prod(equation.counts) * v.aval.size for value, v in read.items()}
         return sum(held.values())
