@@ -180,7 +180,7 @@ def test_what_is_not_billed_is_refused():
     with pytest.raises(ValueError, match="replace_one"):
         accounting.event_epsilon(event, delta=1e-5, relation="replace_one")
     for other in (dp_accounting.SampledWithoutReplacementDpEvent(100, 10, Gaussian(1.0)), event):
-        with pytest.raises(ValueError, match="has a cost before"):
+        with pytest.raises(ValueError, match="has a known cost before"):
             with_projected_event(other, rank=5)
 
 

@@ -248,5 +248,5 @@ def test_error_feedback_and_projections_have_no_bill_for_truncated_batches():
         ValueError, match="error feedback has no known cost for Poisson sampling with most_rows or weights"
     ):
         accounting.event_epsilon(run, delta=1e-5, relation="zero_out")
-    with pytest.raises(ValueError, match="a fresh projection has a cost before"):
+    with pytest.raises(ValueError, match="a fresh projection has a known cost before"):
         with_projected_event(sampling.event(np.ones(3)), rank=3)

@@ -376,10 +376,10 @@ def test_other_unbilled_compositions_are_refused():
     with pytest.raises(ValueError, match="pass rank"):
         dpx.mechanisms.clip_then_project(base(), reduction_rate=0.3, kind="gaussian")
     fixed = base(sampling=dpx.FixedSizeSampling(examples=100, batch_size=8))
-    with pytest.raises(ValueError, match="has a cost before"):
+    with pytest.raises(ValueError, match="has a known cost before"):
         dpx.mechanisms.clip_then_project(fixed, rank=5, kind="gaussian").event(1)
     twice = dpx.mechanisms.clip_then_project(base(), rank=10, kind="gaussian")
-    with pytest.raises(ValueError, match="has a cost before"):
+    with pytest.raises(ValueError, match="has a known cost before"):
         with_projected_event(dp_accounting.ComposedDpEvent([base().event(2), feedback().event(2)]), rank=5)
     for kind in ("gaussian", "subset"):
         for inner in (feedback(), twice):  # a projection of the same stream would depend on that of `twice`
