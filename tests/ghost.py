@@ -1,6 +1,8 @@
 """What the tests of the ghost norms share: both ways of clipping side by side."""
 
+import sys
 from typing import Any
+from unittest import mock
 
 import chex
 import jax
@@ -47,6 +49,17 @@ def mechanism(clip_norm: Any = 1e-3) -> dpx.Mechanism:
 
 def noiseless(made: dpx.Mechanism) -> dpx.Mechanism:
     return made.replace(release=lambda sums, state, params: (tuple(as_pair(total).high for total in sums), state))
+
+
+def sharing_a_key(step: Any) -> Any:
+    """A step without noise, which `jax.vmap` may batch with one key."""
+
+    def run(*arguments):
+        module = sys.modules["dpx.gradients.private_updates"]
+        with mock.patch.object(module, "refuse_shared_noise", lambda _, sums: sums):
+            return step(*arguments)
+
+    return run
 
 
 def compiled(loss, made, params, **options):
