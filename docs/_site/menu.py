@@ -1,4 +1,4 @@
-"""The menu of a page holds titles of pages, which are found once: a fifth of the time that writing the site took.
+"""The menu of a page holds titles of pages, which are found once for all pages.
 
 Sphinx copies the headings of all pages for the menu of each page, and then drops them. The result here is the same.
 """
