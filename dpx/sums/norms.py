@@ -36,12 +36,12 @@ def norm(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.
             parts += squares
             roundings = max(roundings, rounded)
             continue
-        x = lax.convert_element_type(x, np.float32)
         if x.size and devices > 1:
             squares, rounded = _sum_squares_along_axes(x, None if scales is None else scales[number], devices)
             parts.append(squares)
             roundings = max(roundings, rounded)
         elif x.size:
+            x = lax.convert_element_type(x, np.float32)
             width = _row_width(x.size)
             # Without the barrier, XLA squares before it reshapes, and the sum is ten times slower on a CPU.
             rows = lax.optimization_barrier(_in_rows(x, width))
@@ -70,7 +70,7 @@ def _sum_squares_along_axes(x: jax.Array, scale: jax.Array | None, devices: int)
     """The sum of the squares, float32 (1,), one axis after another; and how often a square is rounded at most. Axes are
     not merged, because XLA would gather an array that is sharded along the second of them. A long axis is cut into a
     multiple of `devices` parts, so that each device adds its own."""
-    x = lax.optimization_barrier(x)
+    x = lax.convert_element_type(lax.optimization_barrier(x), np.float32)
     squares, roundings = lax.square(x if scale is None else x * scale), 0
     while squares.ndim:
         last, size = squares.ndim - 1, squares.shape[-1]

@@ -400,7 +400,7 @@ def _rows_sum(uses: Uses, shape: tuple[int, ...], records: Any, factors: jax.Arr
 
 
 def _tied_cost(uses: Uses, scaled: bool) -> float | None:
-    if scaled or not uses.tied or current_place().platform != "tpu" or current_place().devices > 1:
+    if scaled or not uses.tied or current_place().platform != "tpu":
         return None
     product = uses.sites[uses.tied[1]]
     if 4 * _parameter_size(product) <= SMALL_TABLE:
@@ -411,23 +411,34 @@ def _tied_cost(uses: Uses, scaled: bool) -> float | None:
 def tied_gradients(uses: Uses, records: Captured) -> jax.Array:
     """The gradients, (B, V', D), of a table of V rows in a TPU's memory. Norm and sum read these alone, so nothing else
     is rounded. Zeros behind the rows make V' a multiple of TILE. Then all examples are one array of rows, without a
-    copy, and what an example looked up is added to its own rows there."""
+    copy, and what an example looked up is added to its own rows there. On several devices, each table is its own."""
     assert uses.tied
     (lookups, number, transposed), unit = uses.tied, current_place().unit
     of_product = jax.vmap(uses.sites[number].matrices)(*records[number])
     rows, columns = (x[:, 0] for x in (of_product[::-1] if transposed else of_product))
     count = -(-rows.shape[-1] // TILE) * TILE
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, count - rows.shape[-1])))
-    tables = unit.round_kept(jnp.einsum("btv,btd->bvd", rows, columns, precision=unit.precision))
+    several = current_place().devices > 1
+    if several:  # XLA may multiply parts in turn, and rounds only the parts if the products are short
+        rows, columns = map(unit.round_stored, (rows, columns))
+        tables = jnp.einsum("btv,btd->bvd", rows, columns, preferred_element_type=jnp.bfloat16)
+    else:
+        tables = unit.round_kept(jnp.einsum("btv,btd->bvd", rows, columns, precision=unit.precision))
     sites = tuple(uses.sites[site] for site in lookups)
     indices, found, _ = _rows_of_lookups(sites, [records[site] for site in lookups])
-    of_all, found = tables.reshape(-1, tables.shape[-1]), found.reshape(-1, tables.shape[-1])
-    first = count * jnp.arange(len(tables), dtype=jnp.int32)[:, None]
     # Where an index is repeated, or negative, its row is 0, or not a number: only the first one is written.
     written = (indices >= 0) & jnp.any(found != 0, -1).reshape(indices.shape)
+
+    def with_lookups(table, place, rows):
+        rows += table.at[place].get(mode="fill", fill_value=0).astype(jnp.float32)
+        return table.at[place].set(unit.round_kept(rows), mode="drop")
+
+    if several:  # of one array of rows, XLA would send each to all devices
+        return jax.vmap(with_lookups)(tables, jnp.where(written, indices, count), found)
+    of_all, found = tables.reshape(-1, tables.shape[-1]), found.reshape(-1, tables.shape[-1])
+    first = count * jnp.arange(len(tables), dtype=jnp.int32)[:, None]
     place = jnp.where(written, first + indices, len(of_all)).reshape(-1)
-    found += of_all.at[place].get(mode="fill", fill_value=0).astype(jnp.float32)
-    return of_all.at[place].set(unit.round_kept(found), mode="drop").reshape(tables.shape)
+    return with_lookups(of_all, place, found).reshape(tables.shape)
 
 
 def _tied_sum(uses: Uses, shape: tuple[int, ...], records: jax.Array, factors: jax.Array) -> jax.Array:
