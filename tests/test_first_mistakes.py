@@ -33,7 +33,8 @@ def loss(params, x):
 
 
 def fit(optimizer, data=X, loss=loss, params=PARAMS, **options):
-    return dpx.fit(loss, optimizer, params, data, **{"steps": 2, "delta": 1e-5} | options)
+    made = dpx.chain(optimizer, optax.sgd(0.1))
+    return dpx.fit(loss, made, params, data, **{"steps": 2, "delta": 1e-5} | options)
 
 
 # ------------------------------------------------------------------ One key, one run

@@ -26,7 +26,7 @@ from tests import kills
 from tests.mechanisms import PARAMS as MECHANISM_PARAMS
 from tests.mechanisms import case_of_method
 from tests.problems import cross_entropy as loss
-from tests.problems import cut_at, same
+from tests.problems import cut_at, dp_sgd, same
 
 RANDOM = np.random.default_rng(0)
 LABELS = np.arange(60) % 2
@@ -508,6 +508,7 @@ BAD = {
     "steps must be at most the 8 of the mechanism's budget, got 10": dict(epochs=2),
     "steps or epochs must be given, because the mechanism has no dpx.Budget": dict(optimizer=made(2.0), delta=1e-5),
     "delta must be given, because the mechanism has no dpx.Budget": dict(optimizer=made(2.0), steps=3),
+    "optimizer must be a mechanism with optax transforms": dict(optimizer=dp_sgd(SAMPLING), steps=3, delta=1e-5),
     "delta must be": dict(delta=2.0),
     "accountant": dict(accountant="guess"),
     "key must be a jax PRNG key": dict(key=3),

@@ -6,6 +6,7 @@ import attrs
 import dp_accounting
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from dp_accounting import DpEvent
 
@@ -74,7 +75,8 @@ def test_a_stored_run_continues_with_other_words(tmp_path, monkeypatch):
     data, run = np.ones((40, 2), np.float32), {"steps": 2, "delta": 1e-3, "accountant": "rdp", "checkpoints": tmp_path}
 
     def fit(mechanism, **changes):
-        return dpx.fit(lambda params, x: jnp.sum(params * x), mechanism, np.zeros(2), data, **run | changes)
+        optimizer = dpx.chain(mechanism, optax.sgd(1.0))
+        return dpx.fit(lambda params, x: jnp.sum(params * x), optimizer, np.zeros(2), data, **run | changes)
 
     fit(made(SAMPLINGS[0]), steps=1)
     wordless(monkeypatch)

@@ -28,6 +28,7 @@ def made(sampling=SAMPLING, key=KEY):
 
 
 STATE = made().init(PARAMS)
+OPTIMIZER = dpx.chain(made(), optax.sgd(1.0))
 
 
 class Steady:
@@ -154,7 +155,7 @@ WAYS = {
     "batches": lambda data: list(SAMPLING.batches(data, KEY, STATE, steps=1)),
     "not ahead": lambda data: list(SAMPLING.batches(data, KEY, STATE, steps=1, prefetch=0)),
     "chunks": lambda data: [list(chunks) for chunks in SAMPLING.batches(data, KEY, STATE, steps=1, chunk_size=4)],
-    "fit": lambda data: dpx.fit(lambda p, x: p["w"].sum(), made(), PARAMS, data, steps=1, delta=1e-5),
+    "fit": lambda data: dpx.fit(lambda p, x: p["w"].sum(), OPTIMIZER, PARAMS, data, steps=1, delta=1e-5),
 }
 
 
@@ -310,7 +311,7 @@ def test_a_run_does_not_continue_on_other_data(tmp_path):
     def run(data, steps, name="source"):
         loss = lambda params, x: 0.1 * params["w"] @ x  # noqa: E731
         given: dict = {"delta": 1e-5, "accountant": "rdp", "checkpoints": tmp_path / name}
-        return dpx.fit(loss, made(), PARAMS, data, steps=steps, **given)
+        return dpx.fit(loss, OPTIMIZER, PARAMS, data, steps=steps, **given)
 
     data = Cached()
     run(data, 1)

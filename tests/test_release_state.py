@@ -161,7 +161,8 @@ def test_a_stored_record_is_read_or_refused_by_its_version():
     sampling, key = dpx.PoissonSampling(examples=60, batch_size=12), dpx.secret_key(2**40 + 5)
     mechanism = dp_sgd(noise_multiplier=2.0, sampling=sampling, key=key)
     data, params = np.ones((60, 2), np.float32), np.zeros(2, np.float32)
-    made = dpx.fit(lambda p, x: ((p - x) ** 2).sum(), mechanism, params, data, steps=3, delta=1e-5).state
+    optimizer = dpx.chain(mechanism, optax.identity())
+    made = dpx.fit(lambda p, x: ((p - x) ** 2).sum(), optimizer, params, data, steps=3, delta=1e-5).state
     assert jax.tree.map(np.array_equal, reading.release_state(made), STORED) == ReleaseState(*[True] * 13)
     assert dpx.epsilon(mechanism, STORED, delta=1e-5) == pytest.approx(0.9946841476, rel=1e-6)
     for version, other in {RECORD_VERSION + 1: STORED._replace(version=2), 0: ReleaseState(*STORED[:-1])}.items():

@@ -17,7 +17,7 @@ from dpx.fitting.folder import open_folder
 from dpx.fitting.payment import Payment
 from dpx.fitting.processes import raising_together, require_rows_in_every_process
 from dpx.fitting.progress import FitResult, Progress, RunMonitor
-from dpx.fitting.settings import RunPlan, require_inputs, require_report_facts
+from dpx.fitting.settings import RunPlan, require_inputs, require_report_facts, require_transforms_in
 from dpx.fitting.step import Carry, compiled_step, compiled_step_in_chunks, first_carry
 from dpx.gradients.clipped_gradients import Norms
 from dpx.ledgers import PrivacyLedger
@@ -91,7 +91,7 @@ def fit(
     """Trains `params` on `data` with the steps of a budget. See `dpx.fitting` for how to continue a run.
 
     loss: (params, example) -> float (), of one example without a batch axis.
-    optimizer: a mechanism, most often of `dpx.chain`; one run for one key.
+    optimizer: of `dpx.chain`, a mechanism with optax transforms behind it; one run for one key.
     params: a pytree of float arrays, which are copied.
     data: the examples: arrays with the examples on axis 0, or a source with `__len__` and `__getitem__(int)`, or with
         `random_item(int, rng)` where items are made by chance; see `dpx.sampling.Sampling.take`.
@@ -181,6 +181,7 @@ def fit(
         require_whole("checkpoint_every", checkpoint_every)
         require_bool("on_other_devices", on_other_devices)
         carry = first_carry(params, optimizer, sharding)
+        require_transforms_in(carry.state)
         at_once = functools.partial(compiled_step, whole=bool(callbacks))
         build = at_once if chunk_size is None else compiled_step_in_chunks
         step = build(loss, optimizer, loss_at, carry, sharding, options)

@@ -8,6 +8,7 @@ import jax
 from dpx import keys
 from dpx.accounting.checks import Accountant
 from dpx.accounting.run_cost import epsilon, records_per_unit_of_run
+from dpx.gradients.optimizer import ChainState
 from dpx.guards import FLAX, checked_params
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.reports.report import require_one_line_names
@@ -89,6 +90,16 @@ def require_inputs(loss: Any, optimizer: Any, params: Tree, data: Any, loss_at: 
     if not jax.tree.leaves(params) or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
         raise ValueError(f"params must be a pytree of float arrays, got no array. {FLAX}")
     rows_of(data, optimizer.sampling.examples, optimizer.key)
+
+
+def require_transforms_in(state: Tree):
+    """Raises ValueError if `state`, of an optimizer, is of a mechanism that no optax transform follows."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, ChainState))
+    if not any(isinstance(node, ChainState) for node in nodes):
+        raise ValueError(
+            "optimizer must be a mechanism with optax transforms, such as dpx.chain(mechanism, optax.sgd(0.1)), got "
+            "the mechanism alone: it gives a gradient, and fit would climb along it"
+        )
 
 
 def require_report_facts(tuning: Any, name: str | None, dataset: str | None) -> Any:
