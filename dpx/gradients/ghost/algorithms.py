@@ -420,7 +420,6 @@ def tied_gradients(uses: Uses, records: Captured) -> jax.Array:
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, count - rows.shape[-1])))
     several = current_place().devices > 1
     if several:  # XLA may multiply parts in turn, and rounds only the parts if the products are short
-        rows, columns = map(unit.round_stored, (rows, columns))
         tables = jnp.einsum("btv,btd->bvd", rows, columns, preferred_element_type=jnp.bfloat16)
     else:
         tables = unit.round_kept(jnp.einsum("btv,btd->bvd", rows, columns, precision=unit.precision))

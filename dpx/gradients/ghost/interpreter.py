@@ -152,8 +152,9 @@ def _run(
                 outputs = _broadcast_product(equation, operands) or equation.bind(*operands)
         if number in added and number not in instruments.products:
             wanted = tuple(None if i in instruments.unread[number] else operand for i, operand in enumerate(operands))
-            short = _rounds_its_cotangent(equation)
-            if number in instruments.hooks:
+            hooked, several = number in instruments.hooks, current_place().devices > 1
+            short = _rounds_its_cotangent(equation) and not (hooked and several)  # such a hook rounds what it reads
+            if hooked:
                 outputs[0], shared = instruments.hooks[number](outputs[0], wanted, added[number])
                 later = zip(equation.inputs, shared, strict=True)
                 values.update({i: x for i, x in later if isinstance(i, int) and x is not None})
@@ -173,15 +174,14 @@ def _run(
 
 
 def _rounds_its_cotangent(equation: Equation) -> bool:
-    """Whether the backward pass of one TPU reads the cotangent in products alone that round it as `round_stored` does.
+    """Whether the backward pass of a TPU reads the cotangent in products alone that round it as `round_stored` does.
     It is then written once, in half of the memory, for them and for the record. Otherwise XLA would compute that of
     logits, or of an output that is split, again for each product."""
     if equation.name not in ("dot_general", "conv_general_dilated") or equation.jaxpr is None:
         return False
     passes = _params(equation)["precision"] in (None, (jax.lax.Precision.DEFAULT,) * 2)
     avals: list[Any] = [v.aval for v in (*equation.jaxpr.invars, *equation.jaxpr.outvars)]
-    on_tpu = current_place().platform == "tpu" and current_place().devices == 1
-    return on_tpu and passes and all(aval.dtype == jnp.float32 for aval in avals)
+    return current_place().platform == "tpu" and passes and all(aval.dtype == jnp.float32 for aval in avals)
 
 
 @jax.custom_vjp
