@@ -549,6 +549,7 @@ REFUSED = {
     "sampling": (lambda: lower_bound(dp_sgd, sampling_truth=0.1), "sampling_truth must be"),
     "canary": (lambda: lower_bound(dp_sgd, canary={"w": jnp.zeros(3)}), "canary must be a gradient like params"),
     "mechanism": (lambda: lower_bound(dp_sgd(KEY)), "make must be a function from a key to a mechanism"),
+    "a function": (lambda: lower_bound(jax.random.normal), "got one to .* by dpx.audit.lower_bound_from_scores"),
     "instead": (lambda: lower_bound(dp_sgd, instead={"w": -jnp.ones(2)}), "instead must be None for a cost whose"),
     "infinite": (
         lambda: lower_bound(dp_sgd, runs=100, observe=lambda u, b, a, c: jnp.stack([u["w"].sum() / 0])),

@@ -34,6 +34,10 @@ SKIPPED = (
     "{} of the steps are in epsilon, but not in the parameters: the run was interrupted and continued on other "
     "devices, and these steps may have been made before."
 )
+ENDED = (
+    "this run was ended by a callback after step {}, and its ledger took back the cost of the other steps, so this "
+    "call makes none: begin another run with a new key"
+)
 UNWATCHED = (
     "Nothing measured whether the run learned. An example whose loss or gradient is not finite contributes nothing and "
     "counts in epsilon like all others; how many there are is private. dpx.check_setup shows it to those who may see "
@@ -234,6 +238,8 @@ def _train_steps(
     payment.pay(carry, folder)
     if folder.ended is not None:
         payment.end(first, folder)
+        if first < run.steps:
+            warnings.warn(ENDED.format(first), stacklevel=3)
     if first == run.steps or folder.ended is not None:
         return carry
     mark, place = int(run.optimizer.noise_key), folder.path and folder.path.resolve()

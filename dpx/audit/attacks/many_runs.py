@@ -364,7 +364,16 @@ def lower_bound(
     require_open_fraction("confidence", confidence)
     if not callable(make):
         raise ValueError(f"make must be a function from a key to a mechanism, got {described(make)}")
-    mechanism = make(keys.stream(key, "billed mechanism"))
+    other = "for a program of your own, compare its outputs by dpx.audit.lower_bound_from_scores"
+    try:
+        mechanism = make(keys.stream(key, "billed mechanism"))
+    except Exception as error:
+        error.add_note(f"dpx: make was called with a key, and must give a mechanism; {other}")
+        raise
+    if not hasattr(mechanism, "init"):
+        raise ValueError(
+            f"make must be a function from a key to a mechanism, got one to {described(mechanism)}: {other}"
+        )
     stated = hasattr(mechanism, "event") and hasattr(mechanism, "sampling")
     if stated and instead is not None and mechanism.sampling.relation != "replace_one":
         raise ValueError(
