@@ -603,7 +603,7 @@ def test_a_private_metric_is_released_at_every_look(tmp_path):
     with pytest.raises(ValueError, match="all 3 calls of its run were made by another program"):
         third.epsilon(delta=1e-5)
     for wrong, words in (
-        (metric(dpx.Budget(epsilon=4.0, delta=1e-5, steps=2)), "a step for each call, got 2"),
+        (metric(dpx.Budget(epsilon=4.0, delta=1e-5, steps=2)), "a step for each call, steps=3, got 2"),
         (right, "evaluate_private must be"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -62,7 +62,8 @@ class RunPlan:
             raise ValueError(f"{missing} must be given, because the mechanism has no dpx.Budget")
         steps = require_whole("steps", steps)
         if budget is not None and steps > budget.steps:
-            raise ValueError(f"steps must be at most the {budget.steps} of the mechanism's budget, got {steps}")
+            more = "for more, train on from the result's params with a new dpx.Budget and a new key"
+            raise ValueError(f"steps must be at most the {budget.steps} of the mechanism's budget, got {steps}: {more}")
         planned = steps if budget is None else budget.steps
         run = cls(
             optimizer=optimizer,

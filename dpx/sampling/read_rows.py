@@ -37,7 +37,8 @@ def rows_of(data: Any, examples: int, key: jax.Array) -> Rows:
     and for rows that are others when they are read again.
     """
     if (length := length_of(data)) != examples:
-        raise ValueError(f"data must hold the {examples} examples of the sampling, got {length}")
+        hint = "" if unit_of(data) == "example" else ": for users, give the sampling examples=len(users)"
+        raise ValueError(f"data must hold the {examples} examples of the sampling, got {length}{hint}")
     if _is_data_source(data):
         read = _checking_repeats(data, _items_of(data, key))
     elif others := [leaf for leaf in jax.tree.leaves(data) if not isinstance(leaf, jax.Array | np.ndarray)]:

@@ -152,7 +152,7 @@ class PrivateMetric:
         """Raises ValueError if the budget is for fewer calls."""
         if self.most is not None and calls > self.most:
             raise ValueError(
-                f"the dpx.Budget of a private metric must have a step for each call, got {self.most} steps"
+                f"the dpx.Budget of a private metric must have a step for each call, steps={calls}, got {self.most}"
             )
 
     def epsilon(self, *, delta: float) -> float:
