@@ -14,7 +14,7 @@ or shape of the parameters, data of which some examples differ (64 of arrays, th
 loss, `chunk_size`, `norms`, backend, kind of machine, flag of XLA, setting of jax or version of a library, because they
 decide numbers of a step. With `on_other_devices=True` it accepts what decides no noise and no batch, and skips the
 steps that may have been made since the last checkpoint. On a GPU, XLA times its kernels and takes others in the next
-process, unless XLA_FLAGS has --xla_gpu_deterministic_ops=true. `fit` cannot see whether the other examples are the
+process, unless XLA_FLAGS has `--xla_gpu_deterministic_ops=true`. `fit` cannot see whether the other examples are the
 same. They must be, because the difference of two runs with the same noise has no noise. For another run take another
 key.
 

@@ -142,7 +142,7 @@ def fit(
         or kind of machine (even with another number of CPUs), with other flags of XLA, settings of jax (except those
         that change the dtypes of the step, such as jax_enable_x64, because they change the program) or versions of
         numpy, scipy or flax, or with another loss, `chunk_size`, `microbatch_size`, `norms` or `backward_passes`; and
-        whether a killed run may continue on a GPU without XLA_FLAGS=--xla_gpu_deterministic_ops=true. Steps that may
+        whether a killed run may continue on a GPU without `XLA_FLAGS=--xla_gpu_deterministic_ops=true`. Steps that may
         have been made since the last checkpoint then count as made, and train nothing: the same noise must not be used
         twice.
 

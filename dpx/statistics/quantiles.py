@@ -82,8 +82,8 @@ def release_quantiles(
         high - low + 1 of them.
     noise_multiplier: 1 / epsilon of each quantile; or a `dpx.Budget` for all of them, times its steps.
     The other arguments and errors are those of `dpx.statistics`; the noise is that of the exponential mechanism.
-    `rank_error` bounds how many values each answer is off by. A bound in the unit of the values would be another
-    release: ask for the quantiles at the shares that this number allows.
+    `rank_error` bounds how many values each answer is off by. A bound in the unit of the values would be one more
+    release, so ask for the quantiles at the shares that this number allows.
     """
     asked = StatisticRequest(words, key, noise_multiplier, "laplace", ledger, part)
     records = records_of(data)
