@@ -590,6 +590,8 @@ def test_a_metric_of_some_examples_must_not_show_how_many():
     with pytest.raises(ValueError, match="must have a value for each example at every call"):
         some(np.float32(160))
     assert len(some.released) == 1
+    with pytest.raises(ValueError, match="one number for each example, .* not their mean"):
+        statistics.PrivateMetric(np.mean, noise_multiplier=budget, key=next(KEYS))(positive)
     chosen = {"noise_multiplier": budget, "key": next(KEYS), "complete": False}
     precision = statistics.PrivateMetric(lambda share: np.where(np.arange(200) < share, positive, np.nan), **chosen)
     np.testing.assert_allclose([precision(np.float32(share)) for share in (100, 160)], [0.8, 0.5], atol=0.05)

@@ -111,7 +111,9 @@ def lower_bound_from_scores(
     `epsilon` is proved for such scores, `gaussian_epsilon` is not (`LowerBound`). Raises ValueError for other
     numbers, for scores of another shape, and for NaN.
     """
-    delta = checks.require_delta(delta)
+    delta = checks.require_delta(delta, zero=True)
+    if delta == 0:
+        raise ValueError("delta must be in (0, 1), got 0: what holds at delta 0 holds at every delta, so take 1e-9")
     confidence = require_open_fraction("confidence", confidence)
     cost = None if cost is None else checks.require_epsilon(cost)
     present = _sorted_halves(require_scores("with_canary", with_canary, _LEAST_RUNS, "runs"))
