@@ -542,12 +542,12 @@ def correlated():
 def with_error():
     norms = {"clip_norm": 1.0, "feedback_norm": 1.0, "outer_clip_norm": 1.5}
     full = dpx.FullBatch(examples=40)
-    return dpx.methods.dice_sgd(**norms, noise_multiplier=9.0, sampling=full, key=KEY)
+    return dpx.chain(dpx.methods.dice_sgd(**norms, noise_multiplier=9.0, sampling=full, key=KEY), SHOWN)
 
 
 REFUSED = {
     "noise is correlated: later noise has parts of that of skipped steps": correlated,
-    "state is not a function of releases alone: it has unreleased_error": with_error,
+    "state is not a function of releases alone: it has inner/unreleased_error": with_error,
 }
 
 
