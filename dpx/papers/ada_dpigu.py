@@ -144,8 +144,8 @@ def importance_mask(
 ) -> Coordinates:
     """The whole gradient for `warmup` steps; then only its highest-scoring coordinates, after `inner`.
 
-    g -> m inner(m g) after the warm-up, for a mask m with the floor(keep d) highest scores
-    score_j = mean over the warm-up of |released_j| - sqrt(2/pi) noise_floor, or of released_j^2 - noise_floor^2
+        g -> m inner(m g)  after the warm-up, for a mask m with the floor(keep d) highest scores
+        score_j = mean over the warm-up of |released_j| - sqrt(2/pi) noise_floor, or of released_j^2 - noise_floor^2
 
     Frozen coordinates are released as 0.
 
@@ -259,9 +259,9 @@ def standardized(
 ) -> Coordinates:
     """Each coordinate minus its released mean, divided by its released scale.
 
-    g -> (g - mean) / scale,  scale = sqrt(variance) + stability;  `decode` undoes this on the released gradient
-    mean     <- mean_decay mean + (1 - mean_decay) released
-    variance <- variance_decay variance + (1 - variance_decay) (released - mean)^2,  with the mean before its change
+        g -> (g - mean) / scale,  scale = sqrt(variance) + stability;  `decode` undoes this on the released gradient
+        mean     <- mean_decay mean + (1 - mean_decay) released
+        variance <- variance_decay variance + (1 - variance_decay) (released - mean)^2,  the mean before its change
 
     Both averages see released gradients only. A coordinate released as exactly 0 is frozen and keeps its averages. The
     mean is subtracted from every example, so `private_updates` computes per-example gradients instead of ghost norms.

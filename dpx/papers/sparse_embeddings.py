@@ -55,8 +55,9 @@ def ada_fest(
 ) -> Mechanism:
     """DP-AdaFEST: a noisy count of reads chooses the rows that a step updates (Ghazi et al. 2023, arXiv:2311.08357).
 
-    counts = sum_i min(1, reads_norm / |v_i|) v_i + N(0, (sigma reads_norm)^2 / s),   v_i = which rows example i reads
-    update = (sum_i clipped g_i + N(0, (sigma C)^2)) / B  in the most_rows rows of largest counts >= threshold, else 0
+        counts = sum_i min(1, reads_norm / |v_i|) v_i + N(0, (sigma reads_norm)^2 / s)
+        update = (sum_i clipped g_i + N(0, (sigma C)^2)) / B  in the most_rows rows of largest counts >= threshold
+                 0  elsewhere;  v_i = which rows example i reads
 
     The paper claims the cost of one Gaussian for both releases, which holds (the module has the proof). dpx charges it
     for the sampling that draws the batches. Outside of the tables, the update is that of DP-SGD.

@@ -364,13 +364,12 @@ def random_projection(
 
     rank: p, in [1, d]. reduction_rate: instead of it, 1 - p/d in [0, 1). A number is for the whole gradient as one
         vector; a pytree prefix of the gradients projects each group (layer) separately.
-    kind: the same projection is drawn for all examples of a step:
-        "gaussian"     A^T g / sqrt(p), A of standard normals (Achlioptas 2001). Every encode and decode draws these d p
-                       numbers in blocks, and stores none. At 550,000 coordinates a step takes hours.
-        "orthonormal"  in blocks of 64 coordinates, Haar-random orthonormal columns times sqrt(d/p)
-        "subset"       p of the coordinates times sqrt(d/p); it only scales, so ghost norms are supported
-        "countsketch"  coordinates with random signs, added up in p buckets; the cheapest that mixes coordinates
-        "hadamard"     p rows of H / sqrt(b) after random signs, times sqrt(d/p), d padded to blocks of b <= 4096
+    kind: the same projection is drawn for all examples of a step. "gaussian": A^T g / sqrt(p), A of standard normals
+        (Achlioptas 2001); every encode and decode draws these d p numbers in blocks, and stores none, so a step with
+        550,000 coordinates takes hours. "orthonormal": in blocks of 64 coordinates, Haar-random orthonormal columns
+        times sqrt(d/p). "subset": p of the coordinates times sqrt(d/p); it only scales, so ghost norms are supported.
+        "countsketch": coordinates with random signs, added up in p buckets; the cheapest that mixes coordinates.
+        "hadamard": p rows of H / sqrt(b) after random signs, times sqrt(d/p), d padded to blocks of b <= 4096.
     every: the number of steps that a draw is kept; None for one draw for the whole run.
     key: a PRNG key, (); its "projection" stream is used, which differs from the noise's, with the step folded in.
     Raises ValueError for a rank outside [1, d] (above: while tracing), a rate outside [0, 1) or an unknown kind.

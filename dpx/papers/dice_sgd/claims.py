@@ -18,8 +18,8 @@ def dice_theorem_noise(
     zero except one constant gradient of norm 150 C, with N 50000, B 1000, T 150, C1 = C2 = C / B. Then delta at epsilon
     2 is at least 0.408, but the theorem claims 1e-5.
 
-    clip_norm: C, with C1 <= C2 <= C / B. examples: N. steps: T, int, at least 0. epsilon: positive and finite.
-    delta: in (0, 1). residual: G' = max(0, largest gradient + its deviation - C1).
+    clip_norm: C, with C1 <= C2 <= C / B. examples: their number N. steps: T, int, at least 0.
+    epsilon: positive and finite. delta: in (0, 1). residual: G' = max(0, largest gradient + its deviation - C1).
     Raises ValueError for steps, epsilon or delta outside these ranges.
     """
     epsilon, delta = checks.require_positive_epsilon(epsilon), checks.require_delta(delta)
