@@ -35,7 +35,7 @@ nb_execution_cache_path = str(ROOT / "runs" / "notebooks")
 nb_execution_timeout = 120
 nb_execution_raise_on_error = True
 nb_merge_streams = True
-# What one notebook has compiled, another need not. One thread each, because they run side by side.
+# Notebooks share the programs that JAX compiled. Each has one thread, because several run at once.
 os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(ROOT / "runs" / "compiled"), "OMP_NUM_THREADS": "1"}
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 

@@ -256,7 +256,7 @@ class Folder:
         return self._known.get("looks", 0)
 
     def measure(self, name: str, looks: int):
-        """Writes down that a private metric is released, of so many that are planned, before anybody sees it."""
+        """Records a release of a private metric before anybody sees it. looks: how many the run planned."""
         if name not in self.measured or looks > self.looks:
             self._write(measured=[*dict.fromkeys([*self.measured, name])], looks=max(self.looks, looks))
 
