@@ -135,7 +135,7 @@ def step(model: str, row: str, platform: str, size: int | None = None) -> tuple[
     import optax
 
     import dpx
-    from dpx.trees import path_of
+    from dpx.values import path_of
 
     params, loss, batch, trained = problem(model, size)
     rows = jax.tree.leaves(batch)[0].shape[0]

@@ -164,7 +164,7 @@ def case(name: str, kind: str, row: str, devices: Any = None, platform: str | No
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
     import dpx
-    from dpx.trees import path_of
+    from dpx.values import path_of
 
     model = MODELS[name]()
     split = DEVICES if kind == "FSDP" else model.split

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dpx.validation import require_whole
+from dpx.values import require_whole
 
 SMALLEST = 4  # features of a group, where a layer has more than one
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dpx.trees import Tree, batch_size, first_words, float32_like, path_of, require_arrays
+from dpx.values import Tree, batch_size, first_words, float32_like, path_of, require_arrays
 from dpx.xla.jaxprs import inputs_read
 
 FEW = 3  # parameters that a message names

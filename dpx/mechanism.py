@@ -32,7 +32,7 @@ from dpx.states.reading import require_state_of_mechanism, steps_taken
 from dpx.states.record import check_batch, fingerprints_of, release_and_count, stamp_state
 from dpx.sums.clipped_sum import sum_contributions
 from dpx.sums.float_pair import ETA
-from dpx.trees import Tree, batch_size, float32_like
+from dpx.values import Tree, batch_size, float32_like
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -24,7 +24,7 @@ from dpx.common import masks
 from dpx.sampling.draws import Draw
 from dpx.sums.clipped_sum import sum_contributions
 from dpx.sums.float_pair import as_pair
-from dpx.trees import unflatten_vectors
+from dpx.values import unflatten_vectors
 
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=8)
 CLIP_NORM, NOISE_MULTIPLIER = 0.7, 1.3

@@ -15,7 +15,7 @@ import dpx
 from dpx.gradients.chunks import _clip_bounds, _equal_up_to_rounding
 from dpx.states.identity import fingerprint
 from dpx.states.record import DrawRecord, ReleaseState, unit_mark
-from dpx.trees import map_nodes_of_type
+from dpx.values import map_nodes_of_type
 from tests.mechanisms import ALL, PARAMS
 from tests.test_dp_sgd import KEY, SAMPLING, dp_sgd, model
 from tests.test_dp_sgd import loss as loss_without_key

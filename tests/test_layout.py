@@ -10,28 +10,27 @@ ROOT = Path(__file__).parents[1]
 
 # A part may import those in its row, and itself. Rows further down stand on the rows above.
 ROWS = """
-trees
-validation: trees
-flax: validation
-xla: trees
-guards: trees xla
-sums: trees xla
-keys: trees validation xla sums
-states: trees validation xla keys
-schedules: validation
-sampling: trees validation keys states
-accounting: trees validation xla keys states schedules sampling
-reports: trees validation sums keys states sampling accounting
-ledgers: trees validation xla keys states sampling accounting reports
-mechanism: trees guards sums keys states schedules sampling accounting
-gradients: trees validation xla guards sums keys states sampling mechanism
-audit: trees validation xla guards sums keys states schedules sampling accounting reports mechanism gradients
-statistics: trees validation sums keys sampling accounting
-fitting: trees validation xla guards keys states schedules sampling accounting reports ledgers mechanism gradients
+values
+flax: values
+xla: values
+guards: values xla
+sums: values xla
+keys: values xla sums
+states: values xla keys
+schedules: values
+sampling: values keys states
+accounting: values xla keys states schedules sampling
+reports: values sums keys states sampling accounting
+ledgers: values xla keys states sampling accounting reports
+mechanism: values guards sums keys states schedules sampling accounting
+gradients: values xla guards sums keys states sampling mechanism
+audit: values xla guards sums keys states schedules sampling accounting reports mechanism gradients
+statistics: values sums keys sampling accounting
+fitting: values xla guards keys states schedules sampling accounting reports ledgers mechanism gradients
     audit statistics
-common: trees validation sums keys states schedules sampling accounting mechanism
-tuning: trees validation sums keys states accounting reports ledgers mechanism statistics fitting
-papers: trees validation xla sums keys states schedules sampling accounting mechanism gradients common
+common: values sums keys states schedules sampling accounting mechanism
+tuning: values sums keys states accounting reports ledgers mechanism statistics fitting
+papers: values xla sums keys states schedules sampling accounting mechanism gradients common
 faces: mechanism common papers
 catalog: sampling faces
 """

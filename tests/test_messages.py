@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import dpx
-from dpx.trees import described
+from dpx.values import described
 
 WORDS = np.array([2654435769, 2135587861], np.uint32)
 NUMBER = 123456.789

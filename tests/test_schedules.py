@@ -11,7 +11,7 @@ import pytest
 import dpx
 from dpx import schedules
 from dpx.schedules.scalars import value_at, values_over
-from dpx.validation import require_whole
+from dpx.values import require_whole
 
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=10)
 KEY = jax.random.key(0)

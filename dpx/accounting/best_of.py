@@ -17,8 +17,7 @@ from dpx.accounting.run_cost import RunCost, cost_of_run
 from dpx.accounting.selection import SHAPES, OneOfDpEvent, trial_loss
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.states.reading import read_run
-from dpx.trees import described
-from dpx.validation import require_number
+from dpx.values import described, require_number
 
 Distribution = Literal["logarithmic", "geometric", "poisson"]
 

@@ -11,8 +11,7 @@ from dpx.accounting import checks
 from dpx.accounting.calibration import calibrate
 from dpx.accounting.checks import Accountant
 from dpx.sampling.base import Sampling
-from dpx.trees import described
-from dpx.validation import require_bool, require_number, require_whole
+from dpx.values import described, require_bool, require_number, require_whole
 
 M = TypeVar("M", bound=Any)
 

@@ -16,7 +16,7 @@ from dpx.accounting.pld.buckets import BUCKETS, Buckets, bucketed_gaussians
 from dpx.accounting.run_cost import cost_of_run, require_billable
 from dpx.accounting.schedule import Interval, implemented_profile, lower_profile, upper_profile
 from dpx.keys.noise import LARGEST_RELEASE
-from dpx.validation import require_whole
+from dpx.values import require_whole
 
 _COARSE_BUCKETS = 24  # of a first, rough search, where the second one starts (benchmarks/accounting.py, calibration)
 _COARSE_TOLERANCE = 0.02  # of the first search, relative

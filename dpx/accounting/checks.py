@@ -8,8 +8,7 @@ import jax.core
 import numpy as np
 
 from dpx.keys.noise import LARGEST_RELEASE
-from dpx.trees import described
-from dpx.validation import as_real, require_floats, require_open_fraction, require_whole
+from dpx.values import as_real, described, require_floats, require_open_fraction, require_whole
 
 Accountant = Literal["tightest", "pld", "rdp"]
 Relation = Literal["add_or_remove", "zero_out", "replace_one"]

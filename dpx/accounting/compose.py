@@ -22,8 +22,7 @@ from dpx.schedules.scalars import values_over
 from dpx.states.identity import fingerprint, identity_of
 from dpx.states.reading import read_run
 from dpx.states.record import SEVERAL_KEYS
-from dpx.trees import described
-from dpx.validation import require_bool, require_whole
+from dpx.values import described, require_bool, require_whole
 
 MOST_RUNS = 4  # which can share their batches in 14 ways
 

@@ -21,7 +21,7 @@ from dpx.accounting.ledger import from_event
 from dpx.accounting.pld.buckets import BUCKETS
 from dpx.accounting.profiles import GaussianProfile, Profile
 from dpx.keys.noise import LARGEST_RELEASE
-from dpx.validation import require_whole
+from dpx.values import require_whole
 
 
 def event_epsilon(

@@ -37,8 +37,7 @@ from dpx.accounting.sampled_gaussians import (
 )
 from dpx.accounting.selection import Choice, OneOfDpEvent, SearchLoss
 from dpx.sampling.events import RandomAllocationDpEvent, compose_events
-from dpx.trees import described
-from dpx.validation import require_whole
+from dpx.values import described, require_whole
 
 _FREE = 1e9  # a Gaussian of so much more noise than another costs nothing beside it, in float64
 DISTINCT, FEW = 32, 6  # noise multipliers of several records' cost, and of the rough costs of a calibration

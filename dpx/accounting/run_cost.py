@@ -16,8 +16,7 @@ from dpx.keys.noise import LARGEST_RELEASE
 from dpx.sampling.base import Sampling
 from dpx.sampling.poisson import PoissonSampling
 from dpx.states.reading import RunFacts, read_run
-from dpx.trees import described
-from dpx.validation import require_whole
+from dpx.values import described, require_whole
 
 _UNUSED = (
     "the state has made no step. If parameters were trained with it, all of their steps had the same noise, which no "

@@ -31,8 +31,7 @@ from dpx.sampling.events import compose_events
 from dpx.sampling.poisson import PoissonSampling
 from dpx.sampling.schemes import FixedSizeSampling, FullBatch, Sampling, ShuffledEpochs
 from dpx.schedules.scalars import values_over
-from dpx.trees import described
-from dpx.validation import require_number, require_whole
+from dpx.values import described, require_number, require_whole
 
 SamplingName = Literal["poisson", "fixed", "shuffled"]
 _RECORDS: dict[str, Any] = {"poisson": PoissonSampling, "fixed": FixedSizeSampling, "shuffled": ShuffledEpochs}

@@ -11,7 +11,7 @@ import numpy as np
 from dpx import keys
 from dpx.keys.noise import STAND_INS
 from dpx.sums.float_pair import as_pair
-from dpx.trees import Tree, unflatten_vectors
+from dpx.values import Tree, unflatten_vectors
 
 
 def replacing_key_functions(**functions: Callable) -> contextlib.AbstractContextManager:

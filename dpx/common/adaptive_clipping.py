@@ -25,8 +25,7 @@ from dpx.mechanism import Mechanism, Tree
 from dpx.sampling.schemes import Sampling
 from dpx.schedules.scalars import ScalarOrSchedule, value_at, values_over
 from dpx.sums.float_pair import as_pair
-from dpx.trees import float32_like
-from dpx.validation import require_number, require_open_fraction
+from dpx.values import float32_like, require_number, require_open_fraction
 
 SMALLEST, LARGEST = SMALLEST_CLIP_NORM, 1 / SMALLEST_CLIP_NORM  # of the moving clip norm, in units of the gradient
 

@@ -24,8 +24,7 @@ from dpx.schedules.scalars import ScalarOrSchedule, require_scalar_or_schedule, 
 from dpx.states.record import ReleaseState
 from dpx.sums import norms
 from dpx.sums.float_pair import ETA
-from dpx.trees import described
-from dpx.validation import range_in_words
+from dpx.values import described, range_in_words
 
 # In the units of the gradient. The squares of smaller or larger norms, or sums of such squares, leave float32's range.
 SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM = 2.0**-40, 1e15

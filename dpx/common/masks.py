@@ -14,7 +14,7 @@ import optax
 from jax import lax
 
 from dpx.schedules.scalars import ScalarOrSchedule, value_at
-from dpx.trees import Tree
+from dpx.values import Tree
 
 # Added to a share before its product with d is rounded down, because 0.29 * 100 is 28.999... in floating point. Each
 # exceeds the rounding error of a share of at most 1 in that precision.

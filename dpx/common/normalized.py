@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from dpx.common.stages import insert_around_sum
 from dpx.mechanism import Mechanism
-from dpx.validation import require_number
+from dpx.values import require_number
 
 
 def normalized(mechanism: Mechanism, *, stability: float = 0.01) -> Mechanism:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from dpx.schedules.scalars import ScalarOrSchedule, values_over
-from dpx.trees import Tree, path_of
+from dpx.values import Tree, path_of
 
 SUM = "sum over the batch"
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from dpx.mechanism import Coordinates, Tree
-from dpx.trees import described, first_words, path_of
+from dpx.values import described, first_words, path_of
 
 PRINTED = 6  # paths in the printed pipeline, and in a message
 

@@ -23,7 +23,7 @@ from dpx.mechanism import Mechanism
 from dpx.reports.report import version_of
 from dpx.states.identity import fingerprint
 from dpx.states.record import RECORD_VERSION, ReleaseState
-from dpx.trees import Tree, as_local_array
+from dpx.values import Tree, as_local_array
 from dpx.xla.jaxprs import constants, identity_of_program
 from dpx.xla.place import current_place, tracing_for_place
 

@@ -60,7 +60,7 @@ from dpx.ledgers.files import acquire_lock, fsync_folder, make_folder, read_json
 from dpx.schedules.scalars import values_over
 from dpx.states.identity import fingerprint
 from dpx.states.record import ReleaseState, with_plan
-from dpx.trees import Tree, map_nodes_of_type, path_of
+from dpx.values import Tree, map_nodes_of_type, path_of
 from dpx.xla.place import current_place
 
 SENSITIVE = """This folder is as sensitive as the training data. history.json holds losses of the training data. The

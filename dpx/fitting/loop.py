@@ -25,8 +25,7 @@ from dpx.mechanism import Mechanism
 from dpx.reports.report import privacy_report
 from dpx.sampling.read_rows import mark_of_data, some_rows, unit_of
 from dpx.statistics.metrics import PrivateMetric
-from dpx.trees import Tree
-from dpx.validation import require_bool, require_whole
+from dpx.values import Tree, require_bool, require_whole
 from dpx.xla.place import tracing_for_place
 
 _TRAINED: dict[int, Path | None] = {}  # the folder of the last run of each key, by the mark of the key

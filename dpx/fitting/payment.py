@@ -14,7 +14,7 @@ from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import Carry
 from dpx.ledgers import PrivacyLedger
 from dpx.states.reading import read_run
-from dpx.trees import described
+from dpx.values import described
 
 _PAID = (
     "This run is entry {number} of the ledger {name}, which adds up all releases of the data: epsilon {epsilon} at "

@@ -17,8 +17,7 @@ from dpx.fitting.step import BatchLosses, Carry, fresh_copy
 from dpx.gradients import Unreleased
 from dpx.reports.report import PrivacyReport
 from dpx.statistics.metrics import PrivateMetric
-from dpx.trees import Tree, as_local_array, described, repr_with_shapes
-from dpx.validation import require_function, require_whole
+from dpx.values import Tree, as_local_array, described, repr_with_shapes, require_function, require_whole
 
 PRIVATE = "private_metric"
 RESERVED = ("step", "epsilon", "unreleased_loss", "skipped", PRIVATE)  # in the history, beside the metrics

@@ -13,8 +13,7 @@ from dpx.guards import FLAX, checked_params
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.reports.report import require_one_line_names
 from dpx.sampling.read_rows import rows_of
-from dpx.trees import Tree, described
-from dpx.validation import require_bool, require_function, require_whole
+from dpx.values import Tree, described, require_bool, require_function, require_whole
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from dpx.gradients.clipped_gradients import with_inspector
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch
 from dpx.states.reading import steps_taken
-from dpx.trees import Tree
+from dpx.values import Tree
 
 
 class Carry(NamedTuple):

@@ -21,7 +21,7 @@ from dpx.sampling.batch import Batch, included_rows, require_batch
 from dpx.states.identity import fingerprint
 from dpx.states.record import DrawRecord, ReleaseState
 from dpx.sums.float_pair import FloatPair, add_pairs, with_low
-from dpx.trees import Tree, batch_size, find_state, float32_like, repr_with_shapes
+from dpx.values import Tree, batch_size, find_state, float32_like, repr_with_shapes
 from dpx.xla.jaxprs import identity_of_program
 
 _ROUNDING = 1e-6  # relative, of a schedule compiled in two programs

@@ -22,8 +22,7 @@ from dpx.guards import require_real
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.sums.clipped_sum import sum_contributions
 from dpx.sums.microbatches import sum_over_microbatches
-from dpx.trees import Tree, described
-from dpx.validation import require_whole
+from dpx.values import Tree, described, require_whole
 from dpx.xla.convolutions import with_reordered_convolutions
 from dpx.xla.place import current_place, tracing_for_place
 from dpx.xla.rows_apart import with_rows_apart

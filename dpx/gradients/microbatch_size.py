@@ -13,7 +13,7 @@ from jax.extend import core
 
 from dpx.gradients import ghost
 from dpx.gradients.ghost.program import REMAT
-from dpx.trees import Tree, described
+from dpx.values import Tree, described
 from dpx.xla.convolutions import CALLS
 from dpx.xla.jaxprs import convolves, inner_bodies
 from dpx.xla.place import PLATFORMS, Place, current_place

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from dpx import keys
 from dpx.mechanism import Mechanism
 from dpx.states.record import ReleaseState
-from dpx.trees import MOST_SHAPES, Tree, batch_size, described, find_state, path_of
+from dpx.values import MOST_SHAPES, Tree, batch_size, described, find_state, path_of
 from dpx.xla import jaxprs
 
 LARGE_CONSTANTS = 2**24  # bytes

@@ -8,7 +8,7 @@ import optax
 
 from dpx import guards
 from dpx.mechanism import Coordinates, Mechanism, require_mechanism
-from dpx.trees import Tree, described
+from dpx.values import Tree, described
 
 HOLDING = ("MultiStepsState", "ApplyEvery")  # states of optax transforms that hold updates back
 

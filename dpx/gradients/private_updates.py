@@ -17,8 +17,7 @@ from dpx.guards import checked_params, refuse_shared_noise
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, included_rows, require_batch
 from dpx.states.record import ReleaseState
-from dpx.trees import Tree, batch_size, find_state, repr_with_shapes
-from dpx.validation import require_function, require_whole
+from dpx.values import Tree, batch_size, find_state, repr_with_shapes, require_function, require_whole
 
 
 class Unreleased(NamedTuple):

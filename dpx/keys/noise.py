@@ -42,8 +42,7 @@ from dpx.keys.normals import normal, radius_and_angle
 from dpx.keys.streams import key_words as secret_words
 from dpx.sums import doubles
 from dpx.sums.float_pair import FloatPair, as_pair
-from dpx.trees import Tree
-from dpx.validation import require_number
+from dpx.values import Tree, require_number
 from dpx.xla.miscompiled import require_rows_apart
 from dpx.xla.ordering import opaque_false
 from dpx.xla.place import Place, current_place, float64, warn_of_fast_math

@@ -11,7 +11,7 @@ from dp_accounting import DpEvent
 
 from dpx.accounting.filters import NOTHING, Spent
 from dpx.sampling.base import Sampling
-from dpx.trees import described
+from dpx.values import described
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,8 +31,7 @@ from dpx.ledgers.page import sections_of
 from dpx.reports.pages import as_markdown, as_text
 from dpx.sampling.events import compose_events
 from dpx.states.record import unit_mark
-from dpx.trees import described
-from dpx.validation import require_text, require_whole
+from dpx.values import described, require_text, require_whole
 from dpx.xla.place import current_place
 
 _MOST_NOISE, _FINE = 1e4, 1e-3  # of `least_noise`

@@ -21,8 +21,7 @@ from dpx.common.stages import describe_share
 from dpx.mechanism import Coordinates, Mechanism, Tree, in_coordinates
 from dpx.sampling.schemes import Sampling
 from dpx.schedules.scalars import ScalarOrSchedule, require_fraction, require_scalar_or_schedule, value_at, values_over
-from dpx.trees import find_state
-from dpx.validation import require_number, require_whole
+from dpx.values import find_state, require_number, require_whole
 
 
 @accepts_budget

@@ -14,8 +14,7 @@ from dpx.mechanism import Coordinates, Mechanism, in_coordinates
 from dpx.papers.random_freeze import random_freeze
 from dpx.sampling.schemes import Sampling
 from dpx.schedules.scalars import ScalarOrSchedule
-from dpx.trees import Tree, batch_size, unflatten_vectors
-from dpx.validation import require_number, require_open_fraction, require_whole
+from dpx.values import Tree, batch_size, require_number, require_open_fraction, require_whole, unflatten_vectors
 
 
 @accepts_budget

@@ -19,8 +19,7 @@ from dpx.common.stages import describe_period, describe_share
 from dpx.mechanism import Coordinates, Mechanism, Tree, in_coordinates
 from dpx.sampling.schemes import Sampling
 from dpx.schedules.scalars import ScalarOrSchedule, require_fraction
-from dpx.trees import find_state, unflatten_vectors
-from dpx.validation import require_whole
+from dpx.values import find_state, require_whole, unflatten_vectors
 
 
 @accepts_budget

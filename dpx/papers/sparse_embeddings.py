@@ -34,8 +34,16 @@ from dpx.sampling.batch import Batch, included_rows, require_batch
 from dpx.sampling.schemes import Sampling
 from dpx.schedules.scalars import ScalarOrSchedule
 from dpx.sums.float_pair import FloatPair
-from dpx.trees import batch_size, described, float32_like, path_of
-from dpx.validation import require_function, require_number, require_open_fraction, require_whole
+from dpx.values import (
+    batch_size,
+    described,
+    float32_like,
+    path_of,
+    require_function,
+    require_number,
+    require_open_fraction,
+    require_whole,
+)
 
 TABLES = "tables"  # the name of the tables in the parameters of `row_updates`
 

@@ -18,7 +18,7 @@ from dpx.common.dp_sgd import dp_sgd
 from dpx.mechanism import Coordinates, Mechanism, in_coordinates
 from dpx.sampling.schemes import Sampling
 from dpx.schedules.scalars import ScalarOrSchedule
-from dpx.validation import require_whole
+from dpx.values import require_whole
 
 
 @accepts_budget

@@ -14,8 +14,7 @@ from dpx.accounting.profiles import Profile
 from dpx.accounting.run_cost import cost_of_run
 from dpx.accounting.wording import for_whom, rounded_up, unit_in_words
 from dpx.reports.pages import draw_guessing_line, labeled_axes
-from dpx.trees import described
-from dpx.validation import require_floats
+from dpx.values import described, require_floats
 
 # Any set of epsilons gives bounds. With these, rates and mu are within 1 % of the exact ones of a Gaussian.
 _EPSILONS = 96

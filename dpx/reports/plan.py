@@ -21,8 +21,7 @@ from dpx.sampling.base import Sampling
 from dpx.sampling.cyclic import CyclicPoissonSampling
 from dpx.sampling.poisson import PoissonSampling
 from dpx.sampling.schemes import FixedOrder, FixedSizeSampling, FullBatch, ShuffledEpochs
-from dpx.trees import described
-from dpx.validation import require_number, require_whole
+from dpx.values import described, require_number, require_whole
 
 _TOLERANCE_OF_TABLE = 1e-3  # relative, of epsilon
 _ALIKE = 0.01  # a share of the noise that decides nothing

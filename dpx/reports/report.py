@@ -21,8 +21,7 @@ from dpx.reports.attacks import AttackBounds, bounds_and_curve
 from dpx.reports.pages import Section, as_html, as_markdown, as_text, attack_curve
 from dpx.states.record import unit_mark
 from dpx.sums.float_pair import ETA
-from dpx.trees import described
-from dpx.validation import require_text
+from dpx.values import described, require_text
 
 _PACKAGES = ("dpx-jax", "jax", "optax", "dp-accounting", "numpy", "scipy")  # whose versions a report states
 

@@ -10,7 +10,7 @@ import numpy as np
 from scipy.interpolate import RegularGridInterpolator
 
 from dpx.reports.plan import NoisePlan, PlannedRun
-from dpx.validation import require_number, require_whole
+from dpx.values import require_number, require_whole
 
 _NAMES = ("parameters", "steps", "step_noise")
 

@@ -15,7 +15,7 @@ from dpx.keys import cipher
 from dpx.sampling.base import VaryingSize
 from dpx.sampling.draws import Draw, draw_epoch_steps, require_step, step_key
 from dpx.sampling.events import RandomAllocationDpEvent, compose_events, count_multipliers, is_constant
-from dpx.validation import require_whole
+from dpx.values import require_whole
 
 _TOGETHER = 2**20  # examples whose steps are drawn at once: 16 MiB. The steps depend on this number.
 _PARTS = 2**32 - 1  # the number of the key of the parts; those below 2^31 are of the rows of each step

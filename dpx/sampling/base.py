@@ -28,8 +28,7 @@ from dpx.sampling.draws import (
 from dpx.sampling.read_rows import rows_of, unit_of
 from dpx.states.identity import identity_by_fields
 from dpx.states.reading import next_steps
-from dpx.trees import Tree
-from dpx.validation import require_number, require_whole
+from dpx.values import Tree, require_number, require_whole
 
 _ROUNDING = 1e-12  # relative, of a number of steps: 0.1 epochs of 30 steps are 3 steps, not 4
 

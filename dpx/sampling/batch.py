@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx.states.record import DrawRecord
-from dpx.trees import Tree, repr_with_shapes
+from dpx.values import Tree, repr_with_shapes
 
 
 class Batch(NamedTuple):

@@ -13,7 +13,7 @@ from dpx.sampling.allocation import allocate_examples
 from dpx.sampling.base import VaryingSize
 from dpx.sampling.draws import Draw, normalize_sizes, require_step, step_key, toss_coins, toss_every_step
 from dpx.sampling.events import compose_releases
-from dpx.validation import require_whole
+from dpx.values import require_whole
 
 _ROWS = 1  # the number of the key of the rows of a step
 

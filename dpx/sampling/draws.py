@@ -17,8 +17,7 @@ from dpx.sampling.batch import Batch
 from dpx.sampling.read_rows import zero_excluded_rows
 from dpx.states.identity import fingerprint
 from dpx.states.record import DrawRecord, unit_mark
-from dpx.trees import Tree, batch_size, described, repr_with_shapes
-from dpx.validation import require_whole
+from dpx.values import Tree, batch_size, described, repr_with_shapes, require_whole
 
 
 class Draw(NamedTuple):

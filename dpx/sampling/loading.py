@@ -21,8 +21,7 @@ from dpx.sampling.draws import Draw, pad_draw, record_draw, round_up
 from dpx.sampling.read_rows import Rows, mark_of_data, rows_of, some_rows, unit_of
 from dpx.states.identity import fingerprint
 from dpx.states.record import DrawRecord
-from dpx.trees import described
-from dpx.validation import require_whole
+from dpx.values import described, require_whole
 
 Piece = tuple[Draw, DrawRecord, bool]  # rows of a batch or chunk, how it was drawn, and whether its step ends with it
 SETTINGS = ("enable_x64", "default_device")  # of jax, which `with` sets for one thread alone

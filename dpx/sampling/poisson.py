@@ -28,8 +28,7 @@ from dpx.sampling.draws import (
 )
 from dpx.sampling.events import compose_releases
 from dpx.sampling.weights import PublicWeights
-from dpx.trees import described
-from dpx.validation import require_number, require_whole
+from dpx.values import described, require_number, require_whole
 
 _ROWS, _KEPT = 1, 2  # the numbers of the keys of a step: of the rows of its examples, and of those that are kept
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx import keys
-from dpx.trees import Tree, batch_size, described, refuse_mask, require_arrays
+from dpx.values import Tree, batch_size, described, refuse_mask, require_arrays
 
 Rows = Callable[[np.ndarray, np.ndarray, int], Tree]  # from indices, int32 (B,), `included`, bool (B,), and a step
 

@@ -33,7 +33,7 @@ from dpx.sampling.draws import (
     step_key,
 )
 from dpx.sampling.events import compose_releases
-from dpx.validation import require_whole
+from dpx.values import require_whole
 
 
 @dataclass(frozen=True, kw_only=True)

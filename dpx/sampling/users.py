@@ -23,8 +23,7 @@ import numpy as np
 
 from dpx.sampling.read_rows import read_rows
 from dpx.states.record import unit_mark
-from dpx.trees import Tree, batch_size
-from dpx.validation import require_whole
+from dpx.values import Tree, batch_size, require_whole
 
 MISSING = {"", "nan", "NaN", "None", "NaT", "<NA>"}  # as numpy and pandas write a missing string
 FEW, SHARE = 10, 0.1  # owners that may differ; the share of all rows that nobody should have

@@ -9,7 +9,7 @@ import numpy as np
 
 from dpx import keys
 from dpx.keys import cipher
-from dpx.validation import require_floats
+from dpx.values import require_floats
 
 
 class PublicWeights:

@@ -7,7 +7,7 @@ function, so the noise that is paid for is the noise that is added.
 import jax.numpy as jnp
 
 from dpx.schedules.scalars import Schedule
-from dpx.validation import require_number, require_whole
+from dpx.values import require_number, require_whole
 
 
 def inverse_power(*, init_value: float, power: float) -> Schedule:

@@ -11,7 +11,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.validation import require_number
+from dpx.values import require_number
 
 Schedule = Callable[[jax.Array], jax.Array]
 ScalarOrSchedule = float | Schedule

@@ -10,7 +10,7 @@ import attrs
 import jax
 import numpy as np
 
-from dpx.trees import described
+from dpx.values import described
 
 _PLAIN = (str, int, float)  # and bool, which is an int
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpx.trees import Tree
+from dpx.values import Tree
 
 
 def publishable_state(state: Tree) -> Tree:

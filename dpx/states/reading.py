@@ -12,8 +12,7 @@ import numpy as np
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.states.identity import fingerprint
 from dpx.states.record import LARGEST_PRECISION, LARGEST_WEIGHT, REASONS, RECORD_VERSION, ReleaseState, noise_order_hash
-from dpx.trees import Tree
-from dpx.validation import require_whole
+from dpx.values import Tree, require_whole
 
 _TRACED = "state must be known, got one that jax is tracing: read its steps and its cost outside of jit"
 TOLERANCE = 1e-5  # relative, between the precisions of a state and a mechanism, because float32 rounds

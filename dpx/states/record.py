@@ -10,7 +10,7 @@ from dp_accounting import DpEvent
 
 from dpx.keys.noise import count_numbers_with_cost, counting_releases
 from dpx.states.identity import fingerprint
-from dpx.trees import Tree, described, map_nodes_of_type
+from dpx.values import Tree, described, map_nodes_of_type
 from dpx.xla.place import current_place
 
 RECORD_VERSION = 1  # raise it with the form or the meaning of a record, so that stored states are refused by name

@@ -15,8 +15,7 @@ from dpx.accounting.events import profile_of_run
 from dpx.sampling.users import UserData
 from dpx.statistics.released import RELATION, Statistic, mark_of_answer, records_of
 from dpx.statistics.sums import release_mean
-from dpx.trees import Tree, as_local_array, path_of
-from dpx.validation import require_function
+from dpx.values import Tree, as_local_array, path_of, require_function
 
 
 def release_accuracy(

@@ -18,8 +18,15 @@ from dpx.accounting.pure import PureDpEvent
 from dpx.sampling.schemes import FullBatch
 from dpx.sampling.users import UserData
 from dpx.statistics.noise import LARGEST_SUM, Noise, UnitSensitivity, key_of_query, padded_size
-from dpx.trees import described, refuse_mask, require_arrays
-from dpx.validation import require_floats, require_number, require_open_fraction, require_text
+from dpx.values import (
+    described,
+    refuse_mask,
+    require_arrays,
+    require_floats,
+    require_number,
+    require_open_fraction,
+    require_text,
+)
 
 RELATION = "zero_out"
 _ANSWERED: dict[int, int] = {}  # the mark of the noise of what each key has released, by the mark of the key

@@ -32,8 +32,7 @@ from dpx.statistics.released import (
     safe_ratio,
     weighted_mean_bounds,
 )
-from dpx.trees import described
-from dpx.validation import require_bool
+from dpx.values import described, require_bool
 
 WHOLE, QUANTA = 2**10, 2**24  # of a value that is counted, and of one that is added
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from dpx.sums.float_pair import FloatPair, add_pairs, count_blocks, most_float32_rows, pair_of_trees, with_low
 from dpx.sums.microbatches import sum_in_segments
-from dpx.trees import Tree
+from dpx.values import Tree
 from dpx.xla.matrix_units import FLOAT32, MatrixUnit
 from dpx.xla.ordering import opaque_false
 from dpx.xla.place import current_place

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from dpx.sums.float_pair import FloatPair
-from dpx.trees import Tree
+from dpx.values import Tree
 
 FIRST, SECOND, NEXT = 16, 8, 4  # numbers in a sum
 

@@ -68,7 +68,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpx.trees import Tree
+from dpx.values import Tree
 from dpx.xla.matrix_units import FLOAT32, MatrixUnit
 
 ETA = 131 * 2.0**-17  # 9.995e-4

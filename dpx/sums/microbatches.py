@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from dpx.sums.float_pair import FloatPair, add_pairs, is_float_pair, may_add_in_float32, most_float32_turns, with_low
-from dpx.trees import Tree
+from dpx.values import Tree
 from dpx.xla.ordering import compute_after
 from dpx.xla.place import current_place
 

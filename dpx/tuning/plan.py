@@ -24,8 +24,15 @@ from dpx.mechanism import Mechanism, require_mechanism
 from dpx.states.reading import release_state
 from dpx.statistics.metrics import PrivateMetric
 from dpx.sums.float_pair import ETA, FloatPair
-from dpx.trees import Tree, described, repr_with_shapes
-from dpx.validation import require_floats, require_function, require_number, require_whole
+from dpx.values import (
+    Tree,
+    described,
+    repr_with_shapes,
+    require_floats,
+    require_function,
+    require_number,
+    require_whole,
+)
 
 _TOLERANCE = 1e-4  # relative, of the epsilon of a budget
 

@@ -27,9 +27,8 @@ from dpx.mechanism import Mechanism
 from dpx.reports.report import PrivacyReport, privacy_report, version_of
 from dpx.states.identity import fingerprint
 from dpx.states.reading import steps_taken
-from dpx.trees import Tree, path_of, repr_with_shapes
 from dpx.tuning.plan import ScoreOn, SearchPlan, SearchSettings, Trial
-from dpx.validation import require_function
+from dpx.values import Tree, path_of, repr_with_shapes, require_function
 
 
 class SearchResult(NamedTuple):

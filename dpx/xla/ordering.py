@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from dpx.trees import Tree
+from dpx.values import Tree
 
 
 def compute_after(first: Tree, tree: Tree) -> Tree:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from dpx.trees import Tree
+from dpx.values import Tree
 from dpx.xla.jaxprs import bind_equation, constants_and_carry_of_scan, evaluate
 
 

@@ -40,8 +40,7 @@ from dpx.audit.attacks.scores import LowerBound, lower_bound_from_scores
 from dpx.audit.stand_ins import without_grid
 from dpx.sampling.base import Sampling
 from dpx.states.public import publishable_state
-from dpx.trees import Tree, described, require_arrays
-from dpx.validation import require_open_fraction, require_whole
+from dpx.values import Tree, described, require_arrays, require_open_fraction, require_whole
 
 _LARGE_NORM = 1e6  # of the default canary, so that every usual clip norm is reached
 _PILOT_SHARE, _LEAST_PILOT_RUNS, _MOST_PILOT_RUNS = 4, 1000, 40_000

@@ -25,8 +25,7 @@ from scipy import special
 
 from dpx.accounting import checks, gdp
 from dpx.reports.curves import TradeOff, plot_trade_off
-from dpx.trees import repr_with_shapes
-from dpx.validation import require_open_fraction
+from dpx.values import repr_with_shapes, require_open_fraction
 
 _THRESHOLDS = 400  # candidates, most of them in the tails, where the bound at a small delta is best
 _CHOICE_MISS = 0.01  # thresholds are chosen at this share of the allowed misses, so that luck in the tails counts less

@@ -12,8 +12,7 @@ from dpx.audit.contract.inputs import default_params
 from dpx.audit.contract.report import BrokenLine, ContractReport, Line, NotChecked
 from dpx.audit.contract.trial import Trial
 from dpx.mechanism import Mechanism, require_mechanism
-from dpx.trees import Tree, batch_size, described
-from dpx.validation import require_whole
+from dpx.values import Tree, batch_size, described, require_whole
 from dpx.xla.place import full_precision
 
 LINES: dict[str, Callable[[Trial], str]] = {

@@ -26,7 +26,7 @@ from dpx.keys import is_key
 from dpx.mechanism import Mechanism
 from dpx.states.public import publishable_state
 from dpx.states.record import ReleaseState
-from dpx.trees import Tree, map_nodes_of_type, unflatten_vectors
+from dpx.values import Tree, map_nodes_of_type, unflatten_vectors
 from dpx.xla.jaxprs import inputs_read
 
 SHARED_KEY_RATE = 1e-6  # of false alarms, of the test of the noise against the coordinates

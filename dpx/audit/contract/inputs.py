@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx.keys import is_key
-from dpx.trees import Tree, unflatten_vectors
+from dpx.values import Tree, unflatten_vectors
 
 ROWS = 6  # of a batch
 RANDOM = 8  # gradients far above any clip norm, whose contributions tell the clip norm

@@ -35,7 +35,7 @@ from dpx.audit.stand_ins import drawing_normals_by, without_grid
 from dpx.mechanism import Mechanism
 from dpx.schedules.scalars import value_at
 from dpx.sums.clipped_sum import sum_contributions
-from dpx.trees import Tree, unflatten_vectors
+from dpx.values import Tree, unflatten_vectors
 
 FAR = (99, 1_000, 10_006, 50_020)  # steps beyond STEPS, the last ones of some runs that `check_cost` compares
 WITH_OTHERS = (1, 50)  # steps at which the parameters have other values, too

@@ -26,7 +26,7 @@ from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch
 from dpx.states.public import publishable_state
 from dpx.sums.clipped_sum import sum_contributions
-from dpx.trees import Tree, unflatten_vectors
+from dpx.values import Tree, unflatten_vectors
 
 STEPS = (0, 1, 2, 3, 4, 7, 9, 50)  # the lines that depend on the step are checked at these
 COUNTED = (0, 4, 50)  # at these, what equals the number of the step is its counter

@@ -26,7 +26,7 @@ from dpx.schedules.scalars import values_over
 from dpx.sums.clipped_sum import LARGEST, in_range, sum_contributions
 from dpx.sums.float_pair import as_pair
 from dpx.sums.microbatches import sum_over_microbatches
-from dpx.trees import Tree, batch_size, first_words, path_of
+from dpx.values import Tree, batch_size, first_words, path_of
 from dpx.xla.jaxprs import equations
 from dpx.xla.rows_apart import iterates_together
 

@@ -17,8 +17,7 @@ from dpx.gradients.one_example import adding_note
 from dpx.guards import require_numbers, trained_mask
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.sampling.batch import Batch, require_batch
-from dpx.trees import Tree, batch_size, described
-from dpx.validation import require_function, require_whole
+from dpx.values import Tree, batch_size, described, require_function, require_whole
 
 
 def check_setup(

@@ -12,7 +12,7 @@ from jax.extend import core
 
 from dpx.audit.setup.report import Finding
 from dpx.gradients.one_example import INSTEAD, LARGE_CONSTANTS
-from dpx.trees import Tree, first_words, path_of
+from dpx.values import Tree, first_words, path_of
 from dpx.xla import jaxprs
 from dpx.xla.dataflow import spread_marks
 

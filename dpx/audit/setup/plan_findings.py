@@ -20,7 +20,7 @@ from dpx.sampling.batch import Batch, included_rows
 from dpx.sampling.read_rows import length_of
 from dpx.states.identity import fingerprint
 from dpx.sums.float_pair import ETA
-from dpx.trees import Tree, batch_size
+from dpx.values import Tree, batch_size
 
 FAR = 6.0  # standard deviations of a Poisson batch size; a drawn batch is further away with probability 1e-8 or so
 COSTLY = 0.01  # the share of epsilon that cut batches may cost

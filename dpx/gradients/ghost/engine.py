@@ -30,7 +30,7 @@ from dpx.gradients.ghost.plan import GhostPlan
 from dpx.mechanism import Mechanism
 from dpx.sums.clipped_sum import in_range, zero_excluded
 from dpx.sums.float_pair import FloatPair, pair_of_trees
-from dpx.trees import Tree
+from dpx.values import Tree
 from dpx.xla.ordering import compute_after, compute_after_each, opaque_false
 from dpx.xla.place import current_place
 from dpx.xla.unfilled_stacks import stacking_unfilled

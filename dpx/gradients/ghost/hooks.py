@@ -28,7 +28,7 @@ from dpx.gradients.ghost.program import REMAT
 from dpx.gradients.ghost.views import View
 from dpx.gradients.ghost.weighted_sums import shortening_factors
 from dpx.sums.float_pair import FloatPair
-from dpx.trees import Tree
+from dpx.values import Tree
 from dpx.xla.place import current_place
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from dpx.gradients.ghost import own_backward
 from dpx.gradients.ghost.program import Constant, Equation, EquationBlock, Program, count_scan_operands
-from dpx.trees import Tree
+from dpx.values import Tree
 from dpx.xla.ordering import opaque_false, with_cotangent_computed_once
 from dpx.xla.place import current_place
 

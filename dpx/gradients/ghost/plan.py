@@ -16,7 +16,7 @@ from dpx.gradients.ghost.made_kernels import find_made_kernels as find_made
 from dpx.gradients.ghost.program import Equation, Program, Use
 from dpx.mechanism import Mechanism
 from dpx.sums.float_pair import ETA
-from dpx.trees import Tree, float32_like
+from dpx.values import Tree, float32_like
 from dpx.xla.jaxprs import identity_of_equation
 
 CHEAPER = "cheaper than ghost norms"

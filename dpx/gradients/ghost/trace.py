@@ -45,7 +45,7 @@ from dpx.gradients.ghost.views import (
     moves_elements,
     only_slices,
 )
-from dpx.trees import Tree
+from dpx.values import Tree
 from dpx.xla import jaxprs
 
 INTEGERS: dict[str, Callable] = {  # of the numbers that say where an iteration looks

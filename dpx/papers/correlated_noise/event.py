@@ -57,7 +57,7 @@ from dpx.accounting.pld.losses import SampledGaussian, StepLoss
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.papers.correlated_noise.strategy import Strategy
 from dpx.sampling.cyclic import CyclicPoissonSampling
-from dpx.validation import require_number, require_whole
+from dpx.values import require_number, require_whole
 
 _FARTHEST = 13.3 * math.sqrt(LARGEST_RELEASE)  # N
 _MOST_ROWS = 2.0**24

@@ -40,8 +40,7 @@ from dpx.sampling.schemes import FixedOrder, FullBatch, ShuffledEpochs
 from dpx.states.record import ReleaseState
 from dpx.sums import doubles
 from dpx.sums.float_pair import ETA, FloatPair, as_pair
-from dpx.trees import Tree, described
-from dpx.validation import require_number, require_whole
+from dpx.values import Tree, described, require_number, require_whole
 from dpx.xla.place import float64, require_ieee_float64
 
 

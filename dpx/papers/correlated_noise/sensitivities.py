@@ -30,7 +30,7 @@ import math
 import numpy as np
 
 from dpx.papers.correlated_noise.strategy import Strategy
-from dpx.validation import require_whole
+from dpx.values import require_whole
 
 
 def sensitivity(strategy: Strategy, *, steps: int, participations: int = 1, separation: int = 1) -> float:

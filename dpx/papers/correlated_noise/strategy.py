@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from scipy import linalg, signal, special
 
-from dpx.trees import described
-from dpx.validation import require_number, require_whole
+from dpx.values import described, require_number, require_whole
 
 
 @dataclass(frozen=True, kw_only=True)

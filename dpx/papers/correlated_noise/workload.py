@@ -26,7 +26,7 @@ from scipy import optimize, signal
 
 from dpx.papers.correlated_noise.sensitivities import sensitivity
 from dpx.papers.correlated_noise.strategy import Strategy, square_root_coefficients
-from dpx.validation import require_number, require_whole
+from dpx.values import require_number, require_whole
 
 
 @dataclass(frozen=True, kw_only=True)

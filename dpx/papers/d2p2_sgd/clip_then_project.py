@@ -28,7 +28,7 @@ from dpx.papers.d2p2_sgd.projected_event import with_projected_event
 from dpx.papers.d2p2_sgd.projections import ProjectionKind, ProjectionState, projection
 from dpx.sums import doubles
 from dpx.sums.float_pair import FloatPair, as_pair
-from dpx.trees import described
+from dpx.values import described
 from dpx.xla.place import float64, require_ieee_float64
 
 

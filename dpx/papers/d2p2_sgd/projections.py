@@ -17,8 +17,7 @@ from dpx import keys
 from dpx.common.masks import mask_of_largest
 from dpx.common.stages import describe_groups
 from dpx.mechanism import Coordinates, Tree
-from dpx.trees import described
-from dpx.validation import require_whole
+from dpx.values import described, require_whole
 
 EXACT = jax.lax.Precision.HIGHEST  # float32 products on every machine, because matrix units round to fewer bits
 # Numbers of a dense random matrix that are in memory at once, 16 MiB of float32; larger matrices are never stored.

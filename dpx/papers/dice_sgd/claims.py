@@ -3,7 +3,7 @@
 import math
 
 from dpx.accounting import checks
-from dpx.validation import require_whole
+from dpx.values import require_whole
 
 
 def dice_theorem_noise(

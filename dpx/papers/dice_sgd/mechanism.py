@@ -24,8 +24,7 @@ from dpx.sampling.schemes import Sampling
 from dpx.states.record import ReleaseState
 from dpx.sums import doubles
 from dpx.sums.float_pair import ETA, FloatPair, as_pair
-from dpx.trees import described
-from dpx.validation import require_number, require_whole
+from dpx.values import described, require_number, require_whole
 from dpx.xla.ordering import compute_after
 from dpx.xla.place import float64, require_ieee_float64
 

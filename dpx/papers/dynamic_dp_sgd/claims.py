@@ -16,7 +16,7 @@ import numpy as np
 from scipy import optimize
 
 from dpx.accounting import checks, gdp
-from dpx.validation import require_number, require_whole
+from dpx.values import require_number, require_whole
 
 
 def zcdp_rho(noise_multipliers: Any, *, counts: Any = None) -> float:

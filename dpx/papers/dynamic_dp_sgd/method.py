@@ -7,7 +7,7 @@ from dpx.accounting.budget import accepts_budget
 from dpx.common.dp_sgd import dp_sgd
 from dpx.mechanism import Mechanism
 from dpx.sampling.schemes import Sampling
-from dpx.validation import require_number, require_whole
+from dpx.values import require_number, require_whole
 
 
 @accepts_budget
