@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from dpx import coordinates, mechanisms, methods, sampling
 
-GAUSSIAN, INNERMOST = "common/dp_sgd.py", "mechanism.py"
+GAUSSIAN, INNERMOST = "mechanism/dp_sgd.py", "mechanism/base.py"
 CORRELATED, IN_ORDER = "papers/correlated_noise/event.py", ("ordered", "shuffled", "full")
 FEEDBACK, RECORDS = "papers/dice_sgd/event.py", "sampling/schemes.py"
 
@@ -73,7 +73,7 @@ METHODS = (
     Entry(
         mechanisms.adaptive_clipping,
         {"initial_clip_norm": 1.0, "indicator_noise": 13.0},
-        "common/adaptive_clipping.py",
+        "mechanism/adaptive_clipping.py",
     ),
     Entry(methods.band_mf_sgd, CLIP | {"bands": 8}, CORRELATED, ("cyclic", *IN_ORDER)),
     Entry(methods.lambda_cgd, CLIP | {"correlation": 0.9}, CORRELATED, IN_ORDER),
@@ -93,7 +93,7 @@ COORDINATES = (
 )
 
 MECHANISMS = (  # those that wrap another
-    Entry(mechanisms.normalized, {}, "common/normalized.py"),
+    Entry(mechanisms.normalized, {}, "mechanism/normalized.py"),
     Entry(mechanisms.clip_then_project, SKETCH, "papers/d2p2_sgd/clip_then_project.py"),
 )
 

@@ -19,8 +19,8 @@ To add one: a file in its paper's folder, its import below, and a line in `COORD
 (CONTRIBUTING.md).
 """
 
-from dpx.common.trainable import trainable
 from dpx.mechanism import Coordinates
+from dpx.mechanism.trainable import trainable
 from dpx.papers.ada_dpigu import importance_mask, masked_params, standardized, top_fraction
 from dpx.papers.d2p2_sgd import random_projection
 from dpx.papers.gep_sgd import gradient_embedding, public_subspace

@@ -10,13 +10,13 @@ correlated_noise   noise that cancels a part of earlier noise (BandMF, lambda-CG
 clip_then_project  project the clipped sum, once a step, instead of every example
 dice_sgd           add the error that clipping left to later releases (DiceSGD, Zhang et al. 2023)
 
-To add one: a file in `dpx/common/` or of its paper, its import below, and a line in `MECHANISMS` of `dpx/catalog.py`
+To add one: a file in `dpx/mechanism/` or of its paper, its import below, and a line in `MECHANISMS` of `dpx/catalog.py`
 (CONTRIBUTING.md).
 """
 
-from dpx.common.adaptive_clipping import adaptive_clipping
-from dpx.common.dp_sgd import dp_sgd
-from dpx.common.normalized import normalized
+from dpx.mechanism.adaptive_clipping import adaptive_clipping
+from dpx.mechanism.dp_sgd import dp_sgd
+from dpx.mechanism.normalized import normalized
 from dpx.papers.correlated_noise import correlated_noise
 from dpx.papers.d2p2_sgd import clip_then_project
 from dpx.papers.dice_sgd import dice_sgd

@@ -1,6 +1,6 @@
 """The papers' methods: mechanisms, and compositions of a mechanism and coordinates; one paper a folder.
 
-dp_sgd          DP-SGD (Abadi et al. 2016), which the other papers change: common/dp_sgd.py
+dp_sgd          DP-SGD (Abadi et al. 2016), which the other papers change: mechanism/dp_sgd.py
 dynamic_dp_sgd  noise and clip norm that shrink (Dynamic DP-SGD, Du et al. 2021)
 random_freeze   random_freeze_sgd and ranked_freeze_sgd (Zhu and Blaschko 2021)
 gep_sgd         gradient embedding perturbation (Yu et al. 2021)
@@ -16,7 +16,7 @@ ada_fest        tables in which a noisy count chooses rows (DP-AdaFEST, Ghazi et
 To add one: a folder in `dpx/papers/`, its import below, and a line in `METHODS` of `dpx/catalog.py` (CONTRIBUTING.md).
 """
 
-from dpx.common.dp_sgd import dp_sgd
+from dpx.mechanism.dp_sgd import dp_sgd
 from dpx.papers.ada_dpigu import ada_dpigu, tp_topk_sgd
 from dpx.papers.correlated_noise import band_mf_sgd, lambda_cgd
 from dpx.papers.d2p2_sgd import d2p2_sgd, d2p_sgd, dp2_sgd

@@ -20,7 +20,7 @@ import optax
 
 import dpx
 from dpx import keys
-from dpx.common import masks
+from dpx.mechanism import masks
 from dpx.sampling.draws import Draw
 from dpx.sums.clipped_sum import sum_contributions
 from dpx.sums.float_pair import as_pair

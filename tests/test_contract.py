@@ -33,7 +33,7 @@ from dpx.audit.contract.report import BrokenLine, NotChecked
 from dpx.audit.contract.subject import STEPS
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import with_quick_noise
-from dpx.common import masks
+from dpx.mechanism import masks
 from dpx.papers.dice_sgd.rounding import ERROR
 from dpx.sampling.events import RandomAllocationDpEvent
 from dpx.states.reading import read_run, release_state

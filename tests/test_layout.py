@@ -13,7 +13,6 @@ ROWS = """
 values
 flax: values
 xla: values
-guards: values xla
 sums: values xla
 keys: values xla sums
 states: values xla keys
@@ -22,16 +21,15 @@ sampling: values keys states
 accounting: values xla keys states schedules sampling
 reports: values sums keys states sampling accounting
 ledgers: values xla keys states sampling accounting reports
-mechanism: values guards sums keys states schedules sampling accounting
-gradients: values xla guards sums keys states sampling mechanism
-audit: values xla guards sums keys states schedules sampling accounting reports mechanism gradients
+mechanism: values xla sums keys states schedules sampling accounting
+gradients: values xla sums keys states sampling mechanism
+audit: values xla sums keys states schedules sampling accounting reports mechanism gradients
 statistics: values sums keys sampling accounting
-fitting: values xla guards keys states schedules sampling accounting reports ledgers mechanism gradients
-    audit statistics
-common: values sums keys states schedules sampling accounting mechanism
+fitting: values xla keys states schedules sampling accounting reports ledgers mechanism gradients audit
+    statistics
 tuning: values sums keys states accounting reports ledgers mechanism statistics fitting
-papers: values xla sums keys states schedules sampling accounting mechanism gradients common
-faces: mechanism common papers
+papers: values xla sums keys states schedules sampling accounting mechanism gradients
+faces: mechanism papers
 catalog: sampling faces
 """
 MAY_IMPORT = {

@@ -11,7 +11,7 @@ from jax.flatten_util import ravel_pytree
 
 import dpx
 from dpx import keys
-from dpx.common.masks import mask_of_largest, number_of_share, random_mask
+from dpx.mechanism.masks import mask_of_largest, number_of_share, random_mask
 from dpx.sums.float_pair import ETA
 from tests.problems import squared_error as loss
 

@@ -15,7 +15,7 @@ import pytest
 import dpx
 from benchmarks import sum_rounding
 from dpx.audit.setup import plan_findings
-from dpx.common.dp_sgd import tree_norm
+from dpx.mechanism.dp_sgd import tree_norm
 from dpx.papers.d2p2_sgd.clip_then_project import _project_sum
 from dpx.sums import float_pair as bounds
 from dpx.sums.clipped_sum import sum_contributions

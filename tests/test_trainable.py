@@ -13,7 +13,7 @@ from flax import nnx
 
 import dpx
 from dpx.coordinates import random_freeze, standardized, trainable
-from dpx.guards import trained_mask
+from dpx.mechanism.guards import trained_mask
 
 SAMPLING = dpx.PoissonSampling(examples=100, batch_size=4)
 KEY = jax.random.key(5)

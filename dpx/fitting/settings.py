@@ -9,8 +9,8 @@ from dpx import keys
 from dpx.accounting.checks import Accountant
 from dpx.accounting.run_cost import epsilon, records_per_unit_of_run
 from dpx.gradients.optimizer import ChainState
-from dpx.guards import FLAX, checked_params
 from dpx.mechanism import Mechanism, require_mechanism
+from dpx.mechanism.guards import FLAX, checked_params
 from dpx.reports.report import require_one_line_names
 from dpx.sampling.read_rows import rows_of
 from dpx.values import Tree, described, require_bool, require_function, require_whole

@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dpx.gradients.clipped_gradients import Norms, RowSum, sum_gradients
 from dpx.gradients.one_example import rows_with_keys
 from dpx.gradients.private_updates import Unreleased, call_with_auto_axes, sharding_along_examples
-from dpx.guards import checked_params, refuse_shared_noise
 from dpx.mechanism import Mechanism
+from dpx.mechanism.guards import checked_params, refuse_shared_noise
 from dpx.sampling.batch import Batch, included_rows, require_batch
 from dpx.states.identity import fingerprint
 from dpx.states.record import DrawRecord, ReleaseState

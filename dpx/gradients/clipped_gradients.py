@@ -18,8 +18,8 @@ from dpx.gradients.microbatch_size import (
     require_platform,
 )
 from dpx.gradients.one_example import adding_note, function_of_row, shapes_of_row, value_and_gradient, warn_of_constants
-from dpx.guards import require_real
 from dpx.mechanism import Mechanism, require_mechanism
+from dpx.mechanism.guards import require_real
 from dpx.sums.clipped_sum import sum_contributions
 from dpx.sums.microbatches import sum_over_microbatches
 from dpx.values import Tree, described, require_whole

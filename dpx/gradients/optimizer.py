@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dpx import guards
-from dpx.mechanism import Coordinates, Mechanism, require_mechanism
+from dpx.mechanism import Coordinates, Mechanism, guards, require_mechanism
 from dpx.values import Tree, described
 
 HOLDING = ("MultiStepsState", "ApplyEvery")  # states of optax transforms that hold updates back

@@ -13,8 +13,8 @@ from dpx.gradients import ghost
 from dpx.gradients.clipped_gradients import Norms, RowSum, count_row_shards, sum_gradients
 from dpx.gradients.microbatch_size import require_platform
 from dpx.gradients.one_example import function_of_row, rows_with_keys
-from dpx.guards import checked_params, refuse_shared_noise
 from dpx.mechanism import Mechanism
+from dpx.mechanism.guards import checked_params, refuse_shared_noise
 from dpx.sampling.batch import Batch, included_rows, require_batch
 from dpx.states.record import ReleaseState
 from dpx.values import Tree, batch_size, find_state, repr_with_shapes, require_function, require_whole

@@ -15,13 +15,13 @@ import optax
 from jax import lax
 
 from dpx.accounting.budget import accepts_budget
-from dpx.common.dp_sgd import dp_sgd
-from dpx.common.masks import kth_largest, mask_of_largest, masked, number_of_share
-from dpx.common.stages import describe_share
-from dpx.mechanism import Coordinates, Mechanism, Tree, in_coordinates
+from dpx.mechanism import Coordinates, Mechanism, in_coordinates
+from dpx.mechanism.dp_sgd import dp_sgd
+from dpx.mechanism.masks import kth_largest, mask_of_largest, masked, number_of_share
+from dpx.mechanism.stages import describe_share
 from dpx.sampling.schemes import Sampling
 from dpx.schedules.scalars import ScalarOrSchedule, require_fraction, require_scalar_or_schedule, value_at, values_over
-from dpx.values import find_state, require_number, require_whole
+from dpx.values import Tree, find_state, require_number, require_whole
 
 
 @accepts_budget

@@ -26,15 +26,16 @@ import numpy as np
 
 from dpx import keys
 from dpx.accounting.budget import accepts_budget
-from dpx.common.dp_sgd import dp_sgd
 from dpx.gradients.clipped_gradients import RowSum, sum_gradients
 from dpx.gradients.private_updates import PrivateUpdates, Unreleased
-from dpx.mechanism import Coordinates, InCoordinatesState, Mechanism, Tree, in_coordinates
+from dpx.mechanism.base import Coordinates, InCoordinatesState, Mechanism, in_coordinates
+from dpx.mechanism.dp_sgd import dp_sgd
 from dpx.sampling.batch import Batch, included_rows, require_batch
 from dpx.sampling.schemes import Sampling
 from dpx.schedules.scalars import ScalarOrSchedule
 from dpx.sums.float_pair import FloatPair
 from dpx.values import (
+    Tree,
     batch_size,
     described,
     float32_like,

@@ -14,8 +14,8 @@ import optax
 
 from dpx import keys
 from dpx.accounting.budget import accepts_budget
-from dpx.common.dp_sgd import dp_sgd
 from dpx.mechanism import Coordinates, Mechanism, in_coordinates
+from dpx.mechanism.dp_sgd import dp_sgd
 from dpx.sampling.schemes import Sampling
 from dpx.schedules.scalars import ScalarOrSchedule
 from dpx.values import require_whole

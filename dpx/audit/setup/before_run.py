@@ -14,8 +14,8 @@ from dpx.accounting.checks import require_delta
 from dpx.audit.setup import batch_findings, loss_findings, plan_findings
 from dpx.audit.setup.report import Finding, SetupReport
 from dpx.gradients.one_example import adding_note
-from dpx.guards import require_numbers, trained_mask
 from dpx.mechanism import Mechanism, require_mechanism
+from dpx.mechanism.guards import require_numbers, trained_mask
 from dpx.sampling.batch import Batch, require_batch
 from dpx.values import Tree, batch_size, described, require_function, require_whole
 

@@ -22,8 +22,8 @@ from dp_accounting import DpEvent, NoOpDpEvent, SelfComposedDpEvent
 
 from dpx import keys
 from dpx.accounting.budget import accepts_budget
-from dpx.common.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, dp_sgd
 from dpx.mechanism import Mechanism
+from dpx.mechanism.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, dp_sgd
 from dpx.papers.correlated_noise.event import (
     CorrelatedGaussianDpEvent,
     CyclicBandedDpEvent,

@@ -22,13 +22,13 @@ import optax
 
 from dpx import keys
 from dpx.accounting.ledger import from_event
-from dpx.common.stages import insert_around_sum
-from dpx.mechanism import Mechanism, Tree
+from dpx.mechanism import Mechanism
+from dpx.mechanism.stages import insert_around_sum
 from dpx.papers.d2p2_sgd.projected_event import with_projected_event
 from dpx.papers.d2p2_sgd.projections import ProjectionKind, ProjectionState, projection
 from dpx.sums import doubles
 from dpx.sums.float_pair import FloatPair, as_pair
-from dpx.values import described
+from dpx.values import Tree, described
 from dpx.xla.place import float64, require_ieee_float64
 
 

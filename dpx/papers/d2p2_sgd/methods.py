@@ -10,14 +10,14 @@ import jax
 
 from dpx import schedules
 from dpx.accounting.budget import accepts_budget
-from dpx.common.dp_sgd import dp_sgd
-from dpx.common.normalized import normalized
-from dpx.mechanism import Mechanism, Tree, in_coordinates
+from dpx.mechanism import Mechanism, in_coordinates
+from dpx.mechanism.dp_sgd import dp_sgd
+from dpx.mechanism.normalized import normalized
 from dpx.papers.d2p2_sgd.clip_then_project import clip_then_project
 from dpx.papers.d2p2_sgd.projections import ProjectionKind, random_projection
 from dpx.sampling.schemes import Sampling
 from dpx.schedules.scalars import ScalarOrSchedule
-from dpx.values import described, require_number, require_whole
+from dpx.values import Tree, described, require_number, require_whole
 
 Order = Literal["project_then_clip", "clip_then_project"]
 

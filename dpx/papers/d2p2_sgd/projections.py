@@ -14,10 +14,10 @@ import numpy as np
 from scipy.linalg import hadamard
 
 from dpx import keys
-from dpx.common.masks import mask_of_largest
-from dpx.common.stages import describe_groups
-from dpx.mechanism import Coordinates, Tree
-from dpx.values import described, require_whole
+from dpx.mechanism import Coordinates
+from dpx.mechanism.masks import mask_of_largest
+from dpx.mechanism.stages import describe_groups
+from dpx.values import Tree, described, require_whole
 
 EXACT = jax.lax.Precision.HIGHEST  # float32 products on every machine, because matrix units round to fewer bits
 # Numbers of a dense random matrix that are in memory at once, 16 MiB of float32; larger matrices are never stored.

@@ -15,16 +15,16 @@ from dp_accounting import DpEvent, NoOpDpEvent
 
 from dpx import keys
 from dpx.accounting.budget import accepts_budget
-from dpx.common.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, require_noise, tree_norm
-from dpx.common.stages import SUM, describe_period
-from dpx.mechanism import Mechanism, Tree
+from dpx.mechanism import Mechanism
+from dpx.mechanism.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, require_noise, tree_norm
+from dpx.mechanism.stages import SUM, describe_period
 from dpx.papers.dice_sgd.event import SAMPLINGS, ErrorFeedbackDpEvent
 from dpx.papers.dice_sgd.rounding import ERROR
 from dpx.sampling.schemes import Sampling
 from dpx.states.record import ReleaseState
 from dpx.sums import doubles
 from dpx.sums.float_pair import ETA, FloatPair, as_pair
-from dpx.values import described, require_number, require_whole
+from dpx.values import Tree, described, require_number, require_whole
 from dpx.xla.ordering import compute_after
 from dpx.xla.place import float64, require_ieee_float64
 

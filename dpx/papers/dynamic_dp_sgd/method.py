@@ -4,8 +4,8 @@ import jax
 
 from dpx import schedules
 from dpx.accounting.budget import accepts_budget
-from dpx.common.dp_sgd import dp_sgd
 from dpx.mechanism import Mechanism
+from dpx.mechanism.dp_sgd import dp_sgd
 from dpx.sampling.schemes import Sampling
 from dpx.values import require_number, require_whole
 

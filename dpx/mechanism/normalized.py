@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from dpx.common.stages import insert_around_sum
-from dpx.mechanism import Mechanism
+from dpx.mechanism.base import Mechanism
+from dpx.mechanism.stages import insert_around_sum
 from dpx.values import require_number
 
 

@@ -19,13 +19,13 @@ import numpy as np
 import optax
 
 from dpx.accounting.budget import accepts_budget
-from dpx.common.dp_sgd import SMALLEST_CLIP_NORM, dp_sgd, tree_norm
-from dpx.common.stages import SUM, describe
-from dpx.mechanism import Mechanism, Tree
+from dpx.mechanism.base import Mechanism
+from dpx.mechanism.dp_sgd import SMALLEST_CLIP_NORM, dp_sgd, tree_norm
+from dpx.mechanism.stages import SUM, describe
 from dpx.sampling.schemes import Sampling
 from dpx.schedules.scalars import ScalarOrSchedule, value_at, values_over
 from dpx.sums.float_pair import as_pair
-from dpx.values import float32_like, require_number, require_open_fraction
+from dpx.values import Tree, float32_like, require_number, require_open_fraction
 
 SMALLEST, LARGEST = SMALLEST_CLIP_NORM, 1 / SMALLEST_CLIP_NORM  # of the moving clip norm, in units of the gradient
 

@@ -17,14 +17,14 @@ import optax
 
 from dpx import keys
 from dpx.accounting.budget import accepts_budget
-from dpx.common.stages import SUM, describe, describe_groups
-from dpx.mechanism import Mechanism, Tree
+from dpx.mechanism.base import Mechanism
+from dpx.mechanism.stages import SUM, describe, describe_groups
 from dpx.sampling.schemes import Sampling
 from dpx.schedules.scalars import ScalarOrSchedule, require_scalar_or_schedule, value_at, values_over
 from dpx.states.record import ReleaseState
 from dpx.sums import norms
 from dpx.sums.float_pair import ETA
-from dpx.values import described, range_in_words
+from dpx.values import Tree, described, range_in_words
 
 # In the units of the gradient. The squares of smaller or larger norms, or sums of such squares, leave float32's range.
 SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM = 2.0**-40, 1e15

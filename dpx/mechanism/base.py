@@ -7,7 +7,7 @@
 * The bound is innermost: whatever `encode` does, one example moves the sum by at most C.
 * `decode`, and every state it writes, sees released values only, so it is post-processing and costs nothing.
 * One pair of schedules (clip norm, noise multiplier) feeds the clip, the noise and the cost, and the number of steps is
-  read from the state. So a reported epsilon cannot drift from the run. Next read `common/dp_sgd.py`.
+  read from the state. So a reported epsilon cannot drift from the run. Next read `dp_sgd.py`.
 """
 
 import dataclasses
@@ -21,10 +21,11 @@ import numpy as np
 import optax
 from dp_accounting import DpEvent
 
-from dpx import guards, keys
+from dpx import keys
 from dpx.accounting.arithmetic import finite_precision_cost
 from dpx.accounting.budget import Budget
 from dpx.accounting.ledger import from_event
+from dpx.mechanism import guards
 from dpx.sampling.batch import MISSING, included_rows
 from dpx.sampling.schemes import Sampling
 from dpx.schedules.scalars import ScalarOrSchedule, values_over

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from dpx.mechanism import Coordinates, Tree
-from dpx.values import described, first_words, path_of
+from dpx.mechanism.base import Coordinates
+from dpx.values import Tree, described, first_words, path_of
 
 PRINTED = 6  # paths in the printed pipeline, and in a message
 
