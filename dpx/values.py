@@ -47,9 +47,10 @@ def require_arrays(data: Any):
         ) from None
     for leaf in leaves:
         if hasattr(leaf, "iloc") or type(leaf).__module__.split(".")[0] == "pandas":
+            such = "frame[columns]" if len(np.shape(leaf)) > 1 else "series"
             raise ValueError(
                 f"data must hold arrays, not a table with labeled rows, got {type(leaf)}. Give the columns of "
-                "numbers, such as frame[columns].to_numpy(numpy.float32), with a number in place of each word"
+                f"numbers, such as {such}.to_numpy(numpy.float32), with a number in place of each word"
             )
         if scipy.sparse.issparse(leaf):
             raise ValueError(f"data must hold dense arrays, got {type(leaf)}: .toarray(), or a source of dense rows")

@@ -75,6 +75,11 @@ def test_the_other_direction_counts():
     assert found.epsilon == pytest.approx(math.log((half.low - 1e-5) / none.high), rel=1e-9)
 
 
+def test_swapped_scores_are_warned_of():
+    with pytest.warns(UserWarning, match="Are with_canary and without_canary swapped"):
+        assert audit.lower_bound_from_scores(answers(5, 100), answers(90, 100), delta=1e-5).epsilon == 0
+
+
 def test_the_runs_that_choose_do_not_count():
     lucky = np.concatenate([np.ones(100), np.zeros(100)])
     found = audit.lower_bound_from_scores(lucky, np.zeros(200), delta=1e-5)
@@ -534,7 +539,7 @@ def test_the_plot_has_both_curves():
 SCORES = np.arange(40.0)
 COINS = np.arange(40) % 2 == 0
 REFUSED = {
-    "delta": (lambda: audit.lower_bound_from_scores(SCORES, SCORES, delta=0.0), "delta must be .* so take 1e-9"),
+    "delta": (lambda: audit.lower_bound_from_scores(SCORES, SCORES, delta=0.0), "delta must be .* delta=1e-9"),
     "confidence": (
         lambda: audit.lower_bound_from_scores(SCORES, SCORES, delta=0.1, confidence=1.0),
         r"confidence must be in \(0, 1\), got 1",

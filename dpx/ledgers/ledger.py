@@ -114,7 +114,10 @@ class PrivacyLedger:
         for name, value in given.items():
             if value != (stored := getattr(self.terms, name)):
                 words = f"{name} is {stored}, got {described(value)}"
-                raise ValueError(f"the budget of a ledger must not change, but in {self.path} {words}")
+                raise ValueError(
+                    f"the budget of a ledger must not change, but in {self.path} {words}: leave it out to open this "
+                    "ledger; for a larger budget, begin another one: docs/ledger.md#a-larger-budget"
+                )
 
     def reserve(
         self,

@@ -106,7 +106,10 @@ class PrivateMetric:
             key = functools.reduce(keys.fold_in, np.frombuffer(digest, np.uint32), keys.stream(self._key, "metric"))
             values = as_local_array(self._metric(params))
             if getattr(values, "shape", None) == ():
-                raise ValueError("metric must return one number for each example, (N,), got one number: not their mean")
+                raise ValueError(
+                    "metric must return one number for each example, (N,), got one number: leave out the mean, because "
+                    "it has no noise"
+                )
             self._require_all(records_of(values).units)
             found = release_mean(values, key=key, **self._noise, **self._given)
             self._noise = {"noise_multiplier": found.noise_multiplier, "noise": found.noise}

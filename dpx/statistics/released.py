@@ -1,5 +1,6 @@
 """What a statistic is asked for, the record of what was released, and the records that it is computed from."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from dpx.values import (
 )
 
 RELATION = "zero_out"
+_LARGEST_USUAL, _SMALL_DELTA = 10.0, 1e-6  # the epsilon of one statistic, and at which delta
 _ANSWERED: dict[int, int] = {}  # the mark of the noise of what each key has released, by the mark of the key
 
 
@@ -73,10 +75,13 @@ def records_of(data: Any, *, numbers: bool = True) -> StatisticRecords:
         require_arrays(values)
     elif not hasattr(values, "dtype"):
         # Of a list, one record would decide how all others are read: one 2 makes numbers of all bools.
-        raise ValueError(f"data must be an array whose dtype depends on no record, got {described(values)}")
+        raise ValueError(
+            "data must be an array whose dtype depends on no record, such as numpy.array(words, str), got "
+            f"{described(values)}"
+        )
     values = np.asarray(values)
     if values.ndim not in (1, 2) or values.shape[0] == 0 or values.dtype.kind not in ("fiub" if numbers else "fiubUS"):
-        kinds = "numbers" if numbers else "numbers or words"
+        kinds = "numbers" if numbers else "numbers or words (of objects, column.to_numpy(str))"
         raise ValueError(f"data must be {kinds}, (N,) or (N, columns) with N of at least 1; got {described(values)}")
     units, most, unit = (len(data), data.most, data.privacy_unit) if users else (len(values), 1, "example")
     if units * most > LARGEST_SUM >> 24:
@@ -238,6 +243,8 @@ class StatisticRequest:
                 f"key must be used for one release only, but this one made another before {self.words}: take a new "
                 "dpx.secret_key() for each"
             )
+        if self.ledger is None and not isinstance(self.noise_multiplier, Budget):
+            _warn_of_large_cost(self.noise_multiplier, event(multiplier))
         if self.ledger is not None:
             of = {
                 "words": self.words,
@@ -254,6 +261,17 @@ class StatisticRequest:
             self.ledger.spend(event(multiplier / self.ledger.terms.records), key=self.key, **of)
         _ANSWERED[mark] = answer
         return event(multiplier), own
+
+
+def _warn_of_large_cost(noise_multiplier: float, event: DpEvent) -> None:
+    """Warns the user of a statistic if a number, perhaps meant as epsilon, makes it cost more than is usual."""
+    if noise_multiplier < 1 and (cost := event_epsilon(event, delta=_SMALL_DELTA, relation=RELATION)) > _LARGEST_USUAL:
+        warnings.warn(
+            f"noise_multiplier = {noise_multiplier:g} gives epsilon = {cost:.3g} at delta = {_SMALL_DELTA:g}, which "
+            f"promises little: less noise costs more. For epsilon = {noise_multiplier:g}, pass noise_multiplier="
+            f"dpx.Budget(epsilon={noise_multiplier:g}, delta={_SMALL_DELTA:g}, steps=1)",
+            stacklevel=5,
+        )
 
 
 def mark_of_answer(key: jax.Array) -> int:

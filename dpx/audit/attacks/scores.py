@@ -16,6 +16,7 @@ count.
 
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -31,6 +32,11 @@ _THRESHOLDS = 400  # candidates, most of them in the tails, where the bound at a
 _CHOICE_MISS = 0.01  # thresholds are chosen at this share of the allowed misses, so that luck in the tails counts less
 _LEAST_RUNS = 4  # in each world, two in each half
 _ROC_POINTS = 200
+_SURE = 5.0  # standard deviations
+SWAPPED = (
+    "the scores without the canary are larger than those with it, so this bound is 0: a larger score must say that the "
+    "canary took part. Are with_canary and without_canary swapped, or is the sign of the scores?"
+)
 
 
 class Roc(NamedTuple):
@@ -112,7 +118,7 @@ def lower_bound_from_scores(
     """
     delta = checks.require_delta(delta, zero=True)
     if delta == 0:
-        raise ValueError("delta must be in (0, 1), got 0: what holds at delta 0 holds at every delta, so take 1e-9")
+        raise ValueError("delta must be in (0, 1), got 0: a claim at 0 also holds at delta=1e-9, so test that")
     confidence = require_open_fraction("confidence", confidence)
     cost = None if cost is None else checks.require_epsilon(cost)
     present = _sorted_halves(require_scores("with_canary", with_canary, _LEAST_RUNS, "runs"))
@@ -123,6 +129,8 @@ def lower_bound_from_scores(
         threshold, finds_with = _best_test(present[0], absent[0], chosen_by)
         counted = _count_detections(present[1], absent[1], np.array([threshold]), finds_with)
         bounds.append(float(bound_of(counted, miss=miss)[0]))
+    if bounds[0] <= 0 and _score_more(absent[1], present[1]):
+        warnings.warn(SWAPPED, stacklevel=2)
     shown = np.quantile(np.concatenate([present[1], absent[1]]), np.linspace(0, 1, _ROC_POINTS), method="higher")
     return LowerBound(
         epsilon=max(0.0, bounds[0]),
@@ -133,6 +141,12 @@ def lower_bound_from_scores(
         cost=cost,
         roc=error_rates(present[1], absent[1], np.unique(shown)),
     )
+
+
+def _score_more(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether the scores in `one` are larger, without doubt, by Mann and Whitney's test. other: sorted."""
+    below = sum(np.searchsorted(other, one, side).mean() for side in ("left", "right")) / 2 / len(other)
+    return below - 0.5 > _SURE * math.sqrt((1 / len(one) + 1 / len(other)) / 12)
 
 
 class GuessRates(NamedTuple):
