@@ -17,7 +17,7 @@ from dp_accounting import DpEvent
 from benchmarks import report
 from dpx import strategies
 from dpx.accounting import event_epsilon
-from dpx.accounting.calibration import least_noise_within
+from dpx.accounting.budget import least_noise_within
 
 EXAMPLES, DELTA = 60_000, 1e-5
 RUNS = ((256, 2344), (2048, 732), (8192, 293))  # batch size, steps

@@ -17,7 +17,7 @@ from scipy import special, stats
 import dpx
 from benchmarks import report
 from dpx import keys
-from dpx.accounting.events import profile_of_run
+from dpx.accounting.cost import profile_of_run
 from dpx.keys.noise import GRID
 
 FRACTIONS = (0.0, 1e-4, 0.2, 0.25, 0.4999, 0.5, 0.75, 0.9999)  # of a cell of the grid

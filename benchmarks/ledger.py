@@ -28,7 +28,7 @@ def prices() -> str:
     import dp_accounting
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 
-    from dpx.accounting.events import profile_of_run
+    from dpx.accounting.cost import profile_of_run
     from dpx.accounting.filters import NOTHING, PrivacyFilter, Spent, credit_mu
     from dpx.accounting.ledger import from_event
 
@@ -60,7 +60,7 @@ def in_parts() -> str:
     """Epsilon of a run that is made of shorter ones, of which each may follow from what those before it released."""
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 
-    from dpx.accounting.events import profile_of_run
+    from dpx.accounting.cost import profile_of_run
     from dpx.accounting.filters import NOTHING, PrivacyFilter, Spent
 
     rows = []
@@ -83,7 +83,7 @@ def in_parts() -> str:
 
 def of_pairs(step: Any, made: int) -> float:
     """Theorem 1 of Whitehouse et al. 2023, for steps of the best delta each, half of the delta for all of them."""
-    from dpx.accounting.events import event_profile
+    from dpx.accounting.cost import event_profile
 
     profile, best = event_profile(step, curve=True), math.inf
     for share in (0.1, 0.3, 0.5, 0.8):

@@ -14,7 +14,7 @@ from dpx import accounting
 from dpx.accounting import allocation
 from dpx.accounting.allocation import AllocatedGaussians
 from dpx.accounting.arithmetic import RunProfile
-from dpx.accounting.events import event_profile, profile_of_run
+from dpx.accounting.cost import event_profile, profile_of_run
 from dpx.accounting.ledger import from_event
 from dpx.accounting.pld import moments, ratio_laws
 from dpx.accounting.pld.losses import SampledGaussian, total_renyi

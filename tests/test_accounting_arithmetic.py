@@ -14,7 +14,7 @@ import dpx
 from dpx import accounting, reports
 from dpx.accounting import arithmetic
 from dpx.accounting.arithmetic import NormalSamplerError, RunProfile, finite_precision_cost
-from dpx.accounting.events import profile_of_run
+from dpx.accounting.cost import profile_of_run
 from dpx.accounting.ledger import from_event
 from dpx.accounting.profiles import GaussianProfile
 from dpx.accounting.selection import trials_quantile

@@ -12,11 +12,11 @@ from scipy import stats
 import dpx
 from dpx.accounting import best_of, gdp
 from dpx.accounting.compose import Composition
-from dpx.accounting.events import event_profile
+from dpx.accounting.cost import event_profile
 from dpx.accounting.profiles import DeltaProfile
-from dpx.accounting.wording import rounded_up
 from dpx.reports import attack_bounds, plot_attack_bounds
 from dpx.reports.attacks import attack_bounds_of_profile
+from dpx.values import rounded_up
 from tests.problems import dp_sgd, poisson
 
 DELTA = 1e-5

@@ -131,7 +131,7 @@ def test_delta_and_epsilon_agree(options):
     spent = accounting.event_epsilon(made, delta=1e-5, relation=relation)
     # two upper bounds, which leave out other numbers of participations
     assert 0.9e-5 <= accounting.event_delta(made, epsilon=spent, relation=relation) <= 1.0001e-5
-    profile = accounting.events.event_profile(made, relation=relation)
+    profile = accounting.cost.event_profile(made, relation=relation)
     curve = [profile.delta(value) for value in (0.0, spent, 2 * spent)]
     assert np.all(np.diff(curve) < 0) and 0.9e-5 <= curve[1] <= 1.1e-5
 

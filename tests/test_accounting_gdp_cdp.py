@@ -8,7 +8,8 @@ from dp_accounting import GaussianDpEvent
 from scipy import integrate, stats
 
 from dpx import accounting
-from dpx.accounting import gdp, renyi
+from dpx.accounting import gdp
+from dpx.accounting.pld import renyi
 from dpx.papers.dynamic_dp_sgd import claims
 
 

@@ -16,8 +16,8 @@ from scipy import optimize, special, stats
 
 import dpx
 from dpx.accounting import event_delta, event_epsilon, gdp
-from dpx.accounting.calibration import _least_noise_near, calibrate
-from dpx.accounting.events import profile_of_run
+from dpx.accounting.budget import _least_noise_near, calibrate
+from dpx.accounting.cost import profile_of_run
 from dpx.accounting.groups import GroupGaussianDpEvent, SeveralRecordsGaussian
 from dpx.accounting.ledger import from_event
 

@@ -22,9 +22,9 @@ from dpx.accounting.ledger import from_event
 from dpx.accounting.loss import ReleaseCount
 from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.selection import OneOfDpEvent
-from dpx.accounting.wording import rounded_up
 from dpx.reports import curves
 from dpx.reports.report import sections_of
+from dpx.values import rounded_up
 from tests.devices import printed_by
 
 Gaussian = dp_accounting.GaussianDpEvent

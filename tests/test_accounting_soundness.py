@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from scipy import fft, optimize, special, stats
 
 from dpx import accounting
-from dpx.accounting import profiles, renyi
-from dpx.accounting.pld import composition, losses
+from dpx.accounting import profiles
+from dpx.accounting.pld import composition, losses, renyi
 from dpx.accounting.pld.buckets import bucketed_steps
 
 SLACK = 1e-4

@@ -12,10 +12,10 @@ from dp_accounting.pld import pld_privacy_accountant, pld_privacy_accountant_tes
 from dp_accounting.rdp import rdp_privacy_accountant, rdp_privacy_accountant_test
 
 from dpx import accounting
-from dpx.accounting import renyi
-from dpx.accounting.delegated import NEIGHBORS
-from dpx.accounting.events import event_profile
+from dpx.accounting.cost import event_profile
 from dpx.accounting.ledger import from_event
+from dpx.accounting.loss import NEIGHBORS
+from dpx.accounting.pld import renyi
 from dpx.accounting.selection import trial_loss
 
 pytestmark = pytest.mark.long  # tests/data/bills.json has the same costs bit for bit

@@ -14,7 +14,7 @@ from scipy import special, stats
 
 import dpx
 from dpx import accounting
-from dpx.accounting.events import event_profile, profile_of_run
+from dpx.accounting.cost import event_profile, profile_of_run
 from dpx.accounting.ledger import from_event, without_truncation
 from dpx.accounting.pld.losses import SampledGaussian, total_renyi
 from dpx.accounting.sampled_gaussians import FixedSizeGaussian, TruncatedGaussian, bucketed_truncated_losses

@@ -13,7 +13,7 @@ from scipy import special
 
 import dpx
 from dpx.accounting import gdp
-from dpx.accounting.events import event_profile, profile_of_run
+from dpx.accounting.cost import event_profile, profile_of_run
 from dpx.accounting.filters import NOTHING, PrivacyFilter, Spent, credit_mu, dominating_mu
 from dpx.accounting.ledger import from_event
 from dpx.accounting.profiles import DeltaProfile

@@ -35,14 +35,14 @@ from scipy.stats import norm
 import dpx
 from dpx import statistics
 from dpx.accounting import gdp
-from dpx.accounting.events import event_epsilon, event_profile, profile_of_run
+from dpx.accounting.cost import event_epsilon, event_profile, profile_of_run
 from dpx.accounting.filters import NOTHING, credit_mu, dominating_mu
 from dpx.accounting.ledger import from_event
 from dpx.accounting.loss import as_hashable
 from dpx.accounting.pld.losses import SampledGaussian
-from dpx.accounting.wording import rounded_up
 from dpx.ledgers import files
 from dpx.ledgers.entries import decode_value, encode_value
+from dpx.values import rounded_up
 from dpx.xla.place import tracing_for_place
 from tests import kills
 from tests.mechanisms import MECHANISMS

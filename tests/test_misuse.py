@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import dpx
-from dpx.accounting.events import profile_of_run
+from dpx.accounting.cost import profile_of_run
 from dpx.states.record import unit_mark
 from tests import problems
 from tests.problems import as_a_user

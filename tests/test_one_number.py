@@ -12,11 +12,10 @@ from orbax import checkpoint
 
 import dpx
 from dpx import accounting, reports
-from dpx.accounting.wording import rounded_up
 from dpx.fitting.step import first_carry
 from dpx.reports import curves
 from dpx.states.record import ReleaseState, with_plan
-from dpx.values import map_nodes_of_type
+from dpx.values import map_nodes_of_type, rounded_up
 from tests.problems import cut_at
 from tests.problems import inner_product as loss
 

@@ -11,7 +11,7 @@ from dp_accounting import ComposedDpEvent, GaussianDpEvent, LaplaceDpEvent, Pois
 
 import dpx
 from dpx import accounting, reports
-from dpx.accounting.events import profile_of_run
+from dpx.accounting.cost import profile_of_run
 from dpx.accounting.ledger import from_event
 from dpx.audit.setup import plan_findings
 from dpx.reports import curves

@@ -10,8 +10,7 @@ import pytest
 
 import dpx
 from dpx import accounting
-from dpx.accounting.events import event_epsilon, profile_of_run
-from dpx.accounting.run_cost import cost_of_run
+from dpx.accounting.cost import cost_of_run, event_epsilon, profile_of_run
 from dpx.keys.noise import LARGEST_RELEASE, count_release, counting_releases
 from dpx.reports import curves
 from dpx.states.reading import read_run, release_state

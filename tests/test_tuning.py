@@ -23,7 +23,8 @@ from scipy import stats
 
 import dpx
 from dpx import keys, tuning
-from dpx.accounting import best_of, event_epsilon, renyi, selection
+from dpx.accounting import best_of, event_epsilon, selection
+from dpx.accounting.pld import renyi
 from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.selection import SHAPES, BestOf, draw_trial_count, log_inverse_gamma_of_trials
 from dpx.states.record import with_plan

@@ -14,21 +14,22 @@ Which function answers which question:
 Every epsilon and delta is an upper bound; an interval adds a lower bound. The proofs:
 
 * Poisson-sampled Gaussians: `pld/losses.py` (one step), `pld/composition.py` (many), `pld/buckets.py` (long schedules),
-  `renyi.py` ("rdp"). Several releases of one batch: `ledger.py`. Unsampled Gaussians: `gdp.py`.
+  `pld/renyi.py` ("rdp"). Several releases of one batch: `ledger.py`. Unsampled Gaussians: `gdp.py`.
 * Random allocation: `allocation.py`, `pld/ratio_laws.py`, and `pld/moments.py` ("rdp").
 * Samples of a fixed or limited size: `sampled_gaussians.py`. Runs on shared batches: `compose.py`.
 * A unit of several records, and mixtures of Gaussians, which are its pair with other shifts: `groups.py`.
 * The best of a random number of trials: `selection.py`. Releases with delta 0: `pure.py`.
 * Correlated noise, error feedback and fresh projections: with their papers, in `dpx/papers`.
-* What the arithmetic of the noise adds to each of these: `arithmetic.py`. Every bill of a run has it (`events.billed`);
-  those of events alone (`event_epsilon`, `event_delta`) and the lower end of an interval are for exact noise.
+* What the arithmetic of the noise adds to each of these: `arithmetic.py`. Every cost of a run has it
+  (`cost.profile_of_run`); those of events alone (`event_epsilon`, `event_delta`) and the lower end of an interval are
+  for exact noise.
 
 To add one: a new event is a file, like `dpx/papers/d2p2_sgd/projected_event.py`, and nothing else needs to know
 of it. It holds
 
 * an `attrs.frozen` subclass of `DpEvent` and `PrivacyLoss`, with what differs from the defaults of the latter. Its
   noise is a field called `noise_multiplier`, because a state's fingerprint leaves out the field of that name;
-* the `StepLoss` that its `step` returns, with `renyi` and, if a privacy loss distribution is known, `pmfs`
+* the `StepLoss` that its `step_loss` returns, with `renyi` and, if a privacy loss distribution is known, `pmfs`
   (`pld/losses.py`); or, for a whole run, a `profile`, like `dpx/papers/dice_sgd/event.py`.
 
 It needs these tests: bills in `tests/record_bills.py` (run it to record them), a `tests/test_accounting_*.py` that
@@ -38,13 +39,11 @@ each line that makes it a bound.
 
 from dpx.accounting import gdp
 from dpx.accounting.best_of import Selection, best_of
-from dpx.accounting.budget import Budget, accepts_budget
-from dpx.accounting.calibration import CalibratedSchedule, calibrate, calibrate_schedule, max_steps
+from dpx.accounting.budget import Budget, CalibratedSchedule, accepts_budget, calibrate, calibrate_schedule, max_steps
 from dpx.accounting.compose import Composition, compose_runs
-from dpx.accounting.events import event_delta, event_epsilon
+from dpx.accounting.cost import delta, epsilon, event_delta, event_epsilon
 from dpx.accounting.loss import PrivacyLoss
 from dpx.accounting.pure import PureDpEvent
-from dpx.accounting.run_cost import delta, epsilon
 from dpx.accounting.schedule import Interval, dp_sgd_epsilon, schedule_delta, schedule_epsilon
 from dpx.states.reading import steps_taken
 

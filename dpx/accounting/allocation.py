@@ -34,10 +34,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
 from dpx.accounting.loss import PrivacyLoss, ReleaseCount, in_deviations
-from dpx.accounting.pld import moments, ratio_laws
+from dpx.accounting.pld import moments, ratio_laws, renyi
 from dpx.accounting.pld.losses import Losses, Pmf, SampledGaussian, StepLoss, dominating_pmf
 from dpx.accounting.pld.moments import Noise
 from dpx.sampling.events import RandomAllocationDpEvent, count_multipliers

@@ -71,7 +71,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dpx.accounting.profiles import Profile
+from dpx.accounting.checks import Profile
 from dpx.keys import integer_normals
 from dpx.keys.noise import LARGEST_RELEASE, count_pairs
 from dpx.keys.normals import EVALUATION

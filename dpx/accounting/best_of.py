@@ -7,13 +7,13 @@ import dp_accounting
 from dp_accounting import DpEvent
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 
-from dpx.accounting import renyi
 from dpx.accounting.arithmetic import worst_sampler
 from dpx.accounting.checks import Relation, require_relation
 from dpx.accounting.compose import Composition, records_per_common_unit, require_one_unit
+from dpx.accounting.cost import RunCost, cost_of_run
 from dpx.accounting.ledger import from_event
 from dpx.accounting.loss import as_hashable
-from dpx.accounting.run_cost import RunCost, cost_of_run
+from dpx.accounting.pld import renyi
 from dpx.accounting.selection import SHAPES, OneOfDpEvent, trial_loss
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.states.reading import read_run

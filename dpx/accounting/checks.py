@@ -1,8 +1,8 @@
-"""Checks of the accountants' arguments. Every ValueError states the condition and the value."""
+"""What all accountants share: their names, what a profile answers, and checks of their arguments."""
 
 import math
 import warnings
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax.core
 import numpy as np
@@ -18,6 +18,18 @@ RELATIONS = ("add_or_remove", "zero_out", "replace_one")
 
 MOST_RELEASES = 2**53
 _LARGEST_USUAL_DELTA = 0.1  # a larger one warns even if the number of examples is not known
+
+
+class Profile(Protocol):
+    """An upper bound on the privacy loss of a run: at every epsilon it is (epsilon, delta(epsilon))-private."""
+
+    def epsilon(self, delta: float) -> float:
+        """The least epsilon for a delta in (0, 1), or an upper bound on it; inf if there is none."""
+        ...
+
+    def delta(self, epsilon: float) -> float:
+        """The least delta for an epsilon of at least 0, or an upper bound on it."""
+        ...
 
 
 def require_concrete(name: str, value: Any) -> Any:

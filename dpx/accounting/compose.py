@@ -13,10 +13,9 @@ import numpy as np
 from dpx import keys
 from dpx.accounting import checks
 from dpx.accounting.arithmetic import NormalSamplerError, worst_sampler
-from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.events import profile_of_run
-from dpx.accounting.profiles import ExtremeProfile, Profile
-from dpx.accounting.run_cost import cost_of_run, event_for_records, records_per_unit_of_run
+from dpx.accounting.checks import Accountant, Profile, Relation
+from dpx.accounting.cost import cost_of_run, event_for_records, profile_of_run, records_per_unit_of_run
+from dpx.accounting.profiles import ExtremeProfile
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.schedules.scalars import values_over
 from dpx.states.identity import fingerprint, identity_of

@@ -46,9 +46,9 @@ import numpy as np
 from scipy import special
 
 from dpx.accounting import gdp
-from dpx.accounting.checks import require_delta, require_positive_epsilon
+from dpx.accounting.checks import Profile, require_delta, require_positive_epsilon
 from dpx.accounting.pld.losses import Losses, SampledGaussian
-from dpx.accounting.profiles import ComposedProfile, Profile, least_number, lower_deltas, unsampled_profile
+from dpx.accounting.profiles import ComposedProfile, least_number, lower_deltas, unsampled_profile
 
 COINS = 0.2  # share of delta that is for coins; a tenth and a third give the same epsilons to 1 %
 _COARSE, _POINTS = 32, 512  # intervals of epsilon in which profiles are compared, at first and where it matters most

@@ -39,9 +39,9 @@ import numpy as np
 from dp_accounting import DpEvent
 from scipy import special, stats
 
-from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
 from dpx.accounting.loss import PrivacyLoss, ReleaseCount, in_deviations
+from dpx.accounting.pld import renyi
 from dpx.accounting.pld.losses import Pmf, StepLoss, dominating_pmf, normal_masses
 
 LARGEST_NOISE = 1e9  # more is billed as this, because float64 loses the squares of larger numbers

@@ -21,13 +21,20 @@ from dp_accounting.dp_event import (
 
 from dpx.accounting.allocation import Allocation, round_to_few_epochs
 from dpx.accounting.arithmetic import NormalSamplerError, RunProfile, normal_sampler
-from dpx.accounting.checks import Accountant, Relation, require_countable
-from dpx.accounting.delegated import DpAccountingRelease, delegated_profile
+from dpx.accounting.checks import Accountant, Profile, Relation, require_countable
 from dpx.accounting.groups import GroupGaussianDpEvent, Mixture
-from dpx.accounting.loss import PrivacyLoss, ReleaseCount, as_hashable, event_of_loss, in_deviations
+from dpx.accounting.loss import (
+    DpAccountingRelease,
+    PrivacyLoss,
+    ReleaseCount,
+    as_hashable,
+    delegated_profile,
+    event_of_loss,
+    in_deviations,
+)
 from dpx.accounting.pld.buckets import BUCKETS, bucketed_steps, round_losses_to_buckets
 from dpx.accounting.pld.losses import Losses, SampledGaussian, StepLoss
-from dpx.accounting.profiles import UNBOUNDED, Profile, loss_profile
+from dpx.accounting.profiles import UNBOUNDED, loss_profile
 from dpx.accounting.sampled_gaussians import (
     FixedSizeGaussian,
     FixedSizeRelease,
@@ -133,7 +140,7 @@ class Ledger:
     def profile(
         self, accountant: Accountant, relation: Relation, *, buckets: int = BUCKETS, curve: bool = False
     ) -> Profile:
-        """The profile, for noise of real numbers; see `events.event_profile`."""
+        """The profile, for noise of real numbers; see `cost.event_profile`."""
         if not self.private:
             return UNBOUNDED
         require_countable(sum(self.counts.values()))
@@ -179,7 +186,7 @@ class Ledger:
     def implemented(
         self, exact: Profile, relation: Relation, *, runs: int = 1, numbers: int | NormalSamplerError
     ) -> RunProfile:
-        """The profile `exact` with what the arithmetic of the noise adds; see `events.billed`."""
+        """The profile `exact` with what the arithmetic of the noise adds; see `cost.profile_of_run`."""
         most, mean = self.released
         return RunProfile(exact, runs * most, runs * mean, self.largest_shift(relation), normal_sampler(numbers))
 

@@ -8,13 +8,12 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
-from dpx.accounting import gdp, renyi
-from dpx.accounting.checks import Accountant
-from dpx.accounting.pld import composition
+from dpx.accounting import gdp
+from dpx.accounting.checks import Accountant, Profile
+from dpx.accounting.pld import composition, renyi
 from dpx.accounting.pld.composition import Side, SummedLoss
 from dpx.accounting.pld.losses import Losses, SampledGaussian, total_renyi
 
@@ -29,18 +28,6 @@ _PLANNED_RATIO = 4  # a composition is fine enough for an epsilon this many time
 _LOWER_DELTAS = (0.1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8, 1e-10)  # around which lower bounds are composed
 _MOST_KEPT = 4  # compositions that a profile keeps, of up to 30 MiB each
 _MOST_ATTEMPTS = 5  # compositions for one question
-
-
-class Profile(Protocol):
-    """An upper bound on the privacy loss of a run: at every epsilon it is (epsilon, delta(epsilon))-private."""
-
-    def epsilon(self, delta: float) -> float:
-        """The least epsilon for a delta in (0, 1), or an upper bound on it; inf if there is none."""
-        ...
-
-    def delta(self, epsilon: float) -> float:
-        """The least delta for an epsilon of at least 0, or an upper bound on it."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -88,9 +88,9 @@ import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from scipy import special
 
-from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
 from dpx.accounting.loss import PrivacyLoss, in_deviations
+from dpx.accounting.pld import renyi
 from dpx.accounting.pld.buckets import round_losses_to_buckets
 from dpx.accounting.pld.losses import GaussianStep, Losses, Pmf, SampledGaussian, StepLoss, dominating_pmf, mix_pmfs
 

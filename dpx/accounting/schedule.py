@@ -12,7 +12,7 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dpx.accounting import checks
 from dpx.accounting.arithmetic import NormalSamplerError, RunProfile, normal_sampler
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.events import profile_of_run
+from dpx.accounting.cost import event_for_records, profile_of_run
 from dpx.accounting.groups import require_zero_out
 from dpx.accounting.ledger import DISTINCT, from_event
 from dpx.accounting.pld.buckets import BUCKETS, Buckets, bucketed_gaussians
@@ -25,7 +25,6 @@ from dpx.accounting.profiles import (
     loss_profile,
     unsampled_profile,
 )
-from dpx.accounting.run_cost import event_for_records
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.sampling.events import compose_events
 from dpx.sampling.poisson import PoissonSampling
@@ -177,7 +176,7 @@ def upper_profile(steps: Buckets, *, accountant: Accountant, relation: Relation)
 def implemented_profile(
     exact: Profile, sigmas: np.ndarray, counts: np.ndarray, relation: Relation, numbers: int | NormalSamplerError
 ) -> RunProfile:
-    """The profile of a run of dpx with these steps, as of `events.profile_of_run`; exact: that of exact arithmetic."""
+    """The profile of a run of dpx with these steps, as of `cost.profile_of_run`; exact: that of exact arithmetic."""
     least, effect = float(sigmas[counts > 0].min(initial=math.inf)), 2 if relation == "replace_one" else 1
     shift, normals = effect / least if least > 0 else math.inf, normal_sampler(numbers)
     return RunProfile(exact, int(counts.sum()), float(counts.sum()), shift, normals)

@@ -23,10 +23,9 @@ import numpy as np
 from dp_accounting import DpEvent
 from scipy import optimize, special
 
-from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
-from dpx.accounting.delegated import DpAccountingStep
-from dpx.accounting.loss import PrivacyLoss, ReleaseCount, event_of_loss
+from dpx.accounting.loss import DpAccountingStep, PrivacyLoss, ReleaseCount, event_of_loss
+from dpx.accounting.pld import renyi
 from dpx.accounting.pld.losses import SampledGaussian, StepLoss, total_renyi
 
 SHAPES: dict[str, float] = {"logarithmic": 0.0, "geometric": 1.0, "poisson": math.inf}  # eta of the paper

@@ -6,15 +6,14 @@ from typing import Any
 
 from dp_accounting import DpEvent
 
+from dpx.accounting.cost import cost_of_run
 from dpx.accounting.filters import NOTHING
-from dpx.accounting.run_cost import cost_of_run
-from dpx.accounting.wording import rounded_up
 from dpx.fitting import processes
 from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import Carry
 from dpx.ledgers import PrivacyLedger
 from dpx.states.reading import read_run
-from dpx.values import described
+from dpx.values import described, rounded_up
 
 _PAID = (
     "This run is entry {number} of the ledger {name}, which adds up all releases of the data: epsilon {epsilon} at "

@@ -10,14 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.accounting.wording import for_whom, rounded_up
 from dpx.fitting import processes
 from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import BatchLosses, Carry, fresh_copy
 from dpx.gradients import Unreleased
 from dpx.reports.report import PrivacyReport
 from dpx.statistics.metrics import PrivateMetric
-from dpx.values import Tree, as_local_array, described, repr_with_shapes, require_function, require_whole
+from dpx.values import (
+    Tree,
+    as_local_array,
+    described,
+    for_whom,
+    repr_with_shapes,
+    require_function,
+    require_whole,
+    rounded_up,
+)
 
 PRIVATE = "private_metric"
 RESERVED = ("step", "epsilon", "unreleased_loss", "skipped", PRIVATE)  # in the history, beside the metrics

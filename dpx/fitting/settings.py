@@ -7,7 +7,7 @@ import jax
 
 from dpx import keys
 from dpx.accounting.checks import Accountant
-from dpx.accounting.run_cost import epsilon, records_per_unit_of_run
+from dpx.accounting.cost import epsilon, records_per_unit_of_run
 from dpx.gradients.optimizer import ChainState
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.mechanism.guards import FLAX, checked_params

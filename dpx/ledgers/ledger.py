@@ -17,13 +17,12 @@ from filelock import FileLock
 from dpx import keys
 from dpx.accounting import checks
 from dpx.accounting.arithmetic import normal_sampler, worst_sampler
-from dpx.accounting.checks import Relation
-from dpx.accounting.events import profile_of_run
+from dpx.accounting.checks import Profile, Relation
+from dpx.accounting.cost import profile_of_run
 from dpx.accounting.filters import NOTHING, PrivacyFilter, Spent, credit_mu
 from dpx.accounting.ledger import from_event
 from dpx.accounting.loss import as_hashable, event_of_loss
-from dpx.accounting.profiles import Profile, least_number
-from dpx.accounting.wording import unit_in_words
+from dpx.accounting.profiles import least_number
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.ledgers.entries import Entry, decode_value, encode_value, entries_of
 from dpx.ledgers.files import replace_file
@@ -31,7 +30,7 @@ from dpx.ledgers.page import sections_of
 from dpx.reports.pages import as_markdown, as_text
 from dpx.sampling.events import compose_events
 from dpx.states.record import unit_mark
-from dpx.values import described, require_text, require_whole
+from dpx.values import described, require_text, require_whole, unit_in_words
 from dpx.xla.place import current_place
 
 _MOST_NOISE, _FINE = 1e4, 1e-3  # of `least_noise`

@@ -3,9 +3,9 @@
 from typing import Any
 
 from dpx.accounting.ledger import from_event
-from dpx.accounting.wording import rounded_up
 from dpx.ledgers.entries import Entry
 from dpx.reports.pages import Section
+from dpx.values import rounded_up
 
 _OUTSIDE = (
     "The ledger knows what programs told it. A release that was made without it, with the same data, is not counted.",

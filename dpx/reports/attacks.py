@@ -8,13 +8,11 @@ import numpy as np
 from scipy import special
 
 from dpx.accounting import checks
-from dpx.accounting.checks import Accountant, Relation
+from dpx.accounting.checks import Accountant, Profile, Relation
 from dpx.accounting.compose import Composition
-from dpx.accounting.profiles import Profile
-from dpx.accounting.run_cost import cost_of_run
-from dpx.accounting.wording import for_whom, rounded_up, unit_in_words
+from dpx.accounting.cost import cost_of_run
 from dpx.reports.pages import draw_guessing_line, labeled_axes
-from dpx.values import described, require_floats
+from dpx.values import described, for_whom, require_floats, rounded_up, unit_in_words
 
 # Any set of epsilons gives bounds. With these, rates and mu are within 1 % of the exact ones of a Gaussian.
 _EPSILONS = 96

@@ -11,12 +11,11 @@ import numpy as np
 
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
+from dpx.accounting.cost import cost_of_run, records_per_unit_of_run
 from dpx.accounting.pld.buckets import BUCKETS
-from dpx.accounting.run_cost import cost_of_run, records_per_unit_of_run
-from dpx.accounting.wording import for_whom, rounded_up
 from dpx.reports.attacks import attack_bounds_of_profile
 from dpx.reports.pages import draw_guessing_line, labeled_axes
-from dpx.values import repr_with_shapes, require_floats, require_whole
+from dpx.values import for_whom, repr_with_shapes, require_floats, require_whole, rounded_up
 
 _BUCKETS = 64  # distinct releases in each point of a curve over steps: about a second a point at 10,000 releases
 _NEGLIGIBLE_DELTA = 1e-6  # a smaller delta cannot be seen in a trade-off curve

@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dpx.accounting import checks
-from dpx.accounting.calibration import calibrate_schedule, least_noise_within
+from dpx.accounting.budget import calibrate_schedule, least_noise_within
 from dpx.accounting.checks import Accountant
-from dpx.accounting.events import profile_of_run
-from dpx.accounting.run_cost import event_for_records
-from dpx.accounting.wording import for_whom, rounded_up
+from dpx.accounting.cost import event_for_records, profile_of_run
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.reports.pages import labeled_axes
 from dpx.sampling.allocation import RandomAllocation
@@ -21,7 +19,7 @@ from dpx.sampling.base import Sampling
 from dpx.sampling.cyclic import CyclicPoissonSampling
 from dpx.sampling.poisson import PoissonSampling
 from dpx.sampling.schemes import FixedOrder, FixedSizeSampling, FullBatch, ShuffledEpochs
-from dpx.values import described, require_number, require_whole
+from dpx.values import described, for_whom, require_number, require_whole, rounded_up
 
 _TOLERANCE_OF_TABLE = 1e-3  # relative, of epsilon
 _ALIKE = 0.01  # a share of the noise that decides nothing

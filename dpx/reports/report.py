@@ -14,14 +14,13 @@ from dpx.accounting import checks
 from dpx.accounting.arithmetic import EpsilonWithRounding
 from dpx.accounting.best_of import Selection
 from dpx.accounting.budget import Budget
+from dpx.accounting.cost import RunCost, cost_of_run, require_billable
 from dpx.accounting.ledger import from_event
-from dpx.accounting.run_cost import RunCost, cost_of_run, require_billable
-from dpx.accounting.wording import for_whom, rounded_up, unit_in_words
 from dpx.reports.attacks import AttackBounds, bounds_and_curve
 from dpx.reports.pages import Section, as_html, as_markdown, as_text, attack_curve
 from dpx.states.record import unit_mark
 from dpx.sums.float_pair import ETA
-from dpx.values import described, require_text
+from dpx.values import described, for_whom, require_text, rounded_up, unit_in_words
 
 _PACKAGES = ("dpx-jax", "jax", "optax", "dp-accounting", "numpy", "scipy")  # whose versions a report states
 

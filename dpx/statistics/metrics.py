@@ -11,7 +11,7 @@ from dp_accounting import SelfComposedDpEvent
 
 from dpx import keys
 from dpx.accounting.budget import Budget
-from dpx.accounting.events import profile_of_run
+from dpx.accounting.cost import profile_of_run
 from dpx.sampling.users import UserData
 from dpx.statistics.released import RELATION, Statistic, mark_of_answer, records_of
 from dpx.statistics.sums import release_mean

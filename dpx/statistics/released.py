@@ -11,10 +11,9 @@ from dp_accounting import DpEvent, GaussianDpEvent, SelfComposedDpEvent
 from numpy.typing import ArrayLike
 
 from dpx import keys
-from dpx.accounting.budget import Budget
-from dpx.accounting.calibration import calibrate
+from dpx.accounting.budget import Budget, calibrate
 from dpx.accounting.checks import require_delta
-from dpx.accounting.events import event_epsilon, profile_of_run
+from dpx.accounting.cost import event_epsilon, profile_of_run
 from dpx.accounting.pure import PureDpEvent
 from dpx.sampling.schemes import FullBatch
 from dpx.sampling.users import UserData

@@ -14,12 +14,11 @@ from dp_accounting import DpEvent, GaussianDpEvent
 
 from dpx import keys
 from dpx.accounting.best_of import Distribution, Selection, best_of
-from dpx.accounting.budget import Budget
-from dpx.accounting.calibration import least_noise_within
+from dpx.accounting.budget import Budget, least_noise_within
 from dpx.accounting.checks import require_delta
 from dpx.accounting.compose import same_key
+from dpx.accounting.cost import cost_of_run
 from dpx.accounting.loss import as_hashable
-from dpx.accounting.run_cost import cost_of_run
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.states.reading import release_state
 from dpx.statistics.metrics import PrivateMetric

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from scipy import optimize
 
-from dpx.accounting import renyi
+from dpx.accounting.pld import renyi
 from examples.config import Config
 from examples.papers.experiment import Experiment, Row
 

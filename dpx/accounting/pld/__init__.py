@@ -1,5 +1,6 @@
-"""Privacy loss distributions (PLD) of steps and of their compositions.
+"""The privacy loss of steps and of their compositions: its distribution (PLD), and its Renyi divergences.
 
 `losses`: the loss of one step. `composition`: the sum of many losses. `buckets`: long schedules as few distinct steps.
-`allocation`: the loss of an epoch of random allocation, by `sums` of likelihood ratios, and by their `moments`.
+`renyi`: the divergences of sampled Gaussians. Random allocation: `ratio_laws`, laws of sums of likelihood ratios, and
+`moments`.
 """

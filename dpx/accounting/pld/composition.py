@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from scipy import fft, signal
 
-from dpx.accounting import renyi
+from dpx.accounting.pld import renyi
 from dpx.accounting.pld.losses import Losses, Pmf
 
 Side = Literal["above", "below"]

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import special
 
-from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
+from dpx.accounting.pld import renyi
 
 
 class Pmf(NamedTuple):

@@ -28,10 +28,9 @@ from typing import Any
 import numpy as np
 
 from dpx.accounting import checks
-from dpx.accounting.wording import rounded_up
 from dpx.audit.attacks.scores import Bound, Roc, clopper_pearson, error_rates, require_scores
 from dpx.reports.attacks import FALSE_POSITIVE_RATES, AttackBounds
-from dpx.values import described, repr_with_shapes, require_floats, require_open_fraction
+from dpx.values import described, repr_with_shapes, require_floats, require_open_fraction, rounded_up
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ from scipy import special
 
 from dpx import keys
 from dpx.accounting import checks
-from dpx.accounting.run_cost import epsilon as cost_of
+from dpx.accounting.cost import epsilon as cost_of
 from dpx.audit.attacks.scores import LowerBound, lower_bound_from_scores
 from dpx.audit.stand_ins import without_grid
 from dpx.sampling.base import Sampling

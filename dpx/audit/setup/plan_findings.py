@@ -10,9 +10,8 @@ import numpy as np
 
 from dpx import keys
 from dpx.accounting import epsilon
+from dpx.accounting.cost import cost_of_run
 from dpx.accounting.ledger import without_truncation
-from dpx.accounting.run_cost import cost_of_run
-from dpx.accounting.wording import for_whom, rounded_up
 from dpx.audit.setup.report import Finding
 from dpx.mechanism import Mechanism
 from dpx.sampling.base import Sampling
@@ -20,7 +19,7 @@ from dpx.sampling.batch import Batch, included_rows
 from dpx.sampling.read_rows import length_of
 from dpx.states.identity import fingerprint
 from dpx.sums.float_pair import ETA
-from dpx.values import Tree, batch_size
+from dpx.values import Tree, batch_size, for_whom, rounded_up
 
 FAR = 6.0  # standard deviations of a Poisson batch size; a drawn batch is further away with probability 1e-8 or so
 COSTLY = 0.01  # the share of epsilon that cut batches may cost

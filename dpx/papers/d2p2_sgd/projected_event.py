@@ -20,10 +20,10 @@ import dp_accounting
 import numpy as np
 from scipy import special
 
-from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
 from dpx.accounting.ledger import from_event
 from dpx.accounting.loss import PrivacyLoss, in_deviations
+from dpx.accounting.pld import renyi
 from dpx.accounting.pld.buckets import bucketed_steps
 from dpx.accounting.pld.losses import Pmf, SampledGaussian, StepLoss, mix_pmfs
 from dpx.sampling.events import compose_events

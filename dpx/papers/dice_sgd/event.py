@@ -13,16 +13,16 @@ from typing import Any
 import attrs
 from dp_accounting import DpEvent
 
-from dpx.accounting import renyi
-from dpx.accounting.checks import Accountant, Relation
+from dpx.accounting.checks import Accountant, Profile, Relation
 from dpx.accounting.loss import PrivacyLoss, ReleaseCount
-from dpx.accounting.profiles import UNBOUNDED, DeltaProfile, ExtremeProfile, GaussianProfile, Profile, RenyiProfile
-from dpx.accounting.wording import rounded_up
+from dpx.accounting.pld import renyi
+from dpx.accounting.profiles import UNBOUNDED, DeltaProfile, ExtremeProfile, GaussianProfile, RenyiProfile
 from dpx.papers.dice_sgd import energy as feedback_energy
 from dpx.papers.dice_sgd import rounding
 from dpx.papers.dice_sgd.renyi import AmplifiedProfile
 from dpx.sampling.poisson import PoissonSampling
 from dpx.sampling.schemes import FixedSizeSampling, FullBatch, Sampling, ShuffledEpochs
+from dpx.values import rounded_up
 
 SAMPLINGS = (PoissonSampling, FixedSizeSampling, ShuffledEpochs, FullBatch)
 

@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dpx.accounting import renyi
+from dpx.accounting.pld import renyi
 from dpx.accounting.profiles import RenyiProfile
 from dpx.papers.dice_sgd.energy import participations_quantile
 
