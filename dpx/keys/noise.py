@@ -282,25 +282,28 @@ def noisy_in_chunks(words, step, deviation, high: jax.Array, low: jax.Array | No
 
 def _noisy_in_integers(words, step, deviation, high: jax.Array, low: jax.Array | None, chunks: int, drawn) -> jax.Array:
     """`noisy_in_chunks` in integers, with this many chunks at once, which `high` has a multiple of."""
-    half = high.shape[1]
-    rows, rare = (chunks, half), rare_tail_word(words, step)
+    half, rare = high.shape[1], rare_tail_word(words, step)
+    # On a TPU, an array of parts of 8 x 128 numbers lies in memory as one of one axis does, so no leaf is copied.
+    parts = (half // 1024, 8, 128) if half % 1024 == 0 else (half,)
+    rows = (chunks, 1, *parts)
+    firsts, places = jax.lax.iota(jnp.uint32, chunks) * np.uint32(half), jax.lax.iota(jnp.uint32, half).reshape(parts)
     # Outside of the loop, where XLA would have a kernel for them in every turn.
-    firsts = jax.lax.optimization_barrier(jax.lax.iota(jnp.uint32, chunks) * np.uint32(half))[:, None]
+    firsts, places = jax.lax.optimization_barrier((firsts, places))
+    firsts = jax.lax.broadcast_in_dim(firsts, rows, (0,))
 
     def make_rows(number, made):
-        column = jax.lax.broadcasted_iota(jnp.uint32, rows, 1)
-        pair = firsts + column + number.astype(jnp.uint32) * np.uint32(chunks * half)
+        pair = firsts + places[None, None] + number.astype(jnp.uint32) * np.uint32(chunks * half)
         polar = _polar_pairs(words, step, pair, 0, rare) if drawn else None
-        for second in (False, True):
-            start = number * rows[0], second * half
+        for second in (0, 1):
+            start = number * chunks, second, *(0 for _ in parts)
             high = jax.lax.dynamic_slice(made, start, rows)
             more = None if low is None else jax.lax.dynamic_slice(low, start, rows)
-            of_rows = _round_to_grid_in_integers(deviation, high, more, polar, jnp.full(rows, second))
+            of_rows = _round_to_grid_in_integers(deviation, high, more, polar, jnp.full(rows, second == 1))
             made = jax.lax.dynamic_update_slice(made, of_rows, start)
         return made
 
-    high, low = high.reshape(-1, 2 * half), None if low is None else low.reshape(-1, 2 * half)
-    return jax.lax.fori_loop(0, len(high) // rows[0], make_rows, high)
+    high, low = high.reshape(-1, 2, *parts), None if low is None else low.reshape(-1, 2, *parts)
+    return jax.lax.fori_loop(0, len(high) // chunks, make_rows, high)
 
 
 def _release_leaves_in_integers(
