@@ -71,9 +71,10 @@ def normal(polar: tuple[Limbs, jax.Array], words: Sequence[jax.Array], second: j
     words: of a block of the cipher, four uint32 arrays. polar: their `polar_radius`. second: bool, of their shape:
     whether the second normal of the pair is asked for. scale: uint32 (), at least 2^23 and below 2^24.
     """
-    root, exponent = polar
+    (root, rest), exponent = polar
+    root = *_halves(root), rest
     part, negative = sine(words, second)
-    scale = jnp.broadcast_to(scale, root[0].shape)
+    scale = jnp.broadcast_to(scale, rest.shape)
     high, middle, low = product_limbs(short_product(root, (scale >> 9, (scale & 0x1FF) << 6)), part)
     size = (high << 17) | (middle << 2) | (low >> 13), low << 19  # 64 bits: times 2^(9 - exponent)
     return _signed(_shifted_right(size, exponent + 2), negative)
@@ -100,7 +101,7 @@ def round_to_grid(high: jax.Array, low: jax.Array | None, noise: Limbs | None, e
 
 
 def polar_radius(words: Sequence[jax.Array], rare: jax.Array) -> tuple[Limbs, jax.Array]:
-    """root, in [1/2, 1), and the exponent k, uint32, with sqrt(-2 log p) = 2^(4 - k) root.
+    """root, as `_root` has it, and the exponent k, uint32, with sqrt(-2 log p) = 2^(4 - k) root.
 
     words: of a block of the cipher, four uint32 arrays. rare: e of `normals.py`, uint32 ().
     """
@@ -188,8 +189,8 @@ def fixed_point_inverse_root(high: jax.Array) -> jax.Array:
     return jnp.minimum((g << 14) + (((g >> 1) * (off >> 4)) >> 12), np.int32(2**30)).astype(jnp.uint32)
 
 
-def _root(high: jax.Array, low: jax.Array) -> Limbs:
-    """sqrt((high, low) 2^-64), which is in [1/2, 1)."""
+def _root(high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """sqrt((high, low) 2^-64), in [1/2, 1): 30 bits, and 15 more. A TPU would compute three limbs in two kernels."""
     inverse = fixed_point_inverse_root(high)
     head, body = high >> 17, (high >> 2) & _LOW
     near = head * (inverse >> 15) + ((head * (inverse & _LOW) + body * (inverse >> 15)) >> 15)
@@ -200,8 +201,7 @@ def _root(high: jax.Array, low: jax.Array) -> Limbs:
     coarse, fine = (inverse >> 18).astype(jnp.int32), ((inverse >> 7) & 0x7FF).astype(jnp.int32)
     more = (rest >> 12) * coarse + (((rest >> 12) * fine + (((rest & 0xFFF) * coarse) >> 1)) >> 11)  # rest / (2 root)
     more = (more + 4) >> 3  # u
-    near = (near.astype(jnp.int32) + (more >> 15)).astype(jnp.uint32)
-    return near >> 15, near & _LOW, (more & 0x7FFF).astype(jnp.uint32)
+    return (near.astype(jnp.int32) + (more >> 15)).astype(jnp.uint32), (more & 0x7FFF).astype(jnp.uint32)
 
 
 def sine(words: Sequence[jax.Array], second: jax.Array) -> tuple[Limbs, jax.Array]:
