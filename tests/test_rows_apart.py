@@ -33,6 +33,7 @@ ROW = {
     "i": RNG.integers(SIZE, size=(ROWS, SIZE)).astype(np.int32),
     "seed": np.arange(ROWS, dtype=np.uint32),
 }
+RBG = [jax.random.key(7, impl=impl) for impl in ("rbg", "unsafe_rbg")]
 
 
 def convolution(x, k, **options):
@@ -185,6 +186,12 @@ VALUES = {
         jax.random.permutation(jax.random.split(jax.random.key(r["seed"]))[0], r["x"]),
         jax.random.categorical(jax.random.fold_in(jax.random.key(r["seed"]), 3), r["x"]),
     ],
+    "rbg": lambda r: [
+        *(jax.random.normal(jax.random.fold_in(one, r["seed"]), (3,)) * r["x"][0, :3] for one in RBG),
+        jax.random.gamma(jax.random.fold_in(RBG[1], r["seed"]), abs(r["x"][0, :3])),
+        jax.jit(lambda key: jax.random.bits(jax.random.split(key)[0], (3,)))(jax.random.fold_in(RBG[1], r["seed"])),
+        lax.rng_bit_generator(jnp.full(4, r["seed"]), (3,))[1],
+    ],
     "convolutions": lambda r: [
         convolution(r["x"][None, ..., None], jnp.asarray(W)[:3, :3, None, None], dimension_numbers=NHWC),
         convolution(r["x"][None, ..., None], r["y"][:3, :3, None, None], dimension_numbers=NHWC),
@@ -259,6 +266,7 @@ def hostile_rows(row: int):
     changed = ROW["i"].copy()
     changed[row] = [-1, -(2**31), 2**31 - 1, SIZE, 0, 7]
     yield ROW | {"i": changed}
+    yield ROW | {"seed": np.where(np.arange(ROWS) == row, np.uint32(9), ROW["seed"])}
 
 
 def assert_others_equal(found, expected, row: int):
@@ -271,7 +279,7 @@ def assert_others_equal(found, expected, row: int):
 @pytest.mark.long_cases("control", "indices", "linear algebra", "not differentiable", "random", "series", "special")
 def test_no_row_reaches_another_in_any_primitive(name):
     run = jax.jit(jax.vmap(with_rows_apart(functools.partial(of_row, name))))
-    expected, row = run(ROW), 1
+    expected, row = run(ROW), 0 if name == "rbg" else 1
     for rows in hostile_rows(row):
         assert_others_equal(run(rows), expected, row)
 
@@ -288,7 +296,7 @@ OUTSIDE = {
     "what jax writes while it traces": """call_hi_primitive call_hi_primitive_linearized custom_lin dce_sink empty
         eq_to eval_jaxpr from_edtype le_to lt_to name remat_opt stage tie to_edtype""",
     "integers, number by number": """clz mulhi population_count shift_left shift_right_arithmetic xor philox2x32
-        philox4x32 random_clone random_unwrap random_wrap rng_bit_generator threefry2x32 threefry4x32""",
+        philox4x32 random_clone random_unwrap random_wrap threefry2x32 threefry4x32""",
     "one kind of GPU": """dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd_wrapper scaled_dot
         scaled_matmul dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd_wrapper scaled_matmul_wrapper""",
     "inside of others": "geqp3 geqrf ormqr select_and_gather_add",
@@ -518,6 +526,10 @@ def test_only_functions_that_can_mix_rows_are_traced_again():
     assert may_mix_rows(jax.make_jaxpr(jax.jit(grouped))(x, k))
     assert may_mix_rows(jax.make_jaxpr(jax.checkpoint(tangent_in_groups))(x, k))
     assert may_mix_rows(jax.make_jaxpr(lambda x: lax.map(lambda x: lax.betainc(x, x, x), x))(x))
+    draws = [
+        may_mix_rows(jax.make_jaxpr(jax.random.normal)(key)) for key in (*RBG, jax.random.key(7, impl="threefry2x32"))
+    ]
+    assert draws == [True, True, False]
     assert not may_mix_rows(jax.make_jaxpr(lambda x: jax.nn.relu(x) + jax.nn.gelu(x) + jax.nn.softmax(x))(x))
 
 

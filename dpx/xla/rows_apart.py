@@ -13,6 +13,9 @@ Some functions are one loop over all their numbers, which ends when the last of 
 and move by roundings (1.5e-6 for `lax.betainc`), so the slowest row of a batch would change all rows. `with_rows_apart`
 computes such functions row after row. No other loop needs this: `jax.vmap` stops each row of a loop in the loss by
 itself, and jax's other series (igamma and its derivatives) stop each number by itself.
+
+With keys of "rbg", `jax.vmap` draws the random numbers of all rows from the key of the first one, which may come from
+its example: then leaving out that example moved a sum of 8 rows by 2.3 clip norms. They are drawn row after row too.
 """
 
 import functools
@@ -74,7 +77,13 @@ def _is_wide_convolution(equation: core.JaxprEqn) -> bool:
 
 def _needs_turns(equation: core.JaxprEqn) -> bool:
     """Whether an equation must be computed row after row."""
-    return iterates_together(equation) or _is_wide_convolution(equation)
+    return iterates_together(equation) or _is_wide_convolution(equation) or _draws_from_first_key(equation)
+
+
+def _draws_from_first_key(equation: core.JaxprEqn) -> bool:
+    """Whether `jax.vmap` may draw the random numbers of all rows from one key, as of key<rbg> and key<urbg>."""
+    name, types = equation.primitive.name, (str(getattr(v.aval, "dtype", "")) for v in equation.invars)
+    return name == "rng_bit_generator" or (name.startswith("random_") and any("rbg" in each for each in types))
 
 
 def _may_mix_tangents(equation: core.JaxprEqn) -> bool:
