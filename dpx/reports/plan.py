@@ -199,7 +199,7 @@ def plan_samplings(
         steps = sampling.steps(epochs=epochs)
         cost = _epsilon_of_noise(sampling, steps, **budget)
         start = runs[0].noise_multiplier if runs else math.sqrt(records)
-        noise = least_noise_within(cost, budget["epsilon"], _TOLERANCE_OF_TABLE, start)
+        noise = least_noise_within(cost, budget["epsilon"], _TOLERANCE_OF_TABLE if runs else _TOLERANCE, start)
         runs.append(PlannedSampling(sampling, steps, noise, cost(start if runs else noise), sampling.usual_rows))
     return SamplingPlan(
         epochs=epochs, epsilon=budget["epsilon"], delta=budget["delta"], runs=tuple(runs), records=records
@@ -233,14 +233,14 @@ def _epsilon_of_noise(
 
 _SMALLEST_BATCH = 256  # of the default batch sizes, which are powers of two up to half of the examples, and all of them
 _HARDLY = 1.25  # a noise of the run that is at most this many times the least one is good enough
-_TOLERANCE = 1e-4  # of epsilon, relative, for several records
+_TOLERANCE = 1e-4  # of epsilon, relative, for several records, and for Poisson sampling beside others
 _MOST_LABELS = 8  # batch sizes below a plot; more would overlap
 
 
 class PlannedRun(NamedTuple):
     """One row of a plan. Noise is a standard deviation of each coordinate, divided by the clip norm.
 
-    batch_size: int, expected. epochs: float, of the whole number of `steps`. noise_multiplier: float, the least.
+    batch_size: int, expected. epochs: float, as asked. steps: int, of these epochs. noise_multiplier: float, the least.
     step_noise, epoch_noise, noise_of_run: floats, the noise in the private gradient of one step, in the mean over the
         steps of one epoch, and in the mean over all steps.
     """
@@ -277,7 +277,7 @@ class NoisePlan:
 
         The whole data set is suggested only if no other size was asked for.
         """
-        first = [run for run in self.runs if round(run.epochs) == round(self.runs[0].epochs)]
+        first = [run for run in self.runs if run.epochs == self.runs[0].epochs]
         runs = [run for run in first if run.batch_size < self.examples] or first
         least = min(run.noise_of_run for run in runs)
         return min((run for run in runs if run.noise_of_run <= _HARDLY * least), key=lambda run: run.batch_size)
@@ -285,8 +285,7 @@ class NoisePlan:
     @functools.cached_property
     def samplings(self) -> SamplingPlan:
         """Which sampling, at the suggested batch size; takes a second or two."""
-        batch_size, whole_steps = self.suggested[:2]
-        epochs = float(f"{whole_steps:.3g}")  # 20.002 of 1,172 whole steps would begin one more epoch
+        batch_size, epochs = self.suggested[:2]
         budget: Any = {"epsilon": self.epsilon, "delta": self.delta, "accountant": self.accountant}
         sizes: Any = {"examples": self.examples, "batch_size": batch_size, "epochs": epochs}
         return plan_samplings(**sizes, **budget, records=self.records, numbers=self.numbers)
@@ -321,12 +320,12 @@ class NoisePlan:
         New axes by default; returns them. Batch sizes whose labels would overlap have none.
         """
         axes = labeled_axes(axes, "expected batch size", "noise of the run, in clip norms")
-        groups: dict[int, list[PlannedRun]] = {}
+        groups: dict[float, list[PlannedRun]] = {}
         for run in self.runs:
-            groups.setdefault(round(run.epochs), []).append(run)
+            groups.setdefault(run.epochs, []).append(run)
         for epochs, runs in groups.items():
             points = [run.batch_size for run in runs], [run.noise_of_run for run in runs]
-            axes.semilogx(*points, marker=".", label=f"{epochs} epochs")
+            axes.semilogx(*points, marker=".", label=f"{epochs:g} epochs")
         sizes = sorted({run.batch_size for run in self.runs}, reverse=True)
         ticks = sizes[:1]
         for size in sizes:
@@ -386,11 +385,11 @@ def plan_noise(
         raise ValueError(f"batch_sizes must be in [1, {examples}], got {described(batch_sizes)}")
 
     def run(epochs: float, size: int) -> PlannedRun:
-        steps = max(1, round(epochs * examples / size))
+        steps = PoissonSampling(examples=examples, batch_size=size).steps(epochs=epochs)  # as of a run
         noise = _least_noise(examples, size, steps, budget)
         step_noise = noise / size
         epoch_noise, noise_of_run = step_noise / math.sqrt(examples / size), step_noise / math.sqrt(steps)
-        return PlannedRun(size, steps * size / examples, steps, noise, step_noise, epoch_noise, noise_of_run)
+        return PlannedRun(size, epochs, steps, noise, step_noise, epoch_noise, noise_of_run)
 
     return NoisePlan(examples=examples, runs=tuple(run(number, size) for number in many for size in sizes), **budget)
 
