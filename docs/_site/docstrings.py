@@ -105,7 +105,13 @@ def is_bare_field(app, what, name, obj, skip, options) -> bool | None:
     return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field number") else None
 
 
+def without_object(app, what, name, obj, options, signature, annotation) -> tuple:
+    """Shows a default that only says that an argument is missing as dots."""
+    return signature and signature.replace("<object object>", "..."), annotation
+
+
 def setup(app):
     app.connect("autodoc-process-docstring", process)
+    app.connect("autodoc-process-signature", without_object)
     app.connect("autodoc-skip-member", is_bare_field)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -43,8 +43,9 @@ def add_table(app, docname, source) -> None:
 
 
 def break_names(app, pagename, templatename, context, doctree) -> None:
-    """Lets names in the cells of tables break between their words."""
+    """Lets names in the cells of tables break between their words, and no option, such as --lora-rank."""
     if "body" in context:
+        context["body"] = context["body"].replace('<span class="pre">--', '<span class="pre option">--')
         context["body"] = CELL.sub(
             lambda cell: NAME.sub(lambda m: m[1] + BREAK.sub("<wbr>", m[2]), cell[0]), context["body"]
         )

@@ -104,10 +104,12 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     __eq__, __hash__ = object.__eq__, object.__hash__  # a tuple's would compare the fields
 
     def init(self, params: Tree) -> Tree:  # pyrefly: ignore[bad-override]
+        """The state before the first step, for these parameters."""
         params = guards.checked_params(params, self)
         return stamp_state(self.begin(params), self.fingerprints, self.budget)
 
     def update(self, grads, state, params=None, *, included=MISSING, drawn=None, **extra_args):  # pyrefly: ignore
+        """One step, from the gradient of each example: (updates, state), as the class says."""
         guards.require_no_extra_arguments(extra_args)
         params = guards.require_per_example_gradients(grads, params)
         rows = included_rows(batch_size(grads), included, self.sampling)
