@@ -65,7 +65,7 @@ class PrivateChunks:
 
     def add(self, params: Tree, chunk: Batch, state: Tree, sums: AccumulatedSums | None = None) -> AccumulatedSums:
         """`sums` with one more chunk of the batch; None for the first."""
-        batch_size(require_batch(chunk).examples)
+        require_batch(chunk)
         params = checked_params(params, self.optimizer)
         _step_of(state)
         if sums is not None:

@@ -62,7 +62,7 @@ class PrivateStep:
     with_key: bool
 
     def __call__(self, params: Tree, batch: Batch, state: Tree) -> PrivateUpdates:
-        batch_size(require_batch(batch).examples)
+        require_batch(batch)
         params = checked_params(params, self.optimizer)
         find_state(state, ReleaseState, "mechanism's state")
         return call_with_auto_axes(self._release, (params, batch, state), self._place)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx.states.record import DrawRecord
-from dpx.values import Tree, repr_with_shapes
+from dpx.values import Tree, batch_size, repr_with_shapes
 
 
 class Batch(NamedTuple):
@@ -33,8 +33,9 @@ class Batch(NamedTuple):
 
 
 def require_batch(batch: Any) -> Batch:
-    """`batch` unchanged. Raises ValueError if it does not say which rows count."""
+    """`batch` unchanged. Raises ValueError if it does not say which rows count, or holds no arrays of as many rows."""
     if isinstance(batch, Batch):
+        batch_size(batch.examples)
         return batch
     raise ValueError(
         f"batch must be a dpx.Batch, got {type(batch)}. Get one from sampling.take(data, key, state). For a batch of "

@@ -26,7 +26,7 @@ class RandomAllocationDpEvent(DpEvent):
 
 
 def is_constant(noise_multipliers: np.ndarray) -> bool:
-    """Whether it is one number that numpy repeats, as `scalars.over` makes it: 10^9 steps need no time or memory."""
+    """Whether it is one number that numpy repeats, as `values_over` makes it: 10^9 steps need no time or memory."""
     return len(noise_multipliers) > 0 and noise_multipliers.strides == (0,)
 
 
