@@ -270,9 +270,10 @@ def test_a_tpu_adds_rows_and_squares_in_parts(shape):
         total = jax.jit(sums.weighted_sum)(factors, data)
         of_rows = jax.jit(jax.vmap(lambda x: norms.norm([x])))(exact.astype(np.float32))
         of_scaled = jax.jit(jax.vmap(lambda x: norms.norm([x], [jnp.full_like(x, 3)])))(exact.astype(np.float32))
+        of_both = jax.jit(jax.vmap(lambda *each: norms.norm([*each, jnp.zeros(0)])))(4 * of_rows, 3 * of_rows)
     sizes = np.sqrt(np.sum(exact.astype(np.float32).astype(np.float64).reshape(len(data), -1) ** 2, 1))
     np.testing.assert_allclose(total, np.tensordot(factors, exact, 1), rtol=0, atol=1e-5)
-    for found, scale in ((of_rows, 1), (of_scaled, 3)):
+    for found, scale in ((of_rows, 1), (of_scaled, 3), (of_both, 5)):
         assert np.all(scale * sizes <= found) and np.all(found <= scale * sizes * (1 + 2.0**-14))
     with tracing_for_place(platform="cpu"):
         assert len(sums._parts_of_rows(factors, data)) == norms._number_of_parts(shape) == 1

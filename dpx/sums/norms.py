@@ -5,6 +5,9 @@ below half a unit in the last place of the sum so far are lost. So more than `SI
 `WIDTH` or a few more, these again in short sums, and so on; barriers keep XLA from joining them. The root is multiplied
 by 1 + (roundings / 2 + MARGIN) 2^-24, where no square is rounded more than `roundings` times: 3e-5 for 10^3 numbers,
 8e-6 for 10^4, 2e-5 for 10^7. MARGIN covers the root, the factor computed from a norm, and rescaled ghost norms.
+
+On a TPU, a kernel takes 1,800 cycles at least. So there, a barrier stands only between two sums, and single numbers,
+such as the norms of all parameters, are squared and added one after another, in one kernel with what makes them.
 """
 
 import functools
@@ -29,7 +32,7 @@ MARGIN = 16  # units
 def norm(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.Array:
     """The root of the sum of the squares of real arrays as float32, float32 (). scales: factors of the arrays; or
     None."""
-    parts, roundings, devices = [], 0, current_place().devices
+    parts, roundings, devices, on_tpu = [], 0, current_place().devices, current_place().platform == "tpu"
     for number, x in enumerate(arrays):
         if x.size and devices == 1 and (count := _number_of_parts(x.shape)) > 1:
             squares, rounded = _sum_squares_in_parts(x if scales is None else x * scales[number], count)
@@ -44,13 +47,15 @@ def norm(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.
             x = lax.convert_element_type(x, np.float32)
             width = _row_width(x.size)
             # Without the barrier, XLA squares before it reshapes, and the sum is ten times slower on a CPU.
-            rows = lax.optimization_barrier(_in_rows(x, width))
+            rows = _in_rows(x, width) if on_tpu else lax.optimization_barrier(_in_rows(x, width))
             if scales is not None:
                 rows = rows * _in_rows(scales[number], width)
             parts.append(lax.reduce_sum(lax.square(rows), (1,)))
             roundings = max(roundings, width)
     if not parts:
         return jnp.float32(0)
+    if on_tpu and all(x.size <= 1 for x in arrays):
+        parts, roundings = [functools.reduce(lax.add, parts)], roundings + len(parts)
     sums = lax.concatenate(parts, 0) if len(parts) > 1 else parts[0]
     while sums.size > WIDTH:
         sums = lax.reduce_sum(_in_rows(lax.optimization_barrier(sums), WIDTH), (1,))
@@ -58,7 +63,8 @@ def norm(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.
     roundings += sums.size
     # The barrier also keeps XLA from joining the norms of all arrays, and what they are computed from, into one large
     # kernel, which takes long to compile (benchmarks/results/compile.md).
-    return raised_by_roundings(lax.sqrt(lax.reduce_sum(lax.optimization_barrier(sums), (0,))), roundings)
+    sums = sums if on_tpu and sums.size == 1 else lax.optimization_barrier(sums)
+    return raised_by_roundings(lax.sqrt(lax.reduce_sum(sums, (0,))), roundings)
 
 
 def raised_by_roundings(norm: jax.Array, roundings: int) -> jax.Array:

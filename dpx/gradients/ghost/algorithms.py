@@ -217,6 +217,7 @@ DENSE_GRADIENT_SLOWDOWN = 1.1  # the cost of an operation of a dense layer's per
 KEPT_ON_DEVICES = 2.0  # on several devices, a gradient with more numbers than this for each of its records is too large
 CONVOLUTION_GRADIENT_SLOWDOWN = 4.0  # as for a dense layer, because `jax.vmap` turns a convolution into a grouped one
 TILE = 16  # rows of bfloat16 that a TPU stores together
+MOST_UNROUNDED = 2**22  # numbers, 16 MiB: in a TPU's fast memory, where rounding takes longer than to read them twice
 SMALL_TABLE = 2**20  # bytes, for which the kernels of `tied_gradients` take longer than the backward pass
 
 
@@ -349,7 +350,9 @@ def _product_cost(uses: Uses, scaled: bool) -> float | None:
 def kept_products(uses: Uses, records: Captured) -> jax.Array:
     """The gradients, (B, K, I, O), that norm and sum read."""
     (site,), (record,) = uses.sites, records
-    return current_place().unit.round_kept(site.products(*record))
+    products = site.products(*record)
+    few = uses.slices == 1 and products.size <= MOST_UNROUNDED and current_place().platform == "tpu"
+    return products if few else current_place().unit.round_kept(products)
 
 
 def _product_norm(uses: Uses, scale: jax.Array | None, records: Captured):

@@ -77,8 +77,9 @@ def _row_norms_from_above(x: jax.Array) -> jax.Array:
     """At least the lengths of the rows of x, (..., n), as float32 (rows,), without a pass that rescales them, which
     takes as long as the norm outside of a CPU. A square below 2^-126 may be lost, and counts as 2^-126. If squares
     overflow, the length is infinite, or NaN if it is multiplied by 0, and the example contributes zero."""
-    rows = x.reshape(-1, x.shape[-1])
-    return jax.vmap(frobenius)(rows) + math.sqrt(x.shape[-1]) * 2.0**-63
+    if x.ndim > 1:
+        return jax.vmap(_row_norms_from_above)(x.reshape(-1, x.shape[-1])).reshape(-1)
+    return frobenius(x)[None] + math.sqrt(x.shape[-1]) * 2.0**-63
 
 
 def _trained_columns(x: jax.Array, scale: jax.Array, *, axis: int) -> jax.Array:
