@@ -7,7 +7,7 @@ import pytest
 
 import dpx
 from dpx import accounting, reports
-from dpx.schedules.scalars import values_over
+from dpx.schedules import values_over
 
 RUN = dict(examples=1000, batch_size=30, delta=1e-5)
 RECORDS = {"poisson": dpx.PoissonSampling, "fixed": dpx.FixedSizeSampling, "shuffled": dpx.ShuffledEpochs}

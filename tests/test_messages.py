@@ -120,6 +120,7 @@ def public_functions():
             if (
                 callable(value)
                 and f"{getattr(value, '__module__', '')}.".startswith(f"{module.__name__}.")
+                and name in getattr(module, "__all__", [name])
                 and not name.startswith("_")
             ):
                 yield f"{module.__name__}.{name}", value

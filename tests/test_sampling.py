@@ -19,7 +19,7 @@ from dpx import keys
 from dpx.accounting.ledger import from_event
 from dpx.sampling import CyclicPoissonSampling, RandomAllocation, allocation, draws, poisson
 from dpx.sampling.events import RandomAllocationDpEvent
-from dpx.schedules import scalars
+from dpx.schedules import values_over
 from tests.devices import on_eight_devices
 
 KEY = jax.random.key(5)
@@ -243,7 +243,7 @@ def test_the_events_of_random_allocation():
 def test_a_billion_steps_of_one_number_are_an_event_of_that_number(sampling):
     """And at once: the array of a number that does not change takes no memory."""
     for steps in (1, 3, 25):
-        assert repr(sampling.event(scalars.values_over(1.5, steps))) == repr(sampling.event(np.full(steps, 1.5)))
+        assert repr(sampling.event(values_over(1.5, steps))) == repr(sampling.event(np.full(steps, 1.5)))
     if not isinstance(sampling, dpx.ShuffledEpochs | CyclicPoissonSampling):  # whose epochs or turns are counted
         mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.5, sampling=sampling, key=KEY)
         assert from_event(mechanism.event(10**9)).released.most == 10**9

@@ -10,7 +10,7 @@ import pytest
 
 import dpx
 from dpx import schedules
-from dpx.schedules.scalars import value_at, values_over
+from dpx.schedules import value_at, values_over
 from dpx.values import require_whole
 
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=10)

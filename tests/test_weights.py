@@ -8,7 +8,7 @@ import scipy.stats
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 
 import dpx
-from dpx.sampling import weights
+from dpx.sampling import poisson as by_coins
 from dpx.sampling.draws import step_key, toss_coins
 from tests.problems import KEY, dp_sgd, poisson
 
@@ -59,14 +59,14 @@ def test_every_example_takes_part_at_its_own_rate_independently():
 
 def test_a_coin_is_64_bits_rounded_down():
     rates = np.array([0.0, 2.0**-64, 1.5 * 2.0**-64, 2.0**-32, 0.3, 1 - 2.0**-53, 1.0])
-    heads = weights.coin_thresholds(rates)
+    heads = by_coins.coin_thresholds(rates)
     limits = [int(high) << 32 | int(low) for high, low in zip(heads.high, heads.low, strict=True)]
     assert limits[:6] == [math.floor(rate * 2**64) for rate in rates[:6].tolist()]
     assert heads.always.tolist() == [False] * 6 + [True]
     key = step_key(KEY, 3)
     for rate in (0.3, 1e-3, 0.999):
         np.testing.assert_array_equal(
-            weights.toss_weighted_coins(key, weights.coin_thresholds(np.full(500, rate))), toss_coins(key, 500, rate)
+            by_coins.toss_weighted_coins(key, by_coins.coin_thresholds(np.full(500, rate))), toss_coins(key, 500, rate)
         )
 
 

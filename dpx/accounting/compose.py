@@ -17,7 +17,7 @@ from dpx.accounting.checks import Accountant, Profile, Relation
 from dpx.accounting.cost import cost_of_run, event_for_records, profile_of_run, records_per_unit_of_run
 from dpx.accounting.profiles import ExtremeProfile
 from dpx.keys.noise import LARGEST_RELEASE
-from dpx.schedules.scalars import values_over
+from dpx.schedules import values_over
 from dpx.states.identity import fingerprint, identity_of
 from dpx.states.reading import read_run
 from dpx.states.record import SEVERAL_KEYS

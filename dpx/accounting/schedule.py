@@ -29,7 +29,7 @@ from dpx.keys.noise import LARGEST_RELEASE
 from dpx.sampling.events import compose_events
 from dpx.sampling.poisson import PoissonSampling
 from dpx.sampling.schemes import FixedSizeSampling, FullBatch, Sampling, ShuffledEpochs
-from dpx.schedules.scalars import values_over
+from dpx.schedules import values_over
 from dpx.values import described, require_number, require_whole
 
 SamplingName = Literal["poisson", "fixed", "shuffled"]

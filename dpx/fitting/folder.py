@@ -57,7 +57,7 @@ from dpx.fitting.facts import (
 from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import Carry
 from dpx.ledgers.files import acquire_lock, fsync_folder, make_folder, read_json, replace_file
-from dpx.schedules.scalars import values_over
+from dpx.schedules import values_over
 from dpx.states.identity import fingerprint
 from dpx.states.record import ReleaseState, with_plan
 from dpx.values import Tree, map_nodes_of_type, path_of

@@ -28,7 +28,7 @@ from dpx.accounting.ledger import from_event
 from dpx.mechanism import guards
 from dpx.sampling.batch import MISSING, included_rows
 from dpx.sampling.schemes import Sampling
-from dpx.schedules.scalars import ScalarOrSchedule, values_over
+from dpx.schedules import ScalarOrSchedule, values_over
 from dpx.states.reading import require_state_of_mechanism, steps_taken
 from dpx.states.record import check_batch, fingerprints_of, release_and_count, stamp_state
 from dpx.sums.clipped_sum import sum_contributions

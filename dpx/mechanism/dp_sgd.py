@@ -20,7 +20,7 @@ from dpx.accounting.budget import accepts_budget
 from dpx.mechanism.base import Mechanism
 from dpx.mechanism.stages import SUM, describe, describe_groups
 from dpx.sampling.schemes import Sampling
-from dpx.schedules.scalars import ScalarOrSchedule, require_scalar_or_schedule, value_at, values_over
+from dpx.schedules import ScalarOrSchedule, require_scalar_or_schedule, value_at, values_over
 from dpx.states.record import ReleaseState
 from dpx.sums import norms
 from dpx.sums.float_pair import ETA

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from dpx.schedules.scalars import ScalarOrSchedule, value_at
+from dpx.schedules import ScalarOrSchedule, value_at
 from dpx.values import Tree
 
 # Added to a share before its product with d is rounded down, because 0.29 * 100 is 28.999... in floating point. Each

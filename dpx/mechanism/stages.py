@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from dpx.schedules.scalars import ScalarOrSchedule, values_over
+from dpx.schedules import ScalarOrSchedule, values_over
 from dpx.values import Tree, path_of
 
 SUM = "sum over the batch"

@@ -20,7 +20,7 @@ from dpx.mechanism.dp_sgd import dp_sgd
 from dpx.mechanism.masks import kth_largest, mask_of_largest, masked, number_of_share
 from dpx.mechanism.stages import describe_share
 from dpx.sampling.schemes import Sampling
-from dpx.schedules.scalars import ScalarOrSchedule, require_fraction, require_scalar_or_schedule, value_at, values_over
+from dpx.schedules import ScalarOrSchedule, require_fraction, require_scalar_or_schedule, value_at, values_over
 from dpx.values import Tree, find_state, require_number, require_whole
 
 

@@ -13,7 +13,7 @@ from dpx.mechanism.dp_sgd import dp_sgd
 from dpx.mechanism.stages import SUM, describe
 from dpx.papers.random_freeze import random_freeze
 from dpx.sampling.schemes import Sampling
-from dpx.schedules.scalars import ScalarOrSchedule
+from dpx.schedules import ScalarOrSchedule
 from dpx.values import Tree, batch_size, require_number, require_open_fraction, require_whole, unflatten_vectors
 
 

@@ -32,7 +32,7 @@ from dpx.mechanism.base import Coordinates, InCoordinatesState, Mechanism, in_co
 from dpx.mechanism.dp_sgd import dp_sgd
 from dpx.sampling.batch import Batch, included_rows, require_batch
 from dpx.sampling.schemes import Sampling
-from dpx.schedules.scalars import ScalarOrSchedule
+from dpx.schedules import ScalarOrSchedule
 from dpx.sums.float_pair import FloatPair
 from dpx.values import (
     Tree,

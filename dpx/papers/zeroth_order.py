@@ -17,7 +17,7 @@ from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Coordinates, Mechanism, in_coordinates
 from dpx.mechanism.dp_sgd import dp_sgd
 from dpx.sampling.schemes import Sampling
-from dpx.schedules.scalars import ScalarOrSchedule
+from dpx.schedules import ScalarOrSchedule
 from dpx.values import require_whole
 
 

@@ -1,10 +1,11 @@
 """Poisson sampling: a coin for each example at every step; on request with public weights, or a limit of the rows."""
 
 import functools
+import hashlib
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
 from dpx import keys
-from dpx.sampling import weights as by_weight
+from dpx.keys import cipher
 from dpx.sampling.base import VaryingSize
 from dpx.sampling.draws import (
     Draw,
@@ -27,10 +28,75 @@ from dpx.sampling.draws import (
     usual_row_count,
 )
 from dpx.sampling.events import compose_releases
-from dpx.sampling.weights import PublicWeights
-from dpx.values import described, require_number, require_whole
+from dpx.values import described, require_floats, require_number, require_whole
 
 _ROWS, _KEPT = 1, 2  # the numbers of the keys of a step: of the rows of its examples, and of those that are kept
+
+
+class PublicWeights:
+    """A public weight for each example, which records with equal numbers share: they are equal and print alike.
+
+    values: float64 (examples,), finite, at least 0, of a positive sum. Raises ValueError for others.
+    """
+
+    def __init__(self, values: Any, examples: int):
+        if isinstance(values, PublicWeights):
+            values = values.values
+        weights = np.array(require_floats("weights", values), np.float64)
+        if weights.shape != (examples,):
+            raise ValueError(f"weights must be one number for each of the {examples} examples, got {weights.shape}")
+        if wrong := int((~(np.isfinite(weights) & (weights >= 0))).sum()):
+            raise ValueError(f"weights must be finite and at least 0, got {wrong} others")  # and shows none of them
+        if not 0 < weights.sum() < np.inf:
+            raise ValueError(f"weights must have a positive sum, got {weights.sum()}")
+        weights.flags.writeable = False
+        self.values = weights
+
+    @functools.cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(self.values.tobytes()).hexdigest()[:16]
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, PublicWeights) and np.array_equal(self.values, other.values)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def identity(self) -> tuple:
+        return "weights", len(self.values), self.digest
+
+    def __repr__(self) -> str:
+        return f"<{len(self.values)} from {self.values.min():.6g} to {self.values.max():.6g}, {self.digest}>"
+
+    def rate(self, weight: Any, batch_size: float) -> Any:
+        """The sampling rate of a weight, min(1, batch_size weight / sum of weights); float64, as `weight`."""
+        return np.minimum(1.0, batch_size * weight / self.values.sum())
+
+
+class CoinThresholds(NamedTuple):
+    """Below which number, of 64 bits, a coin is heads: two words, uint32 (examples,), and where it always is, bool."""
+
+    high: np.ndarray
+    low: np.ndarray
+    always: np.ndarray
+
+
+def coin_thresholds(rates: np.ndarray) -> CoinThresholds:
+    """The largest multiples of 2^-64 that are at most the rates, float64 (examples,)."""
+    always = rates >= 1
+    limits = np.where(always, 0.0, rates * 2.0**64).astype(np.uint64)  # the product is exact, and rounded down
+    return CoinThresholds((limits >> np.uint64(32)).astype(np.uint32), limits.astype(np.uint32), always)
+
+
+def toss_weighted_coins(key: jax.Array, heads: CoinThresholds) -> np.ndarray:
+    """Which examples take part, bool (examples,). At equal rates, these are the coins of `draws.toss_coins`."""
+    return np.asarray(_coins_below(keys.key_words(key), heads))
+
+
+@jax.jit
+def _coins_below(words: jax.Array, heads: CoinThresholds) -> jax.Array:
+    high, low, _, _ = cipher.draw_bits(words, len(heads.high))
+    return (high < heads.high) | (high == heads.high) & (low < heads.low) | heads.always
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -131,8 +197,8 @@ class PoissonSampling(VaryingSize):
         return not self.truncates
 
     @functools.cached_property
-    def _coin_thresholds(self) -> by_weight.CoinThresholds:
-        return by_weight.coin_thresholds(self.rates)
+    def _coin_thresholds(self) -> CoinThresholds:
+        return coin_thresholds(self.rates)
 
     @property
     def truncates(self) -> bool:
@@ -164,7 +230,7 @@ class PoissonSampling(VaryingSize):
         if self.weights is None:
             drawn = np.flatnonzero(toss_coins(own, self.examples, self.probability))
         else:
-            drawn = np.flatnonzero(by_weight.toss_weighted_coins(own, self._coin_thresholds))
+            drawn = np.flatnonzero(toss_weighted_coins(own, self._coin_thresholds))
         if len(drawn) > self.most_rows:
             fitting = padded_row_count(len(drawn), usual_row_count(self.examples, self.probability))
             drawn = _random_subset(drawn, int(self.most_rows), keys.fold_in(own, _KEPT), fitting)

@@ -33,7 +33,7 @@ from dpx.audit.contract.subject import AT_STEPS, SMALL, STEPS, Release
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import drawing_normals_by, without_grid
 from dpx.mechanism import Mechanism
-from dpx.schedules.scalars import value_at
+from dpx.schedules import value_at
 from dpx.sums.clipped_sum import sum_contributions
 from dpx.values import Tree, unflatten_vectors
 

@@ -13,7 +13,7 @@ from dpx.audit.contract.draws import FULLY, NoiseDraws, measured_release, obviou
 from dpx.audit.contract.report import NotChecked
 from dpx.audit.contract.subject import STEPS, Release, Subject, TracedRelease
 from dpx.sampling.base import Sampling
-from dpx.schedules.scalars import values_over
+from dpx.schedules import values_over
 from dpx.values import Tree
 
 MULTIPLIERS = 2**20  # steps whose noise multipliers are read

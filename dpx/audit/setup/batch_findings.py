@@ -22,7 +22,7 @@ from dpx.gradients import private_updates
 from dpx.gradients.one_example import value_and_gradient
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch
-from dpx.schedules.scalars import values_over
+from dpx.schedules import values_over
 from dpx.sums.clipped_sum import LARGEST, in_range, sum_contributions
 from dpx.sums.float_pair import as_pair
 from dpx.sums.microbatches import sum_over_microbatches

@@ -16,7 +16,7 @@ from dpx.mechanism.normalized import normalized
 from dpx.papers.d2p2_sgd.clip_then_project import clip_then_project
 from dpx.papers.d2p2_sgd.projections import ProjectionKind, random_projection
 from dpx.sampling.schemes import Sampling
-from dpx.schedules.scalars import ScalarOrSchedule
+from dpx.schedules import ScalarOrSchedule
 from dpx.values import Tree, described, require_number, require_whole
 
 Order = Literal["project_then_clip", "clip_then_project"]
