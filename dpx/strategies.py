@@ -28,13 +28,7 @@ from dpx.papers.correlated_noise.strategy import (
     lambda_cgd,
     square_root_coefficients,
 )
-from dpx.papers.correlated_noise.workload import (
-    Workload,
-    WorkloadLoss,
-    loss,
-    mean_loss_lower_bound,
-    optimized,
-)
+from dpx.papers.correlated_noise.workload import Workload, WorkloadLoss, loss, mean_loss_lower_bound, optimized
 
 __all__ = [
     "Strategy",

@@ -85,11 +85,7 @@ def test_both_directions_dominate():
 
 
 steps = st.lists(
-    st.tuples(
-        st.floats(0.35, 40.0),
-        st.sampled_from([0.003, 0.02, 0.15, 0.6]),
-        st.integers(1, 12),
-    ),
+    st.tuples(st.floats(0.35, 40.0), st.sampled_from([0.003, 0.02, 0.15, 0.6]), st.integers(1, 12)),
     min_size=1,
     max_size=4,
 )
@@ -172,11 +168,7 @@ def test_one_tiny_or_huge_step_by_root_finding(sigma, rate):
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
-@given(
-    st.lists(st.floats(0.3, 50), min_size=1, max_size=60),
-    st.integers(1, 20),
-    st.integers(0, 2**31),
-)
+@given(st.lists(st.floats(0.3, 50), min_size=1, max_size=60), st.integers(1, 20), st.integers(0, 2**31))
 def test_buckets_round_to_the_stated_side(sigmas, buckets, seed):
     generator = np.random.default_rng(seed)
     sigmas = np.array(sigmas)

@@ -111,11 +111,7 @@ def test_a_report_is_for_asserts():
 
 @pytest.mark.parametrize(
     ("make", "mu_dtype", "failures", "unchecked"),
-    [
-        (sound, None, [], []),
-        (sound, jnp.bfloat16, [], ["noise"]),
-        (two_thirds_of_the_noise, None, ["noise"], []),
-    ],
+    [(sound, None, [], []), (sound, jnp.bfloat16, [], ["noise"]), (two_thirds_of_the_noise, None, ["noise"], [])],
 )
 @pytest.mark.long
 def test_the_noise_behind_an_optimizer(make, mu_dtype, failures, unchecked, promoting):

@@ -378,11 +378,7 @@ def test_random_allocation_is_scored_by_epochs_and_below_its_bill(steps, share):
 @pytest.mark.long_cases("cyclic", "ordered", "truncated", "weighted")
 def test_other_samplings_are_below_their_bills(sampling, noise, share):
     found = audit.lower_bound(
-        functools.partial(dp_sgd, sampling=sampling, noise_multiplier=noise),
-        steps=6,
-        delta=1e-2,
-        key=KEY,
-        runs=20_000,
+        functools.partial(dp_sgd, sampling=sampling, noise_multiplier=noise), steps=6, delta=1e-2, key=KEY, runs=20_000
     )
     assert share * found.cost < found.epsilon <= found.cost
 

@@ -42,11 +42,7 @@ ALL = pytest.mark.parametrize("strategy", [LAMBDA, BISR, BANDS], ids=["lambda", 
 
 def made(strategy=LAMBDA, *, clip_norm=0.5, noise_multiplier=2.0, sampling=ORDER, key=KEY):
     return mechanisms.correlated_noise(
-        strategy=strategy,
-        clip_norm=clip_norm,
-        noise_multiplier=noise_multiplier,
-        sampling=sampling,
-        key=key,
+        strategy=strategy, clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key
     )
 
 
@@ -371,10 +367,7 @@ def test_the_methods_are_the_mechanism_with_their_strategies():
     workload = strategies.Workload(momentum=0.9, learning_rates=rates)
     for options, strategy in (
         ({}, strategies.optimized(bands=3, steps=12)),
-        (
-            {"momentum": 0.9, "learning_rates": rates},
-            strategies.optimized(bands=3, steps=12, workload=workload),
-        ),
+        ({"momentum": 0.9, "learning_rates": rates}, strategies.optimized(bands=3, steps=12, workload=workload)),
     ):
         method = methods.band_mf_sgd(bands=3, steps=12, sampling=CYCLIC, **given, **options)
         expected = made(strategy, sampling=CYCLIC)

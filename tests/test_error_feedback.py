@@ -86,9 +86,7 @@ def noise_of(deviation):
 @pytest.mark.parametrize("options", [{}, {"outer": 1.5}, {"outer": 1.5, "reset_every": 5}], ids=str)
 def test_algorithm_2(options, ungridded):
     made = dice(
-        noise_multiplier=2.0,
-        outer_clip_norm=options.get("outer", math.inf),
-        reset_every=options.get("reset_every"),
+        noise_multiplier=2.0, outer_clip_norm=options.get("outer", math.inf), reset_every=options.get("reset_every")
     )
     expected, error = algorithm_2(gradients(0), noise_of(2 * 0.7 / 8), **options)
     found, state = run(made, gradients(0))

@@ -740,14 +740,7 @@ def test_any_convolution(data):
 
     def loss(w, x):
         y = lax.conv_general_dilated(
-            x,
-            w,
-            stride,
-            padding,
-            spread,
-            dilation,
-            dimension_numbers=layouts,
-            feature_group_count=groups,
+            x, w, stride, padding, spread, dilation, dimension_numbers=layouts, feature_group_count=groups
         )
         return score(y)
 

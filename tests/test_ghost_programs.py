@@ -17,15 +17,7 @@ from tests.ghost import QUICK, mechanism, noiseless
 
 RECORDED = Path(__file__).parent / "data" / "programs.json"
 ANIMALS = {name: made for zoo in (test_ghost_zoo.ZOO, test_ghost_scans.ZOO) for name, (made, *_) in zoo.items()}
-COMMON = {
-    "dense",
-    "deep",
-    "convolution",
-    "embedding",
-    "tied_weights",
-    "stack",
-    "remat_in_a_scan",
-}
+COMMON = {"dense", "deep", "convolution", "embedding", "tied_weights", "stack", "remat_in_a_scan"}
 SLACK, FEW_BYTES = 1.1, 512
 PRODUCT = re.compile(r" = \S+ (?:dot|convolution)\(|custom_call_target=\"__onednn")
 

@@ -133,12 +133,7 @@ def test_every_word_of_another_implementation_counts(place):
     assert keys.stream(one, "noise") != keys.stream(other, "noise") and keys.mark_of_key(one) != keys.mark_of_key(other)
 
 
-SETTINGS = {
-    "threefry_partitionable": False,
-    "enable_x64": True,
-    "disable_jit": True,
-    "numpy_dtype_promotion": "strict",
-}
+SETTINGS = {"threefry_partitionable": False, "enable_x64": True, "disable_jit": True, "numpy_dtype_promotion": "strict"}
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])

@@ -572,8 +572,7 @@ def test_fresh_projections_are_refused():
     optimizer = dpx.mechanisms.clip_then_project(inner, rank=2, kind="gaussian")
     state = optimizer.init(PARAMS)
     with pytest.raises(
-        ValueError,
-        match="is that of ProjectedGaussianDpEvent.*, for which skipped steps have no proof",
+        ValueError, match="is that of ProjectedGaussianDpEvent.*, for which skipped steps have no proof"
     ):
         require_skippable(dataclasses.replace(PLAN, optimizer=optimizer), state, 0, 4)
 

@@ -148,8 +148,5 @@ def test_the_pipeline_says_what_is_frozen_only_where_something_is():
     assert trainable(mask=many).name.endswith("0, 1, 2, 4, 5, 6 and 3 more")
     assert trainable(mask={"a": True}).undo == ""
     frozen = dpx.chain(COMPOSED["mask"](), optax.identity())
-    assert frozen.stages[-2:] == (
-        "zeros for the other layers, which optax transforms do not see",
-        "optax transforms",
-    )
+    assert frozen.stages[-2:] == ("zeros for the other layers, which optax transforms do not see", "optax transforms")
     assert dpx.chain(dp_sgd(), optax.identity()).stages[-1] == "optax transforms"

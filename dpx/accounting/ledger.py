@@ -13,11 +13,7 @@ from typing import Any
 import dp_accounting
 import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SampledWithoutReplacementDpEvent
-from dp_accounting.dp_event import (
-    MixtureOfGaussiansDpEvent,
-    RepeatAndSelectDpEvent,
-    TruncatedSubsampledGaussianDpEvent,
-)
+from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RepeatAndSelectDpEvent, TruncatedSubsampledGaussianDpEvent
 
 from dpx.accounting.allocation import Allocation, round_to_few_epochs
 from dpx.accounting.arithmetic import NormalSamplerError, RunProfile, normal_sampler

@@ -148,12 +148,7 @@ class CompiledByShapes:
     """
 
     def __init__(
-        self,
-        function: Callable,
-        *,
-        donate_argnums: Sequence[int],
-        out_shardings: Any = None,
-        sharding: Any = None,
+        self, function: Callable, *, donate_argnums: Sequence[int], out_shardings: Any = None, sharding: Any = None
     ):
         self.function, self.donate_argnums, self.out_shardings = function, donate_argnums, out_shardings
         self.sharding = sharding

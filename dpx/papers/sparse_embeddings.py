@@ -294,11 +294,7 @@ def _on_both(function: Callable[[Tree], Tree], total: FloatPair) -> FloatPair:
 
 
 def row_updates(
-    loss: Callable,
-    *,
-    rows: Callable[[Tree], Tree],
-    microbatch_size: int | None = None,
-    **settings: Any,
+    loss: Callable, *, rows: Callable[[Tree], Tree], microbatch_size: int | None = None, **settings: Any
 ) -> PrivateRowStep:
     """A step of `dpx.methods.ada_fest` that computes the rows that a batch reads, and one number for each other row.
 

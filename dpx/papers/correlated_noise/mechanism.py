@@ -46,12 +46,7 @@ from dpx.xla.place import float64, require_ieee_float64
 
 @accepts_budget
 def correlated_noise(
-    *,
-    strategy: Strategy,
-    clip_norm: float,
-    noise_multiplier: float,
-    sampling: Sampling,
-    key: jax.Array,
+    *, strategy: Strategy, clip_norm: float, noise_multiplier: float, sampling: Sampling, key: jax.Array
 ) -> Mechanism:
     """DP-SGD whose noise is C^-1 z over the steps: BandMF, lambda-CGD, BISR (arXiv:2306.08153, 2601.22334, 2505.12128).
 
@@ -302,12 +297,7 @@ def band_mf_sgd(
 
 @accepts_budget
 def lambda_cgd(
-    *,
-    correlation: float,
-    clip_norm: float,
-    noise_multiplier: float,
-    sampling: Sampling,
-    key: jax.Array,
+    *, correlation: float, clip_norm: float, noise_multiplier: float, sampling: Sampling, key: jax.Array
 ) -> Mechanism:
     """lambda-CGD: DP-SGD whose noise is z_t - correlation z_(t-1), for a fixed order (arXiv:2601.22334).
 

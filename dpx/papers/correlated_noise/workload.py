@@ -77,12 +77,7 @@ PREFIX_SUMS = Workload()
 
 
 def loss(
-    strategy: Strategy,
-    *,
-    steps: int,
-    workload: Workload = PREFIX_SUMS,
-    participations: int = 1,
-    separation: int = 1,
+    strategy: Strategy, *, steps: int, workload: Workload = PREFIX_SUMS, participations: int = 1, separation: int = 1
 ) -> WorkloadLoss:
     """The error of `workload` after `steps` steps, for noise proportional to the sensitivity of C.
 
@@ -147,11 +142,7 @@ Quadratic = Callable[[np.ndarray], tuple[float, np.ndarray]]  # u -> q(u) and ha
 
 
 def optimized(
-    *,
-    bands: int,
-    steps: int,
-    workload: Workload = PREFIX_SUMS,
-    error: Literal["mean", "largest"] = "mean",
+    *, bands: int, steps: int, workload: Workload = PREFIX_SUMS, error: Literal["mean", "largest"] = "mean"
 ) -> Strategy:
     """The strategy with `bands` bands and the least mean or largest loss, for examples at least `bands` steps apart.
 

@@ -96,12 +96,7 @@ def clip_then_project(
 
     stages = insert_around_sum(mechanism.stages, before_noise=(f"project the sum: {coordinates.name}",))
     costs = {"event": event} if kind == "gaussian" else {}
-    return mechanism.wrap(
-        begin=begin,
-        release=release,
-        stages=(*stages, coordinates.undo),
-        **costs,
-    )
+    return mechanism.wrap(begin=begin, release=release, stages=(*stages, coordinates.undo), **costs)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
