@@ -39,6 +39,9 @@ Audits           `dpx.audit.check_contract`: the privacy contract for any mechan
 `import dpx.catalog` lists every method, coordinates, mechanism and sampling; docs/methods.md is its table.
 """
 
+from types import ModuleType
+from typing import NoReturn
+
 from dpx import (
     accounting,
     audit,
@@ -115,6 +118,13 @@ __all__ = [
     "statistics",
     "tuning",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Says where a public name is that is not here."""
+    rooms = [room for room in __all__ if type(globals()[room]) is ModuleType and name in dir(globals()[room])]
+    words = "".join(f"; there is dpx.{room}.{name}" for room in rooms if not name.startswith("_"))
+    raise AttributeError(f"module 'dpx' has no attribute {name!r}{words}")
 
 
 def __dir__() -> list[str]:

@@ -79,7 +79,9 @@ def _with_fixed_constants(name: str, schedule: Schedule) -> Schedule:
     except ValueError:
         raise  # it already says why, for example that a Budget is not a number
     except Exception as error:
-        raise ValueError(f"{needed}; got one that raises {type(error).__name__}") from error
+        branches = isinstance(error, jax.errors.TracerBoolConversionError)
+        words = ": for a Python if, take jnp.where" if branches else ""
+        raise ValueError(f"{needed}; got one that raises {type(error).__name__}{words}") from error
     values, numbers = traced.out_avals, (jnp.integer, jnp.floating)
     if len(values) != 1 or values[0].shape or not any(jnp.issubdtype(values[0].dtype, kind) for kind in numbers):
         raise ValueError(f"{needed}; got one with the values {[str(value) for value in values]}")

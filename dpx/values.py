@@ -149,7 +149,7 @@ def _outline(name: str, value: Any) -> str:
     arrays = [leaf for leaf in jax.tree.leaves(value) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
     if not arrays or arrays[0] is value:
         return described(value)
-    return f"{len(arrays)} arrays of {sum(math.prod(array.shape) for array in arrays)} numbers"
+    return f"{len(arrays)} array{'s' * (len(arrays) > 1)} of {sum(math.prod(array.shape) for array in arrays)} numbers"
 
 
 def as_local_array(array: Any) -> Any:

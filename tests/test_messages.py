@@ -301,6 +301,11 @@ def test_results_are_printed_in_a_line_without_elements_of_arrays():
 def test_a_wrong_keyword_of_a_method_names_the_nearest():
     with pytest.raises(TypeError, match=r"dp_sgd\(\) got an unexpected argument 'clip_nrom', did you mean 'clip_norm'"):
         dpx.dp_sgd(clip_nrom=1.0, noise_multiplier=1.0, sampling=SAMPLING, key=KEY)
+    for build in (dpx.dp_sgd, dpx.statistics.release_mean):
+        with pytest.raises(TypeError, match=r"'epsilon', which is a part of noise_multiplier=dpx.Budget\(epsilon="):
+            build(epsilon=1.0)
+    with pytest.raises(AttributeError, match="no attribute 'FixedOrder'; there is dpx.sampling.FixedOrder"):
+        dpx.FixedOrder  # noqa: B018
     with pytest.raises(TypeError, match=r"d2p2_sgd\(\) missing a required argument: 'kind'; its arguments are rank"):
         dpx.methods.d2p2_sgd(noise_multiplier=1.0, sampling=SAMPLING, key=KEY)
 

@@ -139,7 +139,10 @@ REFUSED = {
     "a complex number": (lambda step: 1j, "with the values"),
     "a truth value": (lambda step: step < 3, "with the values"),
     "a failing function": (lambda step: {}["noise"], "that raises KeyError"),
-    "a branch in Python": (lambda step: 1.0 if step < 3 else 2.0, "that raises TracerBoolConversionError"),
+    "a branch in Python": (
+        lambda step: 1.0 if step < 3 else 2.0,
+        "raises TracerBoolConversionError: for a Python if, take jnp.where",
+    ),
     "a callback": (by_callback, "calls Python"),
     "a callback in a branch": (
         lambda step: jax.lax.cond(step > 3, by_callback, lambda _: jnp.float32(1), step),

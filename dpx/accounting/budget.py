@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from dpx.sampling.base import Sampling
 from dpx.values import described, require_bool, require_number, require_whole
 
 M = TypeVar("M", bound=Any)
+P = ParamSpec("P")
+R = TypeVar("R")
 _COARSE_BUCKETS = 24  # of a first, rough search, where the second one starts (benchmarks/accounting.py, calibration)
 _COARSE_TOLERANCE = 0.02  # of the first search, relative
 _LARGEST_MULTIPLIER = 1e6  # if this much noise does not meet a budget, the budget counts as impossible
@@ -145,6 +147,18 @@ def accepts_budget(build: Callable[..., M]) -> Callable[..., M]:
     return builder
 
 
+def names_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Returns `function`, which takes a noise multiplier, with a TypeError that says what to give."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def checked(*args, **kwargs):
+        _bound_args(function.__name__, signature, args, kwargs)
+        return function(*args, **kwargs)
+
+    return checked
+
+
 def _bound_args(name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> inspect.BoundArguments:
     """The arguments by their names. Raises TypeError, which names the function, and the nearest of its arguments."""
     try:
@@ -154,6 +168,8 @@ def _bound_args(name: str, signature: inspect.Signature, args: tuple, kwargs: di
     if unknown and all(p.kind is not p.VAR_KEYWORD for p in signature.parameters.values()):
         near = difflib.get_close_matches(unknown[0], signature.parameters, n=1)
         words = f"got an unexpected argument {unknown[0]!r}{f', did you mean {near[0]!r}?' if near else ''}"
+        if unknown[0] in ("epsilon", "delta", "budget"):
+            words += ", which is a part of noise_multiplier=dpx.Budget(epsilon=..., delta=..., steps=...)"
     raise TypeError(f"{name}() {words}; its arguments are {', '.join(signature.parameters)}")
 
 
@@ -188,10 +204,11 @@ def calibrate(
     Raises ValueError for arguments outside these ranges, for a budget that no noise multiplier up to 1e6 meets, and
     where `dpx.epsilon` does.
 
-        >>> def make(noise_multiplier):
-        ...     return dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
+        >>> def make(last):
+        ...     noise = optax.linear_schedule(2 * last, last, 100)  # for constant noise, a dpx.Budget is enough
+        ...     return dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise, sampling=sampling, key=key)
         >>> dpx.accounting.calibrate(make, steps=100, epsilon=2.0, delta=1e-5)
-        1.344...
+        1.017...
     """
     epsilon, delta = checks.require_positive_epsilon(epsilon), checks.require_delta(delta)
     checks.require_accountant(accountant)

@@ -274,7 +274,10 @@ class PrivacyLedger:
         require_text("words", words)
         require_text("part", "all" if part is None else part)
         if unit is not None and unit_mark(unit) != unit_mark(self.terms.unit):
-            raise ValueError(f"the release must protect the unit of the ledger, {self.terms.unit!r}, got {unit!r}")
+            raise ValueError(
+                f"the release must protect the unit of the ledger, {self.terms.unit!r}, got {unit!r}: dpx.UserData "
+                "names it"
+            )
         if part is not None and self.terms.relation == "replace_one":
             raise ValueError(
                 'part must be None in a ledger of relation "replace_one": a member of one part may be replaced by one '

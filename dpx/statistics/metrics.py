@@ -10,7 +10,7 @@ import numpy as np
 from dp_accounting import SelfComposedDpEvent
 
 from dpx import keys
-from dpx.accounting.budget import Budget
+from dpx.accounting.budget import Budget, names_arguments
 from dpx.accounting.cost import profile_of_run
 from dpx.sampling.users import UserData
 from dpx.statistics.released import RELATION, Statistic, mark_of_answer, records_of
@@ -18,6 +18,7 @@ from dpx.statistics.sums import release_mean
 from dpx.values import Tree, as_local_array, path_of, require_function
 
 
+@names_arguments
 def release_accuracy(
     correct: Any,
     *,

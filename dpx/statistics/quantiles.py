@@ -29,7 +29,7 @@ from dp_accounting import DpEvent, SelfComposedDpEvent
 from numpy.typing import ArrayLike
 
 from dpx import keys
-from dpx.accounting.budget import Budget
+from dpx.accounting.budget import Budget, names_arguments
 from dpx.accounting.pure import PureDpEvent
 from dpx.statistics.noise import random_words
 from dpx.statistics.released import Release, StatisticRequest, bounds_of, records_of
@@ -60,6 +60,7 @@ class Quantiles(Release):
         return self.scale * math.log(self.points / error)
 
 
+@names_arguments
 def release_quantiles(
     data: Any,
     quantiles: ArrayLike = (0.25, 0.5, 0.75),

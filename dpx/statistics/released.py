@@ -269,7 +269,7 @@ def _warn_of_large_cost(noise_multiplier: float, event: DpEvent) -> None:
             f"noise_multiplier = {noise_multiplier:g} gives epsilon = {cost:.3g} at delta = {_SMALL_DELTA:g}, which "
             f"promises little: less noise costs more. For epsilon = {noise_multiplier:g}, pass noise_multiplier="
             f"dpx.Budget(epsilon={noise_multiplier:g}, delta={_SMALL_DELTA:g}, steps=1)",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

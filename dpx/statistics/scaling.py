@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dpx.accounting.budget import Budget
+from dpx.accounting.budget import Budget, names_arguments
 from dpx.statistics.noise import UnitSensitivity
 from dpx.statistics.released import Statistic, StatisticRequest, bounds_of, records_of, safe_ratio, weighted_mean_bounds
 from dpx.statistics.sums import QUANTA, bernstein_cell_sums
@@ -40,6 +40,7 @@ class Scaling:
         return jnp.where(jnp.isnan(scaled), jnp.zeros_like(scaled), scaled)
 
 
+@names_arguments
 def standardize(
     data: Any,
     *,

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dpx.accounting.budget import Budget
+from dpx.accounting.budget import Budget, names_arguments
 from dpx.statistics.noise import UnitSensitivity
 from dpx.statistics.released import (
     Statistic,
@@ -37,6 +37,7 @@ from dpx.values import described, require_bool
 WHOLE, QUANTA = 2**10, 2**24  # of a value that is counted, and of one that is added
 
 
+@names_arguments
 def release_count(
     data: Any,
     *,
@@ -68,6 +69,7 @@ def release_count(
     )
 
 
+@names_arguments
 def release_histogram(
     data: Any,
     *,
@@ -144,6 +146,7 @@ def _release_noisy_counts(
     return Statistic(value=shaped(value), interval_at=interval_at, **facts)
 
 
+@names_arguments
 def release_sum(
     data: Any,
     *,
@@ -197,6 +200,7 @@ def _in_quanta(shares: np.ndarray) -> np.ndarray:
     return np.clip(np.rint(np.nan_to_num(shares) * QUANTA), -QUANTA, QUANTA).astype(np.int64)
 
 
+@names_arguments
 def release_mean(
     data: Any,
     *,

@@ -12,7 +12,7 @@ from jax.extend import core
 
 from dpx.audit.setup.report import Finding
 from dpx.gradients.one_example import INSTEAD, LARGE_CONSTANTS
-from dpx.values import Tree, first_words, path_of
+from dpx.values import Tree, described, first_words, path_of
 from dpx.xla import jaxprs
 from dpx.xla.dataflow import spread_marks
 
@@ -38,7 +38,9 @@ def trace_or_finding(loss: Callable, params: Tree, example: Tree) -> core.Closed
     except NameError as error:
         return Finding("named axes", "error", f"the loss uses a named axis, so it is not that of one example: {error}")
     if not (hasattr(out, "shape") and out.shape == () and jnp.issubdtype(out.dtype, jnp.floating)):
-        raise ValueError(f"loss must return one real number for one example (has_aux=True returns more), got {out}")
+        raise ValueError(
+            f"loss must return one real number for one example (has_aux=True returns more), got {described(out)}"
+        )
     return closed
 
 

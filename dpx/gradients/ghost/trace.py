@@ -45,7 +45,7 @@ from dpx.gradients.ghost.views import (
     moves_elements,
     only_slices,
 )
-from dpx.values import Tree
+from dpx.values import Tree, described
 from dpx.xla import jaxprs
 
 INTEGERS: dict[str, Callable] = {  # of the numbers that say where an iteration looks
@@ -101,7 +101,7 @@ def follow_parameters(traced: TracedLoss, leaves: int) -> Program:
     """The program of a loss with this many leaves of parameters. Raises ValueError unless its value is real, ()."""
     closed, (out, aux) = traced
     if not (hasattr(out, "shape") and out.shape == () and jnp.issubdtype(out.dtype, jnp.floating)):
-        raise ValueError(f"loss must return one real number for one example, got {out}")
+        raise ValueError(f"loss must return one real number for one example, got {described(out)}")
     tracer = _Tracer(leaves=leaves, inputs=len(closed.jaxpr.invars))
     inputs = tuple(range(len(closed.jaxpr.invars)))
     result, *beside = tracer.walk(closed.jaxpr, [Constant(value) for value in closed.consts], inputs)
