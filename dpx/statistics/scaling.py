@@ -1,6 +1,5 @@
 """The mean and the scale of features, as public numbers for a model."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +9,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dpx.accounting.budget import Budget, names_arguments
-from dpx.statistics.noise import UnitSensitivity
 from dpx.statistics.released import Statistic, StatisticRequest, bounds_of, records_of, safe_ratio, weighted_mean_bounds
-from dpx.statistics.sums import QUANTA, bernstein_cell_sums
+from dpx.statistics.sums import QUANTA, noisy_bernstein_cells
 
 _LARGEST_VARIANCE = 0.25  # of values in [0, 1]
 
@@ -67,19 +65,14 @@ def standardize(
     asked = StatisticRequest(words, key, noise_multiplier, noise, ledger, part)
     records = records_of(data)
     low, high = bounds_of(low, high, records)
-    cells, columns, most = (
-        bernstein_cell_sums(records, low, high, 2),
-        records.values.shape[1],
-        QUANTA * records.most_rows,
+    noisy, added, facts = noisy_bernstein_cells(
+        asked, records, low, high, 2, f"standardize {low.tolist()} {high.tolist()}"
     )
-    effect = UnitSensitivity(QUANTA * columns, QUANTA * math.sqrt(columns), 3 * columns)
-    query = f"standardize {low.tolist()} {high.tolist()}"
-    records = records.public
-    noisy, added, facts = asked.noisy(records, cells, effect, 0, most, query=query)
+    records, most = records.public, QUANTA * records.most_rows
     total, size = noisy.sum(axis=0), high - low
     mean = safe_ratio(noisy[1] / 2 + noisy[2], total, 0.5)
     variance = safe_ratio(noisy[2], total, 1.0) - mean**2
-    least = safe_ratio(np.full(columns, 2 * added.deviation), total, 1.0)
+    least = safe_ratio(np.full(len(low), 2 * added.deviation), total, 1.0)
     scale = np.sqrt(np.clip(np.maximum(variance, least), 0, _LARGEST_VARIANCE))
     value = np.stack([low + size * mean, size * scale])
 

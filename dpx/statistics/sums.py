@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dpx.accounting.budget import Budget, names_arguments
-from dpx.statistics.noise import UnitSensitivity
+from dpx.statistics.noise import Noise, UnitSensitivity
 from dpx.statistics.released import (
     Statistic,
     StatisticRecords,
@@ -243,14 +243,8 @@ def release_mean(
         quanta = _in_quanta((np.clip(records.values, low, high) - middle) / half)
         found = _sum_in_quanta(asked, records, quanta, half / (QUANTA * rows), middle, query)
         return _cut_to_bounds(found, records.public, low, high)
-    cells, columns, most = (
-        bernstein_cell_sums(records, low, high, 1),
-        records.values.shape[1],
-        QUANTA * records.most_rows,
-    )
-    effect = UnitSensitivity(QUANTA * columns, QUANTA * math.sqrt(columns), 2 * columns)
-    records = records.public
-    noisy, added, facts = asked.noisy(records, cells, effect, 0, most, query=query)
+    noisy, added, facts = noisy_bernstein_cells(asked, records, low, high, 1, query)
+    records, most = records.public, QUANTA * records.most_rows
     value = low + (high - low) * safe_ratio(noisy[1], noisy.sum(axis=0), 0.5)
 
     def interval_at(error: float) -> tuple[Any, Any]:
@@ -274,12 +268,17 @@ def _cut_to_bounds(found: Statistic, records: StatisticRecords, low: np.ndarray,
     return Statistic(**vars(found) | {"value": cut(found.value), "interval_at": interval_at})
 
 
-def bernstein_cell_sums(records: StatisticRecords, low: np.ndarray, high: np.ndarray, degree: int) -> np.ndarray:
-    """The sums of the quanta that a record spreads, int64 (degree + 1, columns): the basis of Bernstein's polynomials,
-    whose terms are at least 0 and add up to 1, so that the quanta of a record that is there add up to QUANTA."""
+def noisy_bernstein_cells(
+    asked: StatisticRequest, records: StatisticRecords, low: np.ndarray, high: np.ndarray, degree: int, query: str
+) -> tuple[np.ndarray, Noise, dict[str, Any]]:
+    """The sums of the quanta that a record spreads, (degree + 1, columns), released as by `asked.noisy`: the basis of
+    Bernstein's polynomials, whose terms are at least 0 and add up to 1, so that the quanta of a record that is there
+    add up to QUANTA."""
     there = ~np.isnan(records.values)
     share = (np.clip(np.where(there, records.values, low), low, high) - low) / (high - low)
     last = _in_quanta(share**degree)
     first = np.minimum(_in_quanta((1 - share) ** degree), QUANTA - last) if degree > 1 else QUANTA - last
     spread = np.stack([first, QUANTA - first - last, last] if degree > 1 else [first, last])
-    return np.where(there, spread, 0).sum(axis=1)
+    cells, columns = np.where(there, spread, 0).sum(axis=1), len(low)
+    effect = UnitSensitivity(QUANTA * columns, QUANTA * math.sqrt(columns), len(cells) * columns)
+    return asked.noisy(records.public, cells, effect, 0, QUANTA * records.most_rows, query=query)
