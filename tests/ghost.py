@@ -1,6 +1,5 @@
 """What the tests of the ghost norms share: both ways of clipping side by side."""
 
-import sys
 from typing import Any
 from unittest import mock
 
@@ -11,6 +10,7 @@ import numpy as np
 
 import dpx
 from dpx.gradients.ghost import algorithms
+from dpx.mechanism import guards
 from dpx.sums.float_pair import as_pair
 from tests.compiling import AS_A_USER
 from tests.problems import dp_sgd, poisson
@@ -55,8 +55,7 @@ def sharing_a_key(step: Any) -> Any:
     """A step without noise, which `jax.vmap` may batch with one key."""
 
     def run(*arguments):
-        module = sys.modules["dpx.gradients.private_updates"]
-        with mock.patch.object(module, "refuse_shared_noise", lambda _, sums: sums):
+        with mock.patch.object(guards, "refuse_shared_noise", lambda _, sums: sums):
             return step(*arguments)
 
     return run

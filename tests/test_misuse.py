@@ -14,6 +14,7 @@ import pytest
 
 import dpx
 from dpx.accounting.cost import profile_of_run
+from dpx.states import record
 from dpx.states.record import unit_mark
 from tests import problems
 from tests.problems import as_a_user
@@ -545,6 +546,23 @@ def test_runs_under_vmap_have_keys_of_their_own():
     refused("with one key they have the same noise", jax.jit(jax.vmap(run, (None, 0))), KEY, scales)
     one, other = jax.jit(jax.vmap(run))(runs, scales)
     assert jnp.abs(one - other).min() > 1e-3
+    grads = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), GRADS)
+    for noise, check in (
+        (1.0, functools.partial(refused, "with one key they have the same noise")),
+        (0.0, lambda f: f()),
+    ):
+        made = dp_sgd(noise, FULL)
+        check(lambda made=made: jax.vmap(lambda g: made.update(g, made.init(PARAMS), PARAMS)[0])(grads))
+
+
+def test_devices_have_keys_of_their_own(monkeypatch):
+    """As under `jax.pmap`, for which `jax.vmap` stands here, without noise, which it would refuse."""
+    monkeypatch.setattr(record, "unchecked_axes", lambda: ("devices",))
+    made = dp_sgd(0.0, FULL)
+    for other, expected in ((1.0, 0), (0.0, list(record.REASONS).index("devices") + 1)):
+        grads = jax.tree.map(lambda leaf, other=other: jnp.stack([leaf, other * leaf, leaf]), GRADS)
+        step = jax.vmap(lambda g: made.update(g, made.init(PARAMS), PARAMS)[1].problem, axis_name="devices")
+        assert np.all(step(grads) == expected)
 
 
 def test_a_private_gradient_is_not_differentiated():

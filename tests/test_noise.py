@@ -16,6 +16,7 @@ from benchmarks import exact
 from dpx import keys
 from dpx.keys import noise, normals
 from dpx.keys.cipher import threefry4x32
+from dpx.sums.float_pair import FloatPair
 from dpx.xla.place import fast_math, tracing_for_place, warn_of_fast_math
 
 KEY, LONG = jax.random.key(3), np.longdouble
@@ -334,3 +335,9 @@ def test_devices_of_a_shard_map_have_keys_of_their_own():
         program(lambda sums: keys.release(KEY, 0, sums, 1.0))
     program(lambda sums: keys.release(keys.fold_in(KEY, jax.lax.axis_index("one")), 0, sums, 1.0))
     program(lambda sums: 0 * sums + keys.release(KEY, 0, jax.lax.psum(sums, "one"), 1.0))
+    with pytest.raises(ValueError, match="must each have a key of their own"):
+        program(lambda sums: keys.release_and_rest(KEY, 0, FloatPair, sums, 1.0)[0])
+    for checked in (True, False):
+        how = {"mesh": mesh, "in_specs": PartitionSpec("one"), "out_specs": PartitionSpec("one"), "check_vma": checked}
+        found = jax.shard_map(lambda x: jnp.tile(x, 1 + len(noise.unchecked_axes())), **how)
+        assert jax.eval_shape(found, jnp.zeros(4)).shape == ((4,) if checked else (8,))

@@ -16,7 +16,7 @@ from dpx.gradients.clipped_gradients import Norms, RowSum, sum_gradients
 from dpx.gradients.one_example import rows_with_keys
 from dpx.gradients.private_updates import Unreleased, call_with_auto_axes, sharding_along_examples
 from dpx.mechanism import Mechanism
-from dpx.mechanism.guards import checked_params, refuse_shared_noise
+from dpx.mechanism.guards import checked_params
 from dpx.sampling.batch import Batch, included_rows, require_batch
 from dpx.states.identity import fingerprint
 from dpx.states.record import DrawRecord, ReleaseState
@@ -119,7 +119,6 @@ class PrivateChunks:
         ordered &= sums.mechanism == _fingerprint(self.optimizer, params, state)
         ordered &= _equal_up_to_rounding(sums.clipping, _clip_bounds(self.optimizer, state))
         total, count, drawn = sums.unreleased_sums, sums.unreleased_count, sums.unreleased_drawn
-        total = refuse_shared_noise(self.optimizer.key, total)
         return self.optimizer.release_once(total, state, params, count, drawn, ordered=ordered)
 
 

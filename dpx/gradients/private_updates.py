@@ -14,7 +14,7 @@ from dpx.gradients.clipped_gradients import Norms, RowSum, count_row_shards, sum
 from dpx.gradients.microbatch_size import require_platform
 from dpx.gradients.one_example import function_of_row, rows_with_keys
 from dpx.mechanism import Mechanism
-from dpx.mechanism.guards import checked_params, refuse_shared_noise
+from dpx.mechanism.guards import checked_params
 from dpx.sampling.batch import Batch, included_rows, require_batch
 from dpx.states.record import ReleaseState
 from dpx.values import Tree, batch_size, find_state, repr_with_shapes, require_function, require_whole
@@ -72,7 +72,6 @@ class PrivateStep:
         included = included_rows(batch_size(examples), included, self.optimizer.sampling)
         rows = rows_with_keys(self.optimizer, state, examples, with_key=self.with_key)
         sums, of_each = self.row_sum(params, state, rows, included)
-        sums = refuse_shared_noise(self.optimizer.key, sums)
         updates, state = self.optimizer.release_once(sums, state, params, jnp.sum(included), drawn)
         return PrivateUpdates(updates, state, Unreleased(*of_each))
 

@@ -116,20 +116,30 @@ def release(
     places = stream_positions_of([leaf.shape for leaf in leaves])
     how = places, current_place(), draws_noise(deviation)
     words, deviation = secret_words(key), as_deviation(deviation)
-    if axes_that_vary(leaves) - axes_that_vary([words]):
+    _require_own_key(words, leaves)
+    with jax.disable_jit(False):  # the loops are written for tracers
+        return structure.unflatten(release_leaves(words, jnp.asarray(step), deviation, leaves, lows, *how))
+
+
+def _require_own_key(words: jax.Array, arrays: Sequence[jax.Array]) -> None:
+    if axes_that_vary(arrays) - axes_that_vary([words]):
         raise ValueError(
             "sums that differ between the devices of a jax.shard_map must each have a key of their own, because with "
             "one key they have the same noise. Add them up before the release (jax.lax.psum); fit and private_updates "
             "do so under jax.jit with sharded batches"
         )
-    with jax.disable_jit(False):  # the loops are written for tracers
-        return structure.unflatten(release_leaves(words, jnp.asarray(step), deviation, leaves, lows, *how))
 
 
 def axes_that_vary(arrays: Sequence[jax.Array]) -> set[str]:
     """The axes of a `jax.shard_map` over which some of the arrays differ; none under check_vma=False."""
     types = [getattr(jax.typeof(array), "manual_axis_type", None) for array in arrays]
     return {axis for one in types for axis in getattr(one, "varying", ())}
+
+
+def unchecked_axes() -> tuple[str, ...]:
+    """The axes of a `jax.pmap` or of a `jax.shard_map` with check_vma=False, where no array says whether it differs."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(axis for axis in manual if not axes_that_vary([jax.lax.axis_index(axis)]))
 
 
 def draws_noise(deviation: jax.Array | float) -> bool:
@@ -496,8 +506,10 @@ def release_and_rest(
     require_rows_apart()
     leaves, structure = jax.tree.flatten(jax.eval_shape(total, parts).high)
     how = total, stream_positions_of([leaf.shape for leaf in leaves]), current_place(), draws_noise(deviation)
+    words = secret_words(key)
+    _require_own_key(words, jax.tree.leaves(parts))
     with jax.disable_jit(False):
-        made = _release_and_rest(secret_words(key), jnp.asarray(step), as_deviation(deviation), parts, *how)
+        made = _release_and_rest(words, jnp.asarray(step), as_deviation(deviation), parts, *how)
     released, high, low = map(structure.unflatten, made)
     return released, FloatPair(high, low)
 

@@ -150,8 +150,9 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     def release_once(self, sums, state, params, rows, drawn=None, *, ordered=True) -> tuple[Tree, Tree]:
         """`release` for the sums of one batch. rows: int (), how many rows count. The rest is as in `check_batch`. A
         batch for which the event is not true leaves the state without a cost. Raises ValueError if differentiated."""
-        state = check_batch(state, self, rows, drawn, ordered=ordered)
-        return release_and_count(self.release, guards.refuse_differentiation(sums), state, params, budget=self.budget)
+        state = check_batch(state, self, sums, rows, drawn, ordered=ordered)
+        sums = guards.refuse_shared_noise(self, sums)
+        return release_and_count(self.release, sums, state, params, budget=self.budget)
 
     def event_matching(self, state: Tree, steps: int) -> DpEvent:
         """The event of the first `steps` releases of the run of `state`. Raises ValueError for another run's state."""

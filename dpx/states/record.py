@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from dp_accounting import DpEvent
 
-from dpx.keys.noise import count_numbers_with_cost, counting_releases
+from dpx.keys.noise import count_numbers_with_cost, counting_releases, unchecked_axes
 from dpx.states.identity import fingerprint
 from dpx.values import Tree, described, map_nodes_of_type
 from dpx.xla.place import current_place
@@ -33,6 +33,8 @@ REASONS = {
     "noise key": "its noise was drawn with more than one key, so it may be the noise of another run too. A compiled "
     "step keeps the key that it was compiled with: compile a step for every mechanism",
     "unit": "its batches hold units of different kinds, such as examples and users, so no one unit is protected",
+    "devices": "the devices of a jax.pmap, or of a jax.shard_map with check_vma=False, released different sums with "
+    "one noise. Give each a key of its own, or shard the batch under jax.jit, where all of them make one sum",
 }
 
 
@@ -198,11 +200,13 @@ def _as_uint32(numbers: int) -> jax.Array:
         return jnp.full((), min(numbers, 2**32) % 2**32, jnp.uint32)
 
 
-def check_batch(state: Tree, mechanism: Any, rows: jax.Array, drawn: DrawRecord | None, *, ordered: Any = True) -> Tree:
+def check_batch(
+    state: Tree, mechanism: Any, sums: Tree, rows: jax.Array, drawn: DrawRecord | None, *, ordered: Any = True
+) -> Tree:
     """Checks a batch against what the mechanism's cost assumes. If it does not fit, marks the state as without a cost.
 
-    rows: int (), how many rows of the batch count. ordered: bool (), whether the sums are of the chunks of one batch,
-        each once and in order, under this state.
+    sums: of the batch. rows: int (), how many of its rows count. ordered: bool (), whether the sums are of the chunks
+        of one batch, each once and in order, under this state.
     """
     sampling, own, noise_key = mechanism.sampling, mechanism.fingerprints, mechanism.noise_key
     most = int(min(sampling.most_rows, 2**31 - 1))
@@ -216,6 +220,8 @@ def check_batch(state: Tree, mechanism: Any, rows: jax.Array, drawn: DrawRecord 
         }
         if ordered is not True:
             wrong["chunks"] = jnp.logical_not(ordered)
+        if axes := unchecked_axes():
+            wrong["devices"] = _share_noise(axes, [noise_key, node.step], sums)
         node = node._replace(noise_key=noise_key)
         if drawn is not None:
             of_batch = DrawRecord(*(jnp.asarray(number).astype(jnp.uint32) for number in drawn))
@@ -237,6 +243,18 @@ def check_batch(state: Tree, mechanism: Any, rows: jax.Array, drawn: DrawRecord 
         return node._replace(problem=jax.lax.select(node.problem == 0, problem, node.problem))
 
     return map_nodes_of_type(check, state, ReleaseState)
+
+
+def _share_noise(axes: tuple[str, ...], noise: list, sums: Tree) -> jax.Array:
+    """Whether another device of these axes has the same `noise`, numbers that tell it, for other sums, bool ()."""
+
+    def checksum(x):
+        bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32).reshape(-1)
+        return jnp.sum(bits * (2 * jax.lax.iota(jnp.uint32, bits.size) + 1), dtype=jnp.uint32)
+
+    own = jnp.stack([jnp.asarray(x).astype(jnp.uint32) for x in (*noise, *map(checksum, jax.tree.leaves(sums)))])
+    same = jax.lax.all_gather(own, axes).reshape(-1, own.size) == own[None]
+    return jnp.any(jnp.all(same[:, : len(noise)], 1) & ~jnp.all(same, 1))
 
 
 def _marks_differ(known: jax.Array, mark: Any) -> jax.Array:
