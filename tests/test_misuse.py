@@ -565,6 +565,19 @@ def test_devices_have_keys_of_their_own(monkeypatch):
         assert np.all(step(grads) == expected)
 
 
+def test_a_gradient_in_a_shard_map_is_of_one_device():
+    """There, `jax.grad` by parameters that all devices share is a sum over the devices, so over examples."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    made, split, same = dp_sgd(sampling=FULL), jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+
+    def step(params, examples):
+        batch = dpx.Batch(examples, jnp.ones(ROWS, bool))
+        return dpx.private_updates(loss, made, norms="vmap")(params, batch, made.init(PARAMS)).updates
+
+    sharded = jax.shard_map(step, mesh=mesh, in_specs=(same, split), out_specs=same)
+    refused("must each have a key of their own", jax.eval_shape, sharded, PARAMS, tiny())
+
+
 def test_a_private_gradient_is_not_differentiated():
     mechanism = dp_sgd()
     batch = dpx.Batch(tiny(), jnp.ones(ROWS, bool))

@@ -18,6 +18,7 @@ from dpx.gradients.microbatch_size import (
     require_platform,
 )
 from dpx.gradients.one_example import adding_note, function_of_row, shapes_of_row, value_and_gradient, warn_of_constants
+from dpx.keys.noise import axes_that_vary
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.mechanism.guards import require_real
 from dpx.sums.clipped_sum import sum_contributions
@@ -59,6 +60,8 @@ class RowSum:
 
     def __call__(self, params: Tree, state: Tree, rows: tuple, included: jax.Array) -> tuple[tuple, tuple]:
         """The sums, and the losses, norms and aux of every row. rows: of `rows_with_keys`. included: bool (B,)."""
+        if axes := axes_that_vary(jax.tree.leaves(rows)):  # otherwise jax.grad sums over the devices of a shard_map
+            params = jax.tree.map(lambda x: jax.lax.pcast(x, (*axes - axes_that_vary([x]),), to="varying"), params)
         with self.placed():
             plan, cost = self.plan(params, state, rows)
             at_once = self.microbatches_for(plan, cost, params, included.shape[0])
