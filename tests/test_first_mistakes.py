@@ -295,8 +295,8 @@ FOREIGN = {
     "torch": ({"w": of_package("torch", dtype=np.dtype("float32"), shape=(3,))}, r"tensor\.detach\(\)\.numpy\(\)"),
     "haiku": (of_package("haiku._src.transform"), r"transformed\.init\(key, inputs\)"),
     "pandas": (of_package("pandas.core.frame", iloc=None), r"to_numpy\(numpy\.float32\)"),
-    "a function": ({"w": jnp.ones(3), "f": jnp.tanh}, "f PjitFunction. Of Flax Linen"),
-    "a word": ({"w": "float32"}, "w str. Of Flax Linen"),
+    "a function": ({"w": jnp.ones(3), "f": jnp.tanh}, "f PjitFunction. Of a result of fit"),
+    "a word": ({"w": "float32"}, "w str. Of a result of fit"),
 }
 
 

@@ -164,7 +164,8 @@ def _bound_args(name: str, signature: inspect.Signature, args: tuple, kwargs: di
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
-        words, unknown = str(error), [given for given in kwargs if given not in signature.parameters]
+        words = str(error).replace("positional arguments", "arguments without their names")
+        unknown = [given for given in kwargs if given not in signature.parameters]
     if unknown and all(p.kind is not p.VAR_KEYWORD for p in signature.parameters.values()):
         near = difflib.get_close_matches(unknown[0], signature.parameters, n=1)
         words = f"got an unexpected argument {unknown[0]!r}{f', did you mean {near[0]!r}?' if near else ''}"

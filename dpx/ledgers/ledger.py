@@ -274,9 +274,9 @@ class PrivacyLedger:
         require_text("words", words)
         require_text("part", "all" if part is None else part)
         if unit is not None and unit_mark(unit) != unit_mark(self.terms.unit):
+            advice = ": give the data as dpx.UserData" if unit == "example" else ""
             raise ValueError(
-                f"the release must protect the unit of the ledger, {self.terms.unit!r}, got {unit!r}: dpx.UserData "
-                "names it"
+                f"the release must protect the unit of the ledger, {self.terms.unit!r}, got {unit!r}{advice}"
             )
         if part is not None and self.terms.relation == "replace_one":
             raise ValueError(

@@ -13,8 +13,8 @@ from dpx.xla.jaxprs import inputs_read
 
 FEW = 3  # parameters that a message names
 FLAX = (
-    'Of Flax Linen, take model.init(...)["params"]; of Flax NNX, split the model: graphdef, params, rest = '
-    "nnx.split(model, nnx.Param, ...)"
+    'Of a result of fit, take its params; of Flax Linen, model.init(...)["params"]; of Flax NNX, split the model: '
+    "graphdef, params, rest = nnx.split(model, nnx.Param, ...)"
 )
 # What to do with objects of other packages. None of these packages is imported here.
 ADVICE = {

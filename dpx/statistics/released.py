@@ -80,8 +80,9 @@ def records_of(data: Any, *, numbers: bool = True) -> StatisticRecords:
         )
     values = np.asarray(values)
     if values.ndim not in (1, 2) or values.shape[0] == 0 or values.dtype.kind not in ("fiub" if numbers else "fiubUS"):
-        kinds = "numbers" if numbers else "numbers or words (of objects, column.to_numpy(str))"
-        raise ValueError(f"data must be {kinds}, (N,) or (N, columns) with N of at least 1; got {described(values)}")
+        kinds = "numbers" if numbers else "numbers or words"
+        words = described(values) + (": for words, take column.to_numpy(str)" if values.dtype.kind == "O" else "")
+        raise ValueError(f"data must be {kinds}, (N,) or (N, columns) with N of at least 1; got {words}")
     units, most, unit = (len(data), data.most, data.privacy_unit) if users else (len(values), 1, "example")
     if units * most > LARGEST_SUM >> 24:
         raise ValueError(f"data must hold at most {LARGEST_SUM >> 24} records, got {units} times {most}")

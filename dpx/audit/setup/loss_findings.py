@@ -39,7 +39,7 @@ def trace_or_finding(loss: Callable, params: Tree, example: Tree) -> core.Closed
         return Finding("named axes", "error", f"the loss uses a named axis, so it is not that of one example: {error}")
     if not (hasattr(out, "shape") and out.shape == () and jnp.issubdtype(out.dtype, jnp.floating)):
         raise ValueError(
-            f"loss must return one real number for one example (has_aux=True returns more), got {described(out)}"
+            f"loss must return one real number for one example (more with has_aux=True), got {described(out)}"
         )
     return closed
 

@@ -101,7 +101,9 @@ def follow_parameters(traced: TracedLoss, leaves: int) -> Program:
     """The program of a loss with this many leaves of parameters. Raises ValueError unless its value is real, ()."""
     closed, (out, aux) = traced
     if not (hasattr(out, "shape") and out.shape == () and jnp.issubdtype(out.dtype, jnp.floating)):
-        raise ValueError(f"loss must return one real number for one example, got {described(out)}")
+        raise ValueError(
+            f"loss must return one real number for one example (more with has_aux=True), got {described(out)}"
+        )
     tracer = _Tracer(leaves=leaves, inputs=len(closed.jaxpr.invars))
     inputs = tuple(range(len(closed.jaxpr.invars)))
     result, *beside = tracer.walk(closed.jaxpr, [Constant(value) for value in closed.consts], inputs)
