@@ -56,7 +56,7 @@ def refuse_differentiation(sums: Tree) -> Tree:
 
 
 @refuse_differentiation.defjvp
-def _refuse(primals, tangents):
+def _refuse_derivative(primals, tangents):
     words = "its derivative comes from the raw gradients and has no noise. Stop the gradient before the mechanism"
     raise ValueError(f"a private gradient must not be differentiated, because {words}")
 
