@@ -5,10 +5,10 @@ from that of float64 only where the exact number is within the errors below of a
 cannot be contracted, reassociated or flushed, so every device makes the same bits, and a test on a CPU is one of a TPU.
 Only the exact split of the sum, and the product of the released integer and gamma, use float32.
 
-A fraction x in [0, 1) of 45 bits is three limbs of 15 bits, highest first, so that a product of limbs has 30 bits, and
-a sum of three has 32. In units u = 2^-45, `product_limbs` is below x y by at most 1.0001 u, and `short_product`, whose
-second factor has 30 bits, and `square_limbs` by at most 3.0001 u; `high_word_product`, of 30 bits by 30 bits in units
-v = 2^-30, is below by at most 2 v.
+A fraction x in [0, 1) of 45 bits is a word of 30 bits and one of 15. As a factor, it is three limbs of 15 bits,
+highest first, so that a product of limbs has 30 bits, and a sum of three has 32. In units u = 2^-45, `product` is below
+x y by at most 1.0001 u, and `short_product`, whose second factor has 30 bits, and `square` by at most 3.0001 u;
+`high_word_product`, of 30 bits by 30 bits in units v = 2^-30, is below by at most 2 v.
 
 Logarithm. p = m 2^-z with m in [1/2, 1), and y = 1 - m, all exact in 64 bits. For j = 1, ..., 6, m is multiplied by
 1 + 2^-j where the product is at most 1, so that y < 2^-6.02. Then H = -log p is z log 2, plus the logarithms of the
@@ -34,7 +34,8 @@ Where p is not below 2^-32, it is rounded down to a multiple of 2^-64, so that i
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,7 @@ import numpy as np
 from jax import lax
 
 Limbs = tuple[jax.Array, ...]  # uint32 arrays of one shape, below 2^15, highest first
+Words = tuple[jax.Array, jax.Array]  # uint32 arrays, of 30 and 15 bits where they are a fraction
 
 EVALUATION, SLOPE = 2.0**-42, 2.0**-41  # deviations
 
@@ -65,22 +67,20 @@ COSINE = (
 INVERSE_ROOT = 1.98956408454, 2.50358038718 / 0.75, 2.64381972891 / 0.75**2, 1.14023934173 / 0.75**3
 
 
-def normal(polar: tuple[Limbs, jax.Array], words: Sequence[jax.Array], second: jax.Array, scale: jax.Array) -> Limbs:
+def normal(polar: tuple[Words, jax.Array], words: Sequence[jax.Array], second: jax.Array) -> Words:
     """scale g 2^-19 as a signed number of 64 bits, of which 53 are below the point: two uint32 words, highest first.
 
     words: of a block of the cipher, four uint32 arrays. polar: their `polar_radius`. second: bool, of their shape:
-    whether the second normal of the pair is asked for. scale: uint32 (), at least 2^23 and below 2^24.
+    whether the second normal of the pair is asked for. scale: that of `polar_radius`.
     """
-    (root, rest), exponent = polar
-    root = *_halves(root), rest
+    radius, exponent = polar
     part, negative = sine(words, second)
-    scale = jnp.broadcast_to(scale, rest.shape)
-    high, middle, low = product_limbs(short_product(root, (scale >> 9, (scale & 0x1FF) << 6)), part)
-    size = (high << 17) | (middle << 2) | (low >> 13), low << 19  # 64 bits: times 2^(9 - exponent)
+    high, low = product(limbs(radius), limbs(part))
+    size = (high << 2) | (low >> 13), low << 19  # 64 bits: times 2^(9 - exponent)
     return _signed(_shifted_right(size, exponent + 2), negative)
 
 
-def round_to_grid(high: jax.Array, low: jax.Array | None, noise: Limbs | None, exponent: jax.Array) -> jax.Array:
+def round_to_grid(high: jax.Array, low: jax.Array | None, noise: Words | None, exponent: jax.Array) -> jax.Array:
     """gamma k of `noise.py`, float32 in the shape of `high`. noise: R g of `normal`, or None. gamma: 2^exponent.
 
     exponent: int32 (), from -130 to 126. high, low: as in `noise.round_to_grid`, below 2^127 gamma, about 2^122
@@ -100,10 +100,11 @@ def round_to_grid(high: jax.Array, low: jax.Array | None, noise: Limbs | None, e
     return _scaled(whole + (more + floor.astype(jnp.float32)), exponent)  # never -0., because a floor is +0.
 
 
-def polar_radius(words: Sequence[jax.Array], rare: jax.Array) -> tuple[Limbs, jax.Array]:
-    """root, as `_root` has it, and the exponent k, uint32, with sqrt(-2 log p) = 2^(4 - k) root.
+def polar_radius(words: Sequence[jax.Array], rare: jax.Array, scale: jax.Array) -> tuple[Words, jax.Array]:
+    """scale 2^-24 times root, in [1/2, 1), and the exponent k, uint32, with sqrt(-2 log p) = 2^(4 - k) root.
 
-    words: of a block of the cipher, four uint32 arrays. rare: e of `normals.py`, uint32 ().
+    words: of a block of the cipher, four uint32 arrays. rare: e of `normals.py`, uint32 (). scale: uint32 (), at least
+    2^23 and below 2^24.
     """
     (high, low), exponent = _uniform_from_words(words, rare)
     zeros = lax.clz(high)
@@ -115,10 +116,12 @@ def polar_radius(words: Sequence[jax.Array], rare: jax.Array) -> tuple[Limbs, ja
     empty = high == 0  # for r below 2^-12
     high, low = jnp.where(empty, low, high), jnp.where(empty, np.uint32(0), low)
     shift = lax.clz(high) & np.uint32(0xFFFFFFFE)
-    return _root(*_shifted_left((high, low), shift)), (shift >> 1) + jnp.where(empty, np.uint32(16), np.uint32(0))
+    root, scale = _root(*_shifted_left((high, low), shift)), jnp.broadcast_to(scale, high.shape)
+    radius = short_product(limbs(root), (scale >> 9, (scale & 0x1FF) << 6))
+    return radius, (shift >> 1) + jnp.where(empty, np.uint32(16), np.uint32(0))
 
 
-def _uniform_from_words(words: Sequence[jax.Array], rare: jax.Array) -> tuple[Limbs, jax.Array]:
+def _uniform_from_words(words: Sequence[jax.Array], rare: jax.Array) -> tuple[Words, jax.Array]:
     """p 2^exponent as 64 bits, two words, of which the first is not 0; and the exponent, uint32."""
     a, b, _, d = words
     nothing, digits = np.uint32(0), d & np.uint32(0xFFFFFFF0)
@@ -132,7 +135,7 @@ def _uniform_from_words(words: Sequence[jax.Array], rare: jax.Array) -> tuple[Li
     return (high, low), small + rarest + empty
 
 
-def _log_factor_near_one(y: Limbs, exponent: jax.Array) -> tuple[Limbs, list[jax.Array]]:
+def _log_factor_near_one(y: Words, exponent: jax.Array) -> tuple[Words, list[jax.Array]]:
     """1 - y times factors of 1 + 2^-j, as a new y below 2^-6.02; and exponent log 2 plus the logarithms of the factors.
 
     The sum has three words of 19 bits, without carries.
@@ -152,22 +155,21 @@ def _words(number: int) -> tuple[np.uint32, ...]:
     return tuple(np.uint32((number >> shift) & 0x7FFFF) for shift in (38, 19, 0))
 
 
-def _plus_log_series(logarithm: list[jax.Array], high: jax.Array, low: jax.Array) -> Limbs:
+def _plus_log_series(logarithm: list[jax.Array], high: jax.Array, low: jax.Array) -> Words:
     """logarithm - log(1 - y), with 57 bits below the point: two words."""
     top, rest = (high << 6) | (low >> 26), low << 6  # Y = 64 y
-    limbs = top >> 17, (top >> 2) & _LOW, ((top << 13) | (rest >> 19)) & _LOW
+    y = top >> 17, (top >> 2) & _LOW, ((top << 13) | (rest >> 19)) & _LOW
     # Q = (2/3 + (1/2 + (2/5 + (1/3 + 2/7 Y / 64) Y / 64) ...) Y / 64) Y, v; then S = 2^-13 (Y^2 + 2^-6 Y^2 Q).
-    series = _low_thirty_bits(1 / 3) + ((limbs[0] * np.uint32(round(2 / 7 * 2**15))) >> 6)
-    series = _low_thirty_bits(2 / 5) + ((limbs[0] * (series >> 15)) >> 6)
+    series = _thirty_bits(1 / 3) + ((y[0] * np.uint32(round(2 / 7 * 2**15))) >> 6)
+    series = _thirty_bits(2 / 5) + ((y[0] * (series >> 15)) >> 6)
     for coefficient in (1 / 2, 2 / 3):
-        series = _low_thirty_bits(coefficient) + (high_word_product(limbs, _halves(series)) >> 6)
-    squared = square_limbs(limbs)
-    more = short_product(squared, _halves(high_word_product(limbs, _halves(series))))  # in 2^-64 of S
-    most = (squared[0] << 15) | squared[1]  # in 2^-43 of S
-    last = logarithm[2] + ((low >> 7) & _LOW_19) + ((most & 0x1F) << 14) + (squared[2] >> 1)
-    last += ((more[1] & 0x7FF) << 8) + (more[2] >> 7)
-    middle = logarithm[1] + (((high << 6) | (low >> 26)) & _LOW_19) + (most >> 5) + (last >> 19)
-    middle += (more[0] << 4) + (more[1] >> 11)
+        series = _thirty_bits(coefficient) + (high_word_product(y, _halves(series)) >> 6)
+    squared = square(y)  # of S, in 2^-43, and the rest
+    more = short_product(limbs(squared), _halves(high_word_product(y, _halves(series))))  # in 2^-49, and the rest
+    last = logarithm[2] + ((low >> 7) & _LOW_19) + ((squared[0] & 0x1F) << 14) + (squared[1] >> 1)
+    last += ((more[0] & 0x7FF) << 8) + (more[1] >> 7)
+    middle = logarithm[1] + (((high << 6) | (low >> 26)) & _LOW_19) + (squared[0] >> 5) + (last >> 19)
+    middle += more[0] >> 11
     first = logarithm[0] + (high >> 13) + (middle >> 19)
     middle, last = middle & _LOW_19, last & _LOW_19
     return (first << 6) | (middle >> 13), (middle << 19) | last
@@ -189,8 +191,8 @@ def fixed_point_inverse_root(high: jax.Array) -> jax.Array:
     return jnp.minimum((g << 14) + (((g >> 1) * (off >> 4)) >> 12), np.int32(2**30)).astype(jnp.uint32)
 
 
-def _root(high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """sqrt((high, low) 2^-64), in [1/2, 1): 30 bits, and 15 more. A TPU would compute three limbs in two kernels."""
+def _root(high: jax.Array, low: jax.Array) -> Words:
+    """sqrt((high, low) 2^-64), in [1/2, 1). A TPU would compute three limbs in two kernels."""
     inverse = fixed_point_inverse_root(high)
     head, body = high >> 17, (high >> 2) & _LOW
     near = head * (inverse >> 15) + ((head * (inverse & _LOW) + body * (inverse >> 15)) >> 15)
@@ -204,7 +206,7 @@ def _root(high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
     return (near.astype(jnp.int32) + (more >> 15)).astype(jnp.uint32), (more & 0x7FFF).astype(jnp.uint32)
 
 
-def sine(words: Sequence[jax.Array], second: jax.Array) -> tuple[Limbs, jax.Array]:
+def sine(words: Sequence[jax.Array], second: jax.Array) -> tuple[Words, jax.Array]:
     """|sin(2 pi theta)|, or |cos(2 pi theta)| where `second`; and whether it is negative, bool."""
     a, _, c, d = words
     low = jnp.where(a == 0, (d << 28) | np.uint32(2**27), d)
@@ -214,47 +216,47 @@ def sine(words: Sequence[jax.Array], second: jax.Array) -> tuple[Limbs, jax.Arra
     high, low = ((c << 3) | (low >> 29)) ^ back, (low << 3) ^ back
     w = high >> 17, (high >> 2) & _LOW, ((high << 13) | (low >> 19)) & _LOW
     even = ((eighth + 1) & 2) != 0
-    value = _polynomial(product_limbs(w, w), even)
-    return product_limbs(tuple(jnp.where(even, _LOW, limb) for limb in w), value), eighth >= 4
+    value = _polynomial(limbs(product(w, w)), even)
+    return product(tuple(jnp.where(even, _LOW, limb) for limb in w), limbs(value)), eighth >= 4
 
 
-def _polynomial(squared: Limbs, even: jax.Array) -> Limbs:
+def _polynomial(squared: Limbs, even: jax.Array) -> Words:
     """The sum of (-1)^k c_k squared^k, with the coefficients COSINE where `even`, else SINE."""
 
-    def chosen(number: int, shift: int, bits: int) -> Limbs:
-        of_cosine, of_sine = (_limbs(each[number] * 2.0**shift, bits) for each in (COSINE, SINE))
-        return tuple(jnp.where(even, *both) for both in zip(of_cosine, of_sine, strict=True))
+    def chosen(number: int, words: Callable) -> Any:
+        of_cosine, of_sine = (words(each[number] * 2.0 ** shifts[number]) for each in (COSINE, SINE))
+        return jax.tree.map(lambda *both: jnp.where(even, *both), of_cosine, of_sine)
 
     # A coefficient 2^shift is below 1.
     shifts = [0] + [math.floor(-math.log2(max(both))) for both in zip(COSINE[1:], SINE[1:], strict=True)]
-    value = chosen(6, shifts[6], 30)
+    first: Any = chosen(6, _thirty_bits)
+    value: Any = None
     for number in (5, 4, 3, 2, 1, 0):
         shift = shifts[number + 1] - shifts[number]
         if number >= 4:
-            first, second = chosen(number, shifts[number], 30)
-            value = _halves(((first << 15) | second) - (high_word_product(squared, value) >> shift))
-        else:
-            high, middle, low = (product_limbs if len(value) == 3 else short_product)(squared, value)
-            less = high >> shift, ((high << (15 - shift)) & _LOW) | (middle >> shift), None
-            low = ((middle << (15 - shift)) & _LOW) | (low >> shift)
-            value = _difference(chosen(number, shifts[number], 45), (less[0], less[1], low))
+            first = chosen(number, _thirty_bits) - (high_word_product(squared, _halves(first)) >> shift)
+            continue
+        high, low = product(squared, limbs(value)) if value else short_product(squared, _halves(first))
+        first, second = chosen(number, _words_of_fraction)
+        second -= ((high << (15 - shift)) & _LOW) | (low >> shift)
+        value = first - (high >> shift) - (second >> 31), second & _LOW
     return value
 
 
-def product_limbs(x: Limbs, y: Limbs) -> Limbs:
-    """x y in u, at most 1.0001 u below it."""
+def product(x: Limbs, y: Limbs) -> Words:
+    """x y, at most 1.0001 u below it."""
     low = x[2] * y[0] + x[1] * y[1] + x[0] * y[2] + ((x[1] * y[2] + x[2] * y[1]) >> 15)
-    return _carry_limbs(x[0] * y[0], x[0] * y[1] + x[1] * y[0], low)
+    return _carried(x[0] * y[0], x[0] * y[1] + x[1] * y[0], low)
 
 
-def short_product(x: Limbs, y: Limbs) -> Limbs:
-    """x y in u, at most 2.0001 u below it, for a y of two limbs."""
-    return _carry_limbs(x[0] * y[0], x[0] * y[1] + x[1] * y[0], x[1] * y[1] + x[2] * y[0])
+def short_product(x: Limbs, y: Limbs) -> Words:
+    """x y, at most 2.0001 u below it, for a y of two limbs."""
+    return _carried(x[0] * y[0], x[0] * y[1] + x[1] * y[0], x[1] * y[1] + x[2] * y[0])
 
 
-def square_limbs(x: Limbs) -> Limbs:
-    """x^2 in u, at most 3.0001 u below it."""
-    return _carry_limbs(x[0] * x[0], 2 * x[0] * x[1], 2 * x[2] * x[0] + x[1] * x[1])
+def square(x: Limbs) -> Words:
+    """x^2, at most 3.0001 u below it."""
+    return _carried(x[0] * x[0], 2 * x[0] * x[1], 2 * x[2] * x[0] + x[1] * x[1])
 
 
 def high_word_product(x: Limbs, y: Limbs) -> jax.Array:
@@ -262,39 +264,35 @@ def high_word_product(x: Limbs, y: Limbs) -> jax.Array:
     return x[0] * y[0] + ((x[0] * y[1] + x[1] * y[0]) >> 15)
 
 
-def _carry_limbs(high: jax.Array, middle: jax.Array, low: jax.Array) -> Limbs:
+def _carried(high: jax.Array, middle: jax.Array, low: jax.Array) -> Words:
     middle = middle + (low >> 15)
-    high = high + (middle >> 15)
-    return high >> 15, high & _LOW, middle & _LOW
+    return high + (middle >> 15), middle & _LOW
 
 
-def _difference(x: Sequence[jax.Array], y: Limbs) -> Limbs:
-    """x - y, which is not negative."""
-    low = x[2] - y[2]
-    middle = x[1] - y[1] - (low >> 31)
-    return x[0] - y[0] - (middle >> 31), middle & _LOW, low & _LOW
+def limbs(x: Words) -> Limbs:
+    return *_halves(x[0]), x[1]
 
 
 def _halves(word: jax.Array) -> Limbs:
     return word >> 15, word & _LOW
 
 
-def _low_thirty_bits(x: float) -> np.uint32:
+def _thirty_bits(x: float) -> np.uint32:
     return np.uint32(round(x * 2**30))
 
 
-def _limbs(x: float, bits: int) -> list[np.uint32]:
-    number = min(round(x * 2**bits), 2**bits - 1)
-    return [np.uint32((number >> shift) & 0x7FFF) for shift in range(bits - 15, -1, -15)]
+def _words_of_fraction(x: float) -> tuple[np.uint32, np.uint32]:
+    number = min(round(x * 2**45), 2**45 - 1)
+    return np.uint32(number >> 15), np.uint32(number & 0x7FFF)
 
 
-def _sum(x: Limbs, y: Limbs) -> Limbs:
+def _sum(x: Words, y: Words) -> Words:
     """x + y of 64 bits, modulo 2^64."""
     low = x[1] + y[1]
     return x[0] + y[0] + _bit_of(low < y[1]), low
 
 
-def _signed(x: Limbs, negative: jax.Array) -> Limbs:
+def _signed(x: Words, negative: jax.Array) -> Words:
     flipped = jnp.where(negative, np.uint32(0xFFFFFFFF), np.uint32(0))
     low = (x[1] ^ flipped) - flipped
     return (x[0] ^ flipped) + _bit_of(negative & (low == 0)), low
@@ -304,13 +302,13 @@ def _bit_of(condition: jax.Array) -> jax.Array:
     return condition.astype(jnp.uint32)
 
 
-def _shifted_left(x: Limbs, count: jax.Array) -> Limbs:
+def _shifted_left(x: Words, count: jax.Array) -> Words:
     """By less than 32."""
     left, right = lax.shift_left, lax.shift_right_logical
     return left(x[0], count) | right(x[1], np.uint32(32) - count), left(x[1], count)
 
 
-def _shifted_right(x: Limbs, count: jax.Array | np.uint32) -> Limbs:
+def _shifted_right(x: Words, count: jax.Array | np.uint32) -> Words:
     """By 1 to 64."""
     left, right = lax.shift_left, lax.shift_right_logical
     count = jnp.broadcast_to(count, x[0].shape)
@@ -318,7 +316,7 @@ def _shifted_right(x: Limbs, count: jax.Array | np.uint32) -> Limbs:
     return right(x[0], count), right(x[1], count) | crossing
 
 
-def _fraction(x: jax.Array) -> Limbs:
+def _fraction(x: jax.Array) -> Words:
     """A float32 number in (-1, 1) with 53 bits below the point, of which it keeps 45."""
     size = jnp.abs(x) * np.float32(2**21)
     high = jnp.floor(size)

@@ -303,7 +303,7 @@ def _noisy_in_integers(words, step, deviation, high: jax.Array, low: jax.Array |
 
     def make_rows(number, made):
         pair = firsts + places[None, None] + number.astype(jnp.uint32) * np.uint32(chunks * half)
-        polar = _polar_pairs(words, step, pair, 0, rare) if drawn else None
+        polar = _polar_pairs(words, step, deviation, pair, 0, rare) if drawn else None
         for second in (0, 1):
             start = number * chunks, second, *(0 for _ in parts)
             high = jax.lax.dynamic_slice(made, start, rows)
@@ -328,7 +328,7 @@ def _release_leaves_in_integers(
     made = list(highs)
 
     def noisy(high, low, pair, second, stream) -> jax.Array:
-        polar = _polar_pairs(words, step, pair, stream, rare) if drawn else None
+        polar = _polar_pairs(words, step, deviation, pair, stream, rare) if drawn else None
         return _round_to_grid_in_integers(deviation, high, low, polar, second)
 
     small = [number for number, high in enumerate(highs) if 0 < high.size < SMALL_LEAF]
@@ -390,22 +390,20 @@ def _by_blocks(of_block: Callable, high: jax.Array, low: jax.Array | None, devic
     return jax.lax.fori_loop(0, -(-view[axis] // length), make_block, high).reshape(shape)
 
 
-def _polar_pairs(words, step, pair: jax.Array, stream: jax.Array | int, rare: jax.Array) -> tuple:
+def _polar_pairs(words, step, deviation, pair: jax.Array, stream: jax.Array | int, rare: jax.Array) -> tuple:
     """The blocks of these pairs, and their `integer_normals.polar_radius`. With the barriers, one kernel is three, of a
     size that a TPU's compiler can plan."""
     block = jax.lax.optimization_barrier(threefry4x32(words, _cipher_blocks(step, pair, stream)))
-    return block, jax.lax.optimization_barrier(integer_normals.polar_radius(block, rare))
+    scale = (jax.lax.bitcast_convert_type(deviation, jnp.uint32) & np.uint32(0x7FFFFF)) | np.uint32(0x800000)
+    return block, jax.lax.optimization_barrier(integer_normals.polar_radius(block, rare, scale))
 
 
 def _round_to_grid_in_integers(
     deviation, high: jax.Array, low: jax.Array | None, polar: tuple | None, second: jax.Array
 ):
     """`round_to_grid` in integers. polar: `_polar_pairs` of the pairs; None for no noise. second: of `normal`."""
-    bits = jax.lax.bitcast_convert_type(deviation, jnp.uint32)
-    noise, scale = None, (bits & np.uint32(0x7FFFFF)) | np.uint32(0x800000)
-    if polar is not None:
-        noise = integer_normals.normal(polar[1], polar[0], second, scale)
-    exponent = (bits >> 23).astype(jnp.int32)
+    noise = None if polar is None else integer_normals.normal(polar[1], polar[0], second)
+    exponent = (jax.lax.bitcast_convert_type(deviation, jnp.uint32) >> 23).astype(jnp.int32)
     made = integer_normals.round_to_grid(high, low, noise, exponent - np.int32(127 + GRID))
     return jnp.where(exponent == 0, high if low is None else high + low, made)
 
