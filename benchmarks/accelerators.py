@@ -46,7 +46,11 @@ LAYERS = {f"a layer of GPT-2, 16 of {length}": (1, 768, 12, 64, length, 16) for 
 SCANS = {"gpt of 4 layers": (4, 256, 4, 5000, 64, 8), "gpt2_small": (12, 768, 12, 50_257, 512, 8)}
 BOUNDED = ("mlp", "adadpigu_cnn", "gpt of 4 layers, scanned", *LAYERS, "gpt2_small, scanned")
 LORA = "GPT-2 small, scanned, LoRA"
-SHARDED = {name + ", on 8 chips": name for name in ("GPT-2, 2 layers", "GPT-2 small", "Llama 1B", "Llama 1B, LoRA")}
+FSDP = ("GPT-2, 2 layers", "GPT-2 small", "Llama 1B", "Llama 1B, LoRA")
+SHARDED = {f"{name}, on 8 chips": (name, "FSDP", 8) for name in FSDP} | {
+    "GPT-2, 2 layers, tensor parallel on 8 chips": ("GPT-2, 2 layers", "tensor parallel", 8),
+    "GPT-2, 2 layers, 64 of 512, on 64 chips": ("GPT-2, 2 layers", "FSDP", 64),
+}
 FORMS = {"": "own arrays", ", scanned": "scan", ", scanned, rematerialised": "scan with remat"}
 KEPT = Path(__file__).parent / "results" / "accelerators.jsonl"
 TPU = {
@@ -207,15 +211,16 @@ def leave_out_the_proof() -> None:
     patched[3].sum_one_by_one = at_once
 
 
-def described(device: str) -> Any:
-    """Devices of this kind, for the compiler alone: some TPUs, or one GPU."""
+def described(device: str, count: int | None = None) -> Any:
+    """Devices of this kind, for the compiler alone: so many, or else some TPUs or one GPU."""
     from jax.experimental import topologies
 
     one = DEVICES[device]
     if one.topology:
-        return topologies.get_topology_desc(platform="tpu", topology_name=one.topology).devices
+        name = f"{device}:4x4x4" if count == 64 else one.topology
+        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
     config = GPU % one.facts
-    return topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1").devices
+    return topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{count or 1}").devices
 
 
 def measured(device: str, model: str, row: str) -> dict[str, Any]:
@@ -224,10 +229,11 @@ def measured(device: str, model: str, row: str) -> dict[str, Any]:
 
     from dpx.xla.place import tracing_for_place
 
-    devices, platform = described(device), "tpu" if DEVICES[device].topology else "cuda"
-    with tracing_for_place(platform=platform, devices=8 if model in SHARDED else 1, memory=None):
-        if model in SHARDED:
-            jitted, inputs, _ = sharded.case(SHARDED[model], "FSDP", row, devices, platform)
+    name, kind, count = SHARDED.get(model, (model, "", None))
+    devices, platform = described(device, count), "tpu" if DEVICES[device].topology else "cuda"
+    with tracing_for_place(platform=platform, devices=count or 1, memory=None):
+        if count:
+            jitted, inputs, _ = sharded.case(name, kind, row, devices, platform)
         else:
             function, inputs = step(model, row, platform)
             place = jax.sharding.SingleDeviceSharding(devices[0])

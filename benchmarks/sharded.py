@@ -157,7 +157,7 @@ def axis_of(path: str, shape: tuple[int, ...], model: Model, kind: str, split: i
 def case(name: str, kind: str, row: str, devices: Any = None, platform: str | None = None) -> tuple[Any, tuple, Model]:
     """The jitted step, and its arguments as shapes with shardings.
 
-    devices: DEVICES of them, of this platform; None is those at hand.
+    devices: of this platform; None is DEVICES of those at hand. The batch has a row for each of them at least.
     """
     import jax
     import optax
@@ -167,8 +167,9 @@ def case(name: str, kind: str, row: str, devices: Any = None, platform: str | No
     from dpx.values import path_of
 
     model = MODELS[name]()
-    split = DEVICES if kind == "FSDP" else model.split
-    axes, sizes = (("data",), (DEVICES,)) if kind == "FSDP" else (("data", "model"), (DEVICES // split, split))
+    count = DEVICES if devices is None else len(devices)
+    split = count if kind == "FSDP" else model.split
+    axes, sizes = (("data",), (count,)) if kind == "FSDP" else (("data", "model"), (count // split, split))
     mesh = jax.make_mesh(sizes, axes, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
     everywhere, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
 
@@ -185,7 +186,8 @@ def case(name: str, kind: str, row: str, devices: Any = None, platform: str | No
         ends = [one for end, (shape, one) in by_path.items() if path_of(path).endswith(end) and shape == leaf.shape]
         return ends[0] if ends else everywhere
 
-    batch_size = jax.tree.leaves(model.batch)[0].shape[0]
+    batch_size = max(count, jax.tree.leaves(model.batch)[0].shape[0])
+    model = model._replace(batch=jax.tree.map(lambda x: x.update(shape=(batch_size, *x.shape[1:])), model.batch))
     if row != PLAIN:
         sampling = dpx.PoissonSampling(examples=1_000_000, batch_size=batch_size)
         mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=dpx.secret_key(7))
