@@ -116,7 +116,7 @@ def test_an_order_is_that_of_128_bits_of_each_example(word, monkeypatch):
     """Examples that differ in one of the four words alone are in its order, also at the end of a part of the order."""
     words = np.zeros((4, 100), np.uint32)
     words[word] = np.random.default_rng(0).permutation(100) + 2**31
-    monkeypatch.setattr(draws, "_drawn", lambda key_words, count: list(words))
+    monkeypatch.setattr(draws, "draw_bits", lambda key_words, count: list(words))
     for count in (1, 10, 99, 100):
         found = draws.random_order(KEY, 100, count)
         assert found.dtype == np.int32 and found.tolist() == np.argsort(words[word])[:count].tolist()
@@ -352,7 +352,7 @@ def test_the_step_of_an_example_is_64_bits_of_its_own(monkeypatch):
         return [number + 1, number * 5, number, number]
 
     monkeypatch.setattr(allocation, "_TOGETHER", 4)
-    monkeypatch.setattr(allocation, "_drawn", drawn_words)
+    monkeypatch.setattr(allocation, "draw_bits", drawn_words)
     words = np.asarray(keys.key_words(draws.step_key(KEY, 2))).tobytes()
     parts = list(allocation._steps_of_examples(words, 10, 7))
     assert [first for first, _ in parts] == [0, 4, 8] and [len(own) for _, own in parts] == [4, 4, 2]

@@ -6,14 +6,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from dp_accounting import DpEvent
 
 from dpx import keys
-from dpx.keys import cipher
 from dpx.sampling.base import VaryingSize
-from dpx.sampling.draws import Draw, draw_epoch_steps, require_step, step_key
+from dpx.sampling.draws import Draw, draw_bits, draw_epoch_steps, key_of_words, require_step, step_key
 from dpx.sampling.events import RandomAllocationDpEvent, compose_events, count_multipliers, is_constant
 from dpx.values import require_whole
 
@@ -114,13 +112,9 @@ def _steps_of_examples(words: bytes, examples: int, steps: int) -> Iterator[tupl
 
     Each part has a key of its own, that of its number.
     """
-    key = jax.random.wrap_key_data(jnp.asarray(np.frombuffer(words, np.uint32)), impl="threefry4x32")
-    parts, together = keys.fold_in(key, _PARTS), min(examples, _TOGETHER)
+    parts, together = keys.fold_in(key_of_words(words), _PARTS), min(examples, _TOGETHER)
     for number in range(-(-examples // together)):
-        high, low, _, _ = map(np.asarray, _drawn(keys.key_words(keys.fold_in(parts, number)), together))
+        high, low, _, _ = map(np.asarray, draw_bits(keys.key_words(keys.fold_in(parts, number)), together))
         bits = high.astype(np.uint64) << np.uint64(32) | low
         first = number * together
         yield first, (bits % np.uint64(steps)).astype(np.int64)[: examples - first]
-
-
-_drawn = jax.jit(cipher.draw_bits, static_argnums=1)

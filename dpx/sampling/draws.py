@@ -189,7 +189,7 @@ def round_up(number: float, multiple: int) -> int:
     return math.ceil(number / multiple) * multiple
 
 
-_drawn = jax.jit(cipher.draw_bits, static_argnums=1)
+draw_bits = jax.jit(cipher.draw_bits, static_argnums=1)
 
 
 def random_order(key: jax.Array, examples: int, count: int) -> np.ndarray:
@@ -198,7 +198,7 @@ def random_order(key: jax.Array, examples: int, count: int) -> np.ndarray:
     The order is that of 128 random bits for each example. It is uniform unless two examples have the same bits, with a
     probability below N^2 / 2^129: 2^-67 for the 2^31 examples that an index counts.
     """
-    words = list(map(np.asarray, _drawn(keys.key_words(key), examples)))
+    words = list(map(np.asarray, draw_bits(keys.key_words(key), examples)))
     high = words[0].astype(np.uint64) << np.uint64(32) | words[1]
     candidates = np.flatnonzero(high <= np.partition(high, count - 1)[count - 1])  # sorting all takes longer
     sorted_by = words[3][candidates], words[2][candidates], high[candidates]  # the last one first
@@ -215,5 +215,8 @@ def permutation(key: jax.Array, examples: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=2)
 def _permutation_of_words(words: bytes, examples: int) -> np.ndarray:
-    key = jax.random.wrap_key_data(jnp.asarray(np.frombuffer(words, np.uint32)), impl="threefry4x32")
-    return random_order(key, examples, examples)
+    return random_order(key_of_words(words), examples, examples)
+
+
+def key_of_words(words: bytes) -> jax.Array:
+    return jax.random.wrap_key_data(jnp.asarray(np.frombuffer(words, np.uint32)), impl="threefry4x32")

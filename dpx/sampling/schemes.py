@@ -37,7 +37,19 @@ from dpx.values import require_whole
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedSizeSampling(Sampling):
+class _WholeSize(Sampling):
+    batch_size: int
+
+    def __post_init__(self):
+        normalize_sizes(self, whole=True)
+
+    @property
+    def divisor(self) -> float:
+        return self.batch_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedSizeSampling(_WholeSize):
     """At every step, a new subset of `batch_size` examples, drawn uniformly without replacement.
 
     examples: int, size of the data set, a public number. batch_size: int, the rows of every batch, and the divisor.
@@ -52,15 +64,7 @@ class FixedSizeSampling(Sampling):
         ((50,), True)
     """
 
-    batch_size: int
     relation: ClassVar[str] = "replace_one"
-
-    def __post_init__(self):
-        normalize_sizes(self, whole=True)
-
-    @property
-    def divisor(self) -> float:
-        return self.batch_size
 
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         own = step_key(key, require_step(key, step))
@@ -79,22 +83,14 @@ class FixedSizeSampling(Sampling):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Epochs(Sampling):
+class _Epochs(_WholeSize):
     """Epochs that hold every example once, cut into batches of one size; the last batch of an epoch may be short.
 
     k begun epochs count as k Gaussian releases, each at the smallest noise multiplier of its epoch. Proof: let the
     orders be public. An example is in one batch of an epoch, so its releases differ in that batch alone.
     """
 
-    batch_size: int
     relation: ClassVar[str] = "zero_out"
-
-    def __post_init__(self):
-        normalize_sizes(self, whole=True)
-
-    @property
-    def divisor(self) -> float:
-        return self.batch_size
 
     @property
     def steps_per_epoch(self) -> int:
