@@ -555,6 +555,20 @@ def test_runs_under_vmap_have_keys_of_their_own():
         check(lambda made=made: jax.vmap(lambda g: made.update(g, made.init(PARAMS), PARAMS)[0])(grads))
 
 
+def test_runs_under_vmap_that_have_one_key_have_no_cost():
+    """Where nothing sees it before they run: in a branch that the data choose, and with equal keys."""
+
+    def run(key, x):
+        made = dp_sgd(sampling=FULL, key=key)
+        state, grads = made.init(PARAMS), jax.tree.map(lambda leaf: x * leaf, GRADS)
+        return jax.lax.cond(x > 0, lambda: made.update(grads, state, PARAMS)[1], lambda: state).problem
+
+    both, problem = jnp.arange(2.0), list(record.REASONS).index("devices") + 1
+    runs, alike = jax.random.split(KEY, 2), jnp.stack([KEY, KEY])
+    found = jax.jit(jax.vmap(run, (None, 0)))(KEY, both), *map(jax.jit(jax.vmap(run)), (alike, runs), (both, both))
+    np.testing.assert_array_equal(found, [[0, problem], [0, problem], [0, 0]])
+
+
 def test_devices_have_keys_of_their_own(monkeypatch):
     """As under `jax.pmap`, for which `jax.vmap` stands here, without noise, which it would refuse."""
     monkeypatch.setattr(record, "unchecked_axes", lambda: ("devices",))

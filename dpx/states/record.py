@@ -33,8 +33,8 @@ REASONS = {
     "noise key": "its noise was drawn with more than one key, so it may be the noise of another run too. A compiled "
     "step keeps the key that it was compiled with: compile a step for every mechanism",
     "unit": "its batches hold units of different kinds, such as examples and users, so no one unit is protected",
-    "devices": "the devices of a jax.pmap, or of a jax.shard_map with check_vma=False, released different sums with "
-    "one noise. Give each a key of its own, or shard the batch under jax.jit, where all of them make one sum",
+    "devices": "runs under jax.vmap, or the devices of a jax.pmap or of a jax.shard_map with check_vma=False, released "
+    "several sums with one noise. Give each a key of its own, or make one sum of a sharded batch under jax.jit",
 }
 
 
@@ -220,8 +220,9 @@ def check_batch(
         }
         if ordered is not True:
             wrong["chunks"] = jnp.logical_not(ordered)
+        wrong["devices"] = _shares_noise(jnp.stack([noise_key, node.step.astype(jnp.uint32)]))
         if axes := unchecked_axes():
-            wrong["devices"] = _share_noise(axes, [noise_key, node.step], sums)
+            wrong["devices"] |= _share_noise(axes, [noise_key, node.step], sums)
         node = node._replace(noise_key=noise_key)
         if drawn is not None:
             of_batch = DrawRecord(*(jnp.asarray(number).astype(jnp.uint32) for number in drawn))
@@ -243,6 +244,19 @@ def check_batch(
         return node._replace(problem=jax.lax.select(node.problem == 0, problem, node.problem))
 
     return map_nodes_of_type(check, state, ReleaseState)
+
+
+@jax.custom_batching.custom_vmap
+def _shares_noise(noise: jax.Array) -> jax.Array:
+    """Whether another run under `jax.vmap` has the same noise, bool (). noise: uint32 (n,), which tells it.
+
+    A branch that the data of a run choose gives every run a copy of one key, so nothing sees that before they run."""
+    return jnp.bool_(False)
+
+
+@_shares_noise.def_vmap
+def _share_noise_of_runs(count, _, noise):
+    return jnp.sum(jnp.all(noise[None] == noise[:, None], 2), 1) > 1, True
 
 
 def _share_noise(axes: tuple[str, ...], noise: list, sums: Tree) -> jax.Array:
