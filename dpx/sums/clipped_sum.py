@@ -217,7 +217,7 @@ def sum_in_blocks(sum_block: Callable[[Tree], Any], rows: Tree, numbers: int, un
         return add_in_turns(sum_block, rows, first, width, plus_finished)
     # A matrix unit could begin a block's product with the total, but not if it is multiplied before. The product, which
     # is by 1 for every number, and the addition are then one kernel, which reads and writes the total once.
-    one = jnp.where(opaque_false(rows), jnp.float32(2), jnp.float32(1))
+    one = jnp.where(opaque_false(jax.tree.leaves(rows)[-1]), jnp.float32(2), jnp.float32(1))
     return add_in_turns(sum_block, rows, first, width, lambda *sums: jax.tree.map(lambda x, y: x + one * y, *sums))
 
 
