@@ -10,7 +10,7 @@ import re
 DOCUMENTED = re.compile(r"^\.\. auto(?:function|class):: (\S+)$", re.MULTILINE)
 CELL = re.compile(r"<td[ >].*?</td>", re.DOTALL)
 NAME = re.compile(r'(<span class="pre">)([^<]+)')
-BREAK = re.compile(r"(?<=[._/(])(?=\w)|(?<=[a-z])(?=[A-Z])")
+BREAK = re.compile(r"(?<=[._/(])(?=[^\W\d])|(?<=[a-z])(?=[A-Z])")
 SENTENCE = re.compile(r"(?:[^.]|\.(?! [A-Z`]| \w+: |$))+")  # up to a period that ends it
 
 
