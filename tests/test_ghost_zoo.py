@@ -855,6 +855,12 @@ def test_with_64_bits(name, dtype):
         assert_agrees(loss, *real, norms=clipping, microbatch_size=2 if dtype == np.float64 else None)
 
 
+def test_a_scaled_kernel_in_float64():
+    with jax.enable_x64(True):
+        w, x = jnp.asarray(normal(1, 3, 4), np.float64), jnp.asarray(normal(2, SIZE, 2, 3), np.float64)
+        assert_agrees(lambda w, x: score(x @ (w * jnp.arange(1.0, 5)[None])), w, x, norms=("ghost",))
+
+
 def test_what_stop_gradient_keeps_from_the_gradient_is_no_use():
     def loss(w, x):
         return jnp.sum(jnp.sin(x[0] @ w) * jax.lax.stop_gradient(jnp.tanh(x[1] @ w)))

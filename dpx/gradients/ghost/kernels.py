@@ -103,7 +103,7 @@ def _scaled_cotangents(site: Site, of_b: Callable) -> Callable:
             return site.matrices(inputs, dy)[1]
 
         dy = dy.astype(jnp.float32)
-        return jax.linear_transpose(b, dy)(b(dy) * of_b(values))[0]
+        return jax.linear_transpose(b, dy)(b(dy) * of_b(values).astype(jnp.float32))[0]
 
     return right
 
