@@ -9,6 +9,7 @@ import numpy as np
 from dp_accounting import DpEvent
 
 from dpx.keys.noise import count_numbers_with_cost, counting_releases, unchecked_axes
+from dpx.keys.streams import key_words
 from dpx.states.identity import fingerprint
 from dpx.values import Tree, described, map_nodes_of_type
 from dpx.xla.place import current_place
@@ -220,9 +221,10 @@ def check_batch(
         }
         if ordered is not True:
             wrong["chunks"] = jnp.logical_not(ordered)
-        wrong["devices"] = _shares_noise(jnp.stack([noise_key, node.step.astype(jnp.uint32)]))
+        noise = jnp.append(key_words(mechanism.key), node.step.astype(jnp.uint32))
+        wrong["devices"] = _shares_noise(noise)
         if axes := unchecked_axes():
-            wrong["devices"] |= _share_noise(axes, [noise_key, node.step], sums)
+            wrong["devices"] |= _share_noise(axes, noise, sums)
         node = node._replace(noise_key=noise_key)
         if drawn is not None:
             of_batch = DrawRecord(*(jnp.asarray(number).astype(jnp.uint32) for number in drawn))
@@ -256,17 +258,19 @@ def _shares_noise(noise: jax.Array) -> jax.Array:
 
 @_shares_noise.def_vmap
 def _share_noise_of_runs(count, _, noise):
-    return jnp.sum(jnp.all(noise[None] == noise[:, None], 2), 1) > 1, True
+    order = jnp.lexsort(noise.T)  # of many runs, as in an audit
+    same = jnp.all(noise[order[1:]] == noise[order[:-1]], 1)
+    return jnp.zeros(count, bool).at[order].set(jnp.pad(same, (0, 1)) | jnp.pad(same, (1, 0))), True
 
 
-def _share_noise(axes: tuple[str, ...], noise: list, sums: Tree) -> jax.Array:
-    """Whether another device of these axes has the same `noise`, numbers that tell it, for other sums, bool ()."""
+def _share_noise(axes: tuple[str, ...], noise: jax.Array, sums: Tree) -> jax.Array:
+    """Whether another device of these axes has the same noise for other sums, bool (). noise: as above."""
 
     def checksum(x):
         bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32).reshape(-1)
         return jnp.sum(bits * (2 * jax.lax.iota(jnp.uint32, bits.size) + 1), dtype=jnp.uint32)
 
-    own = jnp.stack([jnp.asarray(x).astype(jnp.uint32) for x in (*noise, *map(checksum, jax.tree.leaves(sums)))])
+    own = jnp.stack([*noise, *map(checksum, jax.tree.leaves(sums))])
     same = jax.lax.all_gather(own, axes).reshape(-1, own.size) == own[None]
     return jnp.any(jnp.all(same[:, : len(noise)], 1) & ~jnp.all(same, 1))
 
