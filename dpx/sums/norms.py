@@ -54,7 +54,7 @@ def norm(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.
             roundings = max(roundings, width)
     if not parts:
         return jnp.float32(0)
-    if on_tpu and all(x.size <= 1 for x in arrays):
+    if on_tpu and len(parts) <= WIDTH and all(x.size <= 1 for x in arrays):
         parts, roundings = [functools.reduce(lax.add, parts)], roundings + len(parts)
     sums = lax.concatenate(parts, 0) if len(parts) > 1 else parts[0]
     while sums.size > WIDTH:
