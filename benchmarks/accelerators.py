@@ -4,12 +4,13 @@
     python -m benchmarks.accelerators --for v5e --for h100    # by .venv-accelerators/bin/python
 
 Each step is compiled three times: without privacy, by hand (`jax.vmap`, clipping and a sum, with the noise of
-`jax.random.normal`), and with dpx; and with Adam for eight chips, where an array of 2^14 numbers or more is sharded
-(FSDP), without the row by hand. Of each, the table has the temporary memory, the bytes that its kernels read and
-write, and the seconds to compile. For a TPU it has the cycles that the compiler estimates; for a GPU, the operations of
-its products, weighed by the peak rate of the unit that computes them. Loops count once a turn, and of an array that a
-kernel cuts, the part counts; bytes that were counted in another way are left out. Nothing runs, so no number is a
-time. Every program is compiled in a process of its own, because a compiler may end it.
+`jax.random.normal`), and with dpx; and with Adam for 8 or 64 chips, by FSDP (an array of 2^14 numbers or more is
+sharded) or tensor parallel, without the row by hand. Of each, the table has the temporary memory, the bytes that its
+kernels read and write, those that several chips send, and the seconds to compile. For a TPU it has the cycles that the
+compiler estimates; for a GPU, the operations of its products, weighed by the peak rate of the unit that computes them.
+Loops count once a turn, and of an array that a kernel cuts, the part counts; bytes that were counted in another way are
+left out. Nothing runs, so no number is a time. Every program is compiled in a process of its own, because a compiler
+may end it.
 
 `--bounds` asks what of dpx's cycles any private step needs: those of the step without privacy with dpx's noise alone,
 and with this noise and a clip that nothing proves, in three ways: dpx without its barriers, roundings and blocks, where
@@ -244,6 +245,7 @@ def measured(device: str, model: str, row: str) -> dict[str, Any]:
     program = traced.lower(lowering_platforms=(platform,)).compile()
     seconds = time.process_time() - start
     text, memory = program.as_text() or "", program.memory_analysis()
+    sent = programs.collectives(programs.instructions(text)).values()
     flops: dict[str, float] = {}
     for one in programs.products(text):
         flops[one.algorithm] = flops.get(one.algorithm, 0.0) + one.flops
@@ -253,7 +255,7 @@ def measured(device: str, model: str, row: str) -> dict[str, Any]:
         "cycles": programs.cycles(text),
         "flops": flops,
         "seconds": seconds,
-    }
+    } | ({"sent": sum(size for _, size in sent) / 2**20} if count else {})
 
 
 def in_its_process(device: str, model: str, row: str) -> dict[str, Any]:
@@ -295,6 +297,8 @@ def table(device: str, results: dict[str, dict[str, Any]]) -> str:
     main = "cycles" if DEVICES[device].topology else "weighed"
     columns = {main: "million cycles" if main == "cycles" else "us at peak rates"}
     columns |= {"GB": "GB moved", "MiB": "MiB temporary", "seconds": "seconds to compile"}
+    if any(figure(row, "sent") > 0 for rows in results.values() for row in rows.values()):
+        columns["sent"] = "MiB sent"
     scale = {"cycles": 1e-6}
     lines = []
     for model, rows in results.items():
@@ -338,7 +342,7 @@ def main() -> None:
         return
     for device in options.devices or (["v5e"] if options.bounds else [*DEVICES]):
         for model in options.models or (BOUNDED if options.bounds else models()):
-            if (model in SHARDED) != (device == "v5p"):
+            if device not in ("v5p", "h100") if model in SHARDED else device == "v5p":
                 continue
             for row in SHARDED_ROWS if model in SHARDED else options.rows or (BOUNDS if options.bounds else ROWS):
                 found = in_its_process(device, model, row)
