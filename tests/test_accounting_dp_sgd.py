@@ -76,6 +76,7 @@ REFUSED = {
     "batch_size must be in": dict(steps=2, batch_size=2000),
     "batch_size must be a whole number": dict(steps=2, batch_size=2.5, sampling="fixed"),
     "delta must be in": dict(steps=2, delta=1.0),
+    "where Gaussian noise has no epsilon": dict(steps=2, delta=0.0),
     "accountant must be one of": dict(steps=2, accountant="guess"),
 }
 

@@ -64,7 +64,11 @@ def require_positive_epsilon(value: Any) -> float:
 
 def require_delta(value: Any, *, zero: bool = False) -> float:
     """`value` as a float. Raises ValueError unless it is in (0, 1), or 0 where `zero` says so."""
-    if zero and as_real(require_concrete("delta", value)) == 0:
+    if as_real(require_concrete("delta", value)) == 0:
+        if not zero:
+            raise ValueError(
+                "delta must be in (0, 1), got 0, where Gaussian noise has no epsilon: take 1e-6, for example"
+            )
         return 0.0
     return require_open_fraction("delta", require_concrete("delta", value))
 

@@ -141,7 +141,8 @@ def owner_array(users: Any) -> np.ndarray:
         )
     if owners.dtype.kind not in "iuUS":
         found = sorted(t.__name__ for t in types)
-        raise ValueError(f"users must be all integers or all strings, and none of them missing; got {found}")
+        words = ": one that is missing makes a column of numbers one of floats" if "float" in found else ""
+        raise ValueError(f"users must be all integers or all strings, and none of them missing; got {found}{words}")
     return owners
 
 

@@ -117,7 +117,7 @@ def lower_bound_from_scores(
     numbers, for scores of another shape, and for NaN.
     """
     delta = checks.require_delta(delta, zero=True)
-    if delta == 0:
+    if delta == 0:  # other words than elsewhere, because a claim may be pure
         raise ValueError("delta must be in (0, 1), got 0: a claim at 0 also holds at delta=1e-9, so test that")
     confidence = require_open_fraction("confidence", confidence)
     cost = None if cost is None else checks.require_epsilon(cost)
