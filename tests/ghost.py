@@ -1,7 +1,6 @@
 """What the tests of the ghost norms share: both ways of clipping side by side."""
 
 from typing import Any
-from unittest import mock
 
 import chex
 import jax
@@ -10,7 +9,6 @@ import numpy as np
 
 import dpx
 from dpx.gradients.ghost import algorithms
-from dpx.mechanism import guards
 from dpx.sums.float_pair import as_pair
 from tests.compiling import AS_A_USER
 from tests.problems import dp_sgd, poisson
@@ -48,17 +46,10 @@ def mechanism(clip_norm: Any = 1e-3) -> dpx.Mechanism:
 
 
 def noiseless(made: dpx.Mechanism) -> dpx.Mechanism:
-    return made.replace(release=lambda sums, state, params: (tuple(as_pair(total).high for total in sums), state))
+    def release(sums, state, params):
+        return tuple(as_pair(total).high for total in sums), state
 
-
-def sharing_a_key(step: Any) -> Any:
-    """A step without noise, which `jax.vmap` may batch with one key."""
-
-    def run(*arguments):
-        with mock.patch.object(guards, "refuse_shared_noise", lambda _, sums: sums):
-            return step(*arguments)
-
-    return run
+    return made.replace(release=release, noise_multiplier=0.0)
 
 
 def compiled(loss, made, params, **options):

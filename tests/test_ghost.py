@@ -28,7 +28,6 @@ from tests.ghost import (
     noiseless,
     normal,
     score,
-    sharing_a_key,
     ways,
 )
 
@@ -331,7 +330,7 @@ def test_the_bound_holds_where_the_gram_matrices_cancel():
 
     assert ways(loss, normal(3, 50, 40), x, norms="ghost") == {"": WAYS["gram"]}
     made = mechanism(clip_norm)
-    step = sharing_a_key(dpx.private_updates(loss, made, norms="ghost"))
+    step = dpx.private_updates(loss, made, norms="ghost")
     w = normal(3, 50, 40)
     (totals,) = jax.jit(jax.vmap(lambda one: step(w, dpx.Batch(one[None], None), made.init(w)).updates))(x)
     for total in totals:
@@ -350,7 +349,7 @@ def test_the_bound_holds_where_uses_cancel(positions):
         batch = jnp.stack([x, -x + size * delta], 1)
         assert ways(loss, w, batch) == {"": WAYS["shared" if positions < 100 else "again"]}
         made = mechanism(1e-4)
-        step = sharing_a_key(dpx.private_updates(loss, made, norms="ghost"))
+        step = dpx.private_updates(loss, made, norms="ghost")
         (totals,) = jax.jit(jax.vmap(lambda one: step(w, dpx.Batch(one[None], None), made.init(w)).updates))(batch)  # noqa: B023
         assert (np.linalg.norm(np.asarray(totals, np.float64), axis=(1, 2)) <= 1e-4 * (1 + 1e-6)).all()
 
@@ -526,7 +525,7 @@ def test_the_bound_holds_where_the_gradients_of_a_row_cancel(positions):
         tokens, c = example
         return jnp.sum(c[:, None] * table[tokens])
 
-    step = sharing_a_key(dpx.private_updates(loss, made, norms="ghost"))
+    step = dpx.private_updates(loss, made, norms="ghost")
     one = jax.vmap(
         lambda *one: step(table, dpx.Batch(jax.tree.map(lambda x: x[None], one), None), made.init(table)).updates[0]
     )
@@ -848,7 +847,7 @@ def test_uses_that_cancel_keep_the_bound():
 
     x, made = normal(1, 20, 8, 50), mechanism(clip_norm)
     assert set(ways(loss, w, x).values()) == {WAYS["shared"]}
-    step = sharing_a_key(dpx.private_updates(loss, made, norms="ghost"))
+    step = dpx.private_updates(loss, made, norms="ghost")
     (totals,) = jax.jit(jax.vmap(lambda one: step(w, dpx.Batch(one[None], None), made.init(w)).updates))(x)
     for total in totals:
         assert jnp.linalg.norm(total) <= clip_norm * (1 + 1e-6)

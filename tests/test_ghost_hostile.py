@@ -18,7 +18,7 @@ import dpx
 from dpx.gradients.ghost import norms as ghost_norms
 from dpx.sums.clipped_sum import LARGEST
 from tests.compiling import EMITTERS
-from tests.ghost import WAYS, assert_agrees, integers, key, noiseless, normal, sharing_a_key
+from tests.ghost import WAYS, assert_agrees, integers, key, noiseless, normal
 
 FULL = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False, **EMITTERS}
 ROUNDING = 1e-6  # of the clip norm
@@ -257,7 +257,7 @@ def masked(made: dpx.Mechanism) -> dpx.Mechanism:
 def gradient(loss, made, params, examples, included, clipping, state):
     """The one call of the library in this file. Nothing has noise, so rows may share a key under `jax.vmap`."""
     batch = dpx.Batch(examples, jnp.asarray(included).astype(bool))
-    return sharing_a_key(dpx.private_updates(loss, made, norms=clipping))(params, batch, state)
+    return dpx.private_updates(loss, made, norms=clipping)(params, batch, state)
 
 
 def norms_of(contributions) -> np.ndarray:

@@ -22,7 +22,6 @@ from dpx.sums.clipped_sum import sum_contributions
 from dpx.sums.float_pair import ETA, MOST_ROWS, RESERVE, FloatPair
 from dpx.sums.microbatches import sum_over_microbatches
 from dpx.xla.jaxprs import inner_bodies
-from tests.ghost import sharing_a_key
 
 RNG = np.random.default_rng(0)
 
@@ -313,7 +312,7 @@ def test_positions_that_cancel_add_no_more_than_the_clip_norm():
     def alone(inputs):
         batch = dpx.Batch((1.5 * inputs[None], jnp.ones((1, 3, 1))), None)
         params = jnp.zeros((64, 1))
-        step = sharing_a_key(dpx.private_updates(sum_rounding.of_positions, made, norms="ghost"))
+        step = dpx.private_updates(sum_rounding.of_positions, made, norms="ghost")
         return step(params, batch._replace(included=jnp.ones(1, bool)), made.init(params)).updates.high
 
     found = np.linalg.norm(np.asarray(alone(inputs), np.float64).reshape(count, -1), axis=1)
