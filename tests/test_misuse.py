@@ -509,7 +509,7 @@ def test_runs_on_different_units_are_not_added():
         dpx.compose_runs(runs["example"], (makers["user"], 1), shared_batches=False)
     mechanism, state = runs["user"]
     mixed = SAMPLING.take(DATA, mechanism.key, dp_sgd().init(PARAMS))
-    drawn = mixed.drawn._replace(step=1, sampling=state.fingerprints[0])
+    drawn = mixed.drawn._replace(step=1, sampling=state.sampling)
     grads = jax.tree.map(lambda p: jnp.ones((len(mixed.included), *p.shape)), PARAMS)
     _, state = mechanism.update(grads, state, PARAMS, included=mixed.included, drawn=drawn)
     refused("units of different kinds", cost, mechanism, state)

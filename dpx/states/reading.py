@@ -41,6 +41,7 @@ def release_state(state: Tree) -> ReleaseState:
             f"state must be of one run, got {jnp.shape(release.step)} runs. Runs of one key share their noise: give "
             "each a key of its own, and compose them with dpx.compose_runs"
         )
+    release = release.on_host()
     if int(release.version) != RECORD_VERSION:
         raise ValueError(
             f"state must have a record of version {RECORD_VERSION}, which this dpx reads, got {int(release.version)}: "
@@ -161,7 +162,7 @@ def next_steps(state: Tree, sampling: Any, steps: int | None, *, beyond_budget: 
     Raises ValueError if one of them is beyond the budget, and for the state of another sampling.
     """
     release = release_state(state)
-    if int(release.fingerprints[0]) != fingerprint(sampling):
+    if int(release.sampling) != fingerprint(sampling):
         raise ValueError(f"the state is of a mechanism that counts the sampling of another record than {sampling}")
     first, planned = int(release.step), int(release.planned_steps)
     if steps is None:
@@ -189,7 +190,7 @@ def require_state_of_mechanism(state: Tree, mechanism: Any, multipliers: np.ndar
     if problem := int(release.problem):
         raise ValueError(f"the state has no known cost: {list(REASONS.values())[problem - 1]}")
     kinds = ("sampling", "kind of event")
-    for found, asked, differs in zip(release.fingerprints, mechanism.fingerprints, kinds, strict=True):
+    for found, asked, differs in zip((release.sampling, release.event), mechanism.fingerprints, kinds, strict=True):
         if int(found) != int(asked):
             raise ValueError(f"the state's releases were made by a mechanism with another {differs}: {advice}")
     if int(release.noise_key) not in (0, int(mechanism.noise_key)):
