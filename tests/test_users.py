@@ -222,6 +222,21 @@ def test_the_report_says_user():
     assert "user" not in str(dpx.privacy_report(mechanism, 1, delta=1e-3))
 
 
+def test_a_loss_of_one_record_is_refused_in_words():
+    """Only where it accepts a record: another error of a loss of users stays what it is."""
+    params, mechanism = {"w": jnp.zeros(2)}, dp_sgd(dpx.FullBatch(examples=3))
+    (batch,) = mechanism.sampling.batches(dpx.UserData(DATA, OWNERS), KEY, mechanism.init(params), steps=1)
+
+    def step(function, build=dpx.private_updates):
+        return build(function, mechanism)(params, batch, mechanism.init(params))
+
+    for build, called in ((dpx.private_updates, "loss"), (dpx.private_updates_from, "update")):
+        with pytest.raises(ValueError, match=f"the {called} must take all rows of one user, but it takes one row"):
+            step(lambda params, record: record["x"] @ params["w"], build)
+    with pytest.raises(TypeError, match="can only concatenate tuple"):
+        step(lambda params, user: user + "of no kind")
+
+
 @pytest.mark.filterwarnings("ignore:the state has made no step:UserWarning")
 def test_the_report_says_the_unit_that_the_state_records():
     mechanism, _ = step_of(4, 3)

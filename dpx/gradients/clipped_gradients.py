@@ -17,7 +17,14 @@ from dpx.gradients.microbatch_size import (
     forward_cost,
     require_platform,
 )
-from dpx.gradients.one_example import adding_note, function_of_row, shapes_of_row, value_and_gradient, warn_of_constants
+from dpx.gradients.one_example import (
+    adding_note,
+    function_of_row,
+    refusing_function_of_record,
+    shapes_of_row,
+    value_and_gradient,
+    warn_of_constants,
+)
 from dpx.keys.noise import axes_that_vary
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.mechanism.guards import require_real
@@ -84,7 +91,8 @@ class RowSum:
     def plan(self, params: Tree, state: Tree, rows: tuple) -> tuple[Plan, ForwardCost]:
         """How the norms are computed, or why only by per-example gradients; and a row's cost. All may be shapes."""
         row = shapes_of_row(rows)
-        with self.with_note_on_errors(lambda: row):
+        called = "update" if self.norms == "update" else "loss"
+        with refusing_function_of_record(called, self.of_row, params, row), self.with_note_on_errors(lambda: row):
             traced = ghost.trace_loss(self.of_row, params, row)
         self.inspect_loss(traced.closed, params, row)
         cost = forward_cost(traced.closed.jaxpr)

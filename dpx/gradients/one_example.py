@@ -21,6 +21,8 @@ from dpx.xla import jaxprs
 LARGE_CONSTANTS = 2**24  # bytes
 INSTEAD = "pass them as parameters that dpx.coordinates.trainable freezes: docs/fine_tuning.md#a-large-base"
 
+USERS = "An item of dpx.UserData is (examples, included), with all rows of one user on axis 0"
+OF_USERS = "docs/loops.md#users-instead-of-examples"
 WHERE = (
     "It sees one example, without a batch axis, and a key of its own with with_key=True: docs/loops.md#by-hand. A "
     "model of Flax is split outside of it, and merged inside. If an nnx module keeps its random numbers, merge it with "
@@ -53,11 +55,33 @@ def example_in_words(example: Tree) -> str:
     leaves = jax.tree_util.tree_leaves_with_path(example)
     shapes = [f"{path_of(path)} {leaf.dtype}{list(leaf.shape)}".strip() for path, leaf in leaves]
     words = f"was called with one example: {', '.join(shapes[:MOST_SHAPES])}{', ...' * (len(shapes) > MOST_SHAPES)}"
+    return words + (f". {USERS}: see {OF_USERS}" if may_be_user(example) else "")
+
+
+def may_be_user(example: Tree) -> bool:
+    """Whether an example has the form of an item of `dpx.UserData`."""
     mask = example[1] if isinstance(example, tuple) and len(example) == 2 else None
-    if getattr(getattr(mask, "dtype", None), "kind", "") == "b":
-        words += ". An item of dpx.UserData is (examples, included), with all rows of one user on axis 0: see "
-        words += "docs/loops.md#users-instead-of-examples"
-    return words
+    return getattr(getattr(mask, "dtype", None), "kind", "") == "b"
+
+
+@contextlib.contextmanager
+def refusing_function_of_record(called: str, of_row: Callable, params: Tree, row: tuple) -> Iterator[None]:
+    """Raises ValueError in place of an error of the function if that takes a record and `row` has those of a user."""
+    try:
+        yield
+    except Exception as error:
+        example, *key = row
+        if may_be_user(example):
+            record = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), example[0])
+            takes_record = False
+            with contextlib.suppress(Exception):
+                takes_record = bool(jax.tree.leaves(jax.eval_shape(of_row, params, (record, *key))))
+            if takes_record:
+                words = (
+                    f"the {called} must take all rows of one user, but it takes one row, and dpx.UserData were given"
+                )
+                raise ValueError(f"{words}. {USERS}: average over those that are included, {OF_USERS}") from error
+        raise
 
 
 def function_of_row(function: Callable, *, has_aux: bool) -> Callable[..., tuple[Tree, Tree]]:
