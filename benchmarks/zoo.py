@@ -4,19 +4,24 @@
     python -m benchmarks.zoo --times --core 1  # CPU time on this core; without it, wall time of all
 
 `JAX` is a step without privacy: the mean gradient. `vmap` is the private step with `norms="vmap"`, which clips the
-gradient of every example; `dpx` is the one that `private_updates` chooses. Two steps show where the time goes: `noise`
-is JAX's step with the noise of dpx and no clipping, and `by hand` clips by `jax.vmap` without noise, and adds without
-protection against rounding. `all parts` is JAX's step, and what these two take more. Operations are those on floats
+gradient of every example; `dpx` is the one that `private_updates` chooses. Both return the updates and the next state,
+and neither losses nor norms, as JAX's step returns none. Three steps show where the time goes: `noise` is JAX's step
+with the noise of dpx and no clipping, `by hand` clips by `jax.vmap` without noise, and adds without protection against
+rounding, and `bare` has the ghost norms of dpx, with neither noise nor protection. `clipping` is the faster of the last
+two, and `all parts` is JAX's step, and what `noise` and `by hand` take more. Operations are those on floats
 that XLA counts in a program before it is optimized, with the noise; a loop counts one turn. The steps take turns, the
 least of their times counts, and memory is what XLA allocates beside arguments and results. Without `--times`, the page
 has only what ghost norms follow. Writes benchmarks/results/zoo.md; a package that is not installed is left out.
 """
 
 import argparse
+import contextlib
 import functools
 import importlib.util
 import math
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +29,14 @@ import numpy as np
 import optax
 
 import dpx
-from benchmarks import report
+from benchmarks import accelerators, report
 from benchmarks.timing import CLOCKS, Timer, interleaved, pin
 from benchmarks.zoo_models import ANIMALS
+from dpx.gradients.ghost import norms, weighted_sums
+from dpx.gradients.one_example import rows_with_keys
+from dpx.sums import float_pair
 from dpx.sums.float_pair import as_pair
+from dpx.xla.matrix_units import MatrixUnit
 
 ROUNDS = 8
 NOISE = 1e-5  # so small that the grid of the noise hides no error of a sum
@@ -52,6 +61,43 @@ def distance(found, expected) -> float:
     """Between two pytrees, as a share of the norm of `expected`."""
     pairs = list(zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True))
     return math.sqrt(sum(((a - b) ** 2).sum() for a, b in pairs) / sum((b**2).sum() for _, b in pairs))
+
+
+@contextlib.contextmanager
+def without_proof() -> Iterator[None]:
+    """What is traced inside has no barriers, no blocks, and no bounds on rounding and range."""
+
+    def squares(x):
+        return jnp.sum(x * x, (-2, -1))
+
+    def gram_norm(a, b):
+        of_a, of_b = (jnp.einsum("ksi,kti->kst", x, x) for x in (a, b))
+        return jnp.sqrt(jnp.sum(of_a * of_b))
+
+    plain: dict[Any, dict[str, Any]] = {
+        jax.lax: {"optimization_barrier": jax.lax.optimization_barrier},
+        float_pair: {"may_add_in_float32": float_pair.may_add_in_float32},
+        MatrixUnit: {"round_operand": MatrixUnit.round_operand, "truncate_operand": MatrixUnit.truncate_operand},
+        weighted_sums: {
+            "sum_one_by_one": weighted_sums.sum_one_by_one,
+            "scaled_rows": lambda f, x: jax.vmap(jnp.multiply)(f, x),
+        },
+        norms: {
+            "outer_norm": lambda a, b, scale=None: jnp.sqrt(jnp.sum(squares(a) * squares(b))),
+            "gram_norm": gram_norm,
+            "frobenius": lambda x: jnp.sqrt(jnp.sum(x * x)),
+        },
+    }
+    cached = float_pair.most_float32_rows, float_pair.most_float32_turns
+    with contextlib.ExitStack() as patches:
+        for holder, functions in plain.items():
+            patches.enter_context(mock.patch.multiple(holder, **functions))
+        accelerators.leave_out_the_proof()
+        for function in cached:
+            function.cache_clear()
+        yield
+    for function in cached:
+        function.cache_clear()
 
 
 def followed(loss, params, rows) -> dict[str, Any]:
@@ -91,21 +137,30 @@ def measured(loss, params, rows, clock) -> dict[str, Any]:
         factors = jnp.minimum(1, clip_norm / jax.vmap(optax.global_norm)(grads)) / count
         return jax.tree.map(lambda leaf: jnp.tensordot(factors, leaf, 1), grads)
 
+    chosen, by_vmap = dpx.private_updates(loss, made), dpx.private_updates(loss, made, norms="vmap")
+
+    def bare(params, batch, state):
+        with without_proof():
+            found, _ = chosen.row_sum(params, state, rows_with_keys(made, state, rows, with_key=False), batch.included)
+        return jax.tree.map(lambda leaf: leaf / count, found[0].high)
+
     steps: dict[str, Any] = {"JAX": plain, "noise": noisy, "by hand": by_hand}
-    steps |= {"vmap": dpx.private_updates(loss, made, norms="vmap"), "dpx": dpx.private_updates(loss, made)}
+    steps |= {"vmap": lambda *given: by_vmap(*given)[:2], "dpx": lambda *given: chosen(*given)[:2], "bare": bare}
     lowered: dict[str, Any] = {each: jax.jit(step).lower(params, batch, state) for each, step in steps.items()}
     programs: dict[str, Any] = {each: one.compile() for each, one in lowered.items()}
     run = {each: functools.partial(_run, program, params, batch, state) for each, program in programs.items()}
     timers = {each: Timer(one, clock) for each, one in run.items()}
     # A step of an empty batch releases the noise alone, which is that of the same key and step.
     batches = (dpx.Batch(rows, each) for each in (included, ~included))
-    whole, noise = (programs["dpx"](params, each, state).updates for each in batches)
+    whole, noise = (programs["dpx"](params, each, state)[0] for each in batches)
     released = jax.tree.map(lambda a, b: np.asarray(a, np.float64) - np.asarray(b), whole, noise)
+    expected = clipped_mean(loss, params, rows, clip_norm)[0]
+    assert distance(programs["bare"](params, batch, state), expected) < 1e-3
     return {
         "operations": {each: one.cost_analysis()["flops"] for each, one in lowered.items()},
         "memory": {each: one.memory_analysis().temp_size_in_bytes for each, one in programs.items()},
         "time": {each: min(seconds) for each, seconds in interleaved(timers, ROUNDS).items()},
-        "error": distance(released, clipped_mean(loss, params, rows, clip_norm)[0]),
+        "error": distance(released, expected),
     }
 
 
@@ -120,7 +175,8 @@ def of_two(found: dict[str, Any], kind: str, other: str) -> float:
 def parts(time: dict[str, float]) -> dict[str, float]:
     """What the parts of a private step take, and dpx against all of them."""
     of_all = time["noise"] + time["by hand"] - time["JAX"]
-    against_jax = {f"{each} / JAX": time[each] / time["JAX"] for each in ("noise", "by hand")}
+    time = time | {"clipping": min(time["by hand"], time["bare"])}
+    against_jax = {f"{each} / JAX": time[each] / time["JAX"] for each in ("noise", "by hand", "bare", "clipping")}
     return against_jax | {"all parts / JAX": of_all / time["JAX"], "dpx / all parts": time["dpx"] / of_all}
 
 

@@ -167,7 +167,7 @@ row("one_hot_of_one_place_times_many", "gram")(
 row("one_hot_by_comparison", "rows")(
     lambda: lookup(lambda table, t: lax.dot((jnp.arange(6)[:, None] == t[None] - 1).T, table))
 )
-row("one_hot_of_more_than_its_dtype_counts", "gram")(
+row("one_hot_of_more_than_its_dtype_counts", "product")(
     lambda: lookup(lambda table, t: jax.nn.one_hot(t.astype(jnp.uint8), 300) @ table, 300)
 )
 row("comparison_with_one_place", "gram")(
@@ -178,7 +178,7 @@ row("comparison_with_one_place", "gram")(
     )
 )
 row("rows_of_several_ones", "outer")(lambda: lookup(lambda table, t: jax.nn.one_hot(t, 6).sum(0) @ table))
-row("one_hot_along_the_other_axis", "gram")(
+row("one_hot_along_the_other_axis", "product")(
     lambda: (lambda w, t: score(jax.nn.one_hot(t, 4).T @ w), normal(1, 6, 3), tokens(4, 6))
 )
 row("constant_times_weights", "gram")(

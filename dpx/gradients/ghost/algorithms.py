@@ -208,8 +208,11 @@ def _gram(left: jax.Array, right: jax.Array) -> jax.Array:
 OPERATIONS_PER_BYTE = 12.0  # the cost to move one byte of fresh memory
 CACHED_BYTES = 2**20  # a larger per-example gradient leaves the cache before it is read (benchmarks/transformers.py)
 # A gradient this small stays in a core's cache for all examples, so its bytes cost less than the many small operations
-# of a ghost norm, as in attention of width 16 (benchmarks/results/zoo.md).
-SMALL_BYTES, OPERATIONS_PER_SMALL_BYTE = 2**12, 2.0
+# of a ghost norm, as in an LSTM of width 16 (benchmarks/results/zoo.md).
+SMALL_BYTES, OPERATIONS_PER_SMALL_BYTE = 2**14, 2.0
+# What a turn of the loop over examples costs that adds gradients on a CPU, and the product of one of several groups,
+# such as the channels of a depthwise convolution, whatever their sizes (benchmarks/results/zoo.md).
+OPERATIONS_PER_TURN, OPERATIONS_PER_GROUP = 2.0**15, 2.0**10
 GRAM_SLOWDOWN = 2.5  # the cost of an operation of a Gram matrix, because these are small (benchmarks/transformers.py)
 PATCH_GRAM_SLOWDOWN = 4.0  # the same for the patches of a convolution
 TOO_LARGE = 1e6  # the cost of a byte of a gradient that is too large: any other way is then cheaper
@@ -327,7 +330,7 @@ def _gram_cost(uses: Uses, scaled: bool) -> float | None:
     squares = groups * positions * positions
     bytes_written = 4 * (2 * squares + site.expands)
     operations = (PATCH_GRAM_SLOWDOWN if site.expands else GRAM_SLOWDOWN) * 2.0 * squares * (fan_in + fan_out)
-    return operations + OPERATIONS_PER_BYTE * bytes_written + _sum_cost(site)
+    return operations + OPERATIONS_PER_BYTE * bytes_written + _sum_cost(site) + _if_on_cpu(OPERATIONS_PER_TURN)
 
 
 def _gram_norm(uses: Uses, scale: jax.Array | None, records: Captured):
@@ -344,7 +347,8 @@ def _product_cost(uses: Uses, scaled: bool) -> float | None:
     site = _only_dense_site(uses)
     if site is None or not (site.expands or site.sizes[1] > 1):
         return None
-    return _sum_cost(site) + _gradient_memory_cost(site, uses.slices)
+    products = _if_on_cpu(OPERATIONS_PER_GROUP * site.sizes[0]) if site.sizes[0] > 1 else 0
+    return _sum_cost(site) + _gradient_memory_cost(site, uses.slices) + products
 
 
 def kept_products(uses: Uses, records: Captured) -> jax.Array:
@@ -454,7 +458,8 @@ def _tied_sum(uses: Uses, shape: tuple[int, ...], records: jax.Array, factors: j
 def _shared_cost(uses: Uses, scaled: bool) -> float | None:
     if uses.sharing is None or scaled or uses.are_one_lookup or not uses.few_positions:
         return None
-    return gram_operations(uses.sharing) * GRAM_SLOWDOWN + sum(map(gradient_operations, uses.sites))
+    operations = gram_operations(uses.sharing) * GRAM_SLOWDOWN + sum(map(gradient_operations, uses.sites))
+    return operations + _if_on_cpu(OPERATIONS_PER_TURN)
 
 
 def _shared_norm(uses: Uses, scale: jax.Array | None, records: Captured):
@@ -521,6 +526,10 @@ def _only_dense_site(uses: Uses) -> Site | None:
     """The site of a parameter that is used once, if it is no lookup."""
     site = uses.sites[0]
     return site if len(uses.sites) == 1 and not site.lookup else None
+
+
+def _if_on_cpu(cost: float) -> float:
+    return cost if current_place().platform == "cpu" else 0.0
 
 
 def _parameter_size(site: Site) -> int:
