@@ -38,7 +38,8 @@ class Config:
     momentum: of "sgd" only.
     method_options: of the method's builder, by name; values as in `examples.methods.read`.
     task: what is trained (`examples.tasks`). task_options: of the task, by name; those not given have its defaults.
-    whitening: with features "whitened", the public images that they are whitened by.
+    whitening, filters: with features "whitened", the public images that they are whitened by, and their number of
+        filters, of which there are 9 features each; None is 440.
     per_layer: with "dp_sgd", clip the parameters of every layer to a norm of their own, clip_norm / sqrt(layers).
     masked_loss: with "ada_dpigu", the loss, and the model, at the masked parameters.
     public, public_examples, public_rank: with "gep_sgd", the data set whose gradients, public, span the subspace, how
@@ -69,6 +70,7 @@ class Config:
     activation: str = "tanh"
     features: str = "none"
     whitening: str = "random_images"
+    filters: int | None = None
     masked_loss: bool = False
     public: str = "mnist5k"
     public_examples: int = 500
@@ -93,7 +95,7 @@ class Config:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {value}")
-        for name in ("batch_size", "microbatch_size"):
+        for name in ("batch_size", "microbatch_size", "filters"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")

@@ -1,9 +1,9 @@
 """Second-layer features: how much small patches of scattering coefficients look like those of public images.
 
 A patch is whitened by the covariance of public patches and scaled to norm 1. Its features are its inner products with
-`FILTERS` public patches, where these are positive. They are averaged over a grid of CELLS x CELLS cells: Coates and Ng
-2011 (https://proceedings.mlr.press/v15/coates11a.html), on scattering coefficients in place of pixels. Only public
-images enter, so the features cost no privacy.
+the filters, which are public patches, where these are positive. They are averaged over a grid of CELLS x CELLS cells:
+Coates and Ng 2011 (https://proceedings.mlr.press/v15/coates11a.html), on scattering coefficients in place of pixels.
+Only public images enter, so the features cost no privacy.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 SIZE = 2  # scattering positions along a side of a patch
-FILTERS, CELLS = 440, 3
+FILTERS, CELLS = 440, 3  # filters of a recipe that takes minutes
 COMPONENTS = 200  # of a whitened patch
 RIDGE = 0.1  # relative to the mean variance of a coefficient
 SAMPLE = 60_000  # public patches at most, for the covariance
@@ -22,14 +22,14 @@ VERSION = 1  # of the numbers; part of the cache's key
 
 
 class Patches(NamedTuple):
-    """mean: float32 (p,). whiten: float32 (p, COMPONENTS). filters: float32 (COMPONENTS, FILTERS)."""
+    """mean: float32 (p,). whiten: float32 (p, COMPONENTS). filters: float32 (COMPONENTS, filters)."""
 
     mean: np.ndarray
     whiten: np.ndarray
     filters: np.ndarray
 
     def __call__(self, planes: jax.Array) -> jax.Array:
-        """Float32 planes (N, height, width, channels) to (N, cells * FILTERS), float32; a patch has p numbers."""
+        """Float32 planes (N, height, width, channels) to (N, cells * filters), float32; a patch has p numbers."""
         patches = cut(planes)
         white = (patches - self.mean[None, None, None]) @ self.whiten
         lengths = jnp.sqrt((white**2).sum(-1, keepdims=True))
@@ -53,8 +53,8 @@ def cut(planes):
     return jnp.concatenate([planes[:, d : d + height, r : r + width] for d, r in shifts], 3)
 
 
-def patches_of(public: np.ndarray, *, seed: int = 0) -> Patches:
-    """The patches of public planes, (N, height, width, channels), any float dtype."""
+def patches_of(public: np.ndarray, filters: int | None = None, *, seed: int = 0) -> Patches:
+    """The patches of public planes, (N, height, width, channels), any float dtype. filters: FILTERS if None."""
     rng = np.random.default_rng(seed)
     each = max(1, (public.shape[1] - SIZE + 1) * (public.shape[2] - SIZE + 1))
     chosen = rng.permutation(len(public))[: -(-2 * SAMPLE // each)]  # as many again, because some are blank
@@ -64,6 +64,6 @@ def patches_of(public: np.ndarray, *, seed: int = 0) -> Patches:
     mean = rows.mean(0)
     values, vectors = np.linalg.eigh(np.cov(rows.T))
     whiten = (vectors / np.sqrt(values + RIDGE * values.mean()))[:, : -COMPONENTS - 1 : -1].astype(np.float32)
-    white = (rows[rng.permutation(len(rows))[:FILTERS]] - mean) @ whiten
-    filters = white / np.maximum(np.linalg.norm(white, axis=1, keepdims=True), 1e-6)
-    return Patches(mean, np.ascontiguousarray(whiten), np.ascontiguousarray(filters.T))
+    white = (rows[rng.permutation(len(rows))[: filters or FILTERS]] - mean) @ whiten
+    found = white / np.maximum(np.linalg.norm(white, axis=1, keepdims=True), 1e-6)
+    return Patches(mean, np.ascontiguousarray(whiten), np.ascontiguousarray(found.T))

@@ -30,4 +30,19 @@ def best(epsilon: float, examples: int) -> dict[str, Any]:
     }
 
 
-RECIPES: dict[str, Callable[[float, int], dict[str, Any]]] = {"best": best}
+def wide(epsilon: float, examples: int) -> dict[str, Any]:
+    """The same with four times the filters, and the whole data set in each of 110 steps: 30 times the arithmetic.
+
+    Chosen on the same images of Fashion-MNIST.
+    """
+    learning_rate = 8.4 * (epsilon * examples / FASHION_MNIST) ** 0.8
+    return best(epsilon, examples) | {
+        "filters": 1760,
+        "sampling": "full",
+        "batch_size": None,
+        "epochs": 110.0,
+        "learning_rate": min(48.0, max(0.01, round(learning_rate, 2))),
+    }
+
+
+RECIPES: dict[str, Callable[[float, int], dict[str, Any]]] = {"best": best, "wide": wide}

@@ -2,13 +2,21 @@
 
 import json
 import math
+import operator
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import optax
+
+import dpx
+from examples import records
 from examples.config import Config
-from examples.loop import run
+from examples.loop import plan_of, run
+from examples.tasks import TASKS
 
 ONLY_AT_THE_END = 10**6
 
@@ -62,6 +70,49 @@ class Runs:
                 flush=True,
             )
         return json.loads((folder / "result.json").read_text())["result"] | {"output_dir": str(folder)}
+
+    def make_together(self, configs: dict[str, Config]) -> None:
+        """The runs of these names at once, whose configurations differ in the seed alone: each reads the data once.
+
+        Full batches only. A run has the noise of `result`, and a folder with result.json alone.
+        """
+        configs = {name: one for name, one in configs.items() if finished(self.folder_of(name), one) is None}
+        if not configs:
+            return
+        start, (config, *_) = time.perf_counter(), configs.values()
+        task = TASKS[config.task].build(config, self.places["data_dir"], self.places["cache_dir"], False)
+        sampling = config.sampling_of(task.examples)
+        if not isinstance(sampling, dpx.FullBatch):
+            raise ValueError(f"sampling must be full for runs that are made together, got {config.sampling!r}")
+        steps = config.steps_of(sampling, task.examples)
+        plan = plan_of(config, config.mechanism_of(sampling, steps, config.key), sampling, task.examples)
+
+        def optimizer_of(key):
+            key = dpx.keys.stream(key, "mechanism")
+            return config.mechanism_of(sampling, plan["steps"], key, task.trained)(plan["noise_multiplier"])
+
+        @jax.jit
+        def step(key, params, state, batch):
+            made = dpx.private_updates(task.loss, optimizer_of(key), microbatch_size=config.microbatch_size)
+            updates, state, _ = made(params, batch, state)
+            return optax.apply_updates(params, updates), state
+
+        keys = jnp.stack([one.key for one in configs.values()])
+        params = jax.vmap(lambda key: task.init(dpx.keys.stream(key, "init")))(keys)
+        state = jax.vmap(lambda key, params: optimizer_of(key).init(params))(keys, params)
+        batch, together = dpx.Batch(jax.tree.map(jnp.asarray, task.train), None), jax.vmap(step, (0, 0, 0, None))
+        for _ in range(plan["steps"]):
+            params, state = together(keys, params, state, batch)
+        epsilon = dpx.epsilon(optimizer_of(keys[0]), plan["steps"], delta=config.delta, accountant=config.accountant)
+        seconds = (time.perf_counter() - start) / len(configs)
+        for i, (name, one) in enumerate(configs.items()):
+            found = plan | {"epsilon": epsilon, "seconds": round(seconds, 1), "device": jax.devices()[0].device_kind}
+            found["accuracy"] = task.evaluate(jax.tree.map(operator.itemgetter(i), params))["test_accuracy"]
+            shared = {key: value for key, value in one.as_dict().items() if key != "seed"}
+            self.folder_of(name).mkdir(parents=True, exist_ok=True)
+            document = {"result": found, "config": shared, "versions": records.versions()}
+            records.replace_file(self.folder_of(name) / "result.json", json.dumps(document, indent=2) + "\n")
+            print(f"{name}: {found['accuracy']:.4f} at epsilon {epsilon:.4f}", flush=True)
 
     def heading(self, module: str, seeds: Iterable[int]) -> str:
         """The command, the date, the seeds, and the versions of all runs."""

@@ -53,6 +53,7 @@ HELP = {
     "public_rank": "of gep_sgd: dimension of the subspace, which is kept for the run",
     "features": "a fixed transform of the images, computed once and kept in the cache directory",
     "whitening": "of features whitened: the public images that they are whitened by",
+    "filters": "of features whitened: there are 9 features of each",
 }
 
 

@@ -20,14 +20,14 @@ import scipy.linalg
 
 from examples import data, features
 from examples.data import Dataset
+from examples.patches import CELLS, patches_of
 from examples.patches import VERSION as PATCHES_VERSION
-from examples.patches import patches_of
 from examples.random_images import VERSION as RANDOM_VERSION
 from examples.random_images import random_images
 
 RANDOM = "random_images"
 PUBLIC = (RANDOM, f"{RANDOM}+mnist5k")
-RANDOM_COUNT = 16_000
+RANDOM_COUNT = 16_000  # public images at least, and as many as two a direction
 RIDGE = 0.3
 SEED = 0  # of the random images; public
 ROWS, BATCH = 2000, 16  # so many images are whitened at once, and get features at once
@@ -68,8 +68,11 @@ def whitening_of(public: np.ndarray, ridge: float = RIDGE) -> Whitening:
     return Whitening(mean, np.ascontiguousarray(matrix, np.float32))
 
 
-def public_images(name: str, dataset: Dataset) -> np.ndarray:
-    """The public images of one of `PUBLIC`, of the data set's height, width and channels, uint8."""
+def public_images(name: str, dataset: Dataset, count: int | None = None) -> np.ndarray:
+    """The public images of one of `PUBLIC`, of the data set's height, width and channels, uint8.
+
+    count: of the random ones, RANDOM_COUNT if None.
+    """
     if name not in PUBLIC:
         raise ValueError(f"whitening must be one of {', '.join(PUBLIC)}; got {name!r}")
     others = name.split("+")[1:]
@@ -83,7 +86,7 @@ def public_images(name: str, dataset: Dataset) -> np.ndarray:
         real = data.as_float(images).repeat(channels, 3)
         resized = jax.image.resize(real, (len(real), height, width, channels), "linear")
         found.append(np.rint(255 * np.asarray(resized)).astype(np.uint8))
-    return np.concatenate([random_images(RANDOM_COUNT, height, width, channels, seed=SEED), *found])
+    return np.concatenate([random_images(count or RANDOM_COUNT, height, width, channels, seed=SEED), *found])
 
 
 def views_of(images: jax.Array, shifts: Sequence[tuple[int, int]], *, mirrored: bool) -> jax.Array:
@@ -97,14 +100,19 @@ def views_of(images: jax.Array, shifts: Sequence[tuple[int, int]], *, mirrored: 
 
 
 def description(
-    public: np.ndarray, *, mirrored: bool, shifts: Sequence[tuple[int, int]] = SHIFTS, progress: bool = True
+    public: np.ndarray,
+    filters: int | None = None,
+    *,
+    mirrored: bool,
+    shifts: Sequence[tuple[int, int]] = SHIFTS,
+    progress: bool = True,
 ) -> Callable[[np.ndarray], np.ndarray]:
     """The patch features, by patches of public images, of images of their shape: uint8 (N, ...) to float16 (N, d).
 
     They are means over the views of an image, because the label does not depend on the view: what does is noise to the
     model.
     """
-    patches = patches_of(features.compute(public, progress=progress, features_of=features.roots_of))
+    patches = patches_of(features.compute(public, progress=progress, features_of=features.roots_of), filters)
 
     @jax.jit
     def mean_of_views(images):
@@ -115,20 +123,29 @@ def description(
     return functools.partial(features.compute, batch_size=BATCH, progress=progress, features_of=mean_of_views)
 
 
-def with_whitening(dataset: Dataset, name: str, cache_dir: str | Path, *, progress: bool = True) -> Dataset:
-    """The data set with whitened patch features for images, float16 (N, 1, 1, d), kept on disk."""
+def with_whitening(
+    dataset: Dataset, name: str, cache_dir: str | Path, *, filters: int | None = None, progress: bool = True
+) -> Dataset:
+    """The data set with whitened patch features for images, float16 (N, 1, 1, d), kept on disk.
+
+    filters: FILTERS if None.
+    """
+    count = max(RANDOM_COUNT, 2 * CELLS**2 * (filters or 0))
 
     @functools.cache
     def fitted() -> tuple[Callable[[np.ndarray], np.ndarray], Whitening]:
-        public = public_images(name, dataset)
-        described = description(public, mirrored=data.family(dataset.name) not in CHARACTERS, progress=progress)
+        public = public_images(name, dataset, count)
+        described = description(
+            public, filters, mirrored=data.family(dataset.name) not in CHARACTERS, progress=progress
+        )
         return described, whitening_of(described(public))
 
     def whitened(images: np.ndarray) -> np.ndarray:
         described, whitening = fitted()
         return whitening(described(images))
 
-    settings = f"{name}-random{RANDOM_VERSION}-{RANDOM_COUNT}-{SEED}-patches{PATCHES_VERSION}-v{VERSION}-ridge{RIDGE}"
+    settings = f"{name}-random{RANDOM_VERSION}-{count}-{SEED}-patches{PATCHES_VERSION}-v{VERSION}-ridge{RIDGE}"
+    settings += f"-filters{filters}" if filters else ""
     parts = {"train_images": dataset.train_images, "test_images": dataset.test_images}
     found = {
         part: features.kept(

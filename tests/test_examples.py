@@ -1,5 +1,6 @@
 """The programs of examples/: each runs at its smallest size, and the trainer is DP-SGD within its budget."""
 
+import dataclasses
 import functools
 import inspect
 import json
@@ -190,7 +191,23 @@ def test_the_tables_of_the_readme(tmp_path):
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text and text.count("CNN |") == 1
     text = frontier.table(runs.Runs(tmp_path), rows)
     assert "| **86.00** (85.00, 87.00) | 1.9999 | 1.5000 | 732 | 100 | 89.34 DPSUR (b)" in text
-    assert "--learning-rate 20.89 " in text and "--features whitened" in text
+    assert "--learning-rate 14.63 " in text and "--filters 1760" in text
+
+
+def test_runs_that_are_made_together_are_those_made_alone(tmp_path):
+    common: dict = {"dataset": "digits", "epsilon": 4.0, "sampling": "full", "epochs": 3.0, "clip_norm": 0.1}
+    common |= {"model": "linear_from_zero", "learning_rate": 4.0, "microbatch_size": 512}
+    configs = {f"seed {seed}": Config(**common, seed=seed) for seed in (0, 1)}
+    alone, together = (runs.Runs(tmp_path / name, data_dir=None, cache_dir=tmp_path) for name in ("alone", "together"))
+    together.make_together(configs)
+    for name, one in configs.items():
+        found, expected = together.result(name, one), alone.result(name, one)
+        assert found["accuracy"] == expected["accuracy"] > 0.5 and found["steps"] == 3
+        assert found["noise_multiplier"] == expected["noise_multiplier"]
+        assert expected["epsilon"] <= found["epsilon"] <= 4
+    assert len({together.result(name, one)["accuracy"] for name, one in configs.items()}) == 2
+    with pytest.raises(ValueError, match="sampling must be full for runs that are made together, got 'poisson'"):
+        together.make_together({"other": dataclasses.replace(one, sampling="poisson")})
 
 
 # ------------------------------------------------------------------ the trainer

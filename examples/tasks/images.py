@@ -24,7 +24,9 @@ def build(config: Config, data_dir: str | Path | None, cache_dir: str | Path, pr
     if config.features == "scattering":
         dataset = features.with_scattering(dataset, cache_dir, progress=progress)
     if config.features == "whitened":
-        dataset = whitening.with_whitening(dataset, config.whitening, cache_dir, progress=progress)
+        dataset = whitening.with_whitening(
+            dataset, config.whitening, cache_dir, filters=config.filters, progress=progress
+        )
     model = model_of(config, dataset)
     accuracy_of = accuracy_function(model, dataset)
     return Task(
