@@ -125,7 +125,7 @@ def moved(folder: Path, name: str, mesh, checkpoints: Path, skipped: str, **opti
     import pytest
 
     number = "None" if mesh is None else str(mesh.size)
-    with pytest.raises(ValueError, match=f"devices was .*, now {number}; .*on_other_devices=True continues it"):
+    with pytest.raises(ValueError, match=f"devices was .*, now {number}; .*, or on_other_devices=True, which"):
         fit(folder, name, mesh, checkpoints=checkpoints)
     with pytest.warns(UserWarning, match=skipped):
         return fit(folder, name, mesh, checkpoints=checkpoints, on_other_devices=True, **options)

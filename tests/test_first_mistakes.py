@@ -205,6 +205,7 @@ def test_every_path_notes_what_a_loss_was_called_with(function):
             path()
         (note,) = [note for note in raised.value.__notes__ if note.startswith("dpx:")]
         assert note.endswith("was called with one example: x float32[3]")
+        assert sum("(params, example, key) if with_key=True" in note for note in raised.value.__notes__) == 1
         assert sum("docs/loops.md" in note and "docs/flax.md" in note for note in raised.value.__notes__) == 1
 
 

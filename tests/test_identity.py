@@ -81,7 +81,7 @@ def test_a_stored_run_continues_with_other_words(tmp_path, monkeypatch):
     fit(made(SAMPLINGS[0]), steps=1)
     wordless(monkeypatch)
     assert fit(made(SAMPLINGS[0]).replace(stages=("words",))).steps == 2
-    with pytest.raises(ValueError, match="their fingerprint"):
+    with pytest.raises(ValueError, match="one: the mechanism .*To continue this run"):
         fit(made(SAMPLINGS[1]), steps=3)
 
 

@@ -36,10 +36,21 @@ LIBRARIES = ("numpy", "scipy", "flax")  # whose versions may decide the numbers 
 OF_LIBRARIES = (*(f"version of {name}" for name in LIBRARIES), "libraries of the backend (their fingerprint)")
 KERNELS = "kernels that the GPU has timed (a random name)"
 OF_DEVICES = ("processes", "devices", LAYOUT, "backend", MACHINE, MEMORY, KERNELS, *OF_LIBRARIES)
+ARRAYS, EVENT = "arrays (their fingerprint)", "event and sampling (their fingerprint)"
 OF_STEPS = ("chunk_size", "microbatch_size", "norms", "backward_passes")
+SOME_EXAMPLES = "some examples of the data (their mark)"
 LOSS = "loss (the fingerprint of its gradient)"
 # Facts that decide the numbers of a step, and neither its noise nor its batch: a later step may have another loss, too.
 ROUNDING = (*OF_DEVICES, *OF_STEPS, LOSS)
+IN_WORDS = {  # facts whose numbers say nothing
+    EVENT: "the noise or the sampling",
+    ARRAYS: "the optimizer, its learning rate, or the shapes of the parameters",
+    PROGRAM: "the optimizer, its learning rate, or a schedule",
+    LOSS: "the loss or the model",
+    SOME_EXAMPLES: "the data",
+    LAYOUT: "how the arrays lie on the devices",
+    OF_LIBRARIES[-1]: "the libraries of the backend",
+}
 SETTING = "setting "  # how the names of more such facts begin
 VARIABLES = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # variables of the environment, too
@@ -53,7 +64,6 @@ QUIET = (  # how the names of settings of jax go on that change no number, or th
     *("share_binary", "source_url", "traceback", "tracer_error", "transfer_guard"),
 )
 INSTRUCTIONS = ("avx", "fma", "sse", "amx", "asimd", "sve")  # of a CPU, whose numbers a kernel may add in another order
-SOME_EXAMPLES = "some examples of the data (their mark)"
 PACKAGES = ("jax", "jaxlib", "optax")  # whose versions decide the numbers of a run, as that of dpx does
 VERSION = "version of dpx"
 
@@ -71,12 +81,12 @@ def facts_of(run: RunPlan, carry: Carry, options: dict[str, Any]) -> dict[str, A
     facts = {f"stage {number} of the mechanism": stage for number, stage in enumerate(optimizer.stages, start=1)}
     facts |= {RECORD: f"version {RECORD_VERSION}: {', '.join(ReleaseState._fields)}"}
     facts |= {"event of a step": repr(optimizer.event(1)), "sampling": repr(optimizer.sampling)}
-    facts |= {"event and sampling (their fingerprint)": fingerprint((optimizer.event(1), optimizer.sampling))}
+    facts |= {EVENT: fingerprint((optimizer.event(1), optimizer.sampling))}
     secrets = {"noise": optimizer.key, "batches": run.key}
     facts |= {f"key of the {name} (its mark)": int(keys.mark_of_key(key)) for name, key in secrets.items()}
     facts |= {"delta": run.delta, "accountant": run.accountant}
     facts |= {"records of a person": run.records} if run.records > 1 else {}
-    facts |= {"parameters": f"{numbers} numbers", "arrays (their fingerprint)": fingerprint("\n".join(shapes))}
+    facts |= {"parameters": f"{numbers} numbers", ARRAYS: fingerprint("\n".join(shapes))}
     facts |= {PROGRAM: _fingerprint_of_program(optimizer, carry)}
     facts |= {name: repr(value) for name, value in options.items() if value not in (None, False)}
     facts |= {"processes": jax.process_count()} if jax.process_count() > 1 else {}
@@ -90,6 +100,30 @@ def facts_of(run: RunPlan, carry: Carry, options: dict[str, Any]) -> dict[str, A
 def is_descriptive_fact(name: str) -> bool:
     """Whether a fact only explains others in words, so that new wording does not make another run."""
     return name in ("event of a step", "sampling") or name.startswith("stage ")
+
+
+def differences_in_words(differ: list[str], stored: dict[str, Any], facts: dict[str, Any]) -> str:
+    """The facts that `differ`, for a reader. What another one explains is left out: a fingerprint of the whole program
+    changes with each part of it, and the equations of the loss have the arrays of the optimizer as arguments."""
+    causes = {"sampling", "parameters", *(name for name in differ if name.startswith("stage "))} & {*differ}
+    hidden = {KERNELS, "event of a step"}
+    hidden |= {EVENT, PROGRAM} if causes else set()
+    hidden |= {ARRAYS} if causes - {"sampling"} else set()
+    hidden |= {PROGRAM} if EVENT in differ else set()
+    hidden |= {PROGRAM, LOSS} if ARRAYS in differ else set()
+    perhaps = "perhaps " * any(name.startswith("version of ") for name in differ)
+
+    def in_words(name: str) -> str:
+        before, now = stored.get(name), facts.get(name)
+        if name.startswith("stage "):
+            return f"the mechanism ({before or 'nothing'!r}, now {now or 'nothing'!r})"
+        if name.startswith("key of "):
+            return f"the {name.removesuffix(' (its mark)')}"
+        if name in IN_WORDS:
+            return perhaps * (name in (PROGRAM, ARRAYS, LOSS)) + IN_WORDS[name]
+        return f"{name} was {before}, now {now}"
+
+    return "; ".join(in_words(name) for name in differ if name not in hidden)
 
 
 def is_about_rounding(name: str) -> bool:

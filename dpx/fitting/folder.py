@@ -42,7 +42,6 @@ from dpx.accounting.loss import event_of_loss
 from dpx.fitting import processes
 from dpx.fitting.facts import (
     KERNELS,
-    LOSS,
     MEMORY,
     PROGRAM,
     RECORD,
@@ -50,6 +49,7 @@ from dpx.fitting.facts import (
     VERSION,
     autotunes_kernels,
     bytes_of,
+    differences_in_words,
     facts_of,
     is_about_rounding,
     is_descriptive_fact,
@@ -141,19 +141,15 @@ class Folder:
         if of_keys:  # which change these marks too, so they say nothing
             differ = [name for name in differ if name not in (PROGRAM, SOME_EXAMPLES)]
         if names and not (self._on_other_devices and all(map(is_about_rounding, names))):
-            words = [f"{n} was {stored.get(n)}, now {facts.get(n)}" for n in differ if n != KERNELS]
-            listing = "; ".join(words)
-            if PROGRAM in differ:
-                listing += " (for example another learning rate, or another version of dpx)"
-            if LOSS in differ:
-                listing += " (for example another model, or another version of its library)"
+            advice = "To continue this run, pass what it was made with"
             if of_keys:
-                listing += ". To continue it, make its key again with dpx.secret_key(seed), from the seed of its first "
-                listing += "program; without that seed, begin another run in a new folder"
-            if all(map(is_about_rounding, names)):
-                listing += ". (on_other_devices=True continues it, and skips the steps that may have been made already)"
+                advice = "To continue it, make its key again: dpx.secret_key(seed), with the seed of its first program"
+            elif all(map(is_about_rounding, names)):
+                advice += ", or on_other_devices=True, which skips the steps that may have been made already"
+            listing = differences_in_words(differ, stored, facts)
             raise ValueError(
-                f"checkpoints must be a new folder or one of the same run, but {self.path} holds another one: {listing}"
+                f"checkpoints must be a new folder or one of the same run, but {self.path} holds another one: "
+                f"{listing}. {advice}; for another run, take another folder and another key"
             )
         return [name for name in differ if not is_descriptive_fact(name)]
 

@@ -12,7 +12,7 @@ from dpx.gradients.optimizer import ChainState
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.mechanism.guards import FLAX, checked_params
 from dpx.reports.report import require_one_line_names
-from dpx.sampling.read_rows import rows_of
+from dpx.sampling.read_rows import length_of, rows_of
 from dpx.values import Tree, described, require_bool, require_function, require_whole
 
 
@@ -86,10 +86,26 @@ def require_inputs(loss: Any, optimizer: Any, params: Tree, data: Any, loss_at: 
     require_mechanism(optimizer)
     require_function("loss", loss)
     require_function("loss_at", loss_at)
+    number = optimizer.sampling.examples
+    if _are_swapped(params, data, number):
+        raise ValueError(
+            f"data must hold the {number} examples of the sampling, but params hold {number} rows: params come before "
+            "data; are they swapped?"
+        )
     checked_params(params, optimizer)
     if not jax.tree.leaves(params) or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
         raise ValueError(f"params must be a pytree of float arrays, got no array. {FLAX}")
-    rows_of(data, optimizer.sampling.examples, optimizer.key)
+    rows_of(data, number, optimizer.key)
+
+
+def _are_swapped(params: Tree, data: Any, examples: int) -> bool:
+    """Whether all arrays of `params` have this number of rows, and `data` have not."""
+    if {getattr(leaf, "shape", ())[:1] for leaf in jax.tree.leaves(params)} != {(examples,)}:
+        return False
+    try:
+        return length_of(data) != examples
+    except ValueError:  # arrays of several lengths, or anything else
+        return all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(data))
 
 
 def require_transforms_in(state: Tree):

@@ -24,9 +24,9 @@ INSTEAD = "pass them as parameters that dpx.coordinates.trainable freezes: docs/
 USERS = "An item of dpx.UserData is (examples, included), with all rows of one user on axis 0"
 OF_USERS = "docs/loops.md#users-instead-of-examples"
 WHERE = (
-    "It sees one example, without a batch axis, and a key of its own with with_key=True: docs/loops.md#by-hand. A "
-    "model of Flax is split outside of it, and merged inside. If an nnx module keeps its random numbers, merge it with "
-    "copy=True and call nnx.reseed(module, dropout=key): docs/flax.md#nnx"
+    "It must take (params, example), or (params, example, key) if with_key=True, where the example has no batch axis: "
+    "docs/loops.md#by-hand. A model of Flax is split outside of it, and merged inside. If an nnx module keeps its "
+    "random numbers, merge it with copy=True and call nnx.reseed(module, dropout=key): docs/flax.md#nnx"
 )
 
 

@@ -209,8 +209,11 @@ class PrivacyLedger:
 
         If it was chosen by what was released, the budget bounds it, and `odometer`.
         """
+        return self._epsilon_of(self.entries)
+
+    def _epsilon_of(self, entries: Sequence[Entry]) -> float:
         # Delta has a share for what was given back, and before other releases use that, it may cost more than it is.
-        ways = ((group, _without_credits(group)) for group in _by_part(self.entries))
+        ways = ((group, _without_credits(group)) for group in _by_part(entries))
         return max(min(map(self._epsilon, both if both[0] != both[1] else both[:1])) for both in ways)
 
     def affords(self, event: DpEvent, *, numbers: int = LARGEST_RELEASE, part: str | None = None) -> bool:
@@ -303,11 +306,13 @@ class PrivacyLedger:
         chosen = replace(fixed, planned=False, charge=charge)
         if not self._allows([*entries, chosen]):
             budget = f"epsilon={self.terms.epsilon} at delta={self.terms.delta}"
+            cost = self._epsilon_of([*entries, fixed if planned else chosen])
+            more = f"with it, epsilon is {cost:.4g}; " * (cost > self.terms.epsilon)
             raise ValueError(
                 f"every release must stay within the budget of {self.path}, {budget}, got {given['words']!r}, "
-                f"{from_event(given['event']).in_one_line()}, which would exceed it: epsilon is {self.epsilon:.4g} "
-                "without it. `least_noise` finds the noise that fits. Releases cost less if all are reserved before "
-                "the first one is made"
+                f"{from_event(given['event']).in_one_line()}, which would exceed it: {more}"
+                f"without it, {self.epsilon:.4g}. `least_noise` finds the noise that fits. Releases cost less if all "
+                "are reserved before the first one is made"
             )
         return chosen
 

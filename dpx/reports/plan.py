@@ -382,7 +382,9 @@ def plan_noise(
     if not many:
         raise ValueError(f"epochs must be at least one number, got {described(epochs)}")
     if not sizes or not all(require_whole("batch_size", size) <= examples for size in sizes):
-        raise ValueError(f"batch_sizes must be in [1, {examples}], got {described(batch_sizes)}")
+        plain = isinstance(batch_sizes, list | tuple | int) and all(type(size) is int for size in sizes)  # no key's
+        got = ", ".join(map(described, sizes[:3])) or "none" if plain else described(batch_sizes)
+        raise ValueError(f"batch_sizes must be in [1, {examples}], because there are {examples} examples; got {got}")
 
     def run(epochs: float, size: int) -> PlannedRun:
         steps = PoissonSampling(examples=examples, batch_size=size).steps(epochs=epochs)  # as of a run

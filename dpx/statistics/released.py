@@ -93,13 +93,15 @@ def records_of(data: Any, *, numbers: bool = True) -> StatisticRecords:
 def bounds_of(low: ArrayLike, high: ArrayLike, records: StatisticRecords) -> tuple[np.ndarray, np.ndarray]:
     """The bounds of each column, float64 (columns,). Raises ValueError unless low < high, both finite."""
     columns = records.values.shape[1]
+    # Arrays are not shown, because data may stand in a wrong place.
+    got = f"{low=}, {high=}" if {type(low), type(high)} <= {int, float} else "other bounds"
     low, high = (require_floats(name, value) for name, value in (("low", low), ("high", high)))
     if any(bound.shape not in ((), (columns,)) for bound in (low, high)):
         raise ValueError(f"low and high must be numbers, or one for each column, got shapes {low.shape}, {high.shape}")
     low, high = np.broadcast_to(low, columns), np.broadcast_to(high, columns)
     with np.errstate(over="ignore", invalid="ignore"):
         if not (np.isfinite(high - low) & (low < high)).all():
-            raise ValueError("low must be below high, with a finite difference, in every column; got other bounds")
+            raise ValueError(f"low must be below high, with a finite difference, in every column; got {got}")
     return low, high
 
 
