@@ -52,8 +52,10 @@ def test_views_are_averaged_and_then_clipped():
 
 
 def test_ghost_norms_see_views_as_positions():
-    mean_loss = dpx.augmented(loss, turned, copies=COPIES)
-    explanation = dpx.explain_norms(mean_loss, MECHANISM, PARAMS, BATCH, with_key=True, norms="ghost")
+    mean_loss, width = dpx.augmented(loss, turned, copies=COPIES), 512  # wide, or gradients are cheaper
+    params = {"w": jnp.zeros((width, width)), "b": jnp.zeros(width)}
+    batch = BATCH._replace(examples=(jnp.zeros((ROWS, width)), BATCH.examples[1]))
+    explanation = dpx.explain_norms(mean_loss, MECHANISM, params, batch, with_key=True, norms="ghost")
     assert "Gram matrices" in str(explanation), explanation
 
 

@@ -499,7 +499,7 @@ BAD = {
     "loss must be a function, got 3": dict(loss=3),
     "must be a dpx Mechanism": dict(optimizer=optax.sgd(0.1)),
     "a dpx Mechanism, which must come first": dict(optimizer=optax.chain(optax.clip(1.0), made())),
-    "params must be a pytree of float arrays, got act PjitFunction. Of Flax Linen": dict(
+    "params must be a pytree of float arrays, got act PjitFunction. Of a result of fit": dict(
         params={"w": np.zeros(2), "act": jnp.tanh}
     ),
     "params must be a pytree of float arrays, got int32": dict(params=jnp.arange(3)),
@@ -540,7 +540,7 @@ def test_models_are_no_parameters():
 
     with_keys = nnx.Dropout(0.5, rngs=nnx.Rngs(0))  # which stores its stream of keys
     for model, message in (
-        (linen.Dense(2), "float arrays, got Dense. Of Flax Linen"),
+        (linen.Dense(2), "float arrays, got Dense. Of a result of fit"),
         (nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "arrays, got the module Linear. Split it: .* nnx.split"),
         (with_keys, "arrays, got the module Dropout. Split it: .* nnx.split"),
         (nnx.state(with_keys), "float arrays, got rngs/count/value uint32, rngs/key/value key<fry>. .* nnx.split"),
