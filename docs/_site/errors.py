@@ -72,7 +72,7 @@ def page() -> str:
         lines += [f"### {way.heading}", "", *textwrap.wrap(way.text, 120, break_on_hyphens=False), ""]
         shown = [] if group == SELF_EXPLAINED else list(dict.fromkeys(filter(None, map(beginning, own))))
         lines += ["```text", *shown, "```", ""] if shown else []
-    return "\n".join([*lines, "Next: [sharp edges](sharp_edges.md), which no message can warn of.", ""])
+    return "\n".join([*lines, "Next: [sharp edges](sharp_edges.md), which no message can warn about.", ""])
 
 
 if __name__ == "__main__":
