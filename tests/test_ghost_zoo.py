@@ -177,6 +177,13 @@ row("comparison_with_one_place", "gram")(
         tokens(2, 2),
     )
 )
+row("comparison_with_one_place_repeated", "gram")(
+    lambda: (
+        lambda w, t: score((t[:, None] == jnp.broadcast_to(jnp.arange(1), (2, 30))).astype(jnp.float32) @ w),
+        normal(1, 30, 40),
+        tokens(2, 2),
+    )
+)
 row("rows_of_several_ones", "outer")(lambda: lookup(lambda table, t: jax.nn.one_hot(t, 6).sum(0) @ table))
 row("one_hot_along_the_other_axis", "product")(
     lambda: (lambda w, t: score(jax.nn.one_hot(t, 4).T @ w), normal(1, 6, 3), tokens(4, 6))
@@ -335,6 +342,13 @@ row("kernel_divided_by_fixed_norms_of_its_rows", "product unused")(
     lambda: made(lambda p: p["a"] / jnp.linalg.norm(lax.stop_gradient(p["a"]), axis=1, keepdims=True), 20)
 )
 row("kernel_of_two_of_one", "product unused")(lambda: made(lambda p: jnp.exp(p["a"]) * MASK + p["a"] * (1 - MASK), 20))
+row("kernel_of_one_given_twice", "outer")(
+    lambda: (
+        lambda w, x: score(jax.checkpoint(lambda v, w, again, x: x @ (v + w - 3 * again))(jnp.tanh(w), w, w, x)),
+        normal(1, 6, 20),
+        normal(9, SIZE, 6),
+    )
+)
 row("kernel_rounded_straight_through", "product unused")(
     lambda: made(lambda p: p["a"] + lax.stop_gradient(jnp.round(p["a"] * 4) / 4 - p["a"]), 20)
 )

@@ -111,7 +111,7 @@ def _scaled_cotangents(site: Site, of_b: Callable) -> Callable:
 def _slopes(step: ElementwiseStep, program: Program) -> StepDerivatives | None:
     """The slopes of a step; None if a number of its result may depend on others, or if they are not public."""
     equations = [program.equations[number] for number in step.equations]
-    base, avals = program.source(step.base), {}
+    base, avals = step.base, {}
     made = {base, *(output for equation in equations for output in equation.outputs)}
     for equation in equations:
         for value, variable in zip(equation.inputs, _jaxpr(equation).invars, strict=True):

@@ -3,6 +3,7 @@
 A value is public if it depends on parameters and constants only, and so is the same for all examples.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -107,9 +108,7 @@ class Program(NamedTuple):
 
     def source(self, value: int | Constant) -> int | Constant:
         """The number of a value where it was computed; that of another one where a body has it from outside."""
-        while isinstance(value, int) and isinstance(origin := self.public.get(value), SameValue):
-            value = origin.value
-        return value
+        return source_of(value, self.public)
 
     def slice(self, value: int) -> "Slice":
         """Where a value comes from that is public, perhaps in each iteration alone."""
@@ -134,6 +133,12 @@ class SameValue(NamedTuple):
 
 
 Origin = int | None | SameValue
+
+
+def source_of(value: Any, public: Mapping[int, Origin]) -> Any:  # see `Program.source`
+    while isinstance(value, int) and isinstance(origin := public.get(value), SameValue):
+        value = origin.value
+    return value
 
 
 class Slice(NamedTuple):

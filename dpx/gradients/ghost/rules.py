@@ -453,7 +453,8 @@ def _axis_of_iota(equation: Any, made: Mapping[Any, Any]) -> int | None:
         return None
     if jaxpr.primitive.name == "broadcast_in_dim":
         axis = _axis_of_iota(_maker(getattr(equation, "inputs", jaxpr.invars)[0], made), made)
-        return None if axis is None else jaxpr.params["broadcast_dimensions"][axis]
+        to = None if axis is None else jaxpr.params["broadcast_dimensions"][axis]
+        return to if to is not None and jaxpr.invars[0].aval.shape[axis] == jaxpr.params["shape"][to] else None
     if jaxpr.primitive.name != "iota":
         return None
     axis, dtype = jaxpr.params["dimension"], jaxpr.params["dtype"]

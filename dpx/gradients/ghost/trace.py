@@ -32,6 +32,7 @@ from dpx.gradients.ghost.program import (
     Slice,
     Use,
     count_scan_operands,
+    source_of,
 )
 from dpx.gradients.ghost.views import (
     PLACES,
@@ -288,8 +289,9 @@ class _Tracer:
         for i, leaf, view in entries:
             *before, last = view.steps or (None,)
             if not isinstance(last, ElementwiseStep):
-                before, last = view.steps, ElementwiseStep(inputs[i], ())
-            key = leaf, last.base, *map(id, before)
+                # A body may have a value from outside several times, and the derivative is by all of them at once.
+                before, last = view.steps, ElementwiseStep(source_of(inputs[i], self.public), ())
+            key = leaf, last.base, *before
             same = merged[key][2].equations if key in merged else ()
             together = tuple(sorted({*same, *last.equations, number}))
             merged[key] = leaf, View(tuple(before)), ElementwiseStep(last.base, together)
