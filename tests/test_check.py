@@ -402,6 +402,7 @@ def test_running_averages_that_nothing_keeps(wrap):
         (finding,) = found(lambda params, x, kept=kept: jnp.sum(normalized(params, x)[kept]))
         assert finding.severity == "warning" and finding.numbers == {"averages": 1}
     assert not found(lambda params, x: jnp.sum(normalized(params, x)[1]))
+    assert found(lambda params, x: (jnp.sum(normalized(params, x)[0]), normalized(params, x)[1])), "aux keeps nothing"
 
 
 def test_small_differences_of_the_plan():

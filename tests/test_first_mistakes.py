@@ -45,11 +45,11 @@ def fresh(monkeypatch):
     monkeypatch.setattr(loop, "_TRAINED", {})
 
 
-def warned(run):
+def warned(run, words="has trained before in this process"):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run()
-    return [str(each.message) for each in caught if "has trained before in this process" in str(each.message)]
+    return [str(each.message) for each in caught if words in str(each.message)]
 
 
 def test_a_cell_that_is_run_again_is_warned_of(fresh):
@@ -128,6 +128,11 @@ def mixed_behind(params, x):
     return loss(params, x) + product(x, params["w"])
 
 
+def averaging(params, x):
+    _ = 0.9 * jnp.ones(3) + 0.1 * x
+    return loss(params, x)
+
+
 def constant(params, x):
     return loss(params, x + jax.random.normal(jax.random.key(0), x.shape))
 
@@ -137,6 +142,7 @@ SEEN = {
     "a callback": (called, PARAMS, "debug_callback|debug_print|which can see the whole batch"),
     "a backward pass of its own": (mixed_behind, PARAMS, "custom_vmap_call, which can see the whole batch"),
     "an unused parameter": (loss, {**PARAMS, "b": jnp.zeros(2)}, "the loss does not use b"),
+    "averages of a BatchNorm": (averaging, PARAMS, "running averages that nothing keeps"),
     "one dropout mask": (constant, PARAMS, "random numbers from a constant key"),
 }
 
@@ -150,6 +156,7 @@ SEEN = {
     "one dropout mask-6",
     "an unused parameter-None",
     "training data-6",
+    "averages of a BatchNorm-6",
 )
 def test_fit_says_what_check_setup_finds_in_a_loss(name, chunk_size):
     of, params, words = SEEN[name]
@@ -158,11 +165,26 @@ def test_fit_says_what_check_setup_finds_in_a_loss(name, chunk_size):
     assert len([each for each in caught if "check_setup" in str(each.message)]) == 1
 
 
-def test_nothing_that_is_said_depends_on_rows_that_are_not_finite():
-    """They are billed and contribute nothing, so a report says where to look, whatever the data are."""
-    reports = [fit(dp_sgd(), data).report for data in (X, np.full_like(X, np.nan))]
+def test_no_report_depends_on_rows_that_are_not_finite():
+    """They count and contribute nothing, so a report says where to look, whatever the data are. Only the user is told,
+    if no row has a finite gradient."""
+    missing = np.where(np.arange(3) < 2, X, np.nan)
+    fit(dp_sgd(), np.where(np.arange(ROWS)[:, None] < 1, X, np.nan))
+    fit(dp_sgd(), missing, lambda params, x: loss(params, jnp.nan_to_num(x)))
+    reports = [fit(dp_sgd()).report]
+    with pytest.warns(UserWarning, match="none of 12 examples .* do not publish it"):
+        reports.append(fit(dp_sgd(), missing).report)
     assert str(reports[0]) == str(reports[1]) and "dpx.check_setup" in str(reports[0])
     assert "Nothing measured" not in str(fit(dp_sgd(), evaluate=lambda params: 0.0).report)
+
+
+@pytest.mark.parametrize("budget", [None, dpx.Budget(epsilon=8.0, delta=0.1, steps=2)])
+def test_a_large_delta_is_warned_of_once(budget):
+    def run():
+        made = dp_sgd() if budget is None else dp_sgd(noise_multiplier=budget)
+        fit(made, delta=0.1, evaluate=lambda params: 0.0, evaluate_every=1)
+
+    assert len(warned(run, "delta = 0.1 is at least 1 / examples")) == 1
 
 
 # ------------------------------------------------------------------ Errors inside of a loss

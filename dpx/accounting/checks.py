@@ -73,8 +73,8 @@ def require_delta(value: Any, *, zero: bool = False) -> float:
     return require_open_fraction("delta", require_concrete("delta", value))
 
 
-def warn_of_large_delta(value: Any, sampling: Any) -> None:
-    """Warns the user, two calls up, if `delta` is so large that (epsilon, delta) promises little.
+def warn_of_large_delta(value: Any, sampling: Any, *, stacklevel: int = 3) -> None:
+    """Warns the user, by default two calls up, if `delta` is so large that (epsilon, delta) promises little.
 
     Raises ValueError for a delta outside (0, 1).
     """
@@ -85,7 +85,9 @@ def warn_of_large_delta(value: Any, sampling: Any) -> None:
         words = f"above {_LARGEST_USUAL_DELTA}: with that probability nothing is promised"
     else:
         return
-    warnings.warn(f"delta = {delta:g} is {words}; choose one far below 1 / the number of examples", stacklevel=3)
+    warnings.warn(
+        f"delta = {delta:g} is {words}; choose one far below 1 / the number of examples", stacklevel=stacklevel
+    )
 
 
 def require_accountant(value: Any) -> Accountant:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from dpx.accounting.checks import Accountant
+from dpx.audit.setup.before_run import warn_of_rows
 from dpx.fitting.facts import LAYOUT, LOSS, SOME_EXAMPLES, fingerprint_of_loss, layout_of
 from dpx.fitting.folder import open_folder
 from dpx.fitting.payment import Payment
@@ -185,6 +187,9 @@ def fit(
         require_bool("on_other_devices", on_other_devices)
         carry = first_carry(params, optimizer, sharding)
         require_transforms_in(carry.state)
+        if all(isinstance(leaf, np.ndarray | jax.Array) for leaf in jax.tree.leaves(data)):
+            rows = some_rows(data, optimizer.sampling.examples, run.key)
+            warn_of_rows(loss, optimizer, loss_at(*carry), rows, with_key=with_key, has_aux=has_aux)
         at_once = functools.partial(compiled_step, whole=bool(callbacks))
         build = at_once if chunk_size is None else compiled_step_in_chunks
         step = build(loss, optimizer, loss_at, carry, sharding, options)
@@ -200,7 +205,9 @@ def fit(
     with contextlib.closing(opened) as folder, tracing_for_place(memory=folder.memory):
         carry = _train_steps(carry, step, batches, run, watcher, folder, payment, checkpoint_every)
     said |= {"delta": run.delta, "unit": unit_of(data), "records": run.records}
-    report = privacy_report(optimizer, carry.state, **said)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "delta = ")  # of which `run` has warned
+        report = privacy_report(optimizer, carry.state, **said)
     result = FitResult(
         params=carry.params,
         state=carry.state,

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from dpx import keys
-from dpx.accounting.checks import Accountant
-from dpx.accounting.cost import epsilon, records_per_unit_of_run
+from dpx.accounting.checks import Accountant, warn_of_large_delta
+from dpx.accounting.cost import cost_of_run, records_per_unit_of_run
 from dpx.gradients.optimizer import ChainState
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.mechanism.guards import FLAX, checked_params
@@ -73,12 +73,15 @@ class RunPlan:
             accountant=accountant or ("tightest" if budget is None else budget.accountant),
             records=records_per_unit_of_run(optimizer, records),
         )
+        if budget is None or delta != budget.delta:  # of which the mechanism has warned
+            warn_of_large_delta(delta, optimizer.sampling, stacklevel=4)
         run.epsilon(steps)  # refuses a cost that cannot be computed before the first step
         return run
 
     def epsilon(self, steps_or_state: Any) -> float:
-        given = {"delta": self.delta, "accountant": self.accountant, "records": self.records}
-        return epsilon(self.optimizer, steps_or_state, **given)
+        """`dpx.epsilon` without its warning of a large delta, which a run gives once."""
+        cost = cost_of_run(self.optimizer, steps_or_state, records=self.records)
+        return cost.profile(self.accountant).epsilon(self.delta)
 
 
 def require_inputs(loss: Any, optimizer: Any, params: Tree, data: Any, loss_at: Any):

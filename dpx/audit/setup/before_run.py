@@ -19,6 +19,13 @@ from dpx.mechanism.guards import require_numbers, trained_mask
 from dpx.sampling.batch import Batch, require_batch
 from dpx.values import Tree, batch_size, described, require_function, require_whole
 
+NO_FINITE_ROW = (
+    "none of {} examples that were looked at has a finite gradient, because each holds NaN or infinity. Such examples "
+    "contribute nothing and cost as much as others, so this run may release nothing but noise. Give missing values a "
+    "number first (docs/recipes.md). This is known from the private data: do not publish it. (From dpx.check_setup, "
+    "which looks at more.)"
+)
+
 
 def check_setup(
     loss: Callable,
@@ -134,8 +141,26 @@ def warn_of_loss(optimizer: Mechanism, closed: core.ClosedJaxpr, params: Tree, r
     for found in (
         loss_findings.find_closed_over_arrays(closed, row[0], sampling.usual_rows, sampling.examples),
         loss_findings.find_batch_dependence(closed),
+        *loss_findings.find_lost_averages(closed, params),
         loss_findings.find_unused(closed, params, trained_mask(optimizer, params)),
         loss_findings.find_constant_keys_in(closed, len(jax.tree.leaves(params))),
     ):
         if found.severity in ("error", "warning"):
             warnings.warn(f"{found.words}. (From dpx.check_setup, which looks at more.)", stacklevel=2)
+
+
+def warn_of_rows(
+    loss: Callable, optimizer: Mechanism, params: Tree, rows: Tree, *, with_key: bool, has_aux: bool
+) -> None:
+    """Warns if no row has a finite gradient, as `check_setup` finds in a batch: the run would release noise alone.
+
+    It computes gradients only if every row holds a number that is not finite. rows: arrays with the rows on axis 0. The
+    rest is as for `check_setup`.
+    """
+    floats = [np.asarray(leaf) for leaf in jax.tree.leaves(rows) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    if not np.all(np.any([~np.isfinite(leaf).all(tuple(range(1, leaf.ndim))) for leaf in floats] or [False], axis=0)):
+        return
+    count, value = batch_size(rows), loss_findings.loss_of_one_example(loss, with_key=with_key, has_aux=has_aux)
+    alone = batch_findings.loss_of_one_row(value, trained_mask(optimizer, params), rows)
+    if not any(np.isfinite(alone(params, row)[1]).all() for row in range(count)):
+        warnings.warn(NO_FINITE_ROW.format(count), stacklevel=3)

@@ -97,7 +97,7 @@ def find_unused(closed: core.ClosedJaxpr, params: Tree, flags: Tree) -> Finding:
 
 def find_lost_averages(closed: core.ClosedJaxpr, params: Tree) -> list[Finding]:
     """A finding if the loss computes running averages that nothing keeps, as BatchNorm does: a old + (1 - a) new of a
-    constant `old` and a `new` that depends on the example."""
+    constant `old` and a `new` that depends on the example. What the loss returns after its value keeps none."""
     parameter, data, updates = 1, 2, set()
 
     def visit(equation, marks, control):
@@ -120,7 +120,7 @@ def _unread_averages(jaxpr: core.Jaxpr, wanted: list[bool]) -> Iterator[core.Jax
     in place of the average, as Equinox does at the first step."""
     made = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
     needed = {
-        v for v, is_wanted in zip(jaxpr.outvars, wanted, strict=True) if is_wanted and not isinstance(v, core.Literal)
+        v for v, is_wanted in zip(jaxpr.outvars, wanted, strict=False) if is_wanted and not isinstance(v, core.Literal)
     }
 
     def operands_of(name, v):
