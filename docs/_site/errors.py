@@ -10,7 +10,7 @@ from docs._site.messages import WARNING, messages
 
 INTRODUCTION = """# Error messages and warnings
 
-dpx refuses a run that its epsilon would not describe. Each message says what must be, and what was given. To find
+dpx refuses a run that its epsilon would not describe. Each message says what is required, and what was given. To find
 yours, search this page for its first words; if they are filled in (a name, a number), search for those that follow.
 A `UserWarning` lets the run go on, because dpx cannot tell whether what it names is a mistake.
 """
