@@ -441,6 +441,10 @@ def test_gradients_of_a_tied_table_are_those_of_all_uses_on_a_tpu(monkeypatch, d
     np.testing.assert_allclose(alone, CLIP_NORM * exact / np.linalg.norm(exact), atol=1e-2 * CLIP_NORM)
     assert np.array_equal(beside, alone / 2) or np.array_equal(beside, alone)
     assert algorithms.TIED.words in str(explained)
+    with tracing_for_place(platform="tpu", devices=devices):
+        program = jax.make_jaxpr(step.__wrapped__)(table, dpx.Batch((tokens, x), None), made.init(table))
+    first = next(each for each in equations(program.jaxpr) if each.primitive.name == "reduce_precision")
+    assert first.outvars[0].aval.shape == (2, 300, 30)  # the cotangent of the product, and not what it multiplies
 
 
 @pytest.mark.parametrize(("platform", "numbers", "loops"), [("tpu", 2**18, 1), ("cuda", 2**18, 0), ("cuda", 2**22, 1)])

@@ -133,6 +133,7 @@ def _backward_pass(
         interpreter.starts_of_slices(plan.program, fixed),
         interpreter.equations_computed_once(plan.program, kept),
         frozenset(products),
+        frozenset(exact),
     )
 
     def gradient_of(leaf, cotangents):

@@ -29,13 +29,15 @@ class InterpreterHooks(NamedTuple):
     its operands and what is added, instead of adding; see `hooks.Hook.at`. starts: by number of an equation that slices
     a parameter, where the slice begins; see `starts_of_slices`. once: the numbers of equations whose cotangent is
     computed once, for the record and for the backward pass. products: the numbers of equations that hand out A and B as
-    gradients by what is added; see `own_backward`."""
+    gradients by what is added; see `own_backward`. exact: the numbers of equations whose operands are handed out as
+    they are, so that XLA, which rounds them in each product, gathers what several products read once."""
 
     unread: Mapping[int, set[int]]
     hooks: Mapping[int, Callable] = {}
     starts: Mapping[int, list[jax.Array]] = {}
     once: Set[int] = frozenset()
     products: Set[int] = frozenset()
+    exact: Set[int] = frozenset()
 
 
 def starts_of_slices(program: Program, leaves: dict[int, jax.Array]) -> dict[int, list[jax.Array]]:
@@ -160,9 +162,8 @@ def _run(
                 values.update({i: x for i, x in later if isinstance(i, int) and x is not None})
             else:
                 seen[number] = wanted
-                if (
-                    current_place().unit.rounds
-                ):  # here already: a scan stacks them, in half of the memory if they are short
+                if current_place().unit.rounds and number not in instruments.exact:
+                    # Here already: a scan stacks them, in half of the memory if they are short.
                     seen[number] = jax.tree.map(lambda x: current_place().unit.round_stored(jnp.asarray(x)), wanted)
                 outputs = [_plus_zero_probe(outputs[0], added[number], not short)]
             if number in instruments.once:
