@@ -371,6 +371,13 @@ def test_an_epoch_that_has_begun_is_not_given_back(rich, make):
     assert run.steps == entry.steps == 7 and entry.credit == (pytest.approx(6.25**-2), 0)
 
 
+def test_a_run_for_persons_ends_with_any_schedule(tmp_path):
+    """The plan and the steps that were made round 40 noise multipliers to other ones."""
+    ledger = dpx.PrivacyLedger(tmp_path / "persons", epsilon=20.0, delta=1e-5, records=2)
+    full = {"sampling": dpx.FullBatch(examples=40), "noise": lambda step: 70.0 - step}
+    assert trained(ledger, ends=5, steps=40, records=2, **full).steps == ledger.entries[0].steps == 5
+
+
 def test_a_run_on_the_batches_of_another_one_is_refused(rich):
     """Its releases would not be amplified apart from those of the other one."""
     trained(rich, 1, steps=2)

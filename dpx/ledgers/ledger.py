@@ -161,7 +161,7 @@ class PrivacyLedger:
 
     def end(self, entry: Entry, event: DpEvent, *, steps: int) -> Entry:
         """Ends a run early, and gives back what its other steps would have cost; nothing unless they are Gaussians on
-        all data or on Poisson samples.
+        all data or on Poisson samples, and nothing for several records, for which noise is counted in few values.
 
         Whatever decided where it ends, such as a private evaluation that the ledger has paid for, no step may follow.
 
@@ -175,7 +175,7 @@ class PrivacyLedger:
             if stored.steps is not None or not stored.made or stored.event != entry.event:
                 raise ValueError(f"entry must be a run that has not ended, got entry {entry.number} ({stored.words})")
             gained = NOTHING
-            if from_event(stored.event).gaussian:
+            if from_event(stored.event).gaussian and self.terms.records == 1:
                 rest = from_event(_remaining_event(stored.event, as_hashable(event))).losses(self.terms.relation)
                 spent = max(_total_spent(group).delta for group in _by_part(self.entries) if stored in group)
                 gained = credit_mu(rest, max(0.0, self.terms.filter.most.delta - spent) / 8)
