@@ -384,6 +384,9 @@ def test_the_report_of_a_search():
     for words in ("Included: the run is the best", "logarithmic, 6 expected", "4 configurations", "from public data"):
         assert words in found.report.to_markdown()
     made = mechanism({}, jax.random.key(0))
+    once = made.init({"w": jnp.zeros(2)}).after(made.noise_multiplier)
+    ends = [dpx.privacy_report(made, once, delta=1e-5, tuning=each).ending for each in (None, found.cost)]
+    assert "steps that were made and no others" in ends[0] and ends[1] == ""  # a search pays for all steps of a trial
     assert "chosen on public data" in dpx.privacy_report(made, 20, delta=1e-5, tuning="public").tuning
     assert "without any run on these data. If not" in dpx.privacy_report(made, 20, delta=1e-5).to_markdown()
     with pytest.raises(ValueError, match="a key of its own"):
@@ -429,6 +432,7 @@ def test_a_search_within_a_total_budget(score_on):
     found = search()
     trial = search.trials[0].optimizer
     assert 2.0 * (1 - 2e-4) <= found.epsilon <= 2.0 and found.delta == 1e-5
+    assert "The target for one example was epsilon 2 at" in str(found.report)
     assert trial.budget.steps == 20 == trial.init({"w": jnp.zeros(2)}).planned_steps
     noise = trial.noise_multiplier
     event = GaussianDpEvent(20.0) if score_on != "public" else score_on

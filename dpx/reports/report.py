@@ -37,7 +37,7 @@ class PrivacyReport:
     arithmetic: what the finitely many values of the noise add to epsilon and delta, and the share of the clip norm by
         which rounding can lengthen a sum; floats, by "epsilon", "delta" and "eta". If this delta allows no epsilon,
         "least delta" is about the least that does.
-    budget: the `dpx.Budget` that the noise was calibrated to, the target; None without one, and for a search.
+    budget: the `dpx.Budget` that the noise was calibrated to, the target, or that of the search; None without one.
     attacks: what epsilon means for an attacker. attack_curve: pairs (false positive rate, largest true positive rate of
         any attack) of floats, at 41 rates. tuning: whether epsilon covers the choice of hyper-parameters, in words.
     events: the releases, one sentence each. versions: by package. conditions: what must hold, which the run could not
@@ -189,7 +189,7 @@ def privacy_report(
         mechanism=str(mechanism),
         steps=steps,
         made=made,
-        ending=_covered_steps_in_words(made, steps, planned, subject),
+        ending=_covered_steps_in_words(made, steps, planned or isinstance(tuning, Selection), subject),
         unit=f"one {subject}",
         relation=relation,
         sampling=str(mechanism.sampling),

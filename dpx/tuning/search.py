@@ -6,6 +6,7 @@ import json
 import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,6 +125,7 @@ def search(
         return SearchResult(None, None, -math.inf, 0, epsilon, plan.delta, cost, None)
     trial, params, state = winner
     report = privacy_report(trial.optimizer, state, delta=plan.delta, unit=unit, records=cost.records, tuning=cost)
+    report = replace(report, budget=budget)
     return SearchResult(trial.configuration, params, best, steps_taken(state), epsilon, plan.delta, cost, report)
 
 
