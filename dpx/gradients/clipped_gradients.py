@@ -33,6 +33,7 @@ from dpx.sums.microbatches import sum_over_microbatches
 from dpx.values import Tree, described, require_whole
 from dpx.xla.convolutions import with_reordered_convolutions
 from dpx.xla.place import current_place, tracing_for_place
+from dpx.xla.products import with_fast_products
 from dpx.xla.rows_apart import with_rows_apart
 
 Norms = Literal["auto", "ghost", "vmap"]
@@ -74,7 +75,7 @@ class RowSum:
             at_once = self.microbatches_for(plan, cost, params, included.shape[0])
 
             def microbatch(ordered, rows):
-                return self.sum_microbatch(plan, at_once.passes, cost.mixes, ordered(params), state, *rows)
+                return self.sum_microbatch(plan, at_once.passes, cost, ordered(params), state, *rows)
 
             on_cpu = self.platform == "cpu"
             how = {"unroll": on_cpu and not cost.loops, "like": params}
@@ -110,16 +111,21 @@ class RowSum:
         given = {"microbatch_size": self.microbatch_size, "backward_passes": self.backward_passes}
         return choose_microbatches(cost, plan, params, size, current_place(), **given)
 
-    def sum_microbatch(self, plan: Plan, passes: int, mixes: bool, params: Tree, state: Tree, rows: tuple, included):
+    def sum_microbatch(
+        self, plan: Plan, passes: int, cost: ForwardCost, params: Tree, state: Tree, rows: tuple, included
+    ):
         """The sums of the contributions of one microbatch, and the losses, norms and aux of its rows."""
-        apart = with_rows_apart if mixes else lambda function: function
+        apart = with_rows_apart if cost.mixes else lambda function: function
         if isinstance(plan, ghost.GhostPlan) and plan.followed:
             how = {"backward_passes": passes, "apart": apart}
             return ghost.sum_by_plan(plan, self.optimizer, params, rows, state, included, **how)
         optimizer, of_row = self.optimizer, self.gradient
         if isinstance(plan, ghost.ForwardPlan):
             optimizer, of_row = optimizer.replace(encode=lambda encoded, state: encoded), self.derivatives(state)
-        (losses, aux), grads = jax.vmap(apart(of_row), (None, 0))(params, rows)
+        of_rows = jax.vmap(apart(of_row), (None, 0))
+        if cost.multiplies and self.platform == "cpu":
+            of_rows = with_fast_products(of_rows)
+        (losses, aux), grads = of_rows(params, rows)
         sums, norms = sum_contributions(optimizer, grads, state, included)
         return sums, (losses, norms, aux)
 

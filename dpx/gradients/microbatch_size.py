@@ -17,6 +17,7 @@ from dpx.values import Tree, described
 from dpx.xla.convolutions import CALLS
 from dpx.xla.jaxprs import convolves, inner_bodies
 from dpx.xla.place import PLATFORMS, Place, current_place
+from dpx.xla.products import multiplies_matrices
 from dpx.xla.rows_apart import may_mix_rows
 
 # For one CPU core. benchmarks/step.py times the steps, benchmarks/memory.py measures their memory.
@@ -40,7 +41,8 @@ class ForwardCost(NamedTuple):
     numbers: int, how many numbers the equations define. convolves: bool, whether one of them is a convolution
     stored: int, the same numbers, but of the bodies of `jax.checkpoint`, which are computed again, the largest alone
     loops: bool, True if `with_reordered_convolutions` finds all convolutions, so that none is slow in a loop on a CPU
-    mixes: bool, True if rows need `xla.apart.with_rows_apart`
+    mixes: bool, True if rows need `xla.rows_apart.with_rows_apart`
+    multiplies: bool, True if the gradients may be faster by `xla.products.with_fast_products` on a CPU
     """
 
     numbers: int
@@ -48,6 +50,7 @@ class ForwardCost(NamedTuple):
     convolves: bool
     loops: bool
     mixes: bool
+    multiplies: bool
 
 
 def forward_cost(jaxpr: core.Jaxpr) -> ForwardCost:
@@ -57,6 +60,7 @@ def forward_cost(jaxpr: core.Jaxpr) -> ForwardCost:
         convolves(jaxpr),
         not hides_convolutions(jaxpr),
         may_mix_rows(jaxpr),
+        multiplies_matrices(jaxpr),
     )
 
 

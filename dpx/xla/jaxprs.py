@@ -131,6 +131,37 @@ def evaluate(jaxpr: core.Jaxpr, constants, arguments, results: Callable) -> list
     return [read(atom) for atom in jaxpr.outvars]
 
 
+def rewritten(function: Callable, changes: Callable[[core.JaxprEqn], bool], results: Callable) -> Callable:
+    """`function` of pytrees of arrays, with other equations, also in the functions and loops that it calls.
+
+    results: (equation, operands) -> its outputs, or None for an equation that stays. changes: whether an equation gives
+    a jaxpr that calls it another body; a body without such equations stays as it is.
+    """
+
+    def outputs(equation, operands):
+        if (found := results(equation, operands)) is not None:
+            return found
+        params = jax.tree.map(body, equation.params, is_leaf=lambda value: not isinstance(value, dict | tuple | list))
+        return bind_equation(equation, operands, params)
+
+    def body(value: Any) -> Any:
+        if not _is_jaxpr(value) or not any(map(changes, equations(value))):
+            return value
+        jaxpr, constants = getattr(value, "jaxpr", value), getattr(value, "consts", ())
+        avals: list[Any] = [variable.aval for variable in jaxpr.invars]
+        inputs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
+        made = jax.make_jaxpr(lambda *given: evaluate(jaxpr, constants, given, outputs))(*inputs)
+        return made if isinstance(value, core.ClosedJaxpr) else made.jaxpr
+
+    def changed(*arguments):
+        # A new function, because for the same one JAX may return an old jaxpr that closes over old values.
+        closed, shapes = jax.make_jaxpr(lambda *given: function(*given), return_shape=True)(*arguments)
+        made = evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(arguments), outputs)
+        return jax.tree.unflatten(jax.tree.structure(shapes), made)
+
+    return changed
+
+
 def bind_equation(equation: core.JaxprEqn, operands: list, params: dict) -> list[jax.Array]:
     results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(params))
     return results if equation.primitive.multiple_results else [results]

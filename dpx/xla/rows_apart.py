@@ -27,7 +27,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from dpx.xla.jaxprs import bind_equation, equations, evaluate
+from dpx.xla.jaxprs import bind_equation, equations, rewritten
 from dpx.xla.place import current_place
 
 # Primitives that are one loop over all their numbers. On a TPU, XLA rotates all matrices until the last is diagonal.
@@ -39,13 +39,7 @@ GROUPS_APART = ("float32", "bfloat16", "float16", "complex64")  # dtypes of conv
 def with_rows_apart(function: Callable) -> Callable:
     """`function` of pytrees of arrays, whose rows stay apart under `jax.vmap`, whatever values they hold."""
 
-    def apart(*arguments):
-        # A new function, because for the same one JAX may return an old jaxpr that closes over old values.
-        closed, shapes = jax.make_jaxpr(lambda *given: function(*given), return_shape=True)(*arguments)
-        results = evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(arguments), _rewritten_apart)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-    return apart
+    return rewritten(function, _mixes_rows, _rewritten_apart)
 
 
 def may_mix_rows(jaxpr: Any, *, tangents: bool = True) -> bool:
@@ -105,7 +99,7 @@ def _may_mix_tangents(equation: core.JaxprEqn) -> bool:
         return True  # a derivative that cannot be inspected
 
 
-def _rewritten_apart(equation: core.JaxprEqn, operands: list) -> list[jax.Array]:
+def _rewritten_apart(equation: core.JaxprEqn, operands: list) -> list[jax.Array] | None:
     if equation.primitive.name == "conv_general_dilated" and not _is_wide_convolution(equation):
         return [_batch_groups_as_feature_groups(*operands, **equation.params)]
     if _needs_turns(equation):
@@ -113,21 +107,7 @@ def _rewritten_apart(equation: core.JaxprEqn, operands: list) -> list[jax.Array]
             lambda *given: bind_equation(equation, list(given), equation.params)
         )
         return in_turn(*operands)
-    inner = jax.tree.map(
-        _body_with_rows_apart, equation.params, is_leaf=lambda value: not isinstance(value, dict | tuple | list)
-    )
-    return bind_equation(equation, operands, inner)
-
-
-def _body_with_rows_apart(value: Any) -> Any:
-    """A parameter of an equation; a jaxpr that mixes rows becomes one that does not."""
-    if not isinstance(value, core.Jaxpr | core.ClosedJaxpr) or not any(map(_mixes_rows, equations(value))):
-        return value
-    jaxpr, constants = (value.jaxpr, value.consts) if isinstance(value, core.ClosedJaxpr) else (value, ())
-    avals: list[Any] = [variable.aval for variable in jaxpr.invars]
-    inputs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
-    made = jax.make_jaxpr(lambda *given: evaluate(jaxpr, constants, given, _rewritten_apart))(*inputs)
-    return made if isinstance(value, core.ClosedJaxpr) else made.jaxpr
+    return None
 
 
 def _mixes_rows(equation: core.JaxprEqn) -> bool:

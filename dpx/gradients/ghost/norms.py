@@ -33,6 +33,7 @@ from dpx.sums.clipped_sum import LARGEST, add_in_turns, repeat_to_shape
 from dpx.sums.float_pair import PRODUCTS, UNIT, FloatPair, add_pairs, error_of_chained_sum, with_low
 from dpx.sums.norms import norm, raised_by_roundings
 from dpx.xla.place import current_place
+from dpx.xla.products import sum_of_outer_products
 
 EXACT = lax.Precision.HIGHEST  # float32 products, even where the hardware would round them
 TINY = float(jnp.finfo(jnp.float32).tiny)
@@ -288,7 +289,7 @@ def _segments(size: int) -> int:
 def gradient_matrices(a: jax.Array, b: jax.Array) -> jax.Array:
     """The matrices G of all examples, float32 (N, K, I, O). a: A, (N, K, T, I). b: B, (N, K, T, O). Their rounding is
     part of the gradient, because the norm and the sum both read the result."""
-    return jnp.einsum("bkti,bkto->bkio", a, b, precision=current_place().unit.precision)
+    return sum_of_outer_products(a, b, current_place().unit.precision)
 
 
 def gradient_rows_of_lookup(indices: jax.Array, b: jax.Array, *, distinct: bool = False) -> tuple[jax.Array, jax.Array]:
