@@ -135,7 +135,7 @@ def weights_of(far: np.ndarray, share: int, epsilon: float, most: int) -> list[i
     """The weights of the points, whole numbers. far: of `rank_distances`. most: values of one unit."""
     with localcontext(prec=60) as context:
         rate = Decimal(epsilon) / (2 * max(share, SHARES - share) * most)
-        last = int(_FALL * context.ln(Decimal(2)) / rate)
+        last = min(int(_FALL * context.ln(Decimal(2)) / rate), 2**62)  # farther than 2^36 values of 2^20 shares
         largest = Decimal(2) ** _BITS
         known = {
             u: int((largest * context.exp(-rate * u)).to_integral_value()) for u in {*np.minimum(far, last).tolist()}
