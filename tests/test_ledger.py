@@ -349,7 +349,7 @@ def test_a_run_that_ends_early_costs_what_it_made(rich, tmp_path):
     said = " ".join(run.report.caveats)
     adds_up = "entry 1 of the ledger ledger.jsonl, which adds up all releases of the data"
     assert f"{adds_up}: epsilon {rounded_up(rich.epsilon, 4)}" in said
-    assert "The ledger gave back what the steps after step 5 would have cost; the epsilon of this report" in said
+    assert "The ledger gave back at most what the steps after step 5 would have cost; the epsilon of this" in said
     assert run.report.epsilon["rdp"] == run.epsilon
     text = rich.path.read_text()
     for ledger in (rich, None):

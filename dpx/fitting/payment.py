@@ -20,8 +20,8 @@ _PAID = (
     "delta {delta} when the run ended."
 )
 _RETURNED = (
-    "The ledger gave back what the steps after step {steps} would have cost; the epsilon of this report is of the run "
-    "alone, and contains them."
+    "The ledger gave back at most what the steps after step {steps} would have cost; the epsilon of this report is of "
+    "the run alone, and contains them."
 )
 
 

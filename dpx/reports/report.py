@@ -293,7 +293,7 @@ _ALL_OF_A_PERSON = (
 )
 _CONDITIONS = (
     "No other release was made from the same data, such as another run or a statistic. Each one adds to what is spent "
-    "for one {unit} (dpx.compose_runs computes the total).",
+    "for one {unit} (dpx.compose_runs adds up runs, and a dpx.PrivacyLedger all releases).",
     "The keys of the noise and of the sampling are secret, and served no other run.",
     "The batches of all steps were drawn by the sampling that is named below, in the words of the code.",
     "Losses, gradients and clipping statistics stay inside, and so do logs and checkpoints that hold them: what is "
