@@ -1,15 +1,14 @@
-"""Does a law of small runs say which size, batch and number of steps a budget pays for? A GPT at three sizes.
+"""Does a law of small runs say which size, batch and number of steps a budget pays for? Two models at three sizes.
 
     python -m benchmarks.scaling
+    python -m benchmarks.scaling --model encoder
 
-Trains a GPT on pieces of 64 letters of 20 Newsgroups (`examples.text_data`). Small runs, with batches of 256 and noise
-of three sizes, give the points of a `dpx.reports.fit_scale_law`. Then runs with other batches are made at true
-epsilons, and the page says how well the law tells their losses, and which of them it would have chosen. The texts are
-public: epsilon covers neither the small runs nor the learning rates, of which the best is taken. Each run is kept in
-runs/scaling, and a later call makes only those that are missing. Writes benchmarks/results/scaling.md.
-
-`--encoder` makes no run: it reads the rows of film reviews of benchmarks/results/encoder.md, and asks what the form of
-the law tells of epsilon 1 and 2 from those at 0.5 and 8. Writes benchmarks/results/scaling_encoder.md.
+Trains a GPT on pieces of 64 letters of 20 Newsgroups, or the last one, three or six blocks of all-MiniLM-L6-v2 on film
+reviews (`examples.text_data`). Small runs with three levels of noise give the points of a `dpx.reports.fit_scale_law`.
+Then runs with other batches are made at true epsilons, and the page says how well the law predicts their losses, and
+which of them it would have chosen. The texts are public: epsilon covers neither the small runs nor the learning rates,
+of which the best counts. Each run is kept in runs/scaling, and a later call makes only those that are missing. Writes
+benchmarks/results/scaling.md, or scaling_encoder.md.
 """
 
 import argparse
@@ -17,7 +16,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,16 +28,48 @@ import optax
 import dpx
 from benchmarks import report
 from dpx.reports import MeasuredRun, ScaleLaw, fit_scale_law
-from examples import language_models, models, records, text_data
+from examples import encoder, language_models, models, records, text_data
+from examples.loop import CACHE
+from examples.tasks.text import OPTIONS
 
-LENGTH, TESTS, DELTA, SEED = 64, 2048, 1e-6, 0  # letters of a piece; pieces to test
-SIZES = {"small": (32, 2), "middle": (64, 3), "large": (128, 4)}  # width and layers; heads of 32 numbers
-RATES = (5e-4, 2e-3, 8e-3)  # of Adam
-NOISES, BATCH, STEPS = (7.5e-5, 3e-4, 1.2e-3), 256, (75, 150, 300, 600)  # of the small runs: noise over batch size
-EPSILONS, SHAPES = (2.0, 8.0), ((2048, 300), (1024, 600), (8192, 75))  # of the checks: batch and steps
+LENGTH, TESTS, SEED = 64, 2048, 0  # letters of a piece; pieces to test
+EPSILONS = (2.0, 8.0)  # of the checks
 MICROBATCH = 1024
-PLANS, BATCHES = (0.5, 1.0, 2.0, 8.0), (512, 1024, 2048, 4096, 8192)
-ENCODER = {"BitFit": 26_114, "LoRA": 37_634, "full": 10_647_554}  # trained parameters of six blocks and the head
+PLANS, EPOCHS = (0.5, 1.0, 2.0, 8.0), (1, 2, 4)
+
+
+class Problem(NamedTuple):
+    """loss: (parameters, example) -> number; an example is a row of each array of `train` and `tests`."""
+
+    init: Callable[[jax.Array], Any]
+    loss: Callable[[Any, Any], jax.Array]
+    train: Any
+    tests: Any
+
+
+class Family(NamedTuple):
+    """rates: of Adam. fitted: batch, noise of a step over it, and epsilon in place of None, of the runs that the law is
+    fitted to, after each of `steps`. shapes: batch and steps of the checks. batches: to plan with."""
+
+    page: str
+    words: str
+    sizes: tuple[str, ...]
+    build: Callable[[str, Path | None], Problem]
+    rates: tuple[float, ...]
+    fitted: tuple[tuple[int, float | None, float | None], ...]
+    steps: tuple[int, ...]
+    shapes: tuple[tuple[int, int], ...]
+    batches: tuple[int, ...]
+    delta: float
+
+    @property
+    def small(self) -> list["Run"]:
+        return [Run(size, batch, self.steps[-1], *noise) for size in self.sizes for batch, *noise in self.fitted]
+
+    @property
+    def checks(self) -> list["Run"]:
+        runs = [(shape, epsilon) for shape in self.shapes for epsilon in EPSILONS]
+        return [Run(size, *shape, epsilon=epsilon) for shape, epsilon in runs for size in self.sizes]
 
 
 class Run(NamedTuple):
@@ -56,10 +87,6 @@ class Run(NamedTuple):
         return f"{self.size}-batch{self.batch}-{budget}"
 
 
-SMALL = [Run(size, BATCH, STEPS[-1], noise=noise) for size in SIZES for noise in NOISES]
-CHECKS = [Run(size, *shape, epsilon=epsilon) for shape in SHAPES for epsilon in EPSILONS for size in SIZES]
-
-
 @functools.cache
 def pieces(data_dir: Path | None) -> tuple[np.ndarray, np.ndarray]:
     """Letters of the posts to train on and of later ones to test on, int32 (N, LENGTH + 1)."""
@@ -71,25 +98,67 @@ def pieces(data_dir: Path | None) -> tuple[np.ndarray, np.ndarray]:
     return found[0], found[1]
 
 
-def model_of(size: str) -> models.Model:
-    width, layers = SIZES[size]
+def gpt(size: str, data_dir: Path | None) -> Problem:
+    """Heads have 32 numbers."""
+    width, layers = {"small": (32, 2), "middle": (64, 3), "large": (128, 4)}[size]
     shape = language_models.GPT2Sizes(len(text_data.LETTERS) + 1, LENGTH, width, layers, width // 32)
-    return language_models.gpt2(shape)
+    model, (train, tests) = language_models.gpt2(shape), pieces(data_dir)
+
+    def loss(params, letters):
+        logits = model.apply(params, letters[:-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, letters[1:]).mean()
+
+    return Problem(model.init, loss, train, tests)
 
 
-def parameters(size: str) -> int:
-    shapes = jax.eval_shape(model_of(size).init, jax.random.key(0))
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+def minilm(size: str, data_dir: Path | None) -> Problem:
+    """The states that enter the trained blocks are computed once, and kept."""
+    texts = text_data.movie_snippets(data_dir)
+    options = OPTIONS | {"length": 32, "blocks": int(size)}
+    encode, model, _ = encoder.adapted(options, len(texts.classes), texts.name, CACHE)
+    train, tests = encode(texts.train_texts), encode(texts.test_texts)
+    return Problem(model.init, models.loss_of(model), (train, texts.train_labels), (tests, texts.test_labels))
 
 
-def losses(run: Run, data_dir: Path | None) -> Iterator[dict[str, Any]]:
-    """What a learning rate gives, after each number of steps: the test loss of a letter.
+FAMILIES = {
+    "gpt": Family(
+        "scaling",
+        "A GPT of three sizes on pieces of 64 letters of 20 Newsgroups; test losses are those of a letter.",
+        ("small", "middle", "large"),
+        gpt,
+        rates=(5e-4, 2e-3, 8e-3),
+        fitted=((256, 7.5e-5, None), (256, 3e-4, None), (256, 1.2e-3, None)),
+        steps=(75, 150, 300, 600),
+        shapes=((2048, 300), (1024, 600), (8192, 75)),
+        batches=(512, 1024, 2048, 4096, 8192),
+        delta=1e-6,
+    ),
+    "encoder": Family(
+        "scaling_encoder",
+        "The last one, three or six blocks of all-MiniLM-L6-v2 with a linear layer on film reviews.",
+        ("1", "3", "6"),
+        minilm,
+        rates=(1e-4, 3e-4, 1e-3),
+        fitted=((256, 5e-4, None), (512, None, 8.0), (512, None, 2.0)),
+        steps=(100,),
+        shapes=((1024, 100),),
+        batches=(),
+        delta=1e-5,
+    ),
+}
+
+
+def losses(family: Family, run: Run, data_dir: Path | None) -> Iterator[dict[str, Any]]:
+    """What a learning rate gives, after each number of steps: the test loss.
 
     The rates share one key, so that they are compared with the same noise; the texts are public.
     """
-    train, tests = pieces(data_dir)
-    model, sampling = model_of(run.size), dpx.PoissonSampling(examples=len(train), batch_size=run.batch)
-    noise: Any = dpx.Budget(epsilon=run.epsilon or 1.0, delta=DELTA, steps=run.steps, numbers=parameters(run.size))
+    problem = family.build(run.size, data_dir)
+    examples = len(jax.tree.leaves(problem.train)[0])
+    sampling = dpx.PoissonSampling(examples=examples, batch_size=run.batch)
+    start = problem.init(jax.random.key(SEED))
+    parameters = models.parameter_count(start)
+    noise: Any = dpx.Budget(epsilon=run.epsilon or 1.0, delta=family.delta, steps=run.steps, numbers=parameters)
     if run.noise is not None:
         noise = run.noise * run.batch
     key = dpx.keys.stream(dpx.secret_key(SEED), "mechanism")
@@ -97,12 +166,8 @@ def losses(run: Run, data_dir: Path | None) -> Iterator[dict[str, Any]]:
     spread: Any = private.noise_multiplier
     optimizer = dpx.chain(private, optax.scale_by_adam())
 
-    def loss(params, letters):
-        logits = model.apply(params, letters[:-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, letters[1:]).mean()
-
     size = MICROBATCH if run.batch > MICROBATCH else None
-    step = dpx.private_updates(loss, optimizer, microbatch_size=size)
+    step = dpx.private_updates(problem.loss, optimizer, microbatch_size=size)
 
     @jax.jit
     def stretch(params, state, rows, data, rate):
@@ -112,43 +177,47 @@ def losses(run: Run, data_dir: Path | None) -> Iterator[dict[str, Any]]:
 
         return jax.lax.scan(body, (params, state), rows)[0]
 
-    tested = jax.jit(lambda params: jax.lax.map(lambda row: loss(params, row), tests, batch_size=256).mean())
-    ends = STEPS if run.epsilon is None else (run.steps,)
-    start = model.init(jax.random.key(SEED))
+    @jax.jit
+    def tested(params, tests):
+        return jax.lax.map(lambda row: problem.loss(params, row), tests, batch_size=256).mean()
+
+    ends = family.steps if run.epsilon is None else (run.steps,)
     rows = sampling.draw_ahead(key, optimizer.init(start), run.steps)
-    data = jnp.asarray(train)
-    for rate in RATES:
+    data = jax.tree.map(jnp.asarray, problem.train)
+    for rate in family.rates:
         params, state, done, began = start, optimizer.init(start), 0, time.perf_counter()
         for end in ends:
             part = jax.tree.map(lambda x, done=done, end=end: x[done:end], rows)
             params, state = stretch(params, state, part, data, rate)
             done = end
-            found = {"parameters": models.parameter_count(params), "steps": end, "rate": rate}
-            found |= {"noise": spread / run.batch, "loss": float(tested(params))}
+            found = {"examples": examples, "parameters": parameters, "steps": end, "rate": rate}
+            found |= {"noise": spread / run.batch, "loss": float(tested(params, problem.tests))}
             found |= {"device": jax.devices()[0].device_kind, "versions": records.versions()}
             yield run._asdict() | found | {"seconds": round(time.perf_counter() - began, 1)}
 
 
-def measured(run: Run, folder: Path, data_dir: Path | None) -> list[dict[str, Any]]:
+def measured(family: Family, run: Run, folder: Path, data_dir: Path | None) -> list[dict[str, Any]]:
     """The lines of a run, from its file if it is there."""
     file = folder / f"{run.name}.jsonl"
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         waiting = file.with_suffix(".part")
         with waiting.open("w") as lines:
-            for found in losses(run, data_dir):
+            for found in losses(family, run, data_dir):
                 print(json.dumps(found), file=lines, flush=True)
         waiting.replace(file)
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def points(lines: list[dict[str, Any]]) -> list[MeasuredRun]:
-    """Every learning rate; of each number of steps, the least loss counts."""
-    return [MeasuredRun(line["parameters"], line["steps"], line["noise"], line["loss"]) for line in lines]
+    """Every learning rate; the least loss of each number of steps counts. Noises of an epsilon differ in their sixth digit."""
+    return [
+        MeasuredRun(line["parameters"], line["steps"], float(f"{line['noise']:.4g}"), line["loss"]) for line in lines
+    ]
 
 
-def losses_of(law: ScaleLaw) -> str:
-    sizes, steps, noises = law.levels
+def losses_of(law: ScaleLaw, steps: tuple[int, ...]) -> str:
+    sizes, _, noises = law.levels
     rows = [
         [f"{size:.0f}", f"{noise:g}", *(f"{law.losses[i, j, k]:.3f}" for j in range(len(steps)))]
         for i, size in enumerate(sizes)
@@ -182,12 +251,12 @@ def checked(law: ScaleLaw, checks: dict[Run, MeasuredRun]) -> tuple[str, str, st
     return report.grid(columns, rows), report.grid(names, chosen), words
 
 
-def planned(law: ScaleLaw, examples: int) -> str:
+def planned(family: Family, law: ScaleLaw, examples: int) -> str:
     """What the law takes for each epsilon, with the least loss that it expects of each size."""
     rows = []
     for epsilon in PLANS:
-        budget: dict[str, Any] = {"epsilon": epsilon, "delta": DELTA, "numbers": int(law.levels[0][-1])}
-        plan = law.plan(dpx.plan_noise(examples=examples, epochs=[1, 2, 4], batch_sizes=BATCHES, **budget))
+        budget: dict[str, Any] = {"epsilon": epsilon, "delta": family.delta, "numbers": int(law.levels[0][-1])}
+        plan = law.plan(dpx.plan_noise(examples=examples, epochs=EPOCHS, batch_sizes=family.batches, **budget))
         sizes = [min(one.loss for one in plan.runs if one.parameters == size) for size in law.levels[0]]
         run = plan.best.run
         rows.append([f"{epsilon:g}", plan.best.parameters, run.batch_size, run.steps, *(f"{one:.3f}" for one in sizes)])
@@ -195,88 +264,48 @@ def planned(law: ScaleLaw, examples: int) -> str:
     return report.grid(["epsilon", "parameters", "batch size", "steps", *names], rows)
 
 
-def page(found: dict[Run, list[dict[str, Any]]], examples: int) -> str:
-    law = fit_scale_law(one for run in SMALL for one in points(found[run]))
-    least = {run: min(points(found[run]), key=lambda one: one.loss) for run in CHECKS if run in found}
+def page(family: Family, found: dict[Run, list[dict[str, Any]]]) -> str:
+    fitted = [one for run in family.small for one in points(found[run])]
+    if len(family.steps) == 1:  # a law has two: the same losses at twice as many
+        fitted += [one._replace(steps=2 * one.steps) for one in fitted]
+    law = fit_scale_law(fitted)
+    least = {run: min(points(found[run]), key=lambda one: one.loss) for run in family.checks if run in found}
     lines, chosen, missed = checked(law, least) if least else ("", "", "")
+    first, batches = found[family.small[0]][0], sorted({batch for batch, *_ in family.fitted})
     tables = {
-        "Test loss of a letter of the small runs, at the best learning rate": losses_of(law),
-        "What the law takes for an epsilon, of batches of 512 to 8,192 and 1, 2 and 4 epochs": planned(law, examples),
-        "What the law takes of the runs at an epsilon, and its loss": chosen,
-        "Runs at a true epsilon": lines,
+        "Test loss of the runs that the law is fitted to, at the best learning rate": losses_of(law, family.steps)
     }
-    first = found[SMALL[0]][0]
+    if family.batches:
+        within = f"batches of {min(family.batches):,} to {max(family.batches):,} and 1, 2 and 4 epochs"
+        tables[f"What the law takes for an epsilon, of {within}"] = planned(family, law, first["examples"])
+    tables["What the law takes of the runs at an epsilon, and its loss"] = chosen
+    tables["Runs at a true epsilon"] = lines
     made = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
-    heading = f"`python -m benchmarks.scaling`, {time.strftime('%Y-%m-%d')}, seed {SEED}; {made}; {first['device']}."
+    option = f" --model {family.page.removeprefix('scaling_')}" if family.page != "scaling" else ""
+    heading = f"`python -m benchmarks.scaling{option}`, {time.strftime('%Y-%m-%d')}, seed {SEED}; {made}; "
     words = (
-        f"A GPT of three sizes on {examples:,} pieces of 64 letters of 20 Newsgroups; Adam at learning "
-        f"rates {', '.join(map(str, RATES))}, batches of {BATCH}, clip norm 1. Between the measured numbers, the law "
-        "is linear in their logarithms: it misses a size, number of steps or noise that is left out by "
-        f"{law.error:.3f} (root mean square). Epsilons are at delta {DELTA:g}. "
-        f"{len(least)} of {len(CHECKS)} runs at a true epsilon check the law{missed}."
+        f"{family.words} {first['examples']:,} to train on; Adam at learning rates "
+        f"{', '.join(map(str, family.rates))}, batches of {' and '.join(map(str, batches))}, clip norm 1. Between the "
+        "measured numbers, the law is linear in their logarithms: it misses a size, number of steps or noise that is "
+        f"left out by {law.error:.3f} (root mean square). Epsilons are at delta {family.delta:g}. "
+        f"{len(least)} of {len(family.checks)} other runs at a true epsilon check the law{missed}."
     )
-    return report.write("scaling", heading, words, tables)
-
-
-def of_the_encoder() -> str:
-    """The rows of MiniLM at epsilon 1 and 2 beside what the law tells from 0.5 and 8; the loss is the error rate.
-
-    All runs have equally many steps, so the law gets their losses again at twice as many.
-    """
-    lines = (report.RESULTS / "encoder.md").read_text().split("## Newsgroups")[0].splitlines()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
-    found: dict[tuple[str, str], MeasuredRun] = {}
-    for trained, epsilon, _, accuracy, _, noise, steps, *_ in (row for row in rows if row[0] in ENCODER):
-        error = 100 - float(accuracy.split("**")[1])
-        found[trained, epsilon] = MeasuredRun(ENCODER[trained], int(steps), float(noise) / 512, error)
-    ends = [run for (_, epsilon), run in found.items() if epsilon in ("0.5", "8")]
-    law = fit_scale_law(run._replace(steps=steps) for run in ends for steps in (run.steps, 2 * run.steps))
-    told = {
-        at: law.loss(parameters=r.parameters, steps=r.steps, step_noise=r.step_noise)
-        for at, r in found.items()
-        if at[1] in ("1", "2")
-    }
-    measured = {at: found[at].loss for at in told}
-
-    def order(losses: dict[tuple[str, str], float], epsilon: str) -> str:
-        return ", ".join(sorted(ENCODER, key=lambda trained: losses[trained, epsilon]))
-
-    table = [
-        [epsilon, trained, ENCODER[trained], f"{100 - measured[trained, epsilon]:.2f}"]
-        + [f"{100 - one:.2f}", f"{measured[trained, epsilon] - one:+.2f}"]
-        for (trained, epsilon), one in told.items()
-    ]
-    orders = [[epsilon, order(measured, epsilon), order(told, epsilon)] for epsilon in ("1", "2")]
-    off = math.sqrt(np.mean([(measured[at] - one) ** 2 for at, one in told.items()]))
-    words = (
-        f"Film reviews, accuracy in percent. The law misses these six by {off:.2f} (root mean square). It reads the "
-        "noise alone here, because all runs have 99 steps, and what is trained is the same at every epsilon."
-    )
-    tables = {
-        "At epsilon 1 and 2, by the runs at 0.5 and 8": report.grid(
-            ["epsilon", "trained", "parameters", "measured", "expected", "difference"], sorted(table)
-        ),
-        "From the best to the worst": report.grid(["epsilon", "measured", "expected"], orders),
-    }
-    heading = f"`python -m benchmarks.scaling --encoder`, {time.strftime('%Y-%m-%d')}, of [encoder.md](encoder.md)."
-    return report.write("scaling_encoder", heading, words, tables)
+    return report.write(family.page, heading + f"{first['device']}.", words, tables)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=FAMILIES, default="gpt")
     parser.add_argument("--only", nargs="*", help="make no others than these; the page has the runs there are")
     parser.add_argument("--runs", type=Path, default=Path("runs/scaling"))
     parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--encoder", action="store_true", help="read encoder.md in place of making runs")
     given = parser.parse_args()
-    if given.encoder:
-        return print(of_the_encoder())
-    found = {}
-    for run in SMALL + CHECKS:
+    family, found = FAMILIES[given.model], {}
+    for run in family.small + family.checks:
         if given.only is None or run.name in given.only or (given.runs / f"{run.name}.jsonl").is_file():
-            found[run] = measured(run, given.runs, given.data_dir)
-    if found.keys() >= set(SMALL):
-        print(page(found, len(pieces(given.data_dir)[0])))
+            found[run] = measured(family, run, given.runs, given.data_dir)
+    if found.keys() >= set(family.small):
+        print(page(family, found))
 
 
 if __name__ == "__main__":
