@@ -210,7 +210,7 @@ def measured(family: Family, run: Run, folder: Path, data_dir: Path | None) -> l
 
 
 def points(lines: list[dict[str, Any]]) -> list[MeasuredRun]:
-    """Every learning rate; the least loss of each number of steps counts. Noises of an epsilon differ in their sixth digit."""
+    """For every learning rate; the least loss counts. The noises of one epsilon differ in their sixth digit."""
     return [
         MeasuredRun(line["parameters"], line["steps"], float(f"{line['noise']:.4g}"), line["loss"]) for line in lines
     ]
