@@ -592,6 +592,22 @@ def test_custom_derivatives_that_close_over_the_loss_fall_back():
     traced(batch[0], jnp.exp(-1.0))
 
 
+def test_arrays_that_the_loss_changes_in_place_fall_back():
+    def loss(params, x):
+        total, kernel = jax.new_ref(jnp.zeros(4)), jax.new_ref(params["a"])
+        kernel[0] = 2 * kernel[1]
+
+        def add(carry, row):
+            total[...] += row @ params["b"]
+            return carry, None
+
+        lax.scan(add, 0, x @ kernel[...])
+        return score(total[...] @ params["c"])
+
+    params = {"a": normal(1, 3, 3), "b": normal(2, 3, 4), "c": normal(3, 4, 5)}
+    assert_agrees(loss, params, normal(4, 4, 2, 3), norms=("ghost",))
+
+
 def test_nothing_to_follow():
     params = {"w": jnp.ones((3, 4)), "b": jnp.ones(4)}
 

@@ -20,6 +20,7 @@ from dpx.values import Tree, float32_like
 from dpx.xla.jaxprs import identity_of_equation
 
 CHEAPER = "cheaper than ghost norms"
+IN_PLACE = "InternalMutableArray"  # of `jax.new_ref`, but not of the kernels of Pallas
 TOLD = 1e-4  # of a norm: a smaller raise is not worth a word
 _NUMBER = re.compile(r"\d+")
 _ROUNDING = (
@@ -164,6 +165,8 @@ def make_ghost_plan(
     encoding = _encoded_gradient(mechanism, params, state)
     if isinstance(encoding, str):
         return encoding
+    if any(IN_PLACE in type(effect).__name__ for effect in traced.closed.jaxpr.effects):
+        return "the loss changes an array in place"  # what it reads there is no result of an equation
     encoded, structure = encoding
     leaves = jax.tree.leaves(params)
     program = trace.follow_parameters(traced, len(leaves))
