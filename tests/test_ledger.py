@@ -331,6 +331,9 @@ def test_a_run_that_is_continued_pays_once_and_another_one_is_refused(rich, tmp_
     assert trained(None, folder=tmp_path / "run").steps == 12
     with pytest.raises(ValueError, match="ledger must be given for a run of 13 steps .* paid for 12 of them"):
         trained(None, folder=tmp_path / "run", steps=13)
+    with pytest.raises(ValueError, match="must have a key of its own"):
+        trained(rich, folder=tmp_path / "run", steps=13)
+    assert trained(rich, folder=tmp_path / "run").steps == 12  # what was refused is not planned
     shutil.rmtree(tmp_path / "run")
     for folder in (tmp_path / "run", tmp_path / "another", None):
         with pytest.raises(ValueError, match="was made with this key"), warnings.catch_warnings():

@@ -171,7 +171,8 @@ class Folder:
         plan = max(self._known["planned"], self._run.plan)
         processes.from_first_process(self._write_claim)
         moved = reach if self._changed or skips else self._known["moved"]
-        self._write(facts=self._facts, planned=plan, moved=moved)
+        self._write(facts=self._facts, moved=moved)
+        self._plan = plan
         if last is None:
             carry, rows = with_plan(like, plan), []
             self.save(carry, rows)
@@ -222,6 +223,10 @@ class Folder:
             raise ValueError(
                 f"{self.path} must belong to one program at a time, but another one has continued the run: end this one"
             )
+
+    def note_plan(self):
+        """Writes down the plan, which a ledger allows: a call that it refuses makes no step, and plans none."""
+        self._write(planned=self._plan)
 
     def reserve(self, step: int):
         """Writes down, before the steps after a checkpoint are made, how far they may go."""
@@ -352,6 +357,9 @@ class _NoFolder:
         return "no step of the run is saved: dpx.fit(..., checkpoints=folder) saves them"
 
     def reserve(self, step: int):
+        pass
+
+    def note_plan(self):
         pass
 
     def measure(self, name: str, looks: int):

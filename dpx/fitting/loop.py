@@ -242,6 +242,7 @@ def _train_steps(
     if first > run.steps:
         raise ValueError(f"steps must be at least the {first} that the stored run has made, got {run.steps}")
     payment.pay(carry, folder)
+    folder.note_plan()
     if folder.ended is not None:
         payment.end(first, folder)
         if first < run.steps:
