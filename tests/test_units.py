@@ -12,7 +12,7 @@ import pytest
 import dpx
 from benchmarks import sum_rounding
 from benchmarks.adders import CORES, emulated, searched
-from dpx.gradients.ghost import algorithms, rules, weighted_sums
+from dpx.gradients.ghost import algorithms, hooks, rules, weighted_sums
 from dpx.gradients.ghost import norms as ghost_norms
 from dpx.sums import clipped_sum as sums
 from dpx.sums import float_pair as bounds
@@ -215,11 +215,21 @@ def test_one_example_adds_at_most_the_clip_norm_on_a_tpu(name):
     assert 0.99 * CLIP_NORM < found <= CLIP_NORM * (1 + 1e-6)
 
 
+def test_patches_round_few_images_themselves(monkeypatch):
+    def count_rounded():
+        return sum("reduce_precision" in line for line in products_of("tpu", "cnn"))
+
+    of_few = count_rounded()
+    monkeypatch.setattr(hooks, "MOST_UNROUNDED", 0)
+    assert count_rounded() == of_few + 2
+
+
+@pytest.mark.parametrize("dtype", ["i", "f"])
 @pytest.mark.parametrize(("number", "share"), [(259, 1 + 2.0**-10), (256, 1 - 2.0**-12)])
-def test_whole_numbers_and_factors_are_short(number, share):
+def test_whole_numbers_and_factors_are_short(number, share, dtype):
     """259 becomes 260 in bfloat16, which is longer, and so would the second factor become, `share` of 2^-19."""
     clip_norm = number * 2.0**-18 * share
-    made, params, data = mechanism(clip_norm), jnp.zeros((8, 4)), np.zeros((4, 8), np.int32)
+    made, params, data = mechanism(clip_norm), jnp.zeros((8, 4)), np.zeros((4, 8), dtype)
     data[0, 0] = number
 
     def loss(params, row):

@@ -14,6 +14,7 @@ from dpx.gradients.ghost.hooks import (
     Hook,
     Part,
     capture_for_all_readers,
+    equations_of_few_images,
     equations_of_tied_tables,
     fill_unread_operands,
     gradient_hooks,
@@ -133,7 +134,7 @@ def _backward_pass(
         interpreter.starts_of_slices(plan.program, fixed),
         interpreter.equations_computed_once(plan.program, kept),
         frozenset(products),
-        frozenset(exact),
+        frozenset(exact | equations_of_few_images(plan, len(jax.tree.leaves(examples)[0]))),
     )
 
     def gradient_of(leaf, cotangents):

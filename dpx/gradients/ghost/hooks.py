@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from dpx.gradients.ghost import parts
-from dpx.gradients.ghost.algorithms import TIED, kept_products, tied_gradients
+from dpx.gradients.ghost.algorithms import MOST_UNROUNDED, PRODUCT, TIED, kept_products, tied_gradients
 from dpx.gradients.ghost.plan import Choice, GhostPlan
 from dpx.gradients.ghost.program import REMAT
 from dpx.gradients.ghost.views import View
@@ -131,6 +131,22 @@ def equations_of_tied_tables(plan: GhostPlan) -> set[int]:
     for choice in plan.parts.values():
         by_way[choice.algorithm is TIED].update(site.use.equation for site in choice.uses.sites)
     return by_way[True] - by_way[False]
+
+
+def equations_of_few_images(plan: GhostPlan, size: int) -> set[int]:
+    """The convolutions on one TPU whose data, of `size` examples, is small and for patches of kept gradients alone. The
+    patches round what they read, and a kernel that rounds it before takes as long."""
+    of_equation: dict[int, set[tuple]] = {}
+    for choice in plan.parts.values():
+        for site in choice.uses.sites:
+            of_equation.setdefault(site.use.equation, set()).add((choice.algorithm, site.expands > 0))
+
+    def few(number: int) -> bool:
+        found: Any = plan.program.equations[number]
+        return not found.counts and size * found.jaxpr.invars[0].aval.size <= MOST_UNROUNDED
+
+    alone = {number for number, kinds in of_equation.items() if kinds == {(PRODUCT, True)} and few(number)}
+    return alone if takes_kept_gradients() else set()
 
 
 EXAMPLES = "the examples of dpx"  # the name of the examples' axis in a backward pass
