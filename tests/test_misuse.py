@@ -543,7 +543,9 @@ def test_runs_under_vmap_have_keys_of_their_own():
         return dpx.private_updates(loss, optimizer)(params, batch, optimizer.init(params)).updates["b"]
 
     runs, scales = jax.random.split(KEY, 2), jnp.zeros(2)
-    refused("with one key they have the same noise", jax.jit(jax.vmap(run, (None, 0))), KEY, scales)
+    grid = jax.vmap(jax.vmap(run, (0, None)), (None, 0))  # of runs and scales: each scale has all the keys
+    for shared, keys in (jax.vmap(run, (None, 0)), KEY), (grid, runs):
+        refused("with one key they have the same noise", jax.jit(shared), keys, scales)
     one, other = jax.jit(jax.vmap(run))(runs, scales)
     assert jnp.abs(one - other).min() > 1e-3
     grads = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), GRADS)
@@ -567,6 +569,8 @@ def test_runs_under_vmap_that_have_one_key_have_no_cost():
     runs, alike = jax.random.split(KEY, 2), jnp.stack([KEY, KEY])
     found = jax.jit(jax.vmap(run, (None, 0)))(KEY, both), *map(jax.jit(jax.vmap(run)), (alike, runs), (both, both))
     np.testing.assert_array_equal(found, [[0, problem], [0, problem], [0, 0]])
+    grid = jax.jit(jax.vmap(jax.vmap(run)))(jnp.stack([runs, runs]), jnp.ones((2, 2)))
+    np.testing.assert_array_equal(grid, np.full((2, 2), problem))
 
 
 def test_devices_have_keys_of_their_own(monkeypatch):

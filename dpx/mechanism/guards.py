@@ -80,7 +80,7 @@ def _refuse_one_key(_, mapped, key, sums):
             "runs under jax.vmap must each build their optimizer with a key of their own, such as dpx.keys.fold_in("
             "key, run): with one key they have the same noise, and the difference of two of them has none"
         )
-    return sums, mapped[1]
+    return _with_one_key(key, sums), mapped[1]  # again, for a `jax.vmap` around this one
 
 
 def require_unmasked(tree: Tree):

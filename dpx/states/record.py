@@ -276,17 +276,19 @@ def check_batch(
 
 @jax.custom_batching.custom_vmap
 def _shares_noise(noise: jax.Array) -> jax.Array:
-    """Whether another run under `jax.vmap` has the same noise, bool (). noise: uint32 (n,), which tells it.
+    """Whether another run under `jax.vmap` has the same noise, bool (...). noise: uint32 (..., n), which tells it.
 
     A branch that the data of a run choose gives every run a copy of one key, so nothing sees that before they run."""
-    return jnp.bool_(False)
+    return jnp.zeros(noise.shape[:-1], bool)
 
 
 @_shares_noise.def_vmap
 def _share_noise_of_runs(count, _, noise):
-    order = jnp.lexsort(noise.T)  # of many runs, as in an audit
-    same = jnp.all(noise[order[1:]] == noise[order[:-1]], 1)
-    return jnp.zeros(count, bool).at[order].set(jnp.pad(same, (0, 1)) | jnp.pad(same, (1, 0))), True
+    rows = noise.reshape(-1, noise.shape[-1])
+    order = jnp.lexsort(rows.T)  # of many runs, as in an audit
+    same = jnp.all(rows[order[1:]] == rows[order[:-1]], 1)
+    found = jnp.zeros(len(rows), bool).at[order].set(jnp.pad(same, (0, 1)) | jnp.pad(same, (1, 0)))
+    return found.reshape(noise.shape[:-1]) | _shares_noise(noise), True  # again, for a `jax.vmap` around this one
 
 
 def _share_noise(axes: tuple[str, ...], noise: jax.Array, sums: Tree) -> jax.Array:
