@@ -33,7 +33,7 @@ def batch_size(examples: Tree) -> int:
         found = f"shapes {shapes[:MOST_SHAPES]}{' and more' * (len(shapes) > MOST_SHAPES)}"
         lists = not all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(examples))
         advice = ": convert lists of numbers to arrays, with numpy.asarray" * lists
-        raise ValueError(f"every leaf must have the examples on axis 0, the same number; got {found}{advice}")
+        raise ValueError(f"every leaf must have the same number of examples on axis 0; got {found}{advice}")
     return shapes[0][0]
 
 

@@ -97,7 +97,7 @@ def test_a_mechanism_its_report_and_what_is_refused():
     for rates in ((1.5,), (math.nan,)):
         with pytest.raises(ValueError, match="false_positive_rates must be"):
             attack_bounds(MECHANISM, 50, delta=DELTA, false_positive_rates=rates)
-    with pytest.raises(ValueError, match="pass none beside it"):
+    with pytest.raises(ValueError, match="do not pass them again"):
         attack_bounds(Composition(RUN, "add_or_remove"), 50, delta=DELTA)
 
 

@@ -259,7 +259,7 @@ def test_what_has_no_bill_is_refused():
         dpx.epsilon(poisson, 3, delta=1e-5, records=2, relation="replace_one")
     with pytest.raises(ValueError, match="records must be a whole number of at least 1"):
         dpx.epsilon(poisson, 3, delta=1e-5, records=0)
-    with pytest.raises(ValueError, match="must have releases of Gaussians on all data or on Poisson samples only"):
+    with pytest.raises(ValueError, match="must have only Gaussian releases, on all data or on Poisson samples"):
         from_event(dp_accounting.LaplaceDpEvent(1.0)).of_records(2)
     assert from_event(dp_accounting.NonPrivateDpEvent()).of_records(2) == dp_accounting.NonPrivateDpEvent()
     assert event_epsilon(GroupGaussianDpEvent(0.0, 0.5, 2), delta=1e-5) == math.inf

@@ -271,7 +271,7 @@ def test_the_tightest_is_the_least_that_is_valid():
 
 @pytest.mark.parametrize("relation", ["add_or_remove", "zero_out"])
 def test_samples_of_a_fixed_size_are_billed_for_replacing_an_example_only(relation):
-    with pytest.raises(ValueError, match='a known cost under relation "replace_one" only'):
+    with pytest.raises(ValueError, match='a known cost only under relation "replace_one"'):
         accounting.event_epsilon(Mechanism(4.0, Fixed()).event(10), delta=1e-5, relation=relation)
 
 

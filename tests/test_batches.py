@@ -343,14 +343,14 @@ def test_without_steps_the_batches_are_those_of_the_budget():
     assert len(list(POISSON.batches(DATA, KEY, made.init(PARAMS)))) == 5
     state = after(made, 3)
     assert [int(batch.drawn.step) for batch in POISSON.batches(DATA, KEY, state)] == [3, 4]
-    with pytest.raises(ValueError, match="spent before 3 more steps: .* calibrated for 5 steps, and 3 were made"):
+    with pytest.raises(ValueError, match="spent before 3 more steps: .* calibrated for 5 steps, and 3 were taken"):
         POISSON.batches(DATA, KEY, state, steps=3)
     assert len(list(POISSON.batches(DATA, KEY, state, steps=3, beyond_budget=True))) == 3
     assert list(POISSON.batches(DATA, KEY, after(made, 5))) == []
     for unlimited, more in ((mechanism().init(PARAMS), {}), (state, {"beyond_budget": True})):
         with pytest.raises(ValueError, match="steps must be given"):
             POISSON.batches(DATA, KEY, unlimited, **more)
-    with pytest.raises(ValueError, match="counts the sampling of another record"):
+    with pytest.raises(ValueError, match="counts another sampling than"):
         SAMPLINGS["full"].batches(DATA, KEY, state)
 
 

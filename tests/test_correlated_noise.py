@@ -226,7 +226,7 @@ def test_no_other_relation_is_billed():
     for relation in ("replace_one", "add_or_remove"):
         with pytest.raises(ValueError, match="zero_out|add_or_remove"):
             dpx.epsilon(made(sampling=EPOCHS), 4, delta=1e-5, relation=relation)
-        with pytest.raises(ValueError, match='"zero_out" only'):
+        with pytest.raises(ValueError, match='only under relation "zero_out"'):
             accounting.event_epsilon(made().event(4), delta=1e-5, relation=relation)
 
 

@@ -45,7 +45,7 @@ def fresh(monkeypatch):
     monkeypatch.setattr(loop, "_TRAINED", {})
 
 
-def warned(run, words="has trained before in this process"):
+def warned(run, words="was used before in this process"):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run()

@@ -237,7 +237,7 @@ def test_no_step_beyond_the_budget(tmp_path):
     rest = dict(delta=1e-6, accountant="rdp", checkpoints=tmp_path)
     assert fit(optimizer, epochs=0.6, **rest).steps == 3
     assert fit(optimizer, steps=3, **rest).steps == 3  # without a budget, a run may grow
-    with pytest.raises(ValueError, match="steps must be at least the 3 that the stored run has made, got 2"):
+    with pytest.raises(ValueError, match="steps must be at least the 3 that the stored run has taken, got 2"):
         fit(optimizer, steps=2, **rest)
     with pytest.raises(ValueError, match="delta was 1e-06, now 1e-05"):
         fit(optimizer, steps=4, **rest | {"delta": 1e-5})
@@ -463,7 +463,7 @@ def test_other_folders_are_refused(stored, tmp_path, monkeypatch):
     shutil.copytree(stored, tmp_path / "emptied")
     for step in ("0", "1", "2"):
         shutil.rmtree(tmp_path / "emptied" / step, ignore_errors=True)
-    with pytest.raises(ValueError, match="holds no checkpoint, but its run may have made steps up to 1: starting"):
+    with pytest.raises(ValueError, match="holds no checkpoint, but its run may have taken steps up to 1: starting"):
         fit(**run, checkpoints=tmp_path / "emptied")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "notes").write_text("mine")

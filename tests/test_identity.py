@@ -67,7 +67,7 @@ def test_no_printed_word_decides(monkeypatch):
             dpx.epsilon(other, state, delta=1e-3)
     renamed = first.replace(stages=("words",))
     assert chunks._fingerprint(renamed, PARAMS, state) == chunks._fingerprint(first, PARAMS, state)
-    with pytest.warns(UserWarning, match="the state has made no step"):
+    with pytest.warns(UserWarning, match="the state has taken no step"):
         assert dpx.epsilon(renamed, state, delta=1e-3) == 0
 
 

@@ -265,10 +265,10 @@ REFUSED = {  # the program and the words of its message
     "data of another length": (lambda: SAMPLING.take(tiny(500), KEY, fresh()), "must hold the 1000 examples"),
     "draw from a sampling that is not billed": (
         lambda: OTHER.take(DATA, KEY, fresh()),
-        "counts the sampling of another record",
+        "counts another sampling than",
     ),
     "draw inside jit": (take_under_jit, "outside of jit"),
-    "a step beyond the budget": (beyond_the_plan, "the budget is spent: .* 3 steps, and 3 were made"),
+    "a step beyond the budget": (beyond_the_plan, "the budget is spent: .* 3 steps, and 3 were taken"),
     "a drawn batch whose padding is forgotten": (
         lambda: after_batch(SAMPLING, lambda batch: batch._replace(included=None)),
         "not those that `take` drew",
@@ -278,7 +278,7 @@ REFUSED = {  # the program and the words of its message
         "has 64 rows, got 1000",
     ),
     "a batch used twice by update": (twice_by_update, "another step than it was drawn for"),
-    "a lookahead that resets the count": (lookahead_that_resets, "may have set back its count"),
+    "a lookahead that resets the count": (lookahead_that_resets, "may have reset its count"),
     "coordinates in dpx.chain": (
         lambda: dpx.chain(dp_sgd(), PART),
         r"write dpx.in_coordinates\(mechanism, coordinates\)",
@@ -471,7 +471,7 @@ def test_a_step_that_was_compiled_with_another_key_is_not_billed():
         lambda: dpx.privacy_report(mine, wrong, delta=1e-5),
         lambda: dpx.compose_runs((mine, wrong), (others, 1), shared_batches=False),
     ):
-        refused("drawn with another key than the mechanism's", question)
+        refused("drawn with a key other than the mechanism's", question)
     assert cost(mine, right) > 0
     for both in (stepped(mine, wrong), stepped(mine, right, by=others)):
         for mechanism in (mine, others):
@@ -617,7 +617,7 @@ def test_an_extra_argument_is_refused():
     "changes", [{"key": jax.random.key(4)}, {"noise_multiplier": 9.0}, {"sampling": OTHER}], ids=str
 )
 def test_parts_are_not_exchanged_without_those_that_need_them(changes):
-    refused("needs another", dp_sgd().replace, **changes)
+    refused("must not change without", dp_sgd().replace, **changes)
 
 
 def test_batches_follow_the_state_not_the_epoch():
@@ -685,8 +685,8 @@ def test_runs_that_drew_with_one_key_are_composed_as_sharing_their_batches():
     made, other_key = (dp_sgd(), dp_sgd(key=jax.random.key(4))), jax.random.key(4)
     one = [(mechanism, stepped(mechanism)) for mechanism in made]
     two = [(mechanism, stepped(mechanism, key=key)) for mechanism, key in zip(made, (KEY, other_key), strict=True)]
-    refused("drew their batches with one key", dpx.compose_runs, *one, shared_batches=False)
-    refused("drew their batches with several keys", dpx.compose_runs, *two, shared_batches=True)
+    refused("drew with one key", dpx.compose_runs, *one, shared_batches=False)
+    refused("drew with several keys", dpx.compose_runs, *two, shared_batches=True)
     mechanism, state = one[0]
     for key in (other_key, KEY):  # another key for one step, and the first again
         state = stepped(mechanism, state, key=key)
@@ -708,7 +708,7 @@ def test_what_compose_refuses():
         (((one, 3), (elsewhere, 3)), True, "must share a sampling"),
         (((other, 3), (harder, 3)), True, "one Gaussian a step"),
         (((one, released(one)), (elsewhere, 3)), False, None),
-        (((one, released(other)), (elsewhere, 3)), False, "another key"),
+        (((one, released(other)), (elsewhere, 3)), False, "a key other"),
         (((one, released(dp_sgd(2.0))), (other, 3)), False, "other noise"),
     ]:
         if message is None:
@@ -735,7 +735,7 @@ def test_a_loop_that_forgets_the_state_is_warned():
         state = mechanism.init(PARAMS)
         for _ in range(3):
             mechanism.update(GRADS, state, PARAMS, included=jnp.ones(ROWS, bool))
-        with pytest.warns(UserWarning, match="the state has made no step.*had the same noise"):
+        with pytest.warns(UserWarning, match="the state has taken no step.*had the same noise"):
             assert cost(mechanism, state) == pytest.approx(cost(mechanism, 8) if mechanism is planned else 0, rel=1e-4)
-    with pytest.warns(UserWarning, match="the state has made no step"):
+    with pytest.warns(UserWarning, match="the state has taken no step"):
         dpx.privacy_report(planned, planned.init(PARAMS), delta=1e-5)

@@ -108,7 +108,7 @@ def test_steps_that_may_have_been_made_are_skipped(whole, tmp_path):
     with pytest.raises(ValueError, match="holds another one: (?!.*on_other_devices=True).*key of the batches"):
         run(tmp_path, key=dpx.secret_key(2**70 + 4), **MOVED)
     assert read(tmp_path) == before
-    with pytest.warns(UserWarning, match="another value of norms. Its steps 5 to 8 may have been made before"):
+    with pytest.warns(UserWarning, match="another value of norms. Its steps 5 to 8 may have been taken before"):
         result, rest = run(tmp_path, **MOVED)
     assert list(rest) == [9, 10]
     require_fresh(whole, lost, rest)
@@ -174,7 +174,7 @@ def test_killed_while_it_moves(whole, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="holds another one: norms was 'vmap', now 'auto'"):
         run(tmp_path)
     with pytest.raises(
-        ValueError, match="on_other_devices must be True for .* steps 5 to 8 may have been made on other"
+        ValueError, match="on_other_devices must be True for .* steps 5 to 8 may have been taken on other"
     ):
         run(tmp_path, norms="vmap")
     with pytest.warns(UserWarning, match="another value of norms. Its steps 5 to 8"):
@@ -228,7 +228,7 @@ def test_another_machine_rounds_otherwise(whole, tmp_path, monkeypatch, said):
     CHANGES[said](monkeypatch)
     with pytest.raises(ValueError, match=f"holds another one: {said}.*, or on_other_devices=True, which"):
         run(tmp_path)
-    with pytest.warns(UserWarning, match="steps 1 to 4 may have been made before"):
+    with pytest.warns(UserWarning, match="steps 1 to 4 may have been taken before"):
         rest = run(tmp_path, on_other_devices=True)[1]
     require_fresh(whole, lost, rest)
 
@@ -321,7 +321,7 @@ def test_a_gpu_times_its_kernels(whole, tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "autotunes_kernels", lambda: True)
     lost = run(tmp_path, ends=3)[1]
     lost |= run(tmp_path, dies=6)[1]
-    with pytest.raises(ValueError, match="steps 5 to 8 may have been made on other .*xla_gpu_deterministic_ops=true"):
+    with pytest.raises(ValueError, match="steps 5 to 8 may have been taken on other .*xla_gpu_deterministic_ops=true"):
         run(tmp_path)
     with pytest.warns(UserWarning, match="another value of kernels that the GPU has timed .* Its steps 5 to 8"):
         rest = run(tmp_path, on_other_devices=True)[1]
@@ -428,7 +428,7 @@ def test_a_damaged_checkpoint_is_named(whole, tmp_path):
     first = run(tmp_path, ends=6)[1]
     second = run(tmp_path, dies=7, **MOVED)[1]
     shutil.rmtree(tmp_path / "6" / "default")
-    with pytest.raises(ValueError, match=r"6 must be a whole checkpoint, .*\(KeyError\)\. .* remove this folder alone"):
+    with pytest.raises(ValueError, match=r"6 must be a whole checkpoint, .*\(KeyError\)\. .* remove only this folder"):
         run(tmp_path, **MOVED)
     shutil.rmtree(tmp_path / "6")
     with pytest.warns(UserWarning, match="where other devices may have been before. Its steps 5 to 8 may have been"):

@@ -21,7 +21,7 @@ from tests.problems import inner_product as loss
 
 DATA = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
 PARAMS = {"w": jnp.zeros(3)}
-pytestmark = pytest.mark.filterwarnings("ignore:the state has made no step")  # as of a run that was killed at once
+pytestmark = pytest.mark.filterwarnings("ignore:the state has taken no step")  # as of a run that was killed at once
 NUMBERS = 3  # of a release: the state knows them
 SAMPLING = dpx.PoissonSampling(examples=40, batch_size=8)
 PLAN, ENDS, DELTA = 8, 3, 1e-5
@@ -100,7 +100,7 @@ def require_one_number(optimizer, state, steps):
     made_steps = accounting.steps_taken(state)
     report = dpx.privacy_report(optimizer, state, delta=DELTA)
     assert (report.made, report.steps) == (made_steps, steps)
-    words = f"{made_steps} of {steps} planned steps were made, and epsilon covers all {steps}, because"
+    words = f"{made_steps} of {steps} planned steps were taken, and epsilon covers all {steps}, because"
     flowing = " ".join(str(report).split())
     assert (words in flowing) == (words in repr(report)) == (made_steps < steps)
     for text in (flowing, report.to_html(), report.to_markdown()):
@@ -174,7 +174,7 @@ def test_of_a_loop_by_hand(of):
         planned_steps = max(steps, ENDS) if of == "a budget" else steps
         require_one_number(optimizer, state, planned_steps)
         ending = dpx.privacy_report(optimizer, state, delta=DELTA).ending
-        covers = f"Epsilon covers the {steps} steps that were made and no others"
+        covers = f"Epsilon covers the {steps} steps taken and no others"
         assert ending.startswith(covers) == (steps != ENDS and planned_steps == steps or of == "nothing")
 
 

@@ -448,7 +448,7 @@ def test_take_refuses_the_state_of_another_sampling():
                 dpx.PoissonSampling(examples=101, batch_size=10),
             ]
         for other in others:
-            with pytest.raises(ValueError, match="counts the sampling of another record"):
+            with pytest.raises(ValueError, match="counts another sampling than"):
                 other.take(np.zeros(other.examples), KEY, mechanism(own).init(PARAMS))
 
 
@@ -492,7 +492,7 @@ def test_take_refuses_the_step_beyond_the_budget():
     for _ in range(3):
         sampling.take(data, KEY, state)
         state = next_state(made, state)
-    with pytest.raises(ValueError, match="calibrated for 3 steps, and 3 were made. Pass beyond_budget=True to `take`"):
+    with pytest.raises(ValueError, match="calibrated for 3 steps, and 3 were taken. Pass beyond_budget=True to `take`"):
         sampling.take(data, KEY, state)
     assert dpx.epsilon(made, state, delta=1e-5) <= 2.0
     batch = sampling.take(data, KEY, state, beyond_budget=True)

@@ -134,7 +134,7 @@ def test_runs_of_other_weights_on_one_key_have_one_noise_and_no_bill_together():
     with pytest.raises(ValueError, match="every run must have a key of its own"):
         dpx.compose_runs(*((made, 3) for made in mechanisms), shared_batches=False)
     state = mechanisms[0].init(PARAMS)
-    with pytest.raises(ValueError, match="the sampling of another record"):
+    with pytest.raises(ValueError, match="counts another sampling than"):
         other.take(DATA, key(), state)
     with pytest.raises(ValueError):
         dpx.epsilon(mechanisms[1], state, delta=1e-5)

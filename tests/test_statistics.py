@@ -486,7 +486,7 @@ def test_a_key_makes_one_release():
         lambda: statistics.release_count(values, **asked(key=key, noise_multiplier=2.0)),
         lambda: statistics.release_sum(values, low=0, high=1, **asked(key=key)),
     ):
-        with pytest.raises(ValueError, match="key must be used for one release only"):
+        with pytest.raises(ValueError, match="key must be used for only one release"):
             other()
 
 
@@ -607,8 +607,8 @@ def test_a_metric_of_some_examples_must_not_show_how_many():
     [
         (lambda: statistics.release_count(np.ones((2, 2, 2)), **asked()), "data must be"),
         (lambda: statistics.release_count(np.zeros(0), **asked()), "N of at least 1"),
-        (lambda: statistics.release_count([True] * 9 + [2], **asked()), "whose dtype depends on no record"),
-        (lambda: statistics.release_histogram([2**53 + 1, math.nan], categories=[1], **asked()), "on no record"),
+        (lambda: statistics.release_count([True] * 9 + [2], **asked()), "whose dtype does not depend on the records"),
+        (lambda: statistics.release_histogram([2**53 + 1, math.nan], categories=[1], **asked()), "not depend on"),
         (lambda: statistics.release_histogram(np.array(["a"], object), categories=["a"], **asked()), "to_numpy"),
         (lambda: statistics.release_histogram(np.ma.array(["a"]), categories=["a"], **asked()), "without a mask"),
         (lambda: statistics.release_count(np.array(["a"]), **asked()), "numbers or bools"),

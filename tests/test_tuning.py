@@ -29,7 +29,7 @@ from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.selection import SHAPES, BestOf, draw_trial_count, log_inverse_gamma_of_trials
 from dpx.states.record import with_plan
 
-pytestmark = pytest.mark.filterwarnings("ignore:the state has made no step")  # trials here train nothing
+pytestmark = pytest.mark.filterwarnings("ignore:the state has taken no step")  # trials here train nothing
 PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "tuning.md").read_text()
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=50)
 MNIST = SelfComposedDpEvent(PoissonSampledDpEvent(8192 / 60000, GaussianDpEvent(4.793)), 293)
@@ -386,7 +386,7 @@ def test_the_report_of_a_search():
     made = mechanism({}, jax.random.key(0))
     once = made.init({"w": jnp.zeros(2)}).after(made.noise_multiplier)
     ends = [dpx.privacy_report(made, once, delta=1e-5, tuning=each).ending for each in (None, found.cost)]
-    assert "steps that were made and no others" in ends[0] and ends[1] == ""  # a search pays for all steps of a trial
+    assert "steps taken and no others" in ends[0] and ends[1] == ""  # a search pays for all steps of a trial
     assert "chosen on public data" in dpx.privacy_report(made, 20, delta=1e-5, tuning="public").tuning
     assert "without any run on these data. If not" in dpx.privacy_report(made, 20, delta=1e-5).to_markdown()
     with pytest.raises(ValueError, match="a key of its own"):
@@ -476,7 +476,7 @@ REFUSED = {
     "a score of unknown origin": ({"score_on": None}, "score_on must be"),
     "a score that pays for itself": (
         {"score": dpx.statistics.PrivateMetric(lambda params: [True], noise_multiplier=9.0, key=dpx.secret_key())},
-        "whose cost the search would not contain",
+        "whose cost the search would not include",
     ),
     "a private score without noise": ({"score_on": "private"}, "a score on private data without noise"),
     "a score whose event is no noise": ({"score_on": ComposedDpEvent([])}, "must have noise"),
@@ -525,7 +525,7 @@ def test_trials_beyond_the_bill_are_refused():
     with pytest.raises(ValueError, match="at most the 2 steps"):
         search(steps=2)
     search.train = lambda trial: (*train(trial)[:1], with_plan(train(trial)[1], 5))  # and a callback ended it
-    with pytest.raises(ValueError, match="make and plan at most the 4 steps that are paid for, got 5"):
+    with pytest.raises(ValueError, match="plan and take at most the 4 steps that are paid for, got 5"):
         search(steps=4)
     search.train = train
     noises = iter([*[2.0] * 4, *[0.1] * 20])

@@ -125,7 +125,7 @@ def test_owners_of_every_type_are_the_same_users():
         assert [rows_of(item) for item in dpx.UserData(DATA, owners)] == list(ITEMS.values())
     for owners in (np.asarray(OWNERS), np.asarray(OWNERS, object), [np.str_(owner) for owner in OWNERS]):
         assert [rows_of(item) for item in dpx.UserData(DATA, owners)] == list(ITEMS.values())
-    with pytest.raises(ValueError, match="every leaf must have the examples on axis 0"):
+    with pytest.raises(ValueError, match="every leaf must have the same number of examples"):
         dpx.UserData(DATA | {"x": DATA["x"][:6]}, OWNERS)
 
 
@@ -237,7 +237,7 @@ def test_a_loss_of_one_record_is_refused_in_words():
         step(lambda params, user: user + "of no kind")
 
 
-@pytest.mark.filterwarnings("ignore:the state has made no step:UserWarning")
+@pytest.mark.filterwarnings("ignore:the state has taken no step:UserWarning")
 def test_the_report_says_the_unit_that_the_state_records():
     mechanism, _ = step_of(4, 3)
     for recorded, said, refused in (

@@ -87,7 +87,7 @@ def test_the_bill_is_that_of_the_largest_rate_or_of_one_weight():
     low, high = (dpx.accounting.delta(mechanism, 50, epsilon=1.0, weight=weight) for weight in (1, 5))
     assert low < high == dpx.accounting.delta(mechanism, 50, epsilon=1.0)
     state = mechanism.init({"w": np.zeros(2, np.float32)})
-    with pytest.warns(UserWarning, match="the state has made no step"):
+    with pytest.warns(UserWarning, match="the state has taken no step"):
         assert dpx.epsilon(mechanism, state, delta=1e-5, weight=1.0) == 0
     projected = dpx.mechanisms.clip_then_project(mechanism, rank=4, kind="gaussian")
     assert dpx.epsilon(projected, 5, delta=1e-5, weight=1) < dpx.epsilon(projected, 5, delta=1e-5, weight=5)

@@ -174,7 +174,7 @@ class Allocation(PrivacyLoss):
         if relation == "replace_one":
             raise ValueError(
                 'random allocation has a known cost under relation "zero_out" or "add_or_remove", got "replace_one": '
-                "a replaced example would compare two mixtures, for which its pair is not proved"
+                "replacing an example compares two mixtures, for which no dominating pair is proved"
             )
         noise, steps = event.noise_multiplier, event.steps_per_epoch
         released = self.released.most

@@ -248,7 +248,7 @@ def _warn_of_unused_budget(budget: float, found: float, costs: Mapping[float, fl
         warnings.warn(
             f"epsilon={budget} cannot be used up: the least noise with a known cost is noise_multiplier={found:.6g}, "
             f"which costs epsilon={costs[found]:.6g}, and that is what the run costs. With less, an example could move "
-            "a release to where the noise of a program ends. Fewer `numbers` or a larger delta may allow less noise",
+            "a release farther than the noise reaches. Fewer `numbers` or a larger delta may allow less noise",
             stacklevel=3,
         )
 

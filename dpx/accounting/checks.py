@@ -146,5 +146,5 @@ def numbers_per_release(numbers: Any, exact_noise: Any = False) -> int:
     if not isinstance(exact_noise, bool):
         raise ValueError(f"exact_noise must be True or False, got {described(exact_noise)}")
     if require_whole("numbers", numbers) > LARGEST_RELEASE:
-        raise ValueError(f"numbers must be at most {LARGEST_RELEASE}, which is the most of a release, got {numbers}")
+        raise ValueError(f"numbers must be at most {LARGEST_RELEASE}, the most that a release may hold, got {numbers}")
     return 0 if exact_noise else int(numbers)

@@ -194,9 +194,9 @@ def _require_consistent_batch_keys(batch_keys: list[int], *, several_runs: bool,
             "key"
         )
     if shared_batches is False and len(set(batch_keys)) < len(batch_keys):
-        raise ValueError("two runs drew their batches with one key, so these are equal: pass shared_batches=True")
+        raise ValueError("two runs drew with one key, so their batches are the same: pass shared_batches=True")
     if shared_batches and len(set(batch_keys)) > 1:
-        raise ValueError("the runs drew their batches with several keys, so these differ: pass shared_batches=False")
+        raise ValueError("the runs drew with several keys, so their batches differ: pass shared_batches=False")
 
 
 def require_one_unit(units: tuple[int, ...], examples: tuple[int, ...]) -> None:
@@ -210,7 +210,7 @@ def require_one_unit(units: tuple[int, ...], examples: tuple[int, ...]) -> None:
     if 0 in units and len(set(examples)) > 1:
         warnings.warn(
             f"these runs sample from {sorted(set(examples))} units. If these are of different kinds, such as examples "
-            "and users, no sum of their costs protects either. Pass states, which show the unit",
+            "and users, the sum of their costs holds for neither. Pass states, which show the unit",
             stacklevel=3,
         )
 

@@ -31,7 +31,7 @@ from dpx.states.reading import RunFacts, read_run
 from dpx.values import described, require_whole
 
 _UNUSED = (
-    "the state has made no step. If parameters were trained with it, all of their steps had the same noise, which no "
+    "the state has taken no step. If parameters were trained with it, all of their steps had the same noise, which no "
     "cost covers: give each step the state that the last one returned"
 )
 
@@ -135,7 +135,7 @@ def require_reachable_epsilon(run: RunProfile, epsilon: float, delta: float) -> 
         advice = f"Delta must be at least about {possible:.1g} for them" if possible else "Allow a larger epsilon"
         numbers = 2 * run.normal_sampler.pairs
         raise ValueError(
-            f"epsilon={epsilon} at delta={delta} cannot be met by any noise: that of a program takes finitely many "
+            f"epsilon={epsilon} at delta={delta} cannot be met by any noise: computer noise takes finitely many "
             f"values, which alone costs {least:.3g} in {run.releases} releases of {numbers} numbers. "
             f"{advice}, or state fewer `numbers`"
         )
@@ -173,7 +173,7 @@ def epsilon(
     numbers: int, at most 2^32, the most numbers that a step releases. None is that of the mechanism's `dpx.Budget`;
         without one, a state's own, and 2^32 for a number of steps. It matters for deltas below 1e-12.
 
-    Warns for a state that has made no step, because all steps that start from it have the same noise.
+    Warns for a state that has taken no step, because all steps that start from it have the same noise.
 
     Raises ValueError for a state that another mechanism made, for a relation that the event does not hold for, for an
     event whose cost the accountant does not know, for a weight above all weights, for records of another sampling, and
@@ -292,9 +292,9 @@ def _relation_of(event: dp_accounting.DpEvent, sampling: Sampling, relation: Rel
     if relation is None or checks.require_relation(relation) == stated:
         return stated
     if stated == "replace_one":
-        raise ValueError(f'relation {relation!r} does not fit {sampling}, whose cost holds for "replace_one" only')
+        raise ValueError(f'relation {relation!r} does not fit {sampling}, whose cost holds only for "replace_one"')
     if sampling.weighted:
-        words = 'the weight of another example would change all rates; its event is true for "zero_out" only'
+        words = 'the weight of another example would change all rates; its event is true only for "zero_out"'
         raise ValueError(f"relation {relation!r} does not fit {sampling}: {words}")
     ledger = from_event(event)
     if relation == "add_or_remove" and not (ledger.independent or ledger.whole_runs):
@@ -339,6 +339,6 @@ def event_for_records(
 def require_billable(optimizer: Any) -> None:
     if not (hasattr(optimizer, "event") and hasattr(optimizer, "sampling")):
         raise ValueError(
-            "optimizer must be a dpx Mechanism, which has an event and a sampling; of an optax.chain, pass the one "
+            "optimizer must be a dpx Mechanism, which has an event and a sampling; from an optax.chain, pass the one "
             f"inside it. Got {type(optimizer)}"
         )

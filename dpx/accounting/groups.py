@@ -93,7 +93,7 @@ class GroupGaussianDpEvent(DpEvent, PrivacyLoss):
     def step_loss(self, relation: Relation) -> StepLoss:
         sigma, rate = min(float(self.noise_multiplier), LARGEST_NOISE), float(self.sampling_probability)
         if relation == "replace_one":
-            raise ValueError('relation "replace_one" does not fit several records, which are nulled or not there')
+            raise ValueError('relation "replace_one" does not fit several records, which are nulled or absent')
         if not (0 <= self.noise_multiplier < math.inf and 0 < rate < 1 and self.records >= 1 and self.releases >= 1):
             raise ValueError(f"noise must be finite and at least 0, at a rate in (0, 1), for a record; got {self}")
         return SeveralRecordsGaussian(sigma, rate, self.records)

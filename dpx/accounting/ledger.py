@@ -118,7 +118,7 @@ class Ledger:
             return None
         loss = self.whole_runs[0]
         if len(self.counts) > 1 or self.counts[loss] > 1:
-            words = "is one release as a whole: it composes with nothing, got it beside another event"
+            words = "covers a whole run: it composes with nothing, got it next to another event"
             raise ValueError(f"{event_of_loss(loss)} {words}")
         return loss
 
@@ -197,7 +197,7 @@ class Ledger:
         if not self.private:
             return dp_accounting.NonPrivateDpEvent()
         if not self.gaussian:
-            words = "must have releases of Gaussians on all data or on Poisson samples only, for more than one record"
+            words = "must have only Gaussian releases, on all data or on Poisson samples, for more than one record"
             raise ValueError(f"the event {words}; got {self.event}")
         losses = self.losses("add_or_remove")
         # Several releases on one sample are one loss here, and the first below, so that none moves farther. But each

@@ -94,7 +94,7 @@ class PrivacyLoss:
     def at_rate(self, rate: float) -> DpEvent:
         """The event of the same release for an example that takes part at a lower rate."""
         raise ValueError(
-            f"the cost of one weight is known for releases on Poisson samples only, got {event_of_loss(self)}"
+            f"the cost of one weight is known only for releases on Poisson samples, got {event_of_loss(self)}"
         )
 
     def in_words(self) -> str:

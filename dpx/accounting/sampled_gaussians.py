@@ -119,7 +119,7 @@ class FixedSizeRelease(PrivacyLoss):
     def step_loss(self, relation: Relation) -> StepLoss:
         if relation != "replace_one":
             raise ValueError(
-                f'sampling without replacement has a known cost under relation "replace_one" only, got {relation!r}: '
+                f'sampling without replacement has a known cost only under relation "replace_one", got {relation!r}: '
                 "its batches have a fixed size, so an example cannot be added or removed"
             )
         step = gaussian_loss(self.event.event, relation, self.event.sample_size / self.event.source_dataset_size)

@@ -183,7 +183,7 @@ def trial_loss(trial: Any, relation: Relation) -> StepLoss:
         return SampledGaussian(0.0, 1.0, relation)  # no noise
     if trial.whole_runs:
         run = event_of_loss(trial.whole_runs[0])
-        raise ValueError(f"{run} is one release as a whole run: a search over such runs has no known cost")
+        raise ValueError(f"the whole run is one release, {run}: a search over such runs has no known cost")
     return SeveralSteps(tuple(trial.losses(relation).items()))
 
 

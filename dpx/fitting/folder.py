@@ -128,7 +128,7 @@ class Folder:
         if stored.get(RECORD) != facts[RECORD]:
             raise ValueError(
                 f"checkpoints must be a new folder or one of dpx {facts[VERSION]}, but {self.path} holds a run of dpx "
-                f"{stored.get(VERSION, 'of an unknown version')}, whose states keep another record of their releases. "
+                f"{stored.get(VERSION, 'of an unknown version')}, whose states record their releases differently. "
                 "Finish that run with its own version, or begin again in a new folder with a new key"
             )
         differ = [name for name in stored | facts if stored.get(name) != facts.get(name)]
@@ -145,7 +145,7 @@ class Folder:
             if of_keys:
                 advice = "To continue it, make its key again: dpx.secret_key(seed), with the seed of its first program"
             elif all(map(is_about_rounding, names)):
-                advice += ", or on_other_devices=True, which skips the steps that may have been made already"
+                advice += ", or on_other_devices=True, which skips the steps that may have been taken already"
             listing = differences_in_words(differ, stored, facts)
             raise ValueError(
                 f"checkpoints must be a new folder or one of the same run, but {self.path} holds another one: "
@@ -162,7 +162,7 @@ class Folder:
         last, reach = self._last_step(), self._known["reach"]
         if last is None and reach:
             raise ValueError(
-                f"{self.path} holds no checkpoint, but its run may have made steps up to {reach}: starting again "
+                f"{self.path} holds no checkpoint, but its run may have taken steps up to {reach}: starting again "
                 "would repeat the noise of the run. Take another folder and another key"
             )
         skips = reach > (last or 0) and bool(self._changed or self._known["moved"] > (last or 0))
@@ -193,7 +193,7 @@ class Folder:
         if not self._on_other_devices:
             raise ValueError(
                 f"on_other_devices must be True for {self.path}, because steps {last + 1} to {reach} may have been "
-                "made on other devices: it skips them. (On a GPU, another program sums in another order, unless "
+                "taken on other devices: it skips them. (On a GPU, another program sums in another order, unless "
                 "XLA_FLAGS has --xla_gpu_deterministic_ops=true)"
             )
         require_skippable(self._run, state, last, reach)
@@ -315,7 +315,7 @@ class Folder:
         """The checkpoint of a step, and the history before it."""
         carry, history = self._load(step, like), self.path / "history.json"
         if carry.step != step:
-            raise ValueError(f"checkpoint {step} in {self.path} holds a state after {carry.step} steps")
+            raise ValueError(f"checkpoint {step} in {self.path} holds a state after {carry.step} steps: rename it back")
         rows = processes.from_first_process(lambda: read_json(history) if history.is_file() else [])
         self._last = step
         return carry, [row for row in rows if row["step"] <= step]
@@ -328,7 +328,7 @@ class Folder:
         except Exception as error:
             raise ValueError(
                 f"{path} must be a whole checkpoint, but cannot be read ({type(error).__name__}). If a loss of power "
-                "or a copy has damaged it, remove this folder alone: the run continues at the checkpoint before it, "
+                "or a copy has damaged it, remove only this folder: the run continues at the checkpoint before it, "
                 "and repeats the same steps or skips them"
             ) from error
         return Carry(tree["params"], tree["optimizer_state"])
@@ -415,13 +415,13 @@ def require_skippable(run: RunPlan, state: Tree, first: int, reach: int):
     elif unproved:
         problem = f"the cost of the mechanism is that of {unproved[0]}, for which skipped steps have no proof"
     elif reach >= run.steps:
-        problem = f"no step is left to train, because all {run.steps} may have been made"
+        problem = f"no step is left to train, because all {run.steps} may have been taken"
     else:
         return
     raise ValueError(
-        f"on_other_devices must be False for this run, whose checkpoint is of step {first}, and which may have made "
+        f"on_other_devices must be False for this run, whose checkpoint is of step {first}, and which may have taken "
         f"steps up to {reach}: {problem}. Continue it with the devices that it had; or begin a new run at the stored "
-        "parameters, with a new key, and compose both with dpx.compose_runs, this one for all steps it may have made"
+        "parameters, with a new key, and compose both with dpx.compose_runs, this one for all steps it may have taken"
     )
 
 
@@ -443,8 +443,8 @@ def count_as_skipped(carry: Carry, run: RunPlan, reach: int) -> Carry:
 def _warn_of_skipped(changed: list[str], first: int, reach: int):
     others = f"with another value of {', '.join(changed)}" if changed else "where other devices may have been before"
     warnings.warn(
-        f"the run continues {others}. Its steps {first + 1} to {reach} may have been made before. So they count as "
-        "made, and change no parameters",
+        f"the run continues {others}. Its steps {first + 1} to {reach} may have been taken before. So they count as "
+        "taken, and change no parameters",
         stacklevel=3,
     )
 

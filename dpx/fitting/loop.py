@@ -33,7 +33,7 @@ from dpx.xla.place import tracing_for_place
 _TRAINED: dict[int, Path | None] = {}  # the folder of the last run of each key, by the mark of the key
 SKIPPED = (
     "{} of the steps are in epsilon, but not in the parameters: the run was interrupted and continued on other "
-    "devices, and these steps may have been made before."
+    "devices, and these steps may have been taken before."
 )
 ENDED = (
     "this run was ended by a callback after step {}, and its ledger took back the cost of the other steps, so this "
@@ -240,7 +240,7 @@ def _train_steps(
     watcher.continue_history(history, folder)
     first = carry.step
     if first > run.steps:
-        raise ValueError(f"steps must be at least the {first} that the stored run has made, got {run.steps}")
+        raise ValueError(f"steps must be at least the {first} that the stored run has taken, got {run.steps}")
     payment.pay(carry, folder)
     folder.note_plan()
     if folder.ended is not None:
@@ -296,7 +296,7 @@ def _warn_of_reused_key(mark: int, place: Path | None, continued: bool):
     """
     if mark in _TRAINED and not (continued and place == _TRAINED[mark]):
         warnings.warn(
-            "the key of this optimizer has trained before in this process, in a run that this one does not continue. "
+            "the key of this optimizer was used before in this process, in a run that this one does not continue. "
             "Both have the same noise: if anything else differs, such as one example, their difference shows it "
             "without noise. Take a new dpx.secret_key() for every run, or continue the first one in its own folder",
             stacklevel=4,

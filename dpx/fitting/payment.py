@@ -70,7 +70,7 @@ class Payment:
             **self.given,
         )
         if entry.steps is not None and folder.ended is None:
-            raise ValueError(f"the run of {folder.path} has ended after step {entry.steps}, as its ledger says")
+            raise ValueError(f"the run of {folder.path} has ended after step {entry.steps}: begin one with a new key")
         return entry.number
 
     def end(self, step: int, folder: Any):

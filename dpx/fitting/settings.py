@@ -117,7 +117,7 @@ def require_transforms_in(state: Tree):
     if not any(isinstance(node, ChainState) for node in nodes):
         raise ValueError(
             "optimizer must be a mechanism with optax transforms, such as dpx.chain(mechanism, optax.sgd(0.1)), got "
-            "the mechanism alone: it gives a gradient, and fit would climb along it"
+            "the mechanism alone: it returns a gradient, and fit would increase the loss along it"
         )
 
 

@@ -71,7 +71,7 @@ class PrivateChunks:
         if sums is not None:
             _require_sums(sums)
             if (sums.unreleased_drawn is None) != (chunk.drawn is None):
-                raise ValueError("all chunks of a batch must have `drawn`, or none of them; got some with it")
+                raise ValueError("all chunks of a batch must have `drawn`, or none of them; got some of each")
             sums = sums._replace(unreleased=None)  # left by the chunk before
 
         def place(params_on, chunk_on, state_on, sums_on):

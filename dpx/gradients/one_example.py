@@ -132,4 +132,4 @@ def warn_of_constants(closed: Any, params: Tree, row: tuple) -> None:
     size = sum(getattr(array, "nbytes", 0) for array in found)
     if size >= LARGE_CONSTANTS:
         words = f"the loss closes over {size / 2**20:.0f} MiB of arrays, which become constants of every program of it"
-        warnings.warn(f"{words}: it compiles longer and is as large as they are. Instead, {INSTEAD}", stacklevel=2)
+        warnings.warn(f"{words}: it compiles slowly and is as large as they are. Instead, {INSTEAD}", stacklevel=2)

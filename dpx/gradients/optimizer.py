@@ -70,8 +70,8 @@ def require_transforms(transforms: tuple[Any, ...]):
     """Raises ValueError if there are none, or they hold a mechanism, coordinates, or anything else."""
     if not transforms:
         raise ValueError(
-            "transforms must be optax transforms, such as optax.sgd(0.1), got none: a mechanism alone gives "
-            "a gradient, and optax.apply_updates would climb along it"
+            "transforms must be optax transforms, such as optax.sgd(0.1), got none: a mechanism alone returns "
+            "a gradient, and optax.apply_updates would increase the loss along it"
         )
     for transform in transforms:
         if isinstance(transform, Mechanism):

@@ -17,8 +17,8 @@ import numpy as np
 from dpx.keys import cipher
 
 SMALL = (
-    "the key must be secret, but it looks like one of a seed below 2^32, such as jax.random.key(0). Anyone can try all "
-    "of these and subtract the noise: take dpx.secret_key()"
+    "the key must be secret, but it looks like one from a seed below 2^32, such as jax.random.key(0). Anyone can try "
+    "all of these and subtract the noise: take dpx.secret_key()"
 )
 
 

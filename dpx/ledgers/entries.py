@@ -60,7 +60,7 @@ def entries_of(lines: list[dict[str, Any]]) -> list[Entry]:
             entries.append(Entry(**given | {"marks": tuple(line["marks"])}))
             if line["number"] != len(entries) - 1:  # the lines that follow would be of other entries
                 raise ValueError(
-                    "the lines of a ledger must be those of one file, in their order, but some are missing or of "
+                    "the lines of a ledger must be those of one file, in their order, but some are missing or from "
                     f"another ledger: entry {line['number']} is in place {len(entries) - 1}"
                 )
         elif "made" in line:

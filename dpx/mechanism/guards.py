@@ -203,7 +203,7 @@ def require_changes_fit_budget(changes: dict[str, Any], budget: Any):
     """Raises ValueError if a mechanism of this budget would have fields that contradict each other after `changes`."""
     for part, needs in (("key", "release"), ("noise_multiplier", "release"), ("sampling", "event")):
         if part in changes and needs not in changes:
-            raise ValueError(f"another {part} needs another {needs}, which depends on it: build a new mechanism")
+            raise ValueError(f"{part} must not change without {needs}, which depends on it: build a new mechanism")
     if "event" in changes and budget is not None and "budget" not in changes:
         raise ValueError(
             f"the mechanism was calibrated to {budget} before its cost was changed; put dpx.accounting.accepts_budget "

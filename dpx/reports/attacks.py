@@ -97,8 +97,8 @@ def attack_bounds(
     if isinstance(run, Composition):
         if steps_or_state is not None or relation not in (None, run.relation) or records not in (None, run.records):
             raise ValueError(
-                f"a Composition has its steps, its relation and its records, {run.relation!r} and {run.records}; pass "
-                "none beside it"
+                f"a Composition has its steps, its relation and its records, {run.relation!r} and {run.records}; do "
+                "not pass them again"
             )
         profile, records = run.profile(accountant, curve=True), run.records
     else:

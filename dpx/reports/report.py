@@ -239,9 +239,9 @@ def _unit_of(recorded: int, unit: str | None) -> str:
 def _covered_steps_in_words(made: int, steps: int, planned: bool, unit: str) -> str:
     """Which steps epsilon covers, in words, if the run ended before its plan or had no plan."""
     if made < steps:
-        words = f"{made} of {steps} planned steps were made, and epsilon covers all {steps}, because what the run"
+        words = f"{made} of {steps} planned steps were taken, and epsilon covers all {steps}, because what the run"
         return f"{words} showed of one {unit} may have decided where it ended"
-    words = f"Epsilon covers the {made} steps that were made and no others, because it holds only if public information"
+    words = f"Epsilon covers the {made} steps taken and no others, because it holds only if public information"
     return "" if planned else f"{words} alone decided where the run ended, and nothing that depends on one {unit}"
 
 
@@ -312,9 +312,9 @@ _NOT_EXAMPLES = (
     "say example, they mean {drawn}, and the size of the data set counts each {drawn} once."
 )
 _ON_A_TPU = (
-    "Steps of this run were made on a TPU. How its matrix unit adds is not published: what one {unit} can move the sum "
-    "of a batch is proved if the unit multiplies bfloat16 numbers exactly, and rounds at most four times as much as "
-    "float32 additions do."
+    "Steps of this run were taken on a TPU. How its matrix unit adds is not published: what one {unit} can move the "
+    "sum of a batch is proved if the unit multiplies bfloat16 numbers exactly, and rounds at most four times as much "
+    "as float32 additions do."
 )
 _TUNING = {
     None: "Settings such as the learning rate (hyper-parameters) were chosen without any run on these data. If not, "
@@ -486,7 +486,7 @@ def _report_numbers(report: PrivacyReport, unit: str) -> tuple[tuple[str, str], 
         (f"epsilon of one {unit}, spent", rounded_up(report.spent, 6)),
         (f"epsilon of one {unit}, target", target),
         (f"delta of one {unit}", rounded_up(report.delta, 6)),
-        ("steps", str(report.steps) if report.made == report.steps else f"{report.made} made, {report.steps} covered"),
+        ("steps", str(report.steps) if report.made == report.steps else f"{report.made} taken, {report.steps} covered"),
     )
 
 

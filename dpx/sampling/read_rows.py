@@ -204,7 +204,7 @@ def _items_of(source: Any, key: jax.Array) -> Callable[[np.ndarray, int], Tree]:
             items = (source[number] for number in numbers) if several is None else several(numbers)
         items = [jax.tree.map(_copied, item) for item in items]
         if len(items) != len(numbers):
-            raise ValueError(f"__getitems__ of data must give one item a row for {len(numbers)} rows, got {len(items)}")
+            raise ValueError(f"__getitems__ of data must give {len(numbers)} items, one for each row, got {len(items)}")
         for number, item in zip(numbers, items, strict=True):
             if (found := _describe(item)) != expected:
                 raise ValueError(

@@ -196,5 +196,5 @@ def _rows_by_owner(owners: Any) -> tuple[Any, np.ndarray]:
         flat = [owner for one in owners for owner in one]
         starts = np.cumsum([0, *map(len, owners)])
     if len(starts) < 2 or np.any(starts[1:] == starts[:-1]):
-        raise ValueError("owners must hold at least one owner for each record: nobody is protected by one without")
+        raise ValueError("owners must hold at least one owner for each record: a record without one protects nobody")
     return flat, starts.astype(np.int64)

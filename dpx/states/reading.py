@@ -89,8 +89,8 @@ def _require_counted(state: Tree, release: ReleaseState) -> None:
     for node in jax.tree.leaves(state, is_leaf=_is_lookahead):
         if _is_lookahead(node) and int(release.step) <= int(node.steps_since_sync):
             raise ValueError(
-                "the state of an optax.lookahead must show more steps than since its last synchronization, else "
-                "reset_state=True may have set back its count, and repeated its noise; got "
+                "the state of an optax.lookahead must count more steps than since its last synchronization, "
+                "because otherwise reset_state=True may have reset its count and repeated its noise; got "
                 f"{int(release.step)} steps, {int(node.steps_since_sync)} since then"
             )
 
@@ -163,7 +163,7 @@ def next_steps(state: Tree, sampling: Any, steps: int | None, *, beyond_budget: 
     """
     release = release_state(state)
     if int(release.sampling) != fingerprint(sampling):
-        raise ValueError(f"the state is of a mechanism that counts the sampling of another record than {sampling}")
+        raise ValueError(f"the state is of a mechanism that counts another sampling than {sampling}")
     first, planned = int(release.step), int(release.planned_steps)
     if steps is None:
         if beyond_budget or not planned:
@@ -172,7 +172,7 @@ def next_steps(state: Tree, sampling: Any, steps: int | None, *, beyond_budget: 
     if planned and first + steps > planned and not beyond_budget:
         raise ValueError(
             f"the budget is spent{'' if first >= planned else f' before {steps} more steps'}: its noise was calibrated "
-            f"for {planned} steps, and {first} were made. Pass beyond_budget=True to `take`, `batches` or "
+            f"for {planned} steps, and {first} were taken. Pass beyond_budget=True to `take`, `batches` or "
             "`draw_ahead` of the sampling to continue with the same mechanism (another budget does not change a run). "
             "dpx.epsilon gives the cost"
         )
@@ -195,7 +195,7 @@ def require_state_of_mechanism(state: Tree, mechanism: Any, multipliers: np.ndar
             raise ValueError(f"the state's releases were made by a mechanism with another {differs}: {advice}")
     if int(release.noise_key) not in (0, int(mechanism.noise_key)):
         raise ValueError(
-            "the noise of the state's releases was drawn with another key than the mechanism's, so it may be the noise "
+            "the noise of the state's releases was drawn with a key other than the mechanism's, so it may be the noise "
             f"of another run too: {advice} and the same key. (A compiled step keeps the key that it was compiled with.)"
         )
     _require_recorded_multipliers(release, multipliers, advice)

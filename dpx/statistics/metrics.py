@@ -125,7 +125,7 @@ class PrivateMetric:
         if units != self._units:
             raise ValueError(
                 "a private metric must have a value for each example at every call, because their number is public, "
-                "but this call has another number of values than the first one. For a mean over some of the examples, "
+                "but this call has more or fewer values than the first one. For a mean over some of the examples, "
                 "return NaN for the others, with complete=False"
             )
 

@@ -75,7 +75,7 @@ def records_of(data: Any, *, numbers: bool = True) -> StatisticRecords:
     elif not hasattr(values, "dtype"):
         # Of a list, one record would decide how all others are read: one 2 makes numbers of all bools.
         raise ValueError(
-            "data must be an array whose dtype depends on no record, such as numpy.array(words, str), got "
+            "data must be an array whose dtype does not depend on the records, such as numpy.array(words, str), got "
             f"{described(values)}"
         )
     values = np.asarray(values)
@@ -242,7 +242,7 @@ class StatisticRequest:
         mark, answer = int(keys.mark_of_key(self.key)), int(keys.mark_of_key(own))
         if _ANSWERED.get(mark, answer) != answer:
             raise ValueError(
-                f"key must be used for one release only, but this one made another before {self.words}: take a new "
+                f"key must be used for only one release, but this one made another before {self.words}: take a new "
                 "dpx.secret_key() for each"
             )
         if self.ledger is None and not isinstance(self.noise_multiplier, Budget):

@@ -89,7 +89,7 @@ class SearchSettings:
     def __post_init__(self):
         if isinstance(require_function("score", self.score), PrivateMetric):
             raise ValueError(
-                "score must not be a dpx.statistics.PrivateMetric, whose cost the search would not contain: return the "
+                "score must not be a dpx.statistics.PrivateMetric, whose cost the search would not include: return the "
                 "values of the examples, with score_on=dpx.tuning.NoisySum(...), and evaluate the winner"
             )
         require_function("optimizer", self.optimizer)
@@ -101,7 +101,7 @@ class SearchSettings:
         if not isinstance(self.budget, Budget):
             raise ValueError(f"budget must be a dpx.Budget, got {described(self.budget)}")
         if self.steps is not None or self.delta is not None:
-            raise ValueError("steps and delta must not be given with a budget, which has them")
+            raise ValueError("steps and delta must not be given with a budget, which already has them")
         try:
             inspect.signature(self.optimizer).bind(None, None, noise_multiplier=1.0)
         except TypeError as error:
@@ -219,7 +219,7 @@ class SearchPlan:
         if not isinstance(result, tuple) or len(result) < 2:
             raise ValueError(f"train must return the result of dpx.fit, or (params, state), got {type(result)}")
         if (steps := cost_of_run(trial.optimizer, result[1]).record.steps) > most:
-            raise ValueError(f"a trial must make and plan at most the {most} steps that are paid for, got {steps}")
+            raise ValueError(f"a trial must plan and take at most the {most} steps that are paid for, got {steps}")
         if int(stream := release_state(result[1]).batch_key) not in (0, int(keys.mark_of_key(trial.optimizer.key))):
             raise ValueError(
                 "a trial must train its own optimizer, and draw its batches with the key of that optimizer, as dpx.fit "

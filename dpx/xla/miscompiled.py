@@ -36,7 +36,7 @@ def require_rows_apart() -> None:
     if is_suspected_version() and jax.default_backend() == "cpu" and has_row_mixing_fault():
         raise ValueError(
             f"jaxlib {jaxlib.__version__} mixes the rows of a batch on this CPU, so one example would move others "
-            "without a bound: import dpx before the first computation of JAX, without another "
+            "without a bound: import dpx before JAX computes anything, without another "
             f"--{FLAG} in XLA_FLAGS, or install jaxlib 0.12"
         )
 

@@ -466,9 +466,9 @@ def _scores_of_runs(
     moves = moves_of(without)
     if moves.noisy.any():
         warnings.warn(
-            f"with another key, the canary moves {moves.noisy.sum()} of {moves.noisy.size} observed numbers by other "
-            "amounts. The bound is valid, but the attack may be weak, because it takes the mean amount. If optax "
-            "transforms are behind the mechanism, audit it without them, because they change no epsilon",
+            f"with another key, the canary moves {moves.noisy.sum()} of {moves.noisy.size} observed numbers by "
+            "different amounts. The bound is valid, but the attack may be weak, because it uses the mean amount. If "
+            "optax transforms are behind the mechanism, audit it without them, because they do not change epsilon",
             stacklevel=3,
         )
     noises = int(moves.known.any())

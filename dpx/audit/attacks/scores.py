@@ -35,7 +35,7 @@ _ROC_POINTS = 200
 _SURE = 5.0  # standard deviations
 SWAPPED = (
     "the scores without the canary are larger than those with it, so this bound is 0: a larger score must say that the "
-    "canary took part. Are with_canary and without_canary swapped, or is the sign of the scores?"
+    "canary took part. Are with_canary and without_canary swapped, or do the scores have the wrong sign?"
 )
 
 

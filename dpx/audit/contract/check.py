@@ -106,7 +106,7 @@ def _require_args(
     """The names of the lines. Raises ValueError as `check_contract` does."""
     require_mechanism(mechanism)
     if (loss is None) != (examples is None) or (loss is not None and params is None):
-        raise ValueError("loss, params and examples must be given together, and examples with a loss only")
+        raise ValueError("loss, params and examples must be given together, and examples only with a loss")
     leaves = jax.tree.leaves(params)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         raise ValueError("params must be known: call check_contract outside of jit")

@@ -57,7 +57,7 @@ def find_closed_over_arrays(closed: core.ClosedJaxpr, example: Tree, rows: int, 
     if size >= LARGE:
         words = f"the loss closes over {size / 2**20:.0f} MiB of arrays: they must not be computed from the data"
         if size >= LARGE_CONSTANTS:
-            words += f". A program of your own holds them as constants and compiles longer; `fit` does not. {INSTEAD}"
+            words += f". A program of your own holds them as constants and compiles slowly; `fit` does not. {INSTEAD}"
         return Finding("closures", "note", words, numbers)
     return Finding("closures", "ok", "the loss closes over no large array", numbers)
 

@@ -121,7 +121,7 @@ class CyclicBandedDpEvent(DpEvent, PrivacyLoss):
 def _require_zero_out(relation: Relation) -> None:
     if relation != "zero_out":
         words = "one example replaced by a null in all its steps"
-        raise ValueError(f'correlated noise has a known cost under relation "zero_out" only, {words}; got {relation!r}')
+        raise ValueError(f'correlated noise has a known cost only under relation "zero_out", {words}; got {relation!r}')
 
 
 def rounding_move(

@@ -58,7 +58,7 @@ class Workload:
         if not self.learning_rates:
             return np.ones(steps)
         if len(self.learning_rates) != steps:
-            raise ValueError(f"learning_rates must be {steps} numbers, one a step, got {len(self.learning_rates)}")
+            raise ValueError(f"learning_rates must be {steps} numbers, one per step, got {len(self.learning_rates)}")
         return np.array(self.learning_rates)
 
 

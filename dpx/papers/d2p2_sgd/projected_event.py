@@ -64,7 +64,7 @@ class ProjectedGaussianDpEvent(dp_accounting.DpEvent, PrivacyLoss):
 
     def step_loss(self, relation: Relation) -> "ProjectedGaussian":
         if relation == "replace_one":
-            raise ValueError(f'{self} has a cost under "add_or_remove" and "zero_out" only, got relation {relation!r}')
+            raise ValueError(f'{self} has a cost only under "add_or_remove" and "zero_out", got relation {relation!r}')
         return ProjectedGaussian(self.noise_multiplier, self.sampling_probability, self.rank, self.blocks)
 
 

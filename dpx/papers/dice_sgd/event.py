@@ -107,7 +107,7 @@ def profiles_by_bound(event: ErrorFeedbackDpEvent, accountant: Accountant, relat
         return {"participations known, Gaussian privacy": GaussianProfile(mu)}
     if not isinstance(sampling, PoissonSampling | FixedSizeSampling):
         names = ", ".join(known.__name__ for known in SAMPLINGS)
-        raise ValueError(f"error feedback has a known cost for {names} only, got {sampling}")
+        raise ValueError(f"error feedback has a known cost only for {names}, got {sampling}")
     rate = sampling.divisor / sampling.examples
     profiles: dict[str, Profile] = {}
     if accountant != "rdp":
