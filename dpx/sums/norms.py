@@ -23,6 +23,7 @@ from dpx.xla.place import current_place
 
 WIDTH = 128  # numbers in a sum
 SINGLE = 1024  # up to here one sum, because more sums take longer to compile
+FEW, SHORTEST = 32, 8  # rows that a CPU adds element by element, and numbers in each
 WIDEST = 512  # numbers in a sum along rows that divide an array, because other arrays must be padded
 MOST_PARTS = 16  # of an array on a TPU; 8 take a tenth longer (estimated for a v5e)
 SHORT = 64  # rows of a long array that a TPU adds; a multiple of its registers' 8
@@ -45,13 +46,13 @@ def norm(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.
             roundings = max(roundings, rounded)
         elif x.size:
             x = lax.convert_element_type(x, np.float32)
-            width = _row_width(x.size)
+            width, axis = _row_width(x.size)
             # Without the barrier, XLA squares before it reshapes, and the sum is ten times slower on a CPU.
             rows = _in_rows(x, width) if on_tpu else lax.optimization_barrier(_in_rows(x, width))
             if scales is not None:
                 rows = rows * _in_rows(scales[number], width)
-            parts.append(lax.reduce_sum(lax.square(rows), (1,)))
-            roundings = max(roundings, width)
+            parts.append(lax.reduce_sum(lax.square(rows), (axis,)))
+            roundings = max(roundings, rows.shape[axis])
     if not parts:
         return jnp.float32(0)
     if on_tpu and len(parts) <= WIDTH and all(x.size <= 1 for x in arrays):
@@ -124,11 +125,15 @@ def _sum_squares_in_parts(x: jax.Array, count: int) -> tuple[list[jax.Array], in
     return found, max(count + width, rows - whole)
 
 
-def _row_width(size: int) -> int:
-    """How many numbers a row has: all of few; otherwise a number that divides the size, if there is one."""
+def _row_width(size: int) -> tuple[int, int]:
+    """How many numbers a row has: all of few; otherwise a number that divides the size, if there is one. And along
+    which axis rows are added: a CPU adds up to FEW short rows of few numbers element by element, in one kernel, where
+    it has three for a sum along a row."""
     if size <= SINGLE:
-        return size
-    return next((width for width in range(min(WIDEST, math.isqrt(size) + WIDTH), 31, -1) if size % width == 0), WIDTH)
+        rows = next((rows for rows in range(FEW, 1, -1) if size % rows == 0 and size >= SHORTEST * rows), 0)
+        return (size // rows, 0) if rows and current_place().platform == "cpu" else (size, 1)
+    widths = range(min(WIDEST, math.isqrt(size) + WIDTH), 31, -1)
+    return next((width for width in widths if size % width == 0), WIDTH), 1
 
 
 def _in_rows(x: jax.Array, width: int) -> jax.Array:

@@ -6,6 +6,7 @@ otherwise a plain loop, which takes three times as long for 8 positions of 16 nu
 the program asks for into the product again, so one behind a barrier gives it the fast order.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,13 +39,13 @@ def with_fast_products(function: Callable) -> Callable:
 
     def product(equation, operands, turns: int) -> list[jax.Array]:
         """The product, transposed so many times."""
-        a, b = operands if turns % 2 == 0 else operands[::-1]
-        (axes, _), (batch, _) = equation.params["dimension_numbers"]
-        a, b = (x.reshape(*x.shape[: len(batch)], -1, x.shape[-1]) for x in (a, b))
-        how = equation.params["precision"], equation.params["preferred_element_type"]
+        ((axes, others), (batch, batches)) = equation.params["dimension_numbers"]
         if turns == 2:  # XLA has transposed the first matrix already
             return bind_equation(equation, operands, equation.params)
-        result = sum_of_outer_products(a, b, *how)
+        a, b = (_in_order(*of) for of in zip(operands, (batch, batches), (axes, others), strict=True))
+        first, second = (a, b) if turns == 0 else (b, a)
+        how = equation.params["precision"], equation.params["preferred_element_type"]
+        result = sum_of_outer_products(first, second, *how)
         made[id(result)] = result, equation, operands, turns
         return [result]
 
@@ -71,12 +72,20 @@ def multiplies_matrices(jaxpr: core.Jaxpr) -> bool:
 
 def _adds_outer_products(equation: core.JaxprEqn) -> bool:
     """Whether an equation is A^T B for a batch of matrices in float32, whose positions may be several axes."""
-    if equation.primitive.name != "dot_general":
+    if equation.primitive.name != "dot_general" or equation.params["out_sharding"] is not None:
         return False
-    (axes, others), (batch, batches) = equation.params["dimension_numbers"]
-    avals: list[Any] = [variable.aval for variable in equation.invars]
-    a, b = avals
-    expected = tuple(range(len(batch))), tuple(range(len(batch), len(batch) + len(axes)))
-    in_order = (tuple(batch), tuple(axes)) == (tuple(batches), tuple(others)) == expected
-    rank = len(batch) + len(axes) + 1
-    return bool(batch and axes) and in_order and a.ndim == b.ndim == rank and a.dtype == b.dtype == jnp.float32
+    ((axes, others), (batch, batches)) = equation.params["dimension_numbers"]
+
+    def has_rows_last(variable: Any, *not_free: tuple[int, ...]) -> bool:
+        aval: Any = variable.aval
+        others = sorted(itertools.chain(*not_free))
+        return aval.dtype == jnp.float32 and others == list(range(aval.ndim - 1))
+
+    of_a, of_b = zip(equation.invars, (batch, batches), (axes, others), strict=True)
+    return bool(batch and axes) and has_rows_last(*of_a) and has_rows_last(*of_b)
+
+
+def _in_order(x: jax.Array, batch: tuple[int, ...], positions: tuple[int, ...]) -> jax.Array:
+    """A matrix of a batch as (..., positions, its last axis)."""
+    x = x.transpose(*batch, *positions, x.ndim - 1)
+    return x.reshape(*x.shape[: len(batch)], -1, x.shape[-1])

@@ -34,6 +34,7 @@ from dpx.sums.float_pair import FloatPair, pair_of_trees
 from dpx.values import Tree
 from dpx.xla.ordering import compute_after, compute_after_each, opaque_false
 from dpx.xla.place import current_place
+from dpx.xla.products import with_fast_products
 from dpx.xla.unfilled_stacks import stacking_unfilled
 
 
@@ -169,6 +170,8 @@ def _backward_pass(
     axis: Any = {equation: len(plan.program.equations[equation].counts) for equation in kept}
     axes = (0, 0, Captured(cast(Any, 0), axis, axis), None)
     of_all: Callable = jax.vmap(apart(of_one_example), out_axes=axes, axis_name=EXAMPLES)
+    if current_place().platform == "cpu" and any(leaf.ndim > 1 for leaf in differentiated.values()):
+        of_all = with_fast_products(of_all)
     of_all = stacking_unfilled(of_all) if takes_kept_gradients() else of_all
     losses, aux, captured, found = of_all(examples)
     return losses, aux, captured, found
