@@ -64,7 +64,8 @@ class FitResult(NamedTuple):
     steps: int, how many the state has made. epsilon: float, an upper bound at `delta` for these and all planned steps,
         including those that an earlier call with these checkpoints planned; under `public_stop=True`, for these alone.
         It is of this run alone: what a ledger gave back for steps that were not made is in the ledger's epsilon.
-    report: the `dpx.privacy_report` of the state, which says whom epsilon is for. Its `spent` is the same number.
+    report: the `dpx.privacy_report` of the state, which says whom epsilon is for. Its `spent` is the same number, or
+        less for the accountant "rdp".
     history: one dict for each evaluation, with "step", "epsilon", the metrics by their names, and "unreleased_loss",
         which is NOT private. Where the run continued on other devices, a row has "step", "epsilon" and "skipped", how
         many steps were counted without any training.
