@@ -204,7 +204,7 @@ def test_what_cut_batches_cost():
 def test_a_noise_above_the_signal_says_why_it_is_ok(signal, steps, severity, said):
     """The noise of a mean over 576 coordinates is 24 times a signal of 1, and falls by 10 over 100 steps."""
     batch = batch_findings.BatchDiagnostics(
-        *[jnp.zeros(1)] * 5, signal=jnp.float32(signal), bound=jnp.float32(1), size=576, reached=0
+        *[jnp.ones(1)] * 5, signal=jnp.float32(signal), bound=jnp.float32(1), size=576, reached=0
     )
     finding = batch_findings.find_noise_to_signal(batch, dp_sgd(), steps)
     assert finding.severity == severity

@@ -1,6 +1,7 @@
 """What a new user does wrong first: each is said in words, and where it is a mistake, before anything is released."""
 
 import functools
+import re
 import warnings
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import dpx
 from dpx import keys
@@ -172,6 +174,8 @@ def test_no_report_depends_on_rows_that_are_not_finite():
     fit(dp_sgd(), np.where(np.arange(ROWS)[:, None] < 1, X, np.nan))
     fit(dp_sgd(), missing, lambda params, x: loss(params, jnp.nan_to_num(x)))
     reports = [fit(dp_sgd()).report]
+    report = dpx.check_setup(loss, dp_sgd(), PARAMS, dpx.Batch(missing, None))
+    assert "a number first" in report["finite"].words and report["noise"].words == "no row counts"
     with pytest.warns(UserWarning, match="none of 12 examples .* do not publish it"):
         reports.append(fit(dp_sgd(), missing).report)
     assert str(reports[0]) == str(reports[1]) and "dpx.check_setup" in str(reports[0])
@@ -228,7 +232,29 @@ def test_every_path_notes_what_a_loss_was_called_with(function):
         (note,) = [note for note in raised.value.__notes__ if note.startswith("dpx:")]
         assert note.endswith("was called with one example: x float32[3]")
         assert sum("(params, example, key) if with_key=True" in note for note in raised.value.__notes__) == 1
-        assert sum("docs/loops.md" in note and "docs/flax.md" in note for note in raised.value.__notes__) == 1
+
+
+def in_module(layer):
+    graph, rest = nnx.split(layer)
+    return lambda params, x: loss(params, nnx.merge(graph, rest)(x))
+
+
+CAUSES = {
+    "averages": (in_module(nnx.BatchNorm(3, rngs=nnx.Rngs(0))), X, r"use GroupNorm, .* docs/flax\.md#batchnorm"),
+    "stored keys": (in_module(nnx.Dropout(0.5, rngs=nnx.Rngs(0))), X, r"nnx\.reseed\(module, dropout=key\)"),
+    "float labels": (lambda params, row: params["w"][row[1]], (X, X[:, 0]), r"integers: labels\.astype\(int\)"),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_a_note_names_the_likely_cause(name):
+    of, data, words = CAUSES[name]
+    with pytest.raises(Exception) as raised:  # noqa: PT011  # of Flax or of jax
+        fit(dp_sgd(), data, of)
+    assert sum(re.search(words, note) is not None for note in raised.value.__notes__) == 1
+    if name == "averages":
+        report = dpx.check_setup(of, dp_sgd(), PARAMS, dpx.Batch(data, None), steps=2, delta=1e-5)
+        assert report["running averages"].severity == "error" and re.search(words, str(report))
 
 
 # ------------------------------------------------------------------ What stands behind a mechanism

@@ -21,8 +21,8 @@ def text_of(node: ast.AST) -> str:
 
 
 def messages() -> Iterator[tuple[str, str]]:
-    """(file, message) of each `raise ValueError(...)` and `warnings.warn(...)` in dpx/, in the order of the files and
-    lines."""
+    """(file, message) of each `raise ValueError(...)`, `warnings.warn(...)` and `error.add_note(...)` in dpx/, in the
+    order of the files and lines."""
     for path in sorted((ROOT / "dpx").rglob("*.py")):
         tree = ast.parse(path.read_text())
         named = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
@@ -30,7 +30,8 @@ def messages() -> Iterator[tuple[str, str]]:
         errors = [node for node in raised if isinstance(node, ast.Call) and ast.unparse(node.func) == "ValueError"]
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         warned = [node for node in calls if ast.unparse(node.func) == "warnings.warn"]
-        for call in sorted([*errors, *warned], key=lambda call: call.lineno):
+        noted = [node for node in calls if ast.unparse(node.func).endswith(".add_note")]
+        for call in sorted([*errors, *warned, *noted], key=lambda call: call.lineno):
             said = text_of(named.get(ast.unparse(call.args[0]), call.args[0]))
             text = re.sub(r"\.{4,}", "...", re.sub(r"\s+", " ", said))
             yield path.relative_to(ROOT / "dpx").as_posix(), WARNING * (call in warned) + text

@@ -25,9 +25,17 @@ USERS = "An item of dpx.UserData is (examples, included), with all rows of one u
 OF_USERS = "docs/loops.md#users-instead-of-examples"
 WHERE = (
     "It must take (params, example), or (params, example, key) if with_key=True, where the example has no batch axis: "
-    "docs/loops.md#by-hand. A model of Flax is split outside of it, and merged inside. If an nnx module keeps its "
-    "random numbers, merge it with copy=True and call nnx.reseed(module, dropout=key): docs/flax.md#nnx"
+    "docs/loops.md#by-hand"
 )
+BATCH_NORM = (
+    "the model keeps running averages (BatchNorm), which a private step cannot update: use GroupNorm, or for nnx "
+    "dpx.flax.replace_batch_norm(model): docs/flax.md#batchnorm"
+)
+STORED_KEYS = (
+    "The nnx module keeps its random numbers: merge it with copy=True and call nnx.reseed(module, dropout=key): "
+    "docs/flax.md#nnx"
+)
+LABELS = "Labels must be integers: labels.astype(int)"
 
 
 def rows_with_keys(
@@ -54,7 +62,7 @@ def example_in_words(example: Tree) -> str:
     """The shapes and dtypes of one example in words, for a note on an error of the user's function."""
     leaves = jax.tree_util.tree_leaves_with_path(example)
     shapes = [f"{path_of(path)} {leaf.dtype}{list(leaf.shape)}".strip() for path, leaf in leaves]
-    words = f"was called with one example: {', '.join(shapes[:MOST_SHAPES])}{', ...' * (len(shapes) > MOST_SHAPES)}"
+    words = ", ".join(shapes[:MOST_SHAPES]) + ", ..." * (len(shapes) > MOST_SHAPES)
     return words + (f". {USERS}: see {OF_USERS}" if may_be_user(example) else "")
 
 
@@ -114,14 +122,30 @@ def value_and_gradient(function: Callable, *, has_aux: bool = False) -> Callable
 
 @contextlib.contextmanager
 def adding_note(called: str, example: Callable[[], Tree]) -> Iterator[None]:
-    """Adds to an error of the user's function, as it was `called`, the shapes of an `example` and where to read."""
+    """Adds to an error of the user's function, as it was `called`, the shapes of an `example` and the likely cause."""
     try:
         yield
     except Exception as error:
-        if WHERE not in getattr(error, "__notes__", ()):
-            error.add_note(f"dpx: the {called} {example_in_words(example())}")
-            error.add_note(WHERE)
+        if not any(note.startswith("dpx: the ") for note in getattr(error, "__notes__", ())):
+            error.add_note(f"dpx: the {called} was called with one example: {example_in_words(example())}")
+            error.add_note(_likely_cause(error, example()))
         raise
+
+
+def updates_batch_norm(error: Exception) -> bool:
+    """Whether Flax refuses to change the running averages of a BatchNorm: those of nnx, or of Linen."""
+    return any(word in str(error) for word in ("BatchStat", "batch_stats"))
+
+
+def _likely_cause(error: Exception, example: Tree) -> str:
+    if updates_batch_norm(error):
+        return BATCH_NORM
+    if "Cannot mutate Rng" in str(error):
+        return STORED_KEYS
+    scalars = [leaf for leaf in jax.tree.leaves(example) if leaf.shape == ()]
+    if "integer" in str(error) and any(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in scalars):
+        return LABELS
+    return WHERE
 
 
 def warn_of_constants(closed: Any, params: Tree, row: tuple) -> None:

@@ -212,6 +212,7 @@ def find_not_finite(measured: BatchDiagnostics, included: np.ndarray) -> Finding
             f"of {rows} rows, {bad_losses} have a loss and {bad_norms} a gradient that is not finite, "
             f"and {huge} a norm above 2^63; they contribute zero"
         )
+        words += ": give missing values a number first (docs/recipes.md)" * (bad_norms > 0)
         return Finding("finite", "error" if bad_norms + huge == rows else "warning", words, numbers)
     return Finding("finite", "ok", f"all {rows} rows have finite losses and gradients", numbers)
 
@@ -234,6 +235,8 @@ def find_clipped_rows(measured: BatchDiagnostics) -> Finding:
 
 def find_noise_to_signal(measured: BatchDiagnostics, mechanism: Mechanism, steps: int | None) -> Finding:
     """The noise of step 0 against the mean of the contributions, both as norms. steps: of the run, if known."""
+    if not np.asarray(measured.counts).any():
+        return Finding("noise", "note", "no row counts")
     multiplier, divisor = float(values_over(mechanism.noise_multiplier, 1)[0]), float(mechanism.sampling.divisor)
     loudness = multiplier * float(measured.bound) * math.sqrt(measured.size) / divisor
     signal = float(measured.signal) / divisor

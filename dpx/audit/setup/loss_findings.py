@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend import core
 
 from dpx.audit.setup.report import Finding
-from dpx.gradients.one_example import INSTEAD, LARGE_CONSTANTS
+from dpx.gradients.one_example import BATCH_NORM, INSTEAD, LARGE_CONSTANTS, updates_batch_norm
 from dpx.values import Tree, described, first_words, path_of
 from dpx.xla import jaxprs
 from dpx.xla.dataflow import spread_marks
@@ -37,6 +37,10 @@ def trace_or_finding(loss: Callable, params: Tree, example: Tree) -> core.Closed
         closed, out = jax.make_jaxpr(loss, return_shape=True)(params, example)
     except NameError as error:
         return Finding("named axes", "error", f"the loss uses a named axis, so it is not that of one example: {error}")
+    except Exception as error:
+        if not updates_batch_norm(error):
+            raise
+        return Finding("running averages", "error", BATCH_NORM)
     if not (hasattr(out, "shape") and out.shape == () and jnp.issubdtype(out.dtype, jnp.floating)):
         raise ValueError(
             f"loss must return one real number for one example (more with has_aux=True), got {described(out)}"
