@@ -378,7 +378,9 @@ def test_a_run_for_persons_ends_with_any_schedule(tmp_path):
     """The plan and the steps that were made round 40 noise multipliers to other ones."""
     ledger = dpx.PrivacyLedger(tmp_path / "persons", epsilon=20.0, delta=1e-5, records=2)
     full = {"sampling": dpx.FullBatch(examples=40), "noise": lambda step: 70.0 - step}
-    assert trained(ledger, ends=5, steps=40, records=2, **full).steps == ledger.entries[0].steps == 5
+    run = trained(ledger, ends=5, steps=40, records=2, **full)
+    assert run.steps == ledger.entries[0].steps == 5
+    assert "for one person with up to 2 records when the run ended" in " ".join(run.report.caveats)
 
 
 def test_a_run_on_the_batches_of_another_one_is_refused(rich):

@@ -17,7 +17,7 @@ from dpx.values import described, rounded_up
 
 _PAID = (
     "This run is entry {number} of the ledger {name}, which adds up all releases of the data: epsilon {epsilon} at "
-    "delta {delta} when the run ended."
+    "delta {delta} for one {owner} when the run ended."
 )
 _RETURNED = (
     "The ledger gave back at most what the steps after step {steps} would have cost; the epsilon of this report is of "
@@ -93,6 +93,6 @@ class Payment:
 
     def _caveats(self, ledger: Any) -> list[str]:
         entry, terms = ledger.entries[self.number], ledger.terms
-        numbers = {"epsilon": rounded_up(ledger.epsilon, 4), "delta": rounded_up(terms.delta, 6)}
+        numbers = {"epsilon": rounded_up(ledger.epsilon, 4), "delta": rounded_up(terms.delta, 6), "owner": terms.owner}
         paid = _PAID.format(number=entry.number, name=ledger.path.name, **numbers)
         return [paid, *([_RETURNED.format(steps=entry.steps)] if entry.credit != NOTHING else [])]
