@@ -245,3 +245,21 @@ def test_no_policy_gets_more_than_a_ledger_allows(epsilon, delta, planned, sizes
 
     assert 0.5 * delta < sum(mass * value(k, ()) for k, mass in response(planned).masses.items()) <= delta
     assert not all(entries(chosen) for chosen in itertools.product(range(2), repeat=3))
+
+
+def test_the_smaller_cost_of_a_pure_release_is_no_bound():
+    """After a fifth of B, either Gaussians up to B or one pure release of the epsilon that is left, by the loss so far:
+    each alone meets delta, and whoever chooses does not."""
+    epsilon, delta = 1.0, 1e-6
+    most = gdp.mu(epsilon=epsilon, delta=delta) ** 2
+    mu, rest = math.sqrt(most / 5), math.sqrt(most * 4 / 5)
+    left = epsilon - gdp.epsilon(mu, delta=delta)
+    z = np.linspace(-9, 12, 40001)
+    to_go, weight = epsilon - (mu**2 / 2 + mu * z), np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi) * (z[1] - z[0])
+    chance = special.expit(left)
+    pure = sum(p * np.maximum(0, 1 - np.exp(to_go - e)) for p, e in ((chance, left), (1 - chance, -left)))
+    gaussian = special.ndtr(rest / 2 - to_go / rest) - np.exp(to_go) * special.ndtr(-rest / 2 - to_go / rest)
+    assert weight @ pure < delta and weight @ gaussian == pytest.approx(delta, rel=1e-4)
+    assert weight @ np.maximum(pure, gaussian) > 1.6 * delta
+    found = dominating_mu(event_profile(PureDpEvent(left), relation="zero_out"), 1e-12)
+    assert found == pytest.approx(2 * special.ndtri(chance), rel=2e-4)

@@ -741,6 +741,17 @@ def test_the_least_noise_is_what_the_budget_allows(ledger):
         ledger.least_noise(lambda noise: NonPrivateDpEvent(), numbers=1)
 
 
+def test_a_refused_quantile_says_why_and_which_event_fits(ledger):
+    ledger.spend(GaussianDpEvent(50.0), key=dpx.secret_key(), words="mean")
+    refused = (
+        r"A quantile.* counts as the Gaussian .*least_noise\(lambda noise: dpx\.accounting\.PureDpEvent\(1 / noise"
+    )
+    with pytest.raises(ValueError, match=refused):
+        ledger.spend(dpx.accounting.PureDpEvent(ledger.terms.epsilon), key=dpx.secret_key(), words="median")
+    with pytest.raises(ValueError, match="`least_noise` finds"):
+        ledger.spend(GaussianDpEvent(0.1), key=dpx.secret_key(), words="sum")
+
+
 @pytest.mark.long
 def test_the_page_runs_as_it_stands(promoting, capsys):
     ledger = run_page("docs/ledger.md")["ledger"]

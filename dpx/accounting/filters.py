@@ -19,6 +19,12 @@ what was read. Whoever reads the whole path up to B knows no more than its end, 
 The coins show something with a probability of at most S. (Smith and Thakurta 2022, https://arxiv.org/abs/2210.17520;
 Koskela, Tobaben and Honkela 2023, https://arxiv.org/abs/2209.15596.)
 
+**Pure releases.** One of epsilon e and delta 0 counts as mu = 2 Phi^-1(1 / (1 + exp(-e))), which costs several times e.
+If a share E of epsilon were set apart for them in advance, their epsilons could simply add up to it: on every path, the
+ratio of their probabilities is at most e^E, and the filter holds for the rest at epsilon - E. But whoever may choose,
+by what a Gaussian has shown, whether the rest is for Gaussians or for pure releases, exceeds delta by 60 %
+(`tests/test_filters.py`). So the smaller of both costs is no bound.
+
 **Parts.** If a partition of the data is public, a release of one part counts for its own members alone, so each part
 has sums of its own, with those of the releases of all data.
 

@@ -308,11 +308,15 @@ class PrivacyLedger:
             budget = f"epsilon={self.terms.epsilon} at delta={self.terms.delta}"
             cost = self._epsilon_of([*entries, fixed if planned else chosen])
             more = f"with it, epsilon is {cost:.4g}; " * (cost > self.terms.epsilon)
+            of = why = ""
+            if from_event(given["event"]).pure(self.terms.relation) < math.inf:
+                of = "(lambda noise: dpx.accounting.PureDpEvent(1 / noise))"
+                why = "" if planned else "A quantile, or Laplace noise, counts as the Gaussian that bounds it here. "
             raise ValueError(
                 f"every release must stay within the budget of {self.path}, {budget}, got {given['words']!r}, "
                 f"{from_event(given['event']).in_one_line()}, which would exceed it: {more}"
-                f"without it, {self.epsilon:.4g}. `least_noise` finds the noise that fits. Releases cost less if all "
-                "are reserved before the first one is made"
+                f"without it, {self.epsilon:.4g}. {why}`least_noise{of}` finds the noise that fits. Releases "
+                "cost less if all are reserved before the first one is made: docs/ledger.md#reserve-first"
             )
         return chosen
 
