@@ -519,6 +519,32 @@ def test_no_row_reaches_another_on_several_devices():
     on_eight_devices("from tests import test_rows_apart as t; t.check_on_devices()")
 
 
+def check_kernels_on_devices():
+    """Convolutions of one image, whose gradients XLA loses on all devices but the first (jaxlib 0.10.2)."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    k, x = (jnp.asarray(RNG.normal(size=size), jnp.float32) for size in ((3, 3, 2, 2), (8, 1, SIZE, SIZE, 2)))
+
+    def loss(k, x):
+        return jnp.sum(jnp.sin(convolution(x, k, dimension_numbers=NHWC)))
+
+    def looped(k, x):
+        layer = jax.checkpoint(lambda h, _: (jnp.tanh(convolution(h, k, dimension_numbers=NHWC)), None))
+        return jnp.sum(jnp.cos(lax.scan(layer, x, None, length=2)[0]))
+
+    for function in (loss, looped):
+        made = dp_sgd()
+        step, state = jax.jit(dpx.private_updates(function, made, norms="vmap")), made.init(k)
+        batch = dpx.Batch(x, np.ones(8, bool))
+        found, expected = step(k, jax.device_put(batch, sharding), state), step(k, batch, state)
+        np.testing.assert_allclose(found.unreleased.norms, expected.unreleased.norms, rtol=1e-4)
+        np.testing.assert_allclose(found.updates, expected.updates, atol=1e-5)
+
+
+def test_kernels_have_their_gradients_on_several_devices():
+    on_eight_devices("from tests import test_rows_apart as t; t.check_kernels_on_devices()")
+
+
 def test_only_functions_that_can_mix_rows_are_traced_again():
     plain, grouped = (convolution, functools.partial(convolution, feature_group_count=2))
     x, k = jnp.ones((1, 4, 5)), jnp.ones((2, 2, 3))

@@ -14,6 +14,10 @@ and move by roundings (1.5e-6 for `lax.betainc`), so the slowest row of a batch 
 computes such functions row after row. No other loop needs this: `jax.vmap` stops each row of a loop in the loss by
 itself, and jax's other series (igamma and its derivatives) stop each number by itself.
 
+Of rows that are sharded, XLA's partitioner (jaxlib 0.10.2) loses the gradients of kernels on all devices but the first,
+where the features are the last axis. So there, `with_rows_apart` puts them in front in convolutions whose kernels
+differ between rows. This is told apart where the rows are batched, because other convolutions need no other order.
+
 With keys of "rbg", `jax.vmap` draws the random numbers of all rows from the key of the first one, which may come from
 its example: then leaving out that example moved a sum of 8 rows by 2.3 clip norms. They are drawn row after row too.
 """
@@ -48,12 +52,18 @@ def may_mix_rows(jaxpr: Any, *, tangents: bool = True) -> bool:
     def may_mix(equation):
         name = equation.primitive.name
         if name == "conv_general_dilated" and not _is_wide_convolution(equation):
-            return equation.params["feature_group_count"] > 1 or equation.params["batch_group_count"] > 1
+            groups = equation.params["feature_group_count"] * equation.params["batch_group_count"]
+            return groups > 1 or _rows_are_sharded()
         if name == "custom_jvp_call":  # such as jax.nn.relu: look at its own derivative
             return tangents and _may_mix_tangents(equation)
         return _needs_turns(equation) or name.startswith("custom_vjp_call")  # its derivative may hold anything
 
     return any(map(may_mix, equations(jaxpr)))
+
+
+def _rows_are_sharded() -> bool:
+    """Whether the rows of a batch may be on several devices."""
+    return (current_place().row_devices or current_place().devices) > 1
 
 
 def iterates_together(equation: core.JaxprEqn) -> bool:
@@ -101,7 +111,7 @@ def _may_mix_tangents(equation: core.JaxprEqn) -> bool:
 
 def _rewritten_apart(equation: core.JaxprEqn, operands: list) -> list[jax.Array] | None:
     if equation.primitive.name == "conv_general_dilated" and not _is_wide_convolution(equation):
-        return [_batch_groups_as_feature_groups(*operands, **equation.params)]
+        return [_convolution_apart(*operands, **equation.params)]
     if _needs_turns(equation):
         in_turn = jax.custom_batching.sequential_vmap(
             lambda *given: bind_equation(equation, list(given), equation.params)
@@ -111,8 +121,30 @@ def _rewritten_apart(equation: core.JaxprEqn, operands: list) -> list[jax.Array]
 
 
 def _mixes_rows(equation: core.JaxprEqn) -> bool:
-    in_groups = equation.primitive.name == "conv_general_dilated" and equation.params["batch_group_count"] > 1
-    return in_groups or _needs_turns(equation)
+    convolves = equation.primitive.name == "conv_general_dilated"
+    return _needs_turns(equation) or (convolves and (equation.params["batch_group_count"] > 1 or _rows_are_sharded()))
+
+
+def _convolution_apart(data: jax.Array, kernel: jax.Array, **params) -> jax.Array:
+    convolve = functools.partial(_batch_groups_as_feature_groups, **params)
+    if not _rows_are_sharded():
+        return convolve(data, kernel)
+    batched = jax.custom_batching.custom_vmap(convolve)
+
+    @batched.def_vmap
+    def convolve_rows(_, mapped, data, kernel):
+        of_row = functools.partial(_features_in_front, convolve) if mapped[1] else convolve
+        return jax.vmap(of_row, [0 if each else None for each in mapped])(data, kernel), True
+
+    return batched(data, kernel)
+
+
+def _features_in_front(convolve: functools.partial, data: jax.Array, kernel: jax.Array) -> jax.Array:
+    """`convolve(data, kernel)`, with the axes of batch and features before the spatial ones."""
+    of_data, of_kernel, of_result = convolve.keywords["dimension_numbers"]
+    numbers = lax.ConvDimensionNumbers(*[tuple(range(data.ndim))] * 3)
+    made = convolve(data.transpose(of_data), kernel.transpose(of_kernel), dimension_numbers=numbers)
+    return made.transpose(np.argsort(of_result))
 
 
 def _batch_groups_as_feature_groups(
