@@ -15,7 +15,8 @@ may end it.
 `--bounds` asks what of dpx's cycles any private step needs: those of the step without privacy with dpx's noise alone,
 and with this noise and a clip that nothing proves, in three ways: dpx without its barriers, roundings and blocks, where
 one product adds all positions of all examples; by hand; and by hand in two backward passes, the second of the weighted
-losses.
+losses. `--row` asks for one row alone, also for dpx in two backward passes or in microbatches of 4, and for the step
+without privacy in parts of 4.
 
 Peak rates are those of the makers' data sheets, dense. The facts of a GPU are what XLA asks the driver for. Figures are
 kept in benchmarks/results/accelerators.jsonl, so a command replaces the lines of its own models; all lines together
@@ -37,11 +38,13 @@ from typing import Any, NamedTuple
 from benchmarks import programs, report, sharded
 
 PLAIN, BY_HAND, PRIVATE, OTHER_NOISE = "not private", "by hand", "dpx", "dpx, its noise left out"
+PLAIN_IN_PARTS = "not private, in parts of 4"
+WAYS = (sharded.TWICE, sharded.IN_PARTS, PLAIN_IN_PARTS)
 ROWS, SHARDED_ROWS = (PLAIN, BY_HAND, PRIVATE, OTHER_NOISE), (PLAIN, PRIVATE)
 NOISED, NOISED_BY_HAND, TWICE = "not private, with noise", "by hand, with dpx's noise", "by hand, two backward passes"
 UNGUARDED = "dpx without its proof"
 BOUNDS = (PLAIN, NOISED, PRIVATE, UNGUARDED, TWICE, NOISED_BY_HAND, BY_HAND)
-ALL_ROWS = tuple(dict.fromkeys((*ROWS, *BOUNDS)))
+ALL_ROWS = tuple(dict.fromkeys((*ROWS, *WAYS, *BOUNDS)))
 MODELS = {"mlp": 256, "adadpigu_cnn": 256, "resnet20": 64, "transformer": 64, "vit_small": 16}
 LAYERS = {f"a layer of GPT-2, 16 of {length}": (1, 768, 12, 64, length, 16) for length in (512, 128)}
 SCANS = {"gpt of 4 layers": (4, 256, 4, 5000, 64, 8), "gpt2_small": (12, 768, 12, 50_257, 512, 8)}
@@ -154,6 +157,13 @@ def step(model: str, row: str, platform: str, size: int | None = None) -> tuple[
     def not_private(params, batch):
         return jax.grad(lambda p: jax.vmap(of_trained, (None, 0))(p, batch).mean())(params)
 
+    def in_parts(params, batch):
+        def add(total, part):
+            return jax.tree.map(lambda x, y: x + y * 4 / rows, total, not_private(params, part)), None
+
+        parts = jax.tree.map(lambda x: x.reshape(-1, 4, *x.shape[1:]), batch)
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)[0]
+
     def clipped(params, batch, passes=1):
         grads = jax.vmap(jax.grad(of_trained), (None, 0))(params, batch)
         factors = jnp.minimum(1, 1 / jax.vmap(optax.tree.norm)(grads)) / rows
@@ -165,8 +175,9 @@ def step(model: str, row: str, platform: str, size: int | None = None) -> tuple[
         noise = optax.tree.random_like(jax.random.key(0), params, jax.random.normal)
         return jax.tree.map(lambda g, n: g + n / rows, clipped(params, batch), noise)
 
-    if row in (PLAIN, BY_HAND):
-        return (not_private if row == PLAIN else by_hand), (params, batch)
+    without_state = {PLAIN: not_private, PLAIN_IN_PARTS: in_parts, BY_HAND: by_hand}
+    if row in without_state:
+        return without_state[row], (params, batch)
     sampling = dpx.PoissonSampling(examples=50_000, batch_size=rows)
     mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=jax.random.key(2))
     if model == LORA:
@@ -183,7 +194,8 @@ def step(model: str, row: str, platform: str, size: int | None = None) -> tuple[
         mechanism = mechanism.replace(
             release=lambda sums, state, params: (jax.tree.map(lambda s: s / rows, sums[0].high), state)
         )
-    private = dpx.private_updates(loss, mechanism, platform=platform)
+    ways: Any = {sharded.TWICE: {"norms": "ghost", "backward_passes": 2}, sharded.IN_PARTS: {"microbatch_size": 4}}
+    private = dpx.private_updates(loss, mechanism, platform=platform, **ways.get(row, {}))
     return lambda params, batch, state: private(params, dpx.Batch(batch, None), state)[:2], (params, batch, state)
 
 
@@ -363,7 +375,8 @@ def write(kept: dict[tuple[str, str, str], dict[str, Any]]) -> None:
     tables, failures = {}, []
     for device in DEVICES:
         found = {
-            model: {row: kept[device, model, row] for row in ROWS if (device, model, row) in kept} for model in models()
+            model: {row: kept[device, model, row] for row in (*ROWS, *WAYS) if (device, model, row) in kept}
+            for model in models()
         }
         found = {model: rows for model, rows in found.items() if PLAIN in rows}
         if bounds := table_of_bounds(device, kept):
