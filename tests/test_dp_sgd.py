@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import dpx
+from dpx.sums.float_pair import ETA, as_pair
 
 SAMPLING = dpx.PoissonSampling(examples=500, batch_size=20)  # not the 16 rows of `model`
 KEY = jax.random.key(0)
@@ -202,3 +203,15 @@ def test_data_cannot_set_the_noise():
 
     with pytest.raises(ValueError, match="traced"):
         jax.jit(train)(jnp.ones(3))
+
+
+def test_the_noise_of_many_groups_is_not_below_its_multiple_of_their_norm(monkeypatch):
+    # A large clip norm first, so that a float32 sum of squares loses half a unit of each small one.
+    groups = {f"{number:04}": 1.0 if number == 0 else 2.0**-12.5 for number in range(2_000)}
+    params, found = jax.tree.map(lambda _: jnp.zeros(1), groups), []
+    monkeypatch.setattr(dpx.keys, "release", lambda key, step, total, deviation: found.append(deviation) or total.high)
+    sampling = dpx.FullBatch(examples=1)
+    made = dpx.dp_sgd(clip_norm=groups, noise_multiplier=1.0, sampling=sampling, key=dpx.secret_key(2**100))
+    made.release((as_pair(params),), made.init(params), params)
+    exact = np.sqrt(sum(np.float64(np.float32(each)) ** 2 for each in groups.values()))
+    assert exact * (1 + ETA) * (1 - 2.0**-22) <= float(found[0]) <= exact * (1 + ETA) * (1 + 2.0**-14)

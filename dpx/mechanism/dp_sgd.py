@@ -77,6 +77,8 @@ def dp_sgd(
     if not (hasattr(sampling, "event") and hasattr(sampling, "divisor")):
         raise ValueError(f"sampling must be a dpx sampling record such as PoissonSampling, got {described(sampling)}")
     noise_key = keys.stream(keys.warn_if_guessable(key), "noise")
+    # Of many groups, a float32 norm may be below the true one by more than ETA covers.
+    norm_of_groups = optax.tree.norm if jax.tree_util.all_leaves([clip_norm]) else tree_norm
 
     def clip_factors(found, state):
         return (jax.tree.map(lambda n, c: c / jnp.maximum(n, c), found, _clip_norms_at_step(clip_norm, state.step)),)
@@ -85,7 +87,7 @@ def dp_sgd(
         (total,), step = sums, state.step
         multiplier = value_at(noise_multiplier, step)
         silent = not callable(noise_multiplier) and noise_multiplier == 0  # then no noise is drawn
-        deviation = 0.0 if silent else multiplier * optax.tree.norm(_clip_norms_at_step(clip_norm, step)) * (1 + ETA)
+        deviation = 0.0 if silent else multiplier * norm_of_groups(_clip_norms_at_step(clip_norm, step)) * (1 + ETA)
         released = keys.release(noise_key, step, total, deviation)
         updates = jax.tree.map(lambda r: r / sampling.divisor, released)
         return optax.tree.cast_like(updates, params), state.after(multiplier)
