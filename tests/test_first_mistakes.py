@@ -95,6 +95,9 @@ def test_an_interrupt_says_what_is_saved(tmp_path):
     with pytest.raises(KeyboardInterrupt) as stopped:
         fit(dp_sgd(), **given)
     assert "no step of the run is saved" in stopped.value.__notes__[-1]
+    with pytest.raises(ValueError, match="evaluate must return a number") as failed:
+        fit(dp_sgd(), checkpoints=tmp_path / "words", checkpoint_every=1, **given | {"evaluate": lambda params: "good"})
+    assert f"dpx: step 0 of 5 is saved in {tmp_path / 'words'}" in failed.value.__notes__[-1]
 
 
 # ------------------------------------------------------------------ What `fit` sees for nothing
@@ -189,6 +192,20 @@ def test_a_large_delta_is_warned_of_once(budget):
         fit(made, delta=0.1, evaluate=lambda params: 0.0, evaluate_every=1)
 
     assert len(warned(run, "delta = 0.1 is at least 1 / examples")) == 1
+
+
+def test_a_run_without_noise_is_warned_of(fresh):
+    with pytest.warns(UserWarning, match="epsilon is inf: a step adds no noise.* is private") as seen:
+        fit(dp_sgd(noise_multiplier=0.0))
+    assert [each.filename for each in seen] == [__file__]
+
+
+@pytest.mark.parametrize(
+    "make", [functools.partial(dpx.Budget, steps=2), functools.partial(dpx.plan_noise, examples=9)]
+)
+def test_a_budget_without_delta_says_what_it_is(make):
+    with pytest.raises(ValueError, match="delta must be given: the chance that epsilon fails"):
+        make(epsilon=1.0)
 
 
 # ------------------------------------------------------------------ Errors inside of a loss

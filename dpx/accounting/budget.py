@@ -64,7 +64,7 @@ class Budget:
     """
 
     epsilon: float
-    delta: float
+    delta: float = None  # pyrefly: ignore[bad-assignment]  # so that the message says what it is
     steps: int = None  # pyrefly: ignore[bad-assignment]  # an int in every mechanism, because it takes `for_sampling`
     epochs: float | None = None
     accountant: Accountant = "tightest"

@@ -64,6 +64,9 @@ def require_positive_epsilon(value: Any) -> float:
 
 def require_delta(value: Any, *, zero: bool = False) -> float:
     """`value` as a float. Raises ValueError unless it is in (0, 1), or 0 where `zero` says so."""
+    if value is None:
+        words = "the chance that epsilon fails, far below 1 / the number of people, such as 1e-6"
+        raise ValueError(f"delta must be given: {words}")
     if as_real(require_concrete("delta", value)) == 0:
         if not zero:
             raise ValueError(

@@ -252,7 +252,7 @@ def _train_steps(
     mark, place = int(run.optimizer.noise_key), folder.path and folder.path.resolve()
     _warn_of_reused_key(mark, place, folder.continued)
     folder.reserve(_next_checkpoint(first, checkpoint_every, run))
-    loaded, before, last = batches(carry.state, steps=run.steps - first), (), ()
+    loaded, before, last, due = batches(carry.state, steps=run.steps - first), (), (), False
     consistent = True  # False while a step runs; an interrupt then must not save a checkpoint
     with contextlib.closing(loaded), contextlib.closing(watcher.bar):
         watcher.bar.update(first)
@@ -274,12 +274,14 @@ def _train_steps(
                 if ended:
                     payment.end(done, folder)
                     break
-        except KeyboardInterrupt as interrupt:
-            if consistent and jax.process_count() == 1:  # several may differ in their steps; the last one stays
+        except BaseException as stop:
+            interrupted = isinstance(stop, KeyboardInterrupt)
+            if interrupted and consistent and jax.process_count() == 1:  # several may differ in their steps
                 with contextlib.suppress(Exception):  # an interrupted save cannot be repeated; the last one stays
                     if folder.save(carry, watcher.history):
                         folder.reserve(carry.step)
-            interrupt.add_note(f"dpx: {folder}")
+            if interrupted or due:  # `evaluate` or a callback may have failed
+                stop.add_note(f"dpx: {folder}")
             raise
     return carry
 

@@ -1,5 +1,7 @@
 """The arguments of `fit`, checked before anything is computed or written."""
 
+import math
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,7 +77,9 @@ class RunPlan:
         )
         if budget is None or delta != budget.delta:  # of which the mechanism has warned
             warn_of_large_delta(delta, optimizer.sampling, stacklevel=4)
-        run.epsilon(steps)  # refuses a cost that cannot be computed before the first step
+        if math.isinf(run.epsilon(steps)):  # which raises for a cost that cannot be computed
+            words = "a step adds no noise, or delta is too small for the arithmetic of the noise"
+            warnings.warn(f"epsilon is inf: {words}. Nothing of this run is private", stacklevel=3)
         return run
 
     def epsilon(self, steps_or_state: Any) -> float:

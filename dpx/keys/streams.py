@@ -5,6 +5,7 @@ Every random use in dpx has its own stream, because two uses of one stream could
 
 import functools
 import secrets
+import sys
 import warnings
 import zlib
 from typing import Any
@@ -20,6 +21,7 @@ SMALL = (
     "the key must be secret, but it looks like one from a seed below 2^32, such as jax.random.key(0). Anyone can try "
     "all of these and subtract the noise: take dpx.secret_key()"
 )
+_WARNED: set[int] = set()  # the marks of the keys that were warned of
 
 
 def secret_key(seed: int | np.integer | bytes | None = None) -> jax.Array:
@@ -83,9 +85,13 @@ def is_small(key: jax.Array) -> bool:
 
 
 def warn_if_guessable(key: jax.Array) -> jax.Array:
-    """`key`, (), with a warning if it comes from a seed that can be guessed."""
-    if is_small(key):
-        warnings.warn(SMALL, stacklevel=3)
+    """`key`, (), with a warning, once for each key, at the user's line if it comes from a seed that can be guessed."""
+    if is_small(key) and (mark := int(mark_of_key(key))) not in _WARNED:
+        _WARNED.add(mark)
+        frame, level = sys._getframe(), 1
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("dpx."):
+            frame, level = frame.f_back, level + 1
+        warnings.warn(SMALL, stacklevel=level)
     return key
 
 

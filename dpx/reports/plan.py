@@ -345,7 +345,7 @@ def plan_noise(
     *,
     examples: int,
     epsilon: float,
-    delta: float,
+    delta: float = None,  # pyrefly: ignore[bad-function-definition]  # as for `dpx.Budget`
     epochs: float | Sequence[float] = (10, 40),
     batch_sizes: int | Sequence[int] | None = None,
     accountant: Accountant = "tightest",
