@@ -119,7 +119,8 @@ class PrivateChunks:
         ordered &= sums.mechanism == _fingerprint(self.optimizer, params, state)
         ordered &= _equal_up_to_rounding(sums.clipping, _clip_bounds(self.optimizer, state))
         total, count, drawn = sums.unreleased_sums, sums.unreleased_count, sums.unreleased_drawn
-        return self.optimizer.release_once(total, state, params, count, drawn, ordered=ordered)
+        with self.row_sum.placed():  # which decides how noise is drawn
+            return self.optimizer.release_once(total, state, params, count, drawn, ordered=ordered)
 
 
 def private_updates_in_chunks(

@@ -72,7 +72,8 @@ class PrivateStep:
         included = included_rows(batch_size(examples), included, self.optimizer.sampling)
         rows = rows_with_keys(self.optimizer, state, examples, with_key=self.with_key)
         sums, of_each = self.row_sum(params, state, rows, included)
-        updates, state = self.optimizer.release_once(sums, state, params, jnp.sum(included), drawn)
+        with self.row_sum.placed():  # which decides how noise is drawn
+            updates, state = self.optimizer.release_once(sums, state, params, jnp.sum(included), drawn)
         return PrivateUpdates(updates, state, Unreleased(*of_each))
 
     def _place(self, params, batch, state):

@@ -45,7 +45,7 @@ from dpx.sums.float_pair import FloatPair, as_pair
 from dpx.values import Tree, require_number
 from dpx.xla.miscompiled import require_rows_apart
 from dpx.xla.ordering import opaque_false
-from dpx.xla.place import Place, current_place, float64, warn_of_fast_math
+from dpx.xla.place import Place, current_place, float64, refuse_to_compile_for_tpu, warn_of_fast_math
 
 # 32 KiB; from 2^11 to 2^17 numbers, a CPU is about equally fast (benchmarks/results/noise.md).
 CHUNK_NUMBERS = 2**13
@@ -116,9 +116,10 @@ def release(
     places = stream_positions_of([leaf.shape for leaf in leaves])
     how = places, current_place(), draws_noise(deviation)
     words, deviation = secret_words(key), as_deviation(deviation)
+    step = refuse_to_compile_for_tpu(jnp.asarray(step))
     _require_own_key(words, leaves)
     with jax.disable_jit(False):  # the loops are written for tracers
-        return structure.unflatten(release_leaves(words, jnp.asarray(step), deviation, leaves, lows, *how))
+        return structure.unflatten(release_leaves(words, step, deviation, leaves, lows, *how))
 
 
 def _require_own_key(words: jax.Array, arrays: Sequence[jax.Array]) -> None:
@@ -504,10 +505,10 @@ def release_and_rest(
     require_rows_apart()
     leaves, structure = jax.tree.flatten(jax.eval_shape(total, parts).high)
     how = total, stream_positions_of([leaf.shape for leaf in leaves]), current_place(), draws_noise(deviation)
-    words = secret_words(key)
+    words, step = secret_words(key), refuse_to_compile_for_tpu(jnp.asarray(step))
     _require_own_key(words, jax.tree.leaves(parts))
     with jax.disable_jit(False):
-        made = _release_and_rest(words, jnp.asarray(step), as_deviation(deviation), parts, *how)
+        made = _release_and_rest(words, step, as_deviation(deviation), parts, *how)
     released, high, low = map(structure.unflatten, made)
     return released, FloatPair(high, low)
 

@@ -245,7 +245,8 @@ class PrivateRowStep:
             return self._release(sums, state, tables, read)
 
         optimizer = self.optimizer.replace(release=release)
-        updates, state = optimizer.release_once(sums, state, params, jnp.sum(included), drawn)
+        with self.row_sum.placed():  # which decides how noise is drawn
+            updates, state = optimizer.release_once(sums, state, params, jnp.sum(included), drawn)
         return PrivateUpdates(updates, state, Unreleased(*of_each))
 
     def _require_ghost_norms(self, *given: Tree):

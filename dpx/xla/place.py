@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+from jax.extend import core
+from jax.interpreters import batching, mlir
 
 from dpx.xla.matrix_units import MatrixUnit, matrix_unit_of
 
@@ -87,6 +89,29 @@ def require_ieee_float64(what: str) -> None:
     """
     if current_place().platform == "tpu":
         raise ValueError(f"{what} must be computed in IEEE's float64, which a TPU lacks: train on a CPU or a GPU")
+
+
+_AWAY_FROM_TPUS = core.Primitive("away_from_tpus")
+_AWAY_FROM_TPUS.def_impl(lambda x: x)
+_AWAY_FROM_TPUS.def_abstract_eval(lambda x: x)
+batching.primitive_batchers[_AWAY_FROM_TPUS] = lambda given, axes: (_AWAY_FROM_TPUS.bind(*given), axes[0])
+
+
+def _lowered(context, x):
+    if "tpu" in (context.platforms or context.module_context.platforms):
+        raise ValueError(
+            'a step that is compiled for a TPU must be traced for one: give platform="tpu" to private_updates, because '
+            "its noise is drawn in another way there (docs/loops.md#a-program-for-another-platform)"
+        )
+    return [x]
+
+
+mlir.register_lowering(_AWAY_FROM_TPUS, _lowered)
+
+
+def refuse_to_compile_for_tpu(x: jax.Array) -> jax.Array:
+    """`x`, unchanged. Unless this is traced for a TPU, raises ValueError where the program is compiled for one."""
+    return x if current_place().platform == "tpu" else _AWAY_FROM_TPUS.bind(x)
 
 
 @functools.cache
