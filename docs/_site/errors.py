@@ -11,8 +11,8 @@ from docs._site.messages import WARNING, messages
 INTRODUCTION = """# Error messages and warnings
 
 dpx refuses a run that its epsilon would not describe. Each message says what is required, and what was given. To find
-yours, search this page for its first words; if they are filled in (a name, a number), search for those that follow.
-A `UserWarning` lets the run go on, because dpx cannot tell whether what it names is a mistake.
+yours, search this page for its first words, and skip any that are filled in (a name, a number). A `UserWarning` lets
+the run go on, because dpx cannot tell whether there is a mistake.
 """
 SHOWN = 5  # words of a message
 SELF_EXPLAINED = "Other arguments"  # the group whose messages say all that there is to say
