@@ -292,7 +292,7 @@ REFUSED = {  # the program and the words of its message
     "a budget of no length": (lambda: budget(), "exactly one of steps and epochs"),
     "a budget of two lengths": (
         lambda: budget(steps=3, epochs=1),
-        "a dpx.Budget must have exactly one of steps and epochs, got 3 and 1",
+        "a dpx.Budget must have exactly one of steps and epochs, such as steps=1 for one release; got 3 and 1",
     ),
     "a schedule of a budget": (
         lambda: dp_sgd(optax.linear_schedule(BUDGET, 1.0, 100)).event(1),

@@ -17,7 +17,7 @@ from dpx import keys
 from dpx.keys import noise, normals
 from dpx.keys.cipher import threefry4x32
 from dpx.sums.float_pair import FloatPair
-from dpx.xla.place import fast_math, tracing_for_place, warn_of_fast_math
+from dpx.xla.place import fast_math, tracing_for_place
 
 KEY, LONG = jax.random.key(3), np.longdouble
 TOP = 2**32 - 1
@@ -313,14 +313,11 @@ def test_the_precision_tells_nothing(multiplier, size=200_000):
         ("--xla_cpu_enable_fast_min_max=true", False),
     ],
 )
-def test_a_release_under_fast_math_warns_once(monkeypatch, flags_of_xla, on):
+def test_a_release_under_fast_math_is_refused(monkeypatch, flags_of_xla, on):
     assert fast_math(flags_of_xla) is on
     monkeypatch.setenv("XLA_FLAGS", flags_of_xla)
-    warn_of_fast_math.cache_clear()
-    for expected in (on, False):  # a warning is an error in these tests
-        with pytest.warns(UserWarning, match="xla_cpu_enable_fast_math") if expected else contextlib.nullcontext():
-            keys.release(KEY, 0, jnp.ones(3), 1.0)
-    warn_of_fast_math.cache_clear()
+    with pytest.raises(ValueError, match="xla_cpu_enable_fast_math") if on else contextlib.nullcontext():
+        keys.release(KEY, 0, jnp.ones(3), 1.0)
 
 
 def test_devices_of_a_shard_map_have_keys_of_their_own():

@@ -80,8 +80,8 @@ class Budget:
         require_bool("public_stop", self.public_stop)
         checks.numbers_per_release(1 if self.numbers is None else self.numbers)
         if (self.steps is None) == (self.epochs is None):
-            given = f"{described(self.steps)} and {described(self.epochs)}"
-            raise ValueError(f"a dpx.Budget must have exactly one of steps and epochs, got {given}")
+            given = f"such as steps=1 for one release; got {described(self.steps)} and {described(self.epochs)}"
+            raise ValueError(f"a dpx.Budget must have exactly one of steps and epochs, {given}")
         if self.epochs is None:
             require_whole("steps", self.steps)
         else:
@@ -148,7 +148,7 @@ def accepts_budget(build: Callable[..., M]) -> Callable[..., M]:
 
 
 def names_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Returns `function`, which takes a noise multiplier, with a TypeError that says what to give."""
+    """Returns `function` with a TypeError that names its arguments."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -179,6 +179,7 @@ def _accepting_budget(parameter: inspect.Parameter) -> inspect.Parameter:
     return parameter.replace(annotation=Budget if annotation is parameter.empty else annotation | Budget)
 
 
+@names_arguments
 def calibrate(
     make: Callable[[float], Any],
     *,
@@ -264,6 +265,7 @@ class CalibratedSchedule:
     interval: Interval
 
 
+@names_arguments
 def calibrate_schedule(
     shape: Any,
     *,

@@ -334,7 +334,8 @@ class Folder:
         return Carry(tree["params"], tree["optimizer_state"])
 
     def __str__(self) -> str:
-        return f"step {self._last} of {self._run.steps} is saved in {self.path}, where the same call continues the run"
+        saved = f"step {self._last} of {self._run.steps} is saved in {self.path}"
+        return f"{saved}, where the same call continues the run, with the key of the same seed"
 
     def close(self):
         self._files.close()

@@ -45,7 +45,7 @@ from dpx.sums.float_pair import FloatPair, as_pair
 from dpx.values import Tree, require_number
 from dpx.xla.miscompiled import require_rows_apart
 from dpx.xla.ordering import opaque_false
-from dpx.xla.place import Place, current_place, float64, refuse_to_compile_for_tpu, warn_of_fast_math
+from dpx.xla.place import Place, current_place, float64, refuse_to_compile_for_tpu, require_exact_math
 
 # 32 KiB; from 2^11 to 2^17 numbers, a CPU is about equally fast (benchmarks/results/noise.md).
 CHUNK_NUMBERS = 2**13
@@ -101,14 +101,14 @@ def release(
     integers (`integer_normals.py`). On a GPU, all numbers are made at once. On several devices, and on a TPU for more
     than FLAT numbers, every leaf is made from the places of its numbers, because XLA can shard that like the leaf.
 
-    Warns once if XLA_FLAGS has fast math, under which no bound of a sum holds. Raises ValueError for sums that differ
-    between the devices of a `jax.shard_map` with one key (unless it has check_vma=False), for more than
+    Raises ValueError if XLA_FLAGS has fast math, under which no bound of a sum holds, for sums that differ between
+    the devices of a `jax.shard_map` with one key (unless it has check_vma=False), for more than
     LARGEST_RELEASE numbers, a leaf of more than LARGEST_LEAF, or an XLA that mixes rows (`dpx.xla.miscompiled`).
     """
     if (stand_in := STAND_INS.value.release) is not None:
         with STAND_INS(StandIns()):
             return stand_in(key, step, total, deviation)
-    warn_of_fast_math()
+    require_exact_math()
     require_rows_apart()
     high, low = as_pair(total)
     leaves, structure = jax.tree.flatten(high)
@@ -501,7 +501,7 @@ def release_and_rest(
         released = release(key, step, given, deviation)
         with jax.enable_x64(True):
             return released, doubles.difference_to_total(released, given)
-    warn_of_fast_math()
+    require_exact_math()
     require_rows_apart()
     leaves, structure = jax.tree.flatten(jax.eval_shape(total, parts).high)
     how = total, stream_positions_of([leaf.shape for leaf in leaves]), current_place(), draws_noise(deviation)

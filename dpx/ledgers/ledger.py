@@ -415,9 +415,9 @@ def _known_entry(
     dearer = numbers > entry.numbers or (current_place().platform == "tpu" and not entry.in_integers)
     if dearer or (entry.event, entry.marks, entry.part) != (event, marks, part):
         raise ValueError(
-            f"every release must have a key of its own, or be the one that was reserved with it, but entry "
-            f"{entry.number} ({entry.words}) is another one: {entry.event} of up to {entry.numbers} numbers"
-            f"{' in integers' if entry.in_integers else ''}, got {event} of {numbers}"
+            f"every release must have a key of its own, but entry {entry.number} ({entry.words}) has this one: take a "
+            f"new dpx.secret_key(). A release that was reserved must be as it was reserved, {entry.event} of up to "
+            f"{entry.numbers} numbers{' in integers' if entry.in_integers else ''}, got {event} of {numbers}"
         )
     if entry.made and (not holder or holder != entry.holder):
         raise ValueError(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from dpx import keys
 from dpx.accounting.arithmetic import normal_sampler
 from dpx.accounting.best_of import Distribution, Selection
-from dpx.accounting.budget import Budget
+from dpx.accounting.budget import Budget, names_arguments
 from dpx.accounting.selection import SHAPES, draw_trial_count
 from dpx.fitting import processes
 from dpx.fitting.facts import bytes_of
@@ -54,6 +54,7 @@ class SearchResult(NamedTuple):
     __repr__ = repr_with_shapes
 
 
+@names_arguments
 def search(
     train: Callable[[Trial], Any],
     *,

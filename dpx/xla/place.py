@@ -7,9 +7,7 @@ of a trace: one thread sees it, and jax keeps the traces of a jitted function fo
 
 import contextlib
 import dataclasses
-import functools
 import os
-import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -114,14 +112,12 @@ def refuse_to_compile_for_tpu(x: jax.Array) -> jax.Array:
     return x if current_place().platform == "tpu" else _AWAY_FROM_TPUS.bind(x)
 
 
-@functools.cache
-def warn_of_fast_math() -> None:
-    """Warns once in a process if the environment makes XLA compile with fast math."""
-    if fast_math(os.environ.get("XLA_FLAGS", "")):
-        warnings.warn(
-            "XLA_FLAGS has xla_cpu_enable_fast_math=true: XLA then removes the second float32 number of a sum, so an "
-            "example can move it by more than the cost counts (docs/exact.md). Leave this flag out",
-            stacklevel=3,
+def require_exact_math() -> None:
+    """Raises ValueError if the environment makes XLA compile with fast math for a CPU, and the place is one."""
+    if current_place().platform == "cpu" and fast_math(os.environ.get("XLA_FLAGS", "")):
+        raise ValueError(
+            "XLA_FLAGS must not have xla_cpu_enable_fast_math=true: XLA then removes the second float32 number of a "
+            "sum, so an example can move it by more than the cost counts (docs/exact.md). Leave this flag out"
         )
 
 

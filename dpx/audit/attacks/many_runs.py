@@ -35,6 +35,7 @@ from scipy import special
 
 from dpx import keys
 from dpx.accounting import checks
+from dpx.accounting.budget import names_arguments
 from dpx.accounting.cost import epsilon as cost_of
 from dpx.audit.attacks.scores import LowerBound, lower_bound_from_scores
 from dpx.audit.stand_ins import without_grid
@@ -331,6 +332,7 @@ def _residual_decay_rate(residuals: np.ndarray, relative_moves: np.ndarray) -> f
     return float(np.clip(-np.mean(moves * (sizes - sizes.mean(axis=0))) / spread, 0.0, 1.0))
 
 
+@names_arguments
 def lower_bound(
     make: Callable[[jax.Array], Any],
     *,
