@@ -18,9 +18,13 @@ from dpx.mechanism import Mechanism
 from dpx.sums.float_pair import ETA
 from dpx.values import Tree, float32_like
 from dpx.xla.jaxprs import identity_of_equation
+from dpx.xla.place import current_place
 
 CHEAPER = "cheaper than ghost norms"
 IN_PLACE = "InternalMutableArray"  # of `jax.new_ref`, but not of the kernels of Pallas
+# What ghost norms must save for one example in all, in the unit of `algorithms`, because their own kernels cost a CPU
+# about as much as this for 32 examples (benchmarks/results/zoo.md).
+LEAST_SAVED = 2.0**14
 TOLD = 1e-4  # of a norm: a smaller raise is not worth a word
 _NUMBER = re.compile(r"\d+")
 _ROUNDING = (
@@ -48,6 +52,7 @@ class Choice(NamedTuple):
     pieces: where `algorithm` takes the gradients of the backward pass, the view of each part that the loss uses, and
         the equations that slice it; () to differentiate with respect to the whole parameter
     made: the kernels made of the parameter, which `made_groups` then computes with those of other parameters; or None
+    saved: what it saves for one example against per-example gradients, in the unit of `algorithms`
     """
 
     algorithm: NormAlgorithm
@@ -56,6 +61,7 @@ class Choice(NamedTuple):
     view: views.View = views.View()
     pieces: tuple[tuple[views.View, tuple[int, ...]], ...] = ()
     made: MadeKernelGroup | None = None
+    saved: float = 0.0
 
 
 class GhostPlan(NamedTuple):
@@ -192,9 +198,20 @@ def make_ghost_plan(
 
     choices = tuple(choose(leaf, uses) for leaf, uses in enumerate(program.uses))
     choices = _with_made_kernels(choices, program, made, [leaf.shape for leaf in leaves], force=force)
+    choices = choices if force else _unless_they_save_little(choices)
     if not trace.has_known_derivatives(program):
         return "a custom derivative closes over values of the loss"
     return GhostPlan(program, choices, encoded, structure)
+
+
+def _unless_they_save_little(choices: tuple[tuple[Choice, ...], ...]) -> tuple[tuple[Choice, ...], ...]:
+    """The choices, or per-example gradients for all where ghost norms save a CPU less than their kernels cost."""
+    followed = [choice for of_leaf in choices for choice in of_leaf if choice.uses.sites]
+    few = current_place().platform == "cpu" and sum(choice.saved for choice in followed) < LEAST_SAVED
+    if not few or any(choice.made for choice in followed):
+        return choices
+    gradient = (Choice(algorithms.GRADIENT, CHEAPER),)
+    return tuple(gradient if any(choice.uses.sites for choice in each) else each for each in choices)
 
 
 def _with_made_kernels(
@@ -287,7 +304,8 @@ def _cheapest(followed: Followed, *, scaled: bool, force: bool) -> tuple[Choice,
         raised = way.raised(uses)
         words = [f"of each of {slices} slices"] * bool(view.steps)
         words += [f"raised by up to {100 * raised:.2f} % against rounding"] * (raised >= TOLD)
-        choices.append(Choice(way, ", ".join(words), uses, view))
+        saved = uses.slices * (algorithms.gradient_cost(uses) - costs[way])
+        choices.append(Choice(way, ", ".join(words), uses, view, saved=saved))
     if not force and gradient <= ghost:
         return CHEAPER
     return tuple(choices)
