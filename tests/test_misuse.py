@@ -300,6 +300,10 @@ REFUSED = {  # the program and the words of its message
     ),
     "a multiple of a budget": (lambda: dp_sgd(2.0 * BUDGET), "a Budget is not a number"),
     "a budget of no steps": (lambda: budget(steps=0), "steps must be a whole number"),
+    "calibrated without a mechanism": (
+        lambda: dpx.accounting.calibrate(lambda noise: noise, steps=1, epsilon=1.0, delta=1e-5),
+        "make must return a mechanism for a noise multiplier, got 1.0",
+    ),
     "calibrated on what takes no noise": (
         lambda: dpx.accounting.accepts_budget(lambda clip_norm: None),
         "noise_multiplier",

@@ -21,7 +21,7 @@ from dpx.accounting.pld.buckets import BUCKETS, Buckets, bucketed_gaussians
 from dpx.accounting.schedule import Interval, implemented_profile, lower_profile, upper_profile
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.sampling.base import Sampling
-from dpx.values import described, require_bool, require_number, require_whole
+from dpx.values import described, require_bool, require_function, require_number, require_whole
 
 M = TypeVar("M", bound=Any)
 P = ParamSpec("P")
@@ -215,7 +215,10 @@ def calibrate(
     epsilon, delta = checks.require_positive_epsilon(epsilon), checks.require_delta(delta)
     checks.require_accountant(accountant)
     require_whole("steps", steps)
-    checks.warn_of_large_delta(delta, make(1.0).sampling)
+    require_function("make", make)
+    if not hasattr(made := make(1.0), "sampling"):
+        raise ValueError(f"make must return a mechanism for a noise multiplier, got {described(made)}")
+    checks.warn_of_large_delta(delta, made.sampling, stacklevel=4)
     costs: dict[float, float] = {}
 
     def cost(noise_multiplier: float, distinct: int = DISTINCT, **options: Any) -> float:
@@ -240,7 +243,7 @@ def calibrate(
 
 
 def _warn_of_unused_budget(budget: float, found: float, costs: Mapping[float, float]) -> None:
-    """Warns the user, two calls up, if the least noise multiplier of a finite cost leaves much of the budget.
+    """Warns the user, three calls up, if the least noise multiplier of a finite cost leaves much of the budget.
 
     costs: those that were computed, by noise multiplier.
     """
@@ -250,7 +253,7 @@ def _warn_of_unused_budget(budget: float, found: float, costs: Mapping[float, fl
             f"epsilon={budget} cannot be used up: the least noise with a known cost is noise_multiplier={found:.6g}, "
             f"which costs epsilon={costs[found]:.6g}, and that is what the run costs. With less, an example could move "
             "a release farther than the noise reaches. Fewer `numbers` or a larger delta may allow less noise",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -106,7 +106,7 @@ class PrivateMetric:
             self.require(self._made + all(digest.hex() not in name for name in self._earlier))
             key = functools.reduce(keys.fold_in, np.frombuffer(digest, np.uint32), keys.stream(self._key, "metric"))
             values = as_local_array(self._metric(params))
-            if getattr(values, "shape", None) == ():
+            if np.ndim(values) == 0:
                 raise ValueError(
                     "metric must return one number for each example, (N,), got one number: leave out the mean, because "
                     "it has no noise"

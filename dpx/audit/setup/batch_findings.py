@@ -210,7 +210,7 @@ def find_not_finite(measured: BatchDiagnostics, included: np.ndarray) -> Finding
     if bad_losses or bad_norms or huge:
         words = (
             f"of {rows} rows, {bad_losses} have a loss and {bad_norms} a gradient that is not finite, "
-            f"and {huge} a norm above 2^63; they contribute zero"
+            f"and {huge} a norm above 2^63; such gradients and norms contribute zero"
         )
         words += ": give missing values a number first (docs/recipes.md)" * (bad_norms > 0)
         return Finding("finite", "error" if bad_norms + huge == rows else "warning", words, numbers)
