@@ -687,10 +687,17 @@ def test_explain_needs_shapes_only_and_prints_a_table():
 def test_ghost_norms_that_save_little_are_left_to_a_tpu(monkeypatch, width, way):
     """Their own kernels cost a CPU more. 4 x 32 numbers save 3,000 operations for an example, 64 x 32 save 47,000."""
     monkeypatch.setattr(plan, "LEAST_SAVED", LEAST_SAVED)
-    loss, examples = lambda w, x: score(x @ w), dpx.Batch(normal(2, 5, width), None)
+    params, examples = {"a": normal(1, width, 32), "b": normal(3, 2)}, dpx.Batch(normal(2, 5, width), None)
+
+    def loss(p, x):
+        return score(x @ p["a"]) + jnp.sum(jnp.sin(p["b"]))
+
     for platform, expected in (("cpu", way), ("tpu", "norm from |input| |cotangent|")):
-        found = dpx.explain_norms(loss, mechanism(), normal(1, width, 32), examples, platform=platform)
-        assert [row[1] for row in found.rows] == [expected]
+        found = dpx.explain_norms(loss, mechanism(), params, examples, platform=platform)
+        assert [row[1] for row in found.rows] == [expected, "per-example gradients"]
+    assert [
+        row[1] for row in dpx.explain_norms(lambda w, x: score(x @ w), mechanism(), params["a"], examples).rows
+    ] == ["norm from |input| |cotangent|"]
 
 
 def test_explain_folds_parameters_that_differ_in_numbers_only():

@@ -205,8 +205,11 @@ def make_ghost_plan(
 
 
 def _unless_they_save_little(choices: tuple[tuple[Choice, ...], ...]) -> tuple[tuple[Choice, ...], ...]:
-    """The choices, or per-example gradients for all where ghost norms save a CPU less than their kernels cost."""
+    """The choices, or per-example gradients for all where some have them anyway, and where ghost norms save a CPU less
+    than their kernels cost."""
     followed = [choice for of_leaf in choices for choice in of_leaf if choice.uses.sites]
+    if all(choice.algorithm is not algorithms.GRADIENT for of_leaf in choices for choice in of_leaf):
+        return choices
     few = current_place().platform == "cpu" and sum(choice.saved for choice in followed) < LEAST_SAVED
     if not few or any(choice.made for choice in followed):
         return choices
