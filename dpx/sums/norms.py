@@ -3,8 +3,8 @@
 A float32 sum of n squares in an order that XLA chooses may be below the true sum by n 2^-24 of it, because squares
 below half a unit in the last place of the sum so far are lost. So more than `SINGLE` squares are added in short sums of
 `WIDTH` or a few more, these again in short sums, and so on; barriers keep XLA from joining them. The root is multiplied
-by 1 + (roundings / 2 + MARGIN) 2^-24, where no square is rounded more than `roundings` times: 3e-5 for 10^3 numbers,
-8e-6 for 10^4, 2e-5 for 10^7. MARGIN covers the root, the factor computed from a norm, and rescaled ghost norms.
+by 1 + (roundings / 2 + MARGIN) 2^-24, where no square is rounded more than `roundings` times: at most 3e-5 for 10^3
+numbers, 8e-6 for 10^4, 2e-5 for 10^7. MARGIN covers the root, the factor computed from it, and rescaled ghost norms.
 
 On a TPU, a kernel takes 1,800 cycles at least. So there, a barrier stands only between two sums, and single numbers,
 such as the norms of all parameters, are squared and added one after another, in one kernel with what makes them.

@@ -38,7 +38,7 @@ def with_fast_products(function: Callable) -> Callable:
     made: dict[int, tuple] = {}  # of a product: itself, so that no other array has its id, and how to make it again
 
     def product(equation, operands, turns: int) -> list[jax.Array]:
-        """The product, transposed so many times."""
+        """A^T B as it is, after one turn B^T A, and after two the equation again, [(..., I, O)] or [(..., O, I)]."""
         ((axes, others), (batch, batches)) = equation.params["dimension_numbers"]
         if turns == 2:  # XLA has transposed the first matrix already
             return bind_equation(equation, operands, equation.params)
@@ -86,6 +86,6 @@ def _adds_outer_products(equation: core.JaxprEqn) -> bool:
 
 
 def _in_order(x: jax.Array, batch: tuple[int, ...], positions: tuple[int, ...]) -> jax.Array:
-    """A matrix of a batch as (..., positions, its last axis)."""
+    """A matrix of a batch, whose positions may be several axes, as (..., T, its last axis)."""
     x = x.transpose(*batch, *positions, x.ndim - 1)
     return x.reshape(*x.shape[: len(batch)], -1, x.shape[-1])

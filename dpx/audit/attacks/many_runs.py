@@ -471,7 +471,7 @@ def _scores_of_runs(
             f"with another key, the canary moves {moves.noisy.sum()} of {moves.noisy.size} observed numbers by "
             "different amounts. The bound is valid, but the attack may be weak, because it uses the mean amount. If "
             "optax transforms are behind the mechanism, audit it without them, because they do not change epsilon",
-            stacklevel=4,
+            stacklevel=3,
         )
     noises = int(moves.known.any())
     with_ = pilot_runs("pilot with", True, noises)
