@@ -14,7 +14,7 @@ from dpx import coordinates, mechanisms, methods, sampling
 
 GAUSSIAN, INNERMOST = "mechanism/dp_sgd.py", "mechanism/base.py"
 CORRELATED, IN_ORDER = "papers/correlated_noise/event.py", ("ordered", "shuffled", "full")
-FEEDBACK, RECORDS = "papers/dice_sgd/event.py", "sampling/schemes.py"
+FEEDBACK, RECORDS = "papers/dice_sgd/cost.py", "sampling/schemes.py"
 
 
 class Entry(NamedTuple):

@@ -22,7 +22,7 @@ from dpx import catalog, strategies
 from dpx.papers.correlated_noise.event import CorrelatedGaussianDpEvent, CyclicBandedDpEvent
 from dpx.papers.d2p2_sgd.projected_event import ProjectedGaussianDpEvent
 from dpx.papers.d2p2_sgd.projections import projection
-from dpx.papers.dice_sgd.event import ErrorFeedbackDpEvent
+from dpx.papers.dice_sgd.cost import ErrorFeedbackDpEvent
 
 PARAMS = {"kernel": jnp.ones((4, 3)), "bias": jnp.zeros(3), "scale": jnp.ones(())}
 POISSON = dpx.PoissonSampling(examples=1000, batch_size=8)

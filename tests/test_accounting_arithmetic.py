@@ -19,7 +19,7 @@ from dpx.accounting.ledger import from_event
 from dpx.accounting.profiles import GaussianProfile
 from dpx.accounting.selection import trials_quantile
 from dpx.keys.noise import CHUNK_NUMBERS, count_numbers_with_cost, count_pairs
-from dpx.papers.dice_sgd.event import ErrorFeedbackDpEvent
+from dpx.papers.dice_sgd.cost import ErrorFeedbackDpEvent
 from dpx.sums.float_pair import ETA
 
 BITS = 17

@@ -17,8 +17,9 @@ from scipy import stats
 import dpx
 from dpx import accounting
 from dpx.accounting import gdp
-from dpx.papers.dice_sgd import dice_theorem_noise, energy, renyi
-from dpx.papers.dice_sgd.event import ErrorFeedbackDpEvent, profiles_by_bound
+from dpx.papers.dice_sgd import cost as feedback
+from dpx.papers.dice_sgd import dice_theorem_noise
+from dpx.papers.dice_sgd.cost import ErrorFeedbackDpEvent, profiles_by_bound
 
 POISSON = dpx.PoissonSampling(examples=50_000, batch_size=1000)
 EPOCHS = dpx.ShuffledEpochs(examples=50_000, batch_size=1000)
@@ -85,7 +86,7 @@ def test_the_bill_is_the_least_bound():
     assert accounting.event_epsilon(made, delta=1e-5, accountant="rdp") == found[AMPLIFIED]
     # at a sampling rate of 1 nothing is amplified: the participations are known
     everyone = dpx.PoissonSampling(examples=100, batch_size=100)
-    known = gdp.epsilon(math.sqrt(energy.accumulated_energies(3, 1.0)[-1]) / 4, delta=1e-5)
+    known = gdp.epsilon(math.sqrt(feedback.accumulated_energies(3, 1.0)[-1]) / 4, delta=1e-5)
     assert epsilon(sampling=everyone, steps=3) == pytest.approx(known, rel=1e-6)
     assert epsilon(sampling=dpx.FullBatch(examples=100), steps=3) == pytest.approx(known, rel=1e-9)
 
@@ -139,8 +140,8 @@ def test_delta_and_epsilon_agree(options):
 @pytest.fixture(params=[0, 36])
 def counting(request, monkeypatch):
     """Recursions that count the participations so far, and that do not."""
-    caches = renyi._grid_of_moves, renyi.log_moment
-    monkeypatch.setattr(renyi, "_MOST_TRACKED", request.param)
+    caches = feedback._grid_of_moves, feedback.log_moment
+    monkeypatch.setattr(feedback, "_MOST_TRACKED", request.param)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -184,7 +185,7 @@ def test_enumeration_never_exceeds_the_recursion(steps, rate, error_shift, noise
         third = np.einsum("i,j,k,ij,jk,ik->", chances, chances, chances, pairs, pairs, pairs, optimize=True)
         largest = {2: max(largest[2], math.log(second)), 3: max(largest[3], math.log(third))}
     for order, exact in largest.items():
-        bound = renyi.log_moment(order, steps=steps, rate=rate, error_shift=error_shift, noise_multiplier=noise)
+        bound = feedback.log_moment(order, steps=steps, rate=rate, error_shift=error_shift, noise_multiplier=noise)
         assert exact <= bound + 1e-12
         assert steps > 1 or exact == pytest.approx(bound, rel=1e-9)
 
@@ -203,14 +204,14 @@ def test_the_recursion_covers_adding_an_example(rate, error_shift, noise):
         ratio = np.exp(points @ moves.T / noise**2 - (moves**2).sum(1) / (2 * noise**2)) @ chances
         for order in (2, 4):
             exact = math.log(mass @ ratio ** (1.0 - order))
-            bound = renyi.log_moment(order, steps=3, rate=rate, error_shift=error_shift, noise_multiplier=noise)
+            bound = feedback.log_moment(order, steps=3, rate=rate, error_shift=error_shift, noise_multiplier=noise)
             assert exact <= bound + 1e-9
 
 
 @pytest.mark.parametrize("most", [3, 40])
 def test_the_polygon_holds_the_disc(most):
     """In every direction (a, b) a corner (fed, kept) reaches at least as far as the quarter disc does."""
-    grid = renyi._grid_of_moves(most)
+    grid = feedback._grid_of_moves(most)
     angles = np.linspace(0, math.pi / 2, 5001)[:, None]
     farthest = (np.cos(angles) * grid.fed + np.sin(angles) * grid.kept).max(axis=1)
     assert np.all(farthest >= 1 - 1e-15)
@@ -232,13 +233,13 @@ def test_the_lemma_of_the_other_direction(order):
 def test_participations_that_are_left_out_are_paid_for(monkeypatch):
     """With divergences of 0, delta is their probability, in every stretch between resets."""
     tails = []
-    monkeypatch.setattr(renyi, "log_moment", lambda order, *, tail, **rest: tails.append(tail) or 0.0)
+    monkeypatch.setattr(feedback, "log_moment", lambda order, *, tail, **rest: tails.append(tail) or 0.0)
     made = dict(rate=0.1, error_shift=1.0, noise_multiplier=4.0, steps=20, reset_every=6)
-    found = renyi.AmplifiedProfile(**made).delta(epsilon=0.5)
+    found = feedback.AmplifiedProfile(**made).delta(epsilon=0.5)
     assert found >= 4 * min(tails) * (1 - 1e-9) > 0  # steps 0-5, 6-11, 12-17 and 18, 19
-    most = energy.participations_quantile(20, 0.3, 0.01)
-    monkeypatch.setattr(energy, "TAIL", 0.01)
-    deltas = energy.delta_of_random_participations(
+    most = feedback.participations_quantile(20, 0.3, 0.01)
+    monkeypatch.setattr(feedback, "TAIL", 0.01)
+    deltas = feedback.delta_of_random_participations(
         rate=0.3, error_shift=0.0, feedback_shift=0.0, noise_multiplier=1e3, steps=20, reset_every=20
     )
     assert deltas(50.0) >= stats.binom.sf(most, 20, 0.3) * (1 - 1e-9) > 1e-3
@@ -246,9 +247,9 @@ def test_participations_that_are_left_out_are_paid_for(monkeypatch):
 
 def test_every_stretch_is_billed(monkeypatch):
     """Where a step costs the same anywhere, resets change nothing."""
-    monkeypatch.setattr(renyi, "log_moment", lambda order, *, steps, **rest: 0.01 * steps * order)
+    monkeypatch.setattr(feedback, "log_moment", lambda order, *, steps, **rest: 0.01 * steps * order)
     made = dict(rate=0.1, error_shift=1.0, noise_multiplier=4.0, steps=20)
-    whole, *parts = (renyi.AmplifiedProfile(**made, reset_every=r).epsilon(delta=1e-5) for r in (20, 6, 5, 19, 1))
+    whole, *parts = (feedback.AmplifiedProfile(**made, reset_every=r).epsilon(delta=1e-5) for r in (20, 6, 5, 19, 1))
     assert parts == pytest.approx([whole] * 4) and whole > 0
 
 
@@ -270,7 +271,7 @@ def brute_force_energy(participations: tuple[int, ...], error_shift: float) -> f
 
 @pytest.mark.parametrize("error_shift", [0.2, 1.0, 3.0])
 def test_energy_is_the_worst_case(error_shift):
-    energies = energy.accumulated_energies(4, error_shift)
+    energies = feedback.accumulated_energies(4, error_shift)
     for k in range(1, 5):
         assert energies[k] <= (math.sqrt(k) + k * error_shift) ** 2 + 1e-12
         bunched = brute_force_energy((1,) * k + (0,), error_shift)
@@ -284,13 +285,13 @@ def test_energy_of_epochs_and_resets_by_enumeration():
     """Every place of one participation in each epoch, every stretch between resets on its own."""
     for steps, epoch, reset in itertools.product((1, 5, 8, 9), (1, 2, 3), (1, 2, 3, 4, 9)):
         reset = min(reset, steps)
-        energies = energy.accumulated_energies(steps, 0.7)
+        energies = feedback.accumulated_energies(steps, 0.7)
         starts = range(0, steps, epoch)
         places = itertools.product(*[range(start, min(start + epoch, steps)) for start in starts])
         worst = max(sum(energies[np.bincount(np.array(at) // reset)]) for at in places)
-        found = energy.energy_of_epochs(steps, epoch, reset, 0.7, 1e9)
+        found = feedback.energy_of_epochs(steps, epoch, reset, 0.7, 1e9)
         assert found == pytest.approx(worst if reset > 1 else len(starts))  # of one step: plain DP-SGD
-        trivial = energy.energy_of_epochs(steps, epoch, reset, math.inf, 0.5)
+        trivial = feedback.energy_of_epochs(steps, epoch, reset, math.inf, 0.5)
         blocks = -(-steps // reset)
         assert len(starts) <= trivial <= len(starts) * 1.5**2 + (steps - blocks) * 0.5**2
 
@@ -440,7 +441,7 @@ def test_attacks_stay_within_the_bill(name):
     clipped = target / np.maximum(1, np.linalg.norm(target, axis=1, keepdims=True))
     fed_back = moves - patterns[:, :, None] * clipped
     assert np.all((fed_back**2).sum((1, 2)) <= (counts * error_shift) ** 2 * (1 + 1e-3) + 1e-6)
-    energies = energy.accumulated_energies(steps, error_shift)[counts]
+    energies = feedback.accumulated_energies(steps, error_shift)[counts]
     assert np.all((moves**2).sum((1, 2)) <= energies * (1 + 1e-3) + 1e-6)
     assert ((moves**2).sum((1, 2)) / np.maximum(energies, 1)).max() > 0.3  # the attack does move something
     for noise in (2.0, 6.0):

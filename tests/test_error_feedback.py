@@ -11,7 +11,7 @@ import pytest
 
 import dpx
 from dpx import keys
-from dpx.papers.dice_sgd.rounding import ERROR
+from dpx.papers.dice_sgd.cost import ERROR
 from dpx.states.record import ReleaseState
 from dpx.sums.float_pair import ETA, FloatPair
 from examples import loop

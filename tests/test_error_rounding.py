@@ -1,4 +1,4 @@
-"""The error of error feedback is computed as exactly as `dpx.papers.dice_sgd.rounding` says."""
+"""The error of error feedback is computed as exactly as `dpx.papers.dice_sgd.cost` says."""
 
 import functools
 import math
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import dpx
-from dpx.papers.dice_sgd.rounding import ERROR, proof_covers
+from dpx.papers.dice_sgd.cost import ERROR, proof_covers
 from dpx.states.record import ReleaseState
 from dpx.sums import doubles
 from dpx.sums.float_pair import FloatPair

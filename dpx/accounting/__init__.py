@@ -30,7 +30,7 @@ of it. It holds
 * an `attrs.frozen` subclass of `DpEvent` and `PrivacyLoss`, with what differs from the defaults of the latter. Its
   noise is a field called `noise_multiplier`, because a state's fingerprint leaves out the field of that name;
 * the `StepLoss` that its `step_loss` returns, with `renyi` and, if a privacy loss distribution is known, `pmfs`
-  (`pld/losses.py`); or, for a whole run, a `profile`, like `dpx/papers/dice_sgd/event.py`.
+  (`pld/losses.py`); or, for a whole run, a `profile`, like `dpx/papers/dice_sgd/cost.py`.
 
 It needs these tests: bills in `tests/record_bills.py` (run it to record them), a `tests/test_accounting_*.py` that
 compares them with an independent computation, a case in `tests/mechanisms.py`, and a fault in `tests/faults.txt` for

@@ -14,12 +14,12 @@ import optax
 from dp_accounting import DpEvent, NoOpDpEvent
 
 from dpx import keys
+from dpx.accounting import checks
 from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Mechanism
 from dpx.mechanism.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, require_noise, tree_norm
 from dpx.mechanism.stages import SUM, describe_period
-from dpx.papers.dice_sgd.event import SAMPLINGS, ErrorFeedbackDpEvent
-from dpx.papers.dice_sgd.rounding import ERROR
+from dpx.papers.dice_sgd.cost import ERROR, SAMPLINGS, ErrorFeedbackDpEvent
 from dpx.sampling.schemes import Sampling
 from dpx.states.record import ReleaseState
 from dpx.sums import doubles
@@ -66,7 +66,7 @@ def dice_sgd(
     given the released values, a participation of one example moves v by at most C1 / B and e by (Cmax - C1) / B, and a
     moved e moves later v. e is two float32 numbers. The noise covers their rounding for about 2^27 / B steps between
     resets if C2 is at least 2 or 3 times Cmax - C1, and for 2^14 / sqrt(B) otherwise: the report says whether it does,
-    and `dpx.papers.dice_sgd.rounding` why.
+    and `dpx.papers.dice_sgd.cost` why.
 
     clip_norm: C1, in [2^-40, 1e15], on an example's gradient. outer_clip_norm: Cmax, in [C1, 1e15]; inf is DiceSGD as
         published, which has only the trivial cost: 2 C2 at every step, never amplified.
@@ -238,3 +238,25 @@ def _as_float32(name: str, value: float, minimum: float) -> float:
     """`value` rounded to float32, as it is used and paid for. Raises ValueError outside [minimum, 1e15]."""
     rounded = float(np.float32(require_number(name, value, minimum=0)))
     return require_number(name, rounded, minimum=minimum, maximum=LARGEST_CLIP_NORM)
+
+
+def dice_theorem_noise(
+    *, clip_norm: float, examples: int, steps: int, epsilon: float, delta: float, residual: float = math.inf
+) -> float:
+    """The noise of DiceSGD's privacy theorem, a CLAIM that does not hold: compare with it, never train with its noise.
+
+    sigma_1 = sqrt(32 T (C^2 + 2 min(C, G')^2) ln(1/delta)) / (N epsilon)
+
+    The noise on the MEAN gradient for which Theorem 3.8 of DiceSGD (https://arxiv.org/abs/2311.14632) claims (epsilon,
+    delta). The proof uses a lower bound on a clip factor where it needs an upper one. Counterexample: all gradients are
+    zero except one constant gradient of norm 150 C, with N 50000, B 1000, T 150, C1 = C2 = C / B. Then delta at epsilon
+    2 is at least 0.408, but the theorem claims 1e-5.
+
+    clip_norm: C, with C1 <= C2 <= C / B. examples: their number N. steps: T, int, at least 0.
+    epsilon: positive and finite. delta: in (0, 1). residual: G' = max(0, largest gradient + its deviation - C1).
+    Raises ValueError for steps, epsilon or delta outside these ranges.
+    """
+    epsilon, delta = checks.require_positive_epsilon(epsilon), checks.require_delta(delta)
+    steps = require_whole("steps", steps, minimum=0)
+    squares = clip_norm**2 + 2 * min(clip_norm, residual) ** 2
+    return math.sqrt(32 * steps * squares * math.log(1 / delta)) / (examples * epsilon)
