@@ -94,7 +94,7 @@ COORDINATES = (
 
 MECHANISMS = (  # those that wrap another
     Entry(mechanisms.normalized, {}, "mechanism/normalized.py"),
-    Entry(mechanisms.clip_then_project, SKETCH, "papers/d2p2_sgd/clip_then_project.py"),
+    Entry(mechanisms.clip_then_project, SKETCH, "papers/d2p2_sgd/methods.py"),
 )
 
 SAMPLINGS = {  # by the short names of the trainer

@@ -16,7 +16,7 @@ import dpx
 from benchmarks import sum_rounding
 from dpx.audit.setup import plan_findings
 from dpx.mechanism.dp_sgd import tree_norm
-from dpx.papers.d2p2_sgd.clip_then_project import _project_sum
+from dpx.papers.d2p2_sgd.methods import _project_sum
 from dpx.sums import float_pair as bounds
 from dpx.sums.clipped_sum import sum_contributions
 from dpx.sums.float_pair import ETA, MOST_ROWS, RESERVE, FloatPair
