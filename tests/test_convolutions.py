@@ -9,8 +9,8 @@ from jax.extend import core
 
 import dpx
 from dpx.gradients.microbatch_size import hides_convolutions
-from dpx.xla.convolutions import with_reordered_convolutions
 from dpx.xla.jaxprs import inner_bodies
+from dpx.xla.rewrites import with_reordered_convolutions
 from tests.test_dp_sgd import dp_sgd
 
 FAST = ((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2))

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import dpx
-from dpx.xla.products import with_fast_products
+from dpx.xla.rewrites import with_fast_products
 
 ROWS, POSITIONS, INPUTS, OUTPUTS = 4, 6, 5, 3
 RNG = np.random.default_rng(0)

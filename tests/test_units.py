@@ -23,7 +23,7 @@ from dpx.xla import matrix_units
 from dpx.xla.jaxprs import equations
 from dpx.xla.matrix_units import BFLOAT16, FLOAT32, FUSED, OF_A_TPU, TF32, MatrixUnit
 from dpx.xla.place import Place, current_place, full_precision, tracing_for_place
-from dpx.xla.unfilled_stacks import stacking_unfilled
+from dpx.xla.rewrites import stacking_unfilled
 from tests.ghost import QUICK, mechanism
 from tests.test_ghost_zoo import ZOO
 

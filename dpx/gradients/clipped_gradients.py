@@ -31,9 +31,8 @@ from dpx.mechanism.guards import require_real
 from dpx.sums.clipped_sum import sum_contributions
 from dpx.sums.microbatches import sum_over_microbatches
 from dpx.values import Tree, described, require_whole
-from dpx.xla.convolutions import with_reordered_convolutions
 from dpx.xla.place import current_place, tracing_for_place
-from dpx.xla.products import with_fast_products
+from dpx.xla.rewrites import with_fast_products, with_reordered_convolutions
 from dpx.xla.rows_apart import with_rows_apart
 
 Norms = Literal["auto", "ghost", "vmap"]

@@ -14,10 +14,9 @@ from jax.extend import core
 from dpx.gradients import ghost
 from dpx.gradients.ghost.program import REMAT
 from dpx.values import Tree, described
-from dpx.xla.convolutions import CALLS
 from dpx.xla.jaxprs import convolves, inner_bodies
 from dpx.xla.place import PLATFORMS, Place, current_place
-from dpx.xla.products import multiplies_matrices
+from dpx.xla.rewrites import CALLS, multiplies_matrices
 from dpx.xla.rows_apart import may_mix_rows
 
 # For one CPU core. benchmarks/step.py times the steps, benchmarks/memory.py measures their memory.
@@ -42,7 +41,7 @@ class ForwardCost(NamedTuple):
     stored: int, the same numbers, but of the bodies of `jax.checkpoint`, which are computed again, the largest alone
     loops: bool, True if `with_reordered_convolutions` finds all convolutions, so that none is slow in a loop on a CPU
     mixes: bool, True if rows need `xla.rows_apart.with_rows_apart`
-    multiplies: bool, True if the gradients may be faster by `xla.products.with_fast_products` on a CPU
+    multiplies: bool, True if the gradients may be faster by `xla.rewrites.with_fast_products` on a CPU
     """
 
     numbers: int

@@ -1,4 +1,4 @@
-"""What XLA must be told: the order of computation, convolutions that are fast in loops, and rows that stay apart.
+"""What XLA must be told: the order of computation, forms that it computes faster, and rows that stay apart.
 
 `place.py` says for which devices a program is traced, `matrix_units.py` how these multiply matrices, and `jaxprs.py`
 walks through its equations. A remark on what XLA does stands where the code avoids it: here, and in

@@ -34,8 +34,7 @@ from dpx.sums.float_pair import FloatPair, pair_of_trees
 from dpx.values import Tree
 from dpx.xla.ordering import compute_after, compute_after_each, opaque_false
 from dpx.xla.place import current_place
-from dpx.xla.products import with_fast_products
-from dpx.xla.unfilled_stacks import stacking_unfilled
+from dpx.xla.rewrites import stacking_unfilled, with_fast_products
 
 
 def sum_by_plan(

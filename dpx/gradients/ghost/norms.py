@@ -33,7 +33,7 @@ from dpx.sums.clipped_sum import LARGEST, add_in_turns, repeat_to_shape
 from dpx.sums.float_pair import PRODUCTS, UNIT, FloatPair, add_pairs, error_of_chained_sum, with_low
 from dpx.sums.norms import norm, raised_by_roundings
 from dpx.xla.place import current_place
-from dpx.xla.products import sum_of_outer_products
+from dpx.xla.rewrites import sum_of_outer_products
 
 EXACT = lax.Precision.HIGHEST  # float32 products, even where the hardware would round them
 TINY = float(jnp.finfo(jnp.float32).tiny)
