@@ -28,7 +28,7 @@ from dpx.audit.contract.report import BrokenLine, NotChecked
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import quick_noise, replacing_key_functions, without_grid
 from dpx.sums.float_pair import ETA
-from dpx.xla.dataflow import spread_marks
+from dpx.xla.jaxprs import spread_marks
 from tests.broken import (
     ZOO,
     added_in_a_chain,

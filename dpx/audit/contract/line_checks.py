@@ -15,8 +15,7 @@ from dpx.audit.contract.secrecy import KEY, RAW
 from dpx.audit.contract.subject import AT_STEPS, STEPS, AuditProblem, all_but_one, all_included
 from dpx.audit.contract.trial import Trial
 from dpx.keys import is_key
-from dpx.xla.dataflow import join_marks, spread_marks
-from dpx.xla.jaxprs import constants, identity_of_program
+from dpx.xla.jaxprs import constants, identity_of_program, join_marks, spread_marks
 
 TOLERANCE = 1e-5  # relative, of the norm of a contribution
 GARBAGE = (0, 3, inputs.ROWS - 2)  # positions of the first of two rows of padding

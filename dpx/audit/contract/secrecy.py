@@ -30,7 +30,7 @@ from dpx.audit.stand_ins import replacing_key_functions
 from dpx.states.public import publishable_state
 from dpx.sums.float_pair import ETA, FloatPair, as_pair, with_low
 from dpx.values import Tree, unflatten_vectors
-from dpx.xla.dataflow import spread_marks
+from dpx.xla.jaxprs import spread_marks
 
 RAW, KEY = 1, 2  # marks
 SHIFT = 16.0  # standard deviations of the noise, by which the data is moved

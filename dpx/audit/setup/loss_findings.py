@@ -14,7 +14,7 @@ from dpx.audit.setup.report import Finding
 from dpx.gradients.one_example import BATCH_NORM, INSTEAD, LARGE_CONSTANTS, updates_batch_norm
 from dpx.values import Tree, described, first_words, path_of
 from dpx.xla import jaxprs
-from dpx.xla.dataflow import spread_marks
+from dpx.xla.jaxprs import spread_marks
 
 OWN_BACKWARD = ("custom_vjp_call", "custom_vjp_call_jaxpr")
 WHOLE_BATCH = ("expand_dims", "broadcast_all", "legacy_vectorized")  # how an `ffi_call` may be batched
