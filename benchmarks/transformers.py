@@ -310,7 +310,7 @@ def tables(results) -> dict[str, str]:
 def heading(module: str, core: int, **facts: Any) -> str:
     import jax
 
-    import dpx  # noqa: F401 - before the first computation of JAX: see dpx/xla/miscompiled.py
+    import dpx  # noqa: F401 - before the first computation of JAX: see dpx/xla/rows_apart.py
 
     libraries = ("jax", "jaxlib", "flax", "optax", "transformers", "jax-privacy", "torch", "opacus")
     return report.heading(module, libraries, devices=[jax.devices()[0].device_kind], **report.load(core), **facts)

@@ -71,7 +71,7 @@ from dpx.mechanisms import dp_sgd
 from dpx.reports import plan_noise, privacy_report
 from dpx.sampling import Batch, FixedSizeSampling, FullBatch, PoissonSampling, ShuffledEpochs, UserData
 from dpx.states.public import publishable_state
-from dpx.xla.miscompiled import disable_row_mixing
+from dpx.xla.rows_apart import disable_row_mixing
 
 disable_row_mixing()
 

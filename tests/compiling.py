@@ -21,7 +21,7 @@ EMITTERS = {"xla_cpu_use_fusion_emitters": True} if SWITCH else {}  # compile op
 
 def begin(devices: int = 1) -> None:
     """In a process that a test starts, in which jax has not computed anything yet: it compiles as the tests do."""
-    from dpx.xla.miscompiled import disable_row_mixing
+    from dpx.xla.rows_apart import disable_row_mixing
 
     os.environ["XLA_FLAGS"] = f"{FLAGS} --xla_force_host_platform_device_count={devices}"
     disable_row_mixing()  # as `import dpx` does, which the server did before

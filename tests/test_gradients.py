@@ -13,7 +13,7 @@ from flax import nnx
 
 import dpx
 from dpx.sums.microbatches import sum_over_microbatches
-from dpx.xla import miscompiled
+from dpx.xla import rows_apart
 from tests.devices import on_eight_devices
 from tests.test_dp_sgd import dp_sgd, loss, model
 
@@ -226,7 +226,7 @@ def test_what_is_encoded_is_held_in_segments(mechanism, monkeypatch):
 def test_noise_and_gradients_are_not_there_together(mechanism, largest):
     """Of 512 examples by ghost norms, where the activations of a layer are 4 gradients, and the noise 2. Without the
     reductions of YNNPACK, XLA keeps a copy of these activations."""
-    largest += 4 * miscompiled.is_suspected_version()
+    largest += 4 * rows_apart.is_suspected_version()
     largest = largest if jax.__version_info__ < (0, 11) else 19.5  # jaxlib 0.12 keeps more activations, with one or two
     assert gradients_held(dense, 512, size=512, mechanism=mechanism, norms="ghost") < largest
 

@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 
 import dpx
-from dpx.xla import miscompiled
+from dpx.xla import rows_apart
 
 needs_the_fault = pytest.mark.skipif(
-    not miscompiled.is_suspected_version() or jax.default_backend() != "cpu",
+    not rows_apart.is_suspected_version() or jax.default_backend() != "cpu",
     reason="this jaxlib does not have the fault",
 )
-WITH_IT = f"--{miscompiled.FLAG}=+reduce"
+WITH_IT = f"--{rows_apart.FLAG}=+reduce"
 PROGRAM = """
 import sys
 import jax
 if sys.argv[1] == "early":
     jax.devices()
 import dpx
-from dpx.xla.miscompiled import has_row_mixing_fault
+from dpx.xla.rows_apart import has_row_mixing_fault
 print(has_row_mixing_fault())
 dpx.keys.release(jax.random.key(0), 0, jax.numpy.zeros(3), 1.0)
 """
@@ -36,7 +36,7 @@ def run(when: str, flags: str) -> subprocess.CompletedProcess:
 
 
 def test_rows_do_not_mix_here():
-    assert not miscompiled.has_row_mixing_fault()
+    assert not rows_apart.has_row_mixing_fault()
 
 
 @needs_the_fault
@@ -50,34 +50,34 @@ def test_an_import_turns_the_fault_off_and_a_release_refuses_it():
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("", f"--{miscompiled.FLAG}=-reduce"),
-        ("--xla_dump_to=x word", f"--{miscompiled.FLAG}=-reduce --xla_dump_to=x word"),
+        ("", f"--{rows_apart.FLAG}=-reduce"),
+        ("--xla_dump_to=x word", f"--{rows_apart.FLAG}=-reduce --xla_dump_to=x word"),
         (WITH_IT, WITH_IT),
         ("/some/file", "/some/file"),
     ],
 )
 def test_the_flag_is_added_to_what_is_there(monkeypatch, flags, expected):
-    monkeypatch.setattr(miscompiled, "is_suspected_version", lambda: True)
+    monkeypatch.setattr(rows_apart, "is_suspected_version", lambda: True)
     monkeypatch.setenv("XLA_FLAGS", flags)
-    miscompiled.disable_row_mixing()
+    rows_apart.disable_row_mixing()
     assert os.environ["XLA_FLAGS"] == expected
-    monkeypatch.setattr(miscompiled, "is_suspected_version", lambda: False)
+    monkeypatch.setattr(rows_apart, "is_suspected_version", lambda: False)
     monkeypatch.setenv("XLA_FLAGS", "")
-    miscompiled.disable_row_mixing()
+    rows_apart.disable_row_mixing()
     assert os.environ["XLA_FLAGS"] == ""
 
 
 def test_which_versions_are_suspected():
     suspected = ["0.10.2", "0.11.0", "0.11.1"]
-    assert all(map(miscompiled.is_suspected_version, suspected))
-    assert not any(map(miscompiled.is_suspected_version, ["0.10.1", "0.9.2", "0.12.0", "0.12.0.1", "1.0.0"]))
+    assert all(map(rows_apart.is_suspected_version, suspected))
+    assert not any(map(rows_apart.is_suspected_version, ["0.10.1", "0.9.2", "0.12.0", "0.12.0.1", "1.0.0"]))
 
 
 def test_a_release_refuses_rows_that_mix(monkeypatch):
-    monkeypatch.setattr(miscompiled, "is_suspected_version", lambda: True)
-    monkeypatch.setattr(miscompiled, "has_row_mixing_fault", lambda: True)
+    monkeypatch.setattr(rows_apart, "is_suspected_version", lambda: True)
+    monkeypatch.setattr(rows_apart, "has_row_mixing_fault", lambda: True)
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    miscompiled.require_rows_apart.cache_clear()
+    rows_apart.require_rows_apart.cache_clear()
     with pytest.raises(ValueError, match="mixes the rows of a batch"):
         dpx.keys.release(jax.random.key(0), 0, np.zeros(3, np.float32), 1.0)
-    miscompiled.require_rows_apart.cache_clear()
+    rows_apart.require_rows_apart.cache_clear()

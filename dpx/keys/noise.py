@@ -43,9 +43,9 @@ from dpx.keys.streams import key_words as secret_words
 from dpx.sums import doubles
 from dpx.sums.float_pair import FloatPair, as_pair
 from dpx.values import Tree, require_number
-from dpx.xla.miscompiled import require_rows_apart
 from dpx.xla.ordering import opaque_false
 from dpx.xla.place import Place, current_place, float64, refuse_to_compile_for_tpu, require_exact_math
+from dpx.xla.rows_apart import require_rows_apart
 
 # 32 KiB; from 2^11 to 2^17 numbers, a CPU is about equally fast (benchmarks/results/noise.md).
 CHUNK_NUMBERS = 2**13
@@ -103,7 +103,7 @@ def release(
 
     Raises ValueError if XLA_FLAGS has fast math, under which no bound of a sum holds, for sums that differ between
     the devices of a `jax.shard_map` with one key (unless it has check_vma=False), for more than
-    LARGEST_RELEASE numbers, a leaf of more than LARGEST_LEAF, or an XLA that mixes rows (`dpx.xla.miscompiled`).
+    LARGEST_RELEASE numbers, a leaf of more than LARGEST_LEAF, or an XLA that mixes rows (`dpx.xla.rows_apart`).
     """
     if (stand_in := STAND_INS.value.release) is not None:
         with STAND_INS(StandIns()):
