@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import numpy as np
 
 from dpx.accounting.checks import Accountant
 from dpx.audit.setup.before_run import warn_of_rows
@@ -19,15 +18,14 @@ from dpx.fitting.folder import open_folder
 from dpx.fitting.payment import Payment
 from dpx.fitting.processes import raising_together, require_rows_in_every_process
 from dpx.fitting.progress import FitResult, Progress, RunMonitor
-from dpx.fitting.settings import RunPlan, require_inputs, require_report_facts, require_transforms_in
+from dpx.fitting.settings import RunPlan, checked_inputs, require_report_facts, require_transforms_in
 from dpx.fitting.step import Carry, compiled_step, compiled_step_in_chunks, first_carry
 from dpx.gradients.clipped_gradients import Norms
 from dpx.ledgers import PrivacyLedger
-from dpx.mechanism import Mechanism
+from dpx.mechanism import Mechanism, require_mechanism
 from dpx.reports.report import privacy_report
-from dpx.sampling.read_rows import mark_of_data, some_rows, unit_of
 from dpx.statistics.metrics import PrivateMetric
-from dpx.values import Tree, require_bool, require_whole
+from dpx.values import Tree, require_bool, require_function, require_whole
 from dpx.xla.place import tracing_for_place
 
 _TRAINED: dict[int, Path | None] = {}  # the folder of the last run of each key, by the mark of the key
@@ -175,36 +173,37 @@ def fit(
     options["backward_passes"] = backward_passes
     with raising_together():
         require_rows_in_every_process(sharding)
-        require_inputs(loss, optimizer, params, data, loss_at)
+        require_mechanism(optimizer)
+        require_function("loss", loss)
+        require_function("loss_at", loss_at)
         given = {"delta": delta, "accountant": accountant, "records": records, "public_stop": public_stop}
         run = RunPlan.with_defaults(optimizer, key=key, steps=steps, epochs=epochs, **given)
+        examples = checked_inputs(params, data, run)
         said: dict[str, Any] = {"name": name, "dataset": dataset, "tuning": require_report_facts(tuning, name, dataset)}
         words = (name or "a run of dpx.fit") if words is None else words
-        payment = Payment(ledger, {"words": words, "unit": unit_of(data), "part": part}, run)
+        payment = Payment(ledger, {"words": words, "unit": examples.unit, "part": part}, run)
         users = {"evaluate": evaluate, "evaluate_private": evaluate_private, "callbacks": callbacks, "loss_at": loss_at}
         watcher = RunMonitor.with_defaults(run, evaluate_every, progress, **users)
         require_whole("checkpoint_every", checkpoint_every)
         require_bool("on_other_devices", on_other_devices)
         carry = first_carry(params, optimizer, sharding)
         require_transforms_in(carry.state)
-        if all(isinstance(leaf, np.ndarray | jax.Array) for leaf in jax.tree.leaves(data)):
-            rows = some_rows(data, optimizer.sampling.examples, run.key)
-            warn_of_rows(loss, optimizer, loss_at(*carry), rows, with_key=with_key, has_aux=has_aux)
+        if examples.in_arrays():
+            warn_of_rows(loss, optimizer, loss_at(*carry), examples.some_rows, with_key=with_key, has_aux=has_aux)
         at_once = functools.partial(compiled_step, whole=bool(callbacks))
         build = at_once if chunk_size is None else compiled_step_in_chunks
         step = build(loss, optimizer, loss_at, carry, sharding, options)
         layout = {"devices": getattr(sharding, "num_devices", None), LAYOUT: layout_of(carry, sharding)}
         rhythm = watcher.collective_schedule() | {"checkpoint_every": checkpoint_every}
         if jax.process_count() > 1 or checkpoints is not None:
-            rows = some_rows(data, optimizer.sampling.examples, run.key)
-            layout |= {SOME_EXAMPLES: mark_of_data(rows, data, run.key)}
-            layout |= {LOSS: fingerprint_of_loss(loss, optimizer, loss_at, carry, rows, options)}
+            equations = fingerprint_of_loss(loss, optimizer, loss_at, carry, examples.some_rows, options)
+            layout |= {SOME_EXAMPLES: examples.mark(), LOSS: equations}
     batches = functools.partial(optimizer.sampling.batches, data, run.key, chunk_size=chunk_size, sharding=sharding)
     rounding = {"chunk_size": chunk_size, **layout, **options}
     opened = open_folder(checkpoints, run, carry, rounding, rhythm, on_other_devices)
     with contextlib.closing(opened) as folder, tracing_for_place(memory=folder.memory):
         carry = _train_steps(carry, step, batches, run, watcher, folder, payment, checkpoint_every)
-    said |= {"delta": run.delta, "unit": unit_of(data), "records": run.records}
+    said |= {"delta": run.delta, "unit": examples.unit, "records": run.records}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "delta = ")  # of which `run` has warned
         report = privacy_report(optimizer, carry.state, **said)

@@ -11,11 +11,11 @@ from dpx import keys
 from dpx.accounting.checks import Accountant, warn_of_large_delta
 from dpx.accounting.cost import cost_of_run, records_per_unit_of_run
 from dpx.gradients.optimizer import ChainState
-from dpx.mechanism import Mechanism, require_mechanism
+from dpx.mechanism import Mechanism
 from dpx.mechanism.guards import FLAX, checked_params
 from dpx.reports.report import require_one_line_names
-from dpx.sampling.read_rows import length_of, rows_of
-from dpx.values import Tree, described, require_bool, require_function, require_whole
+from dpx.sampling.read_rows import CheckedData
+from dpx.values import Tree, described, require_bool, require_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,31 +88,23 @@ class RunPlan:
         return cost.profile(self.accountant).epsilon(self.delta)
 
 
-def require_inputs(loss: Any, optimizer: Any, params: Tree, data: Any, loss_at: Any):
-    """Raises ValueError for the first of them that has another type or length."""
-    require_mechanism(optimizer)
-    require_function("loss", loss)
-    require_function("loss_at", loss_at)
-    number = optimizer.sampling.examples
-    if _are_swapped(params, data, number):
-        raise ValueError(
-            f"data must hold the {number} examples of the sampling, but params hold {number} rows: params come before "
-            "data; are they swapped?"
-        )
-    checked_params(params, optimizer)
+def checked_inputs(params: Tree, data: Any, run: RunPlan) -> CheckedData:
+    """`data`, checked. Raises ValueError unless both can be trained, and says if one may be the other."""
+    number = run.optimizer.sampling.examples
+    try:
+        examples = CheckedData(data, number, run.key)
+    except ValueError:
+        rows = {getattr(leaf, "shape", ())[:1] for leaf in jax.tree.leaves(params)}
+        if rows == {(number,)} and all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(data)):
+            raise ValueError(
+                f"data must hold the {number} examples of the sampling, but params hold {number} rows: params come "
+                "before data; are they swapped?"
+            ) from None
+        raise
+    checked_params(params, run.optimizer)
     if not jax.tree.leaves(params) or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
         raise ValueError(f"params must be a pytree of float arrays, got no array. {FLAX}")
-    rows_of(data, number, optimizer.key)
-
-
-def _are_swapped(params: Tree, data: Any, examples: int) -> bool:
-    """Whether all arrays of `params` have this number of rows, and `data` have not."""
-    if {getattr(leaf, "shape", ())[:1] for leaf in jax.tree.leaves(params)} != {(examples,)}:
-        return False
-    try:
-        return length_of(data) != examples
-    except ValueError:  # arrays of several lengths, or anything else
-        return all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(data))
+    return examples
 
 
 def require_transforms_in(state: Tree):

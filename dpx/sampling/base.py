@@ -25,7 +25,7 @@ from dpx.sampling.draws import (
     scatter_examples,
     usual_row_count,
 )
-from dpx.sampling.read_rows import rows_of, unit_of
+from dpx.sampling.read_rows import CheckedData
 from dpx.states.identity import identity_by_fields
 from dpx.states.reading import next_steps
 from dpx.values import Tree, require_number, require_whole
@@ -170,9 +170,10 @@ class Sampling(abc.ABC):
         """
         require_not_traced(keys.warn_if_guessable(key), state)
         (step,) = next_steps(state, self, 1, beyond_budget=beyond_budget)
-        rows = rows_of(data, self.examples, key)
+        examples = CheckedData(data, self.examples, key)
         indices, included = self.draw(key, step, size=size)
-        return Batch(rows(indices, included, step), included, record_draw(self, key, step, included, unit_of(data)))
+        drawn = record_draw(self, key, step, included, examples.unit)
+        return Batch(examples.rows(indices, included, step), included, drawn)
 
     def batches(
         self,

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from dpx import keys
 from dpx.sampling.batch import Batch
 from dpx.sampling.draws import Draw, pad_draw, record_draw, round_up
-from dpx.sampling.read_rows import Rows, mark_of_data, rows_of, some_rows, unit_of
+from dpx.sampling.read_rows import CheckedData, Rows
 from dpx.states.identity import fingerprint
 from dpx.states.record import DrawRecord
 from dpx.values import described, require_whole
@@ -71,29 +71,29 @@ def batches(sampling: Any, data: Any, key: jax.Array, steps: range, loading: Loa
     Raises ValueError for data of another length than the sampling's, and if several processes load a batch together,
     but not with one sampling, data and key from one step on.
     """
-    rows, unit = rows_of(data, sampling.examples, key), unit_of(data)
-    require_same_run_in_processes(sampling, data, key, steps, loading.sharding)
+    examples = CheckedData(data, sampling.examples, key)
+    require_same_run_in_processes(sampling, examples, steps, loading.sharding)
 
     def load():
         for step in steps:
             draw = sampling.draw(key, step, size=loading.size)
-            for some, drawn, last in split_draw(draw, record_draw(sampling, key, step, draw.included, unit), loading):
-                yield on_devices(rows, some, drawn, loading.sharding), last
+            whole = record_draw(sampling, key, step, draw.included, examples.unit)
+            for some, drawn, last in split_draw(draw, whole, loading):
+                yield on_devices(examples.rows, some, drawn, loading.sharding), last
 
     loaded = prefetched(load(), loading.prefetch) if loading.prefetch else load()
     return whole_batches(loaded) if loading.chunk_size is None else batch_chunks(loaded, len(steps))
 
 
 def require_same_run_in_processes(
-    sampling: Any, data: Any, key: jax.Array, steps: range, sharding: jax.sharding.Sharding | None
+    sampling: Any, examples: CheckedData, steps: range, sharding: jax.sharding.Sharding | None
 ):
     """Raises ValueError unless all processes have the same sampling, data, key and steps, if their devices share a
     batch: otherwise one example could be in the rows of two processes, and count twice."""
     if sharding is None or len({device.process_index for device in sharding.device_set}) < max(2, jax.process_count()):
         return
-    own = {"key": int(keys.mark_of_key(key)), "first step": steps.start, "end": steps.stop}
-    marked = mark_of_data(some_rows(data, sampling.examples, key), data, key)
-    own |= {"sampling": fingerprint(sampling), "data": marked}
+    own = {"key": int(keys.mark_of_key(examples.key)), "first step": steps.start, "end": steps.stop}
+    own |= {"sampling": fingerprint(sampling), "data": examples.mark()}
     everyone = np.asarray(multihost_utils.process_allgather(np.array(list(own.values()), np.uint32)))
     differ = [f"{name} {of.tolist()}" for name, of in zip(own, everyone.T, strict=True) if (of != of[0]).any()]
     if differ:

@@ -6,6 +6,7 @@ that it had. Nothing can prove that of a source, so some rows are read again, ea
 """
 
 import contextlib
+import functools
 import hashlib
 import weakref
 from collections.abc import Callable
@@ -62,27 +63,38 @@ def rows_of(data: Any, examples: int, key: jax.Array) -> Rows:
     )
 
 
-def some_rows(data: Any, examples: int, key: jax.Array) -> Tree:
-    """MARKED rows of `data`, or item 0 of a source, on axis 0. Arguments and errors are those of `rows_of`."""
-    if _is_data_source(data):
-        return rows_of(data, examples, key)(np.zeros(1, np.int32), np.ones(1, bool), 0)
-    places = np.unique(np.linspace(0, examples - 1, MARKED).astype(np.int32))
-    return jax.tree.map(lambda leaf: read_rows(leaf, places), data)
+class CheckedData:
+    """The examples of a run. rows: of `rows_of`, whose arguments and errors these are. unit: of `unit_of`."""
 
+    def __init__(self, data: Any, examples: int, key: jax.Array):
+        self.data, self.examples, self.key = data, examples, key
+        self.rows, self.unit = rows_of(data, examples, key), unit_of(data)
 
-def mark_of_data(rows: Tree, data: Any, key: jax.Array) -> int:
-    """A mark of some `rows` of `data`, and of who owns the rows of a source, which says nothing to those who do not
-    know `key`. Two data sets that differ there have different marks, except with probability 2^-32.
+    def in_arrays(self) -> bool:
+        return all(isinstance(leaf, np.ndarray | jax.Array) for leaf in jax.tree.leaves(self.data))
 
-    This tells apart processes that loaded a part each or the rows in another order, and a run that continues with other
-    data, which would show the difference without noise.
-    """
-    rows = [jax.random.key_data(leaf) if keys.is_key(leaf) else leaf for leaf in jax.tree.leaves(rows)]
-    leaves = [np.asarray(leaf) for leaf in rows]
-    parts = [part for leaf in leaves for part in (f"{leaf.dtype}{leaf.shape}".encode(), leaf.tobytes())]
-    parts += [repr(data.identity_of_units()).encode()] if hasattr(data, "identity_of_units") else []
-    secret = np.asarray(keys.key_words(keys.stream(key, "first example"))).tobytes()
-    return int(hashlib.blake2b(b"".join(parts), digest_size=4, key=secret).hexdigest(), 16)
+    @functools.cached_property
+    def some_rows(self) -> Tree:
+        """MARKED rows of arrays, or item 0 of a source, on axis 0."""
+        if _is_data_source(self.data):
+            return self.rows(np.zeros(1, np.int32), np.ones(1, bool), 0)
+        places = np.unique(np.linspace(0, self.examples - 1, MARKED).astype(np.int32))
+        return jax.tree.map(lambda leaf: read_rows(leaf, places), self.data)
+
+    def mark(self) -> int:
+        """A mark of some rows, and of who owns the rows of a source, which says nothing to those who do not know `key`.
+        Two data sets that differ there have different marks, except with probability 2^-32.
+
+        This tells apart processes that loaded a part each or the rows in another order, and a run that continues with
+        other data, which would show the difference without noise.
+        """
+        rows = jax.tree.leaves(self.some_rows)
+        leaves = [np.asarray(jax.random.key_data(leaf) if keys.is_key(leaf) else leaf) for leaf in rows]
+        parts = [part for leaf in leaves for part in (f"{leaf.dtype}{leaf.shape}".encode(), leaf.tobytes())]
+        if hasattr(self.data, "identity_of_units"):
+            parts += [repr(self.data.identity_of_units()).encode()]
+        secret = np.asarray(keys.key_words(keys.stream(self.key, "first example"))).tobytes()
+        return int(hashlib.blake2b(b"".join(parts), digest_size=4, key=secret).hexdigest(), 16)
 
 
 def _checking_repeats(source: Any, read: Callable[[np.ndarray, int], Tree]) -> Callable[[np.ndarray, int], Tree]:
