@@ -5,30 +5,31 @@ them: prefix sums, or the parameters after each step), and Z is independent nois
 sensitivity of C G. With C = I this is DP-SGD. With a better C, later noise cancels a part of earlier noise, so prefix
 sums have less of it, although each step alone has more.
 
-The files are in `dpx/papers/correlated_noise`, in numpy and scipy on the host, never traced by jax: `strategy.py` has
-the record `Strategy` with C and C^-1, and identity, lambda-CGD, BISR, BSR and banded FHU; `sensitivities.py` how far
-one example moves C G; `workload.py` the error of a workload, and the best banded C for it; `event.py` the cost of a
-run.
+`dpx/papers/correlated_noise/strategy.py`, in numpy and scipy on the host and never traced by jax, has the record
+`Strategy`, its families, how far one example moves C G, and the error of a workload with the best banded C for it;
+`event.py` there has the cost of a run.
 
 To add one: a function in `strategy.py` that returns a `Strategy`, and a line in `FAMILIES` of tests/test_strategies.py.
 """
 
 from dpx.papers.correlated_noise.event import cyclic_poisson_event, fixed_order_event
-from dpx.papers.correlated_noise.sensitivities import (
+from dpx.papers.correlated_noise.strategy import (
+    Strategy,
+    Workload,
+    WorkloadLoss,
+    banded_inverse_square_root,
+    banded_square_root,
     column_norm,
+    identity,
+    lambda_cgd,
+    loss,
+    mean_loss_lower_bound,
+    optimized,
     sensitivity,
     sensitivity_is_exact,
     shuffled_sensitivity,
-)
-from dpx.papers.correlated_noise.strategy import (
-    Strategy,
-    banded_inverse_square_root,
-    banded_square_root,
-    identity,
-    lambda_cgd,
     square_root_coefficients,
 )
-from dpx.papers.correlated_noise.workload import Workload, WorkloadLoss, loss, mean_loss_lower_bound, optimized
 
 __all__ = [
     "Strategy",

@@ -9,7 +9,7 @@ from scipy import linalg, optimize
 
 from benchmarks import correlated_noise
 from dpx import strategies
-from dpx.papers.correlated_noise.workload import log_workload_loss, objective, squared_errors
+from dpx.papers.correlated_noise.strategy import log_workload_loss, objective, squared_errors
 from dpx.strategies import Strategy, Workload
 
 FAMILIES = {

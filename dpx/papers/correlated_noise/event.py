@@ -13,7 +13,7 @@ noise, moved by a public number, and the noise of the run is r - S = C^-1 (tau g
 **No noise is used again.** n and m are functions of the data and of earlier releases. Given these, the normals of a
 step are fresh, as the theorem of `arithmetic.py` requires at every release. So the cost holds for the bits.
 
-**The shift.** One example moves the vector C S by at most `sensitivity` clip norms (`sensitivities.py`), for any
+**The shift.** One example moves the vector C S by at most `sensitivity` clip norms (`strategy.py`), for any
 gradients, even those that depend on the releases, because the bound holds for every path. A sequence of Gaussians whose
 means are chosen one after the other, and differ by v_t with sum |v_t|^2 <= mu^2, is a function of N(0, 1) or N(mu, 1),
 and of noise that does not depend on the example (Denisov et al. 2022, arXiv:2202.08312, theorem 2.1). So a run in a

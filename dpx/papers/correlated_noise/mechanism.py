@@ -30,10 +30,8 @@ from dpx.papers.correlated_noise.event import (
     require_bands,
     rounding_move,
 )
-from dpx.papers.correlated_noise.sensitivities import sensitivity, shuffled_sensitivity
-from dpx.papers.correlated_noise.strategy import Strategy
+from dpx.papers.correlated_noise.strategy import Strategy, Workload, optimized, sensitivity, shuffled_sensitivity
 from dpx.papers.correlated_noise.strategy import lambda_cgd as strategy_of
-from dpx.papers.correlated_noise.workload import Workload, optimized
 from dpx.sampling.base import Sampling
 from dpx.sampling.cyclic import CyclicPoissonSampling
 from dpx.sampling.schemes import FixedOrder, FullBatch, ShuffledEpochs
