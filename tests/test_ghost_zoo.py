@@ -312,7 +312,7 @@ def made(kernel, *positions, width=3, params=None, apply=lambda x, w: jnp.tanh(x
 MASK = np.tri(3, 4, dtype=np.float32)
 row("kernels_side_by_side", "outer")(lambda: made(lambda p: jnp.concatenate([p["a"], p["b"]], 1)))
 row("kernels_above_one_another", "product")(
-    lambda: made(lambda p: jnp.concatenate([p["a"], p["b"]]), 20, width=6, apply=lambda x, w: jnp.tanh(x @ w))
+    lambda: made(lambda p: jnp.concatenate([p["a"], p["b"][::-1]]), 20, width=6, apply=lambda x, w: jnp.tanh(x @ w))
 )
 row("kernels_side_by_side_for_each_head", "product")(
     lambda: made(

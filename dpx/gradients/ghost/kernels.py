@@ -60,6 +60,7 @@ def site_of_parameter(site: Site, use: Use, shape: tuple[int, ...], program: Pro
         return site.arrange(view.apply_to(ones, lambda step, x: slopes[id(step)].multiply(x, values)))[box]
 
     moved = site._replace(
+        use=use,
         apply=lambda inputs, w: linear(inputs, view.apply_to(w)),
         arrange=lambda w: site.arrange(view.apply_to(w))[box],
         reads=reads,
