@@ -21,7 +21,7 @@ import optax
 import dpx
 from dpx import keys
 from dpx.mechanism import masks
-from dpx.sampling.draws import Draw
+from dpx.sampling.batch import Draw
 from dpx.sums.clipped_sum import sum_contributions
 from dpx.sums.float_pair import as_pair
 from dpx.values import unflatten_vectors

@@ -22,7 +22,7 @@ from dpx.accounting import gdp
 from dpx.audit.attacks.many_runs import Attack, observed_run, takes_part
 from dpx.audit.attacks.one_run import steinke_p_value, trade_off_rejected
 from dpx.audit.attacks.scores import clopper_pearson
-from dpx.sampling.draws import toss_every_step
+from dpx.sampling.batch import toss_every_step
 
 KEY = jax.random.key(11)
 FULL = dpx.FullBatch(examples=10)

@@ -12,7 +12,8 @@ import scipy.sparse
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import dpx
-from dpx.sampling import draws, loading, read_rows
+from dpx.sampling import batch as draws
+from dpx.sampling import loading
 from tests.conftest import threads
 from tests.problems import dp_sgd, normal, poisson, same
 
@@ -53,7 +54,7 @@ def after(made, steps):
 @pytest.fixture
 def read_once(monkeypatch):
     """No item is read again to see whether it is the same: to count the others."""
-    monkeypatch.setattr(read_rows, "FIRST", 0)
+    monkeypatch.setattr(loading, "FIRST", 0)
 
 
 class Source:

@@ -9,7 +9,7 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDp
 
 import dpx
 from dpx.sampling import poisson as by_coins
-from dpx.sampling.draws import step_key, toss_coins
+from dpx.sampling.batch import step_key, toss_coins
 from tests.problems import KEY, dp_sgd, poisson
 
 

@@ -14,7 +14,7 @@ from dpx.gradients.optimizer import ChainState
 from dpx.mechanism import Mechanism
 from dpx.mechanism.guards import FLAX, checked_params
 from dpx.reports.report import require_one_line_names
-from dpx.sampling.read_rows import CheckedData
+from dpx.sampling.loading import CheckedData
 from dpx.values import Tree, described, require_bool, require_whole
 
 

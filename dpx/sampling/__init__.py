@@ -1,9 +1,9 @@
 """Which examples take part in a step: records that draw the batches and state their cost; batches; users.
 
 A batch comes about in this order: schemes.py (which examples, and the event), base.py (`take`, `batches`,
-`draw_ahead`, which read the step from the optimizer state), draws.py (coins and permutations on the host), read_rows.py
-(the user's data as rows), loading.py (batches loaded ahead), batch.py (`Batch`). users.py makes a user the unit, and
-chooses records of several owners.
+`draw_ahead`, which read the step from the optimizer state), batch.py (coins and permutations on the host, and `Batch`),
+loading.py (the user's data as rows, and batches loaded ahead). users.py makes a user the unit, and chooses records of
+several owners.
 
 To add one: a frozen dataclass in schemes.py with the fields and methods of `Sampling`, and a line in `dpx/catalog.py`.
 `PoissonSampling`, `CyclicPoissonSampling` and `RandomAllocation` have files of their own; they are `VaryingSize`,

@@ -11,7 +11,7 @@ from dp_accounting import DpEvent
 
 from dpx import keys
 from dpx.sampling.base import VaryingSize
-from dpx.sampling.draws import Draw, draw_bits, draw_epoch_steps, key_of_words, require_step, step_key
+from dpx.sampling.batch import Draw, draw_bits, draw_epoch_steps, key_of_words, require_step, step_key
 from dpx.sampling.events import RandomAllocationDpEvent, compose_events, count_multipliers, is_constant
 from dpx.values import require_whole
 

@@ -13,8 +13,8 @@ from dp_accounting import DpEvent
 
 from dpx import keys
 from dpx.sampling import loading
-from dpx.sampling.batch import Batch
-from dpx.sampling.draws import (
+from dpx.sampling.batch import (
+    Batch,
     Draw,
     DrawnBatches,
     pad_draw,
@@ -25,7 +25,7 @@ from dpx.sampling.draws import (
     scatter_examples,
     usual_row_count,
 )
-from dpx.sampling.read_rows import CheckedData
+from dpx.sampling.loading import CheckedData
 from dpx.states.identity import identity_by_fields
 from dpx.states.reading import next_steps
 from dpx.values import Tree, require_number, require_whole

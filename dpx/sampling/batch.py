@@ -1,13 +1,22 @@
-"""A batch of examples that says which of its rows count, so that padding cannot be forgotten."""
+"""A batch, which says which of its rows count, so that padding cannot be forgotten; and how one is drawn on the host:
+checks of sizes, coins and permutations from a key, arrays of fixed shapes."""
 
+import functools
+import math
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
+import scipy.special
 
-from dpx.states.record import DrawRecord
-from dpx.values import Tree, batch_size, repr_with_shapes
+from dpx import keys
+from dpx.keys import cipher
+from dpx.states.identity import fingerprint
+from dpx.states.record import DrawRecord, unit_mark
+from dpx.values import Tree, batch_size, described, repr_with_shapes, require_whole
 
 
 class Batch(NamedTuple):
@@ -66,3 +75,213 @@ def included_rows(size: int, included: Any, sampling: Any) -> jax.Array:
     if jnp.result_type(included) != jnp.bool_:
         raise ValueError(f"included must be bool, True for the rows that count; got {jnp.result_type(included)}")
     return included
+
+
+class Draw(NamedTuple):
+    """The rows of one batch.
+
+    indices: int32 (size,), the rows of the data, 0 for padding. included: bool (size,), False for padding.
+    """
+
+    indices: np.ndarray
+    included: np.ndarray
+
+    __repr__ = repr_with_shapes
+
+
+def zero_excluded_rows(rows: jax.Array, included: jax.Array | np.ndarray) -> jax.Array:
+    """`rows`, (B, ...), but zeros where `included`, bool (B,), is False."""
+    if jnp.issubdtype(rows.dtype, jax.dtypes.prng_key):
+        words = zero_excluded_rows(jax.random.key_data(rows), included)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(rows))
+    return jnp.where(included.reshape(-1, *[1] * (rows.ndim - 1)), rows, jnp.zeros((), rows.dtype))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, repr=False)
+class DrawnBatches:
+    """The rows of many batches of one run, for a loop inside jit. `jax.lax.scan` over it gives one row after another.
+
+    indices: int32 (steps, size), the rows of the data, 0 for padding. included: bool (steps, size), False for padding.
+    drawn: `Batch.drawn` of each step, uint32 (steps,) each. examples: int, the size of the data set.
+    A row of it, the draw of one step, has the same fields without the axis of the steps.
+    """
+
+    indices: Any
+    included: Any
+    drawn: Any
+    examples: int = field(metadata={"static": True})
+
+    __repr__ = repr_with_shapes
+
+    def batch(self, data: Tree) -> Batch:
+        """The batch of a row, with zeros as padding. data: a pytree of arrays with the `examples` examples on axis 0.
+
+        Raises ValueError for data of another length, and for the draws of several steps.
+        """
+        # Inside of jit, an index beyond the end would silently be that of the last example.
+        if (length := batch_size(data)) != self.examples:
+            raise ValueError(f"data must hold the {self.examples} examples of the sampling, got {length}")
+        if jnp.ndim(self.indices) != 1:
+            raise ValueError(f"draws must be those of one step, (size,); got indices of {jnp.shape(self.indices)}")
+        included = jnp.asarray(self.included)
+        examples = jax.tree.map(lambda leaf: zero_excluded_rows(jnp.asarray(leaf)[self.indices], included), data)
+        return Batch(examples, self.included, self.drawn)
+
+
+def record_draw(sampling: Any, key: jax.Array, step: int, included: np.ndarray, unit: str) -> DrawRecord:
+    """How the batch of one step was drawn. included: bool (size,). unit: the name of what a row holds."""
+    marks = keys.mark_of_key(key), 0, fingerprint(sampling), unit_mark(unit)
+    return DrawRecord(*map(np.uint32, (step, included.sum(), *marks)))
+
+
+def normalize_sizes(sampling: Any, *, whole: bool = False):
+    """Stores both sizes as Python numbers, so that equal records print alike. Raises ValueError for wrong sizes."""
+    examples, size = require_whole("examples", sampling.examples), sampling.batch_size
+    number = int | np.integer if whole else int | float | np.integer | np.floating
+    if isinstance(size, bool) or not isinstance(size, number):
+        raise ValueError(f"batch_size must be a {'whole ' if whole else ''}number, got {described(size)}")
+    if not 0 < size <= examples:
+        raise ValueError(f"batch_size must be in (0, examples = {examples}], got {size}")
+    object.__setattr__(sampling, "examples", examples)
+    object.__setattr__(sampling, "batch_size", int(size) if size == int(size) else float(size))
+
+
+def require_not_traced(key: jax.Array, *others: Any):
+    """Raises ValueError if jax traces one of them, or anything else at this moment."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves([keys.stream(key, "sampling"), *others])):
+        raise ValueError(
+            "batches are drawn outside of jit, because chance decides their number of rows; but the key, the step or "
+            "the state is traced, or the call is inside a traced function. Draw ahead: rows = "
+            "sampling.draw_ahead(key, state, steps), then jax.lax.scan(body, carry, rows) with a body that takes "
+            "row.batch(data) (docs/loops.md)"
+        )
+
+
+def require_step(key: jax.Array, step: Any) -> int:
+    """`step` as an int. Raises ValueError unless it is a whole number of at least 0, and if it or `key` is traced."""
+    require_not_traced(key, step)
+    whole = isinstance(step, jax.Array | np.ndarray) and jnp.shape(step) == () and step.dtype.kind in "iu"
+    whole |= isinstance(step, int | np.integer) and not isinstance(step, bool)
+    if not whole or step < 0:
+        raise ValueError(f"step must be a whole number of at least 0, got {described(step)}")
+    return int(step)
+
+
+def step_key(key: jax.Array, step: int) -> jax.Array:
+    return keys.stream(key, "sampling", step)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def toss_coins(key: jax.Array, examples: int, probability: float) -> jax.Array:
+    """Which examples take part, bool (examples,): each with `probability`, rounded down to a multiple of 2^-64.
+
+    So the billed rate, `probability`, is at least that of the coin. The divisor stays the public one.
+    """
+    if probability == 1:
+        return jnp.ones(examples, bool)
+    high, low, _, _ = cipher.draw_bits(keys.key_words(key), examples)
+    # Exact, because the product with a power of 2 is.
+    heads_high, heads_low = map(np.uint32, divmod(math.floor(probability * 2**64), 2**32))
+    return (high < heads_high) | (high == heads_high) & (low < heads_low)
+
+
+def toss_every_step(key: jax.Array, steps: int, rate: float) -> jax.Array:
+    """One coin at each step, bool (steps,)."""
+    return jax.vmap(lambda step: toss_coins(keys.fold_in(key, step), 1, rate)[0])(jnp.arange(steps))
+
+
+def draw_epoch_steps(key: jax.Array, steps: int, epoch: int, places: int, size: int = 1) -> jax.Array:
+    """The step of one of `places` places in each epoch, drawn anew, of which a step has `size`; bool (steps,)."""
+    drawn = jax.random.randint(keys.public_key(key), (-(-steps // epoch), 1), 0, places) // size
+    return (jnp.arange(epoch)[None] == drawn).reshape(-1)[:steps]
+
+
+def require_enough_rows(drawn: np.ndarray, size: int):
+    """Raises ValueError unless `size` rows hold the drawn examples."""
+    if len(drawn) > size:
+        raise ValueError(
+            f"size must hold the whole batch of {len(drawn)} examples, got {size}; a cut batch has no known cost"
+        )
+
+
+def padded_row_count(drawn: int, usual: int) -> int:
+    """The usual rows of a batch of varying size, or, if it is larger, the next multiple of 1/8 of them."""
+    return usual if drawn <= usual else round_up(drawn, max(1, usual // 8))
+
+
+def pad_examples(drawn: np.ndarray, size: int) -> Draw:
+    """The drawn examples in arrays of `size` rows. Raises ValueError if they are more."""
+    require_enough_rows(drawn, size)
+    indices = np.zeros(size, np.int32)
+    indices[: len(drawn)] = drawn
+    return Draw(indices, np.arange(size) < len(drawn))
+
+
+def scatter_examples(drawn: np.ndarray, size: int, key: jax.Array) -> Draw:
+    """The drawn examples in uniformly random rows of arrays of `size` rows, which are at least as many.
+
+    That keeps the rounding of sums private. If a coin leaves an example out, the others are in the same rows with the
+    same probability, and its row is padding. So nothing but this row differs (`dpx.sums.float_pair`). In the first
+    rows, all later examples would move by one row, and with them the last bits of their gradients and of every sum.
+    """
+    rows = random_order(key, size, len(drawn)) if len(drawn) else np.zeros(0, np.int32)
+    indices, included = np.zeros(size, np.int32), np.zeros(size, bool)
+    indices[rows], included[rows] = drawn, True
+    return Draw(indices, included)
+
+
+def pad_draw(draw: Draw, size: int) -> Draw:
+    """`draw` with padding behind it, in arrays of `size` rows."""
+    more = size - len(draw.indices)
+    return Draw(np.pad(draw.indices, (0, more)), np.pad(draw.included, (0, more)))
+
+
+LARGE = 1e-9  # the probability that a batch has more rows than a drawn batch usually has
+
+
+@functools.lru_cache
+def usual_row_count(examples: int, probability: float) -> int:
+    """Rows that a batch of coins exceeds with a probability below 1e-9: a multiple of 8, or all the examples."""
+    mean = examples * probability
+    sizes = np.arange(round_up(mean, 8), mean + 10 * math.sqrt(mean) + 80, 8)
+    tails = scipy.special.betainc(sizes + 1, np.maximum(examples - sizes, 1), probability)
+    exceeded = np.where(sizes < examples, tails, 0.0)
+    return min(examples, int(sizes[np.argmax(exceeded < LARGE)]))
+
+
+def round_up(number: float, multiple: int) -> int:
+    return math.ceil(number / multiple) * multiple
+
+
+draw_bits = jax.jit(cipher.draw_bits, static_argnums=1)
+
+
+def random_order(key: jax.Array, examples: int, count: int) -> np.ndarray:
+    """The first `count` of a uniformly random order of the examples, int32 (count,).
+
+    The order is that of 128 random bits for each example. It is uniform unless two examples have the same bits, with a
+    probability below N^2 / 2^129: 2^-67 for the 2^31 examples that an index counts.
+    """
+    words = list(map(np.asarray, draw_bits(keys.key_words(key), examples)))
+    high = words[0].astype(np.uint64) << np.uint64(32) | words[1]
+    candidates = np.flatnonzero(high <= np.partition(high, count - 1)[count - 1])  # sorting all takes longer
+    sorted_by = words[3][candidates], words[2][candidates], high[candidates]  # the last one first
+    return candidates[np.lexsort(sorted_by)][:count].astype(np.int32)
+
+
+def permutation(key: jax.Array, examples: int) -> np.ndarray:
+    """A uniformly random order of the examples, int32 (examples,).
+
+    The last two orders are kept in memory, because every step of an epoch needs the same one.
+    """
+    return _permutation_of_words(np.asarray(keys.key_words(key)).tobytes(), examples)
+
+
+@functools.lru_cache(maxsize=2)
+def _permutation_of_words(words: bytes, examples: int) -> np.ndarray:
+    return random_order(key_of_words(words), examples, examples)
+
+
+def key_of_words(words: bytes) -> jax.Array:
+    return jax.random.wrap_key_data(jnp.asarray(np.frombuffer(words, np.uint32)), impl="threefry4x32")

@@ -11,7 +11,7 @@ from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from dpx import keys
 from dpx.sampling.allocation import allocate_examples
 from dpx.sampling.base import VaryingSize
-from dpx.sampling.draws import Draw, normalize_sizes, require_step, step_key, toss_coins, toss_every_step
+from dpx.sampling.batch import Draw, normalize_sizes, require_step, step_key, toss_coins, toss_every_step
 from dpx.sampling.events import compose_releases
 from dpx.values import require_whole
 

@@ -16,7 +16,7 @@ from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 from dpx import keys
 from dpx.keys import cipher
 from dpx.sampling.base import VaryingSize
-from dpx.sampling.draws import (
+from dpx.sampling.batch import (
     Draw,
     normalize_sizes,
     padded_row_count,

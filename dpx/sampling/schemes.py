@@ -22,7 +22,7 @@ from dp_accounting import DpEvent, GaussianDpEvent
 
 from dpx import keys
 from dpx.sampling.base import Sampling as Sampling
-from dpx.sampling.draws import (
+from dpx.sampling.batch import (
     Draw,
     draw_epoch_steps,
     normalize_sizes,

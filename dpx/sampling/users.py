@@ -21,7 +21,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from dpx.sampling.read_rows import read_rows
+from dpx.sampling.loading import read_rows
 from dpx.states.record import unit_mark
 from dpx.values import Tree, batch_size, require_whole
 

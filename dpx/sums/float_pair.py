@@ -7,7 +7,7 @@ bounds it, relative to the clip norm C:
     if one row is replaced by zeros in its place, the computed sum moves by at most C (1 + ETA) in 2-norm.
 
 A coin of Poisson sampling does just that when it leaves an example out, because the others stay in their rows
-(`dpx.sampling.draws.scatter_examples`). Amplification by sampling needs both.
+(`dpx.sampling.batch.scatter_examples`). Amplification by sampling needs both.
 
 PROOF, for rows z_1 ... z_r whose computed contributions have norms of at most C, and u = 2^-24.
 

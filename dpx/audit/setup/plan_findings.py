@@ -16,7 +16,7 @@ from dpx.audit.setup.report import Finding
 from dpx.mechanism import Mechanism
 from dpx.sampling.base import Sampling
 from dpx.sampling.batch import Batch, included_rows
-from dpx.sampling.read_rows import length_of
+from dpx.sampling.loading import length_of
 from dpx.states.identity import fingerprint
 from dpx.sums.float_pair import ETA
 from dpx.values import Tree, batch_size, for_whom, rounded_up
