@@ -186,7 +186,7 @@ def as_real(value: Any) -> float | None:
         return None
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 
@@ -201,8 +201,10 @@ def require_open_fraction(name: str, value: Any) -> float:
 def require_floats(name: str, value: Any) -> np.ndarray:
     """`value` as an array of float64. Raises ValueError for other types, without showing an element."""
     try:
+        if np.asarray(value).dtype.kind in "SUMm":  # words and dates, of which NumPy would make numbers
+            raise ValueError
         return np.asarray(value, np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} must hold numbers, got {described(value)}") from None
 
 

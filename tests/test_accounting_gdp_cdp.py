@@ -39,6 +39,7 @@ def test_conversions_invert_and_err_safely(mu, delta):
 def test_limits():
     assert gdp.epsilon(0.0, delta=1e-5) == 0 and gdp.epsilon(math.inf, delta=1e-5) == math.inf
     assert gdp.epsilon(1e-9, delta=1e-5) == 0
+    assert all(mu**2 / 2 < gdp.epsilon(mu, delta=1e-5) < mu**2 for mu in (1e5, 1e6, 2e6, 1e8, 1e20))
     assert gdp.delta(0.0, epsilon=1.0) == 0 and gdp.delta(math.inf, epsilon=1.0) == 1
     assert claims.mu_total([1.0, 0.0], sampling_rate=0.1) == math.inf
 

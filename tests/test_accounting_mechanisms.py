@@ -373,6 +373,7 @@ def test_the_scale_of_a_schedule_does_not_depend_on_its_units():
         dict(steps=0),
         dict(steps=2.5),
         dict(accountant="clt"),
+        dict(tolerance=0.0),
     ],
 )
 def test_bad_budgets_are_refused(change):

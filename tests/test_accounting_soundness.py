@@ -387,6 +387,8 @@ BAD = {
     "accountant": dict(accountant="clt"),
     "relation": dict(relation="swap"),
     "buckets": dict(buckets=0),
+    "words": dict(noise_multipliers=["1.0", "2.0"]),
+    "a number beyond float64": dict(delta=10**400),
     "function": dict(noise_multipliers=lambda step: 1.0),
 }
 

@@ -86,7 +86,7 @@ def test_the_default_batch_sizes():
 
 def test_numbers_of_any_real_type(planned):
     budget = {"epsilon": np.float32(2.0), "delta": Fraction(1, 10**5)}
-    (run,) = dpx.plan_noise(examples=1000, epochs=np.float32(4), batch_sizes=[np.int64(1000)], **budget).runs
+    (run,) = dpx.plan_noise(examples=np.int64(1000), epochs=np.float32(4), batch_sizes=[np.int64(1000)], **budget).runs
     assert (run,) == dpx.plan_noise(examples=1000, epochs=4, batch_sizes=1000, **budget).runs
     assert run == planned.runs[1]
 

@@ -302,6 +302,14 @@ def test_a_pure_release_costs_what_dp_accounting_says(epsilon):
     assert event_delta(PureDpEvent(epsilon), epsilon=epsilon) < 1e-12
 
 
+@pytest.mark.parametrize("kind", [np.uint8, np.int8, Fraction])
+def test_a_pure_release_costs_what_its_number_is(kind):
+    for epsilon in (3, 100):
+        for relation, times in (("zero_out", 1), ("replace_one", 2)):
+            asked = {"delta": 1e-9, "relation": relation}
+            assert event_epsilon(PureDpEvent(kind(epsilon)), **asked) == pytest.approx(times * epsilon, rel=1e-3)
+
+
 @pytest.mark.parametrize("epsilon", [0.01, 0.5, 2.0, 30.0])
 def test_the_divergences_of_a_pure_release(epsilon):
     p, orders = 1 / (1 + math.exp(-epsilon)), np.array([1.5, 2.0, 8.0])

@@ -199,7 +199,7 @@ def calibrate(
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
     relation: how neighboring data sets differ; None is the relation that the sampling states.
     records, numbers: ints, as for `dpx.epsilon`.
-    tolerance: relative; the cost is in [epsilon (1 - tolerance), epsilon] if it is a continuous function of the noise.
+    tolerance: in [1e-9, 1]; the cost is in [epsilon (1 - tolerance), epsilon] if it is a continuous function of noise.
 
     Guarantee: `dpx.epsilon` of the mechanism that is built with the returned number is at most epsilon.
 
@@ -214,6 +214,7 @@ def calibrate(
     """
     epsilon, delta = checks.require_positive_epsilon(epsilon), checks.require_delta(delta)
     checks.require_accountant(accountant)
+    tolerance = _require_tolerance(tolerance)
     require_whole("steps", steps)
     require_function("make", make)
     if not hasattr(made := make(1.0), "sampling"):
@@ -302,7 +303,7 @@ def calibrate_schedule(
         raise ValueError("shape must hold at least one step")
     if not np.all(sigmas[repeats > 0] > 0):
         raise ValueError(f"shape must be positive, got {sigmas[repeats > 0].min()}: no scale of it meets a budget")
-    numbers = checks.numbers_per_release(numbers, exact_noise)
+    numbers, tolerance = checks.numbers_per_release(numbers, exact_noise), _require_tolerance(tolerance)
     median = float(np.median(sigmas[repeats > 0]))
 
     def bill(scale: float, steps: Buckets) -> float:
@@ -324,6 +325,11 @@ def calibrate_schedule(
         return CalibratedSchedule(scale / median, Interval(0.0, upper))
     lower = lower_profile(steps.scaled(scale), relation=relation).epsilon(delta)
     return CalibratedSchedule(float(scale / median), Interval(min(upper, lower), upper))
+
+
+def _require_tolerance(value: Any) -> float:
+    """Raises ValueError for a tolerance that no search reaches, because costs and noise are float64."""
+    return require_number("tolerance", value, minimum=1e-9, maximum=1)
 
 
 def least_noise_within(bill: Callable[[float], float], budget: float, tolerance: float, start: float) -> float:

@@ -16,6 +16,7 @@ from scipy import optimize, special
 from dpx.accounting import checks
 
 _ROUNDING = 2.0**-50  # of a logarithm and of epsilon, relative
+_LARGE = 1e6  # a mu from which the tail bound is exact to 1e-5, and float64 loses what tells the two deltas apart
 
 
 def delta(mu: float, *, epsilon: float) -> float:
@@ -63,6 +64,8 @@ def epsilon(mu: float, *, delta: float) -> float:
     if mu == 0 or special.erf(mu / math.sqrt(8)) <= delta:
         return 0.0
     top = mu * mu / 2 + mu * math.sqrt(-2 * math.log(delta)) + 1e-9  # the Gaussian tail bound
+    if mu > _LARGE:
+        return top * (1 + _ROUNDING)
     return _root_from_above(lambda value: log_delta(mu, epsilon=value) - math.log(delta), 0.0, top)
 
 

@@ -7,6 +7,7 @@ and -epsilon otherwise. Against the loss of Laplace noise itself, that costs up 
 100 releases, and nothing for one. It needs no more than the largest ratio of two probabilities, which programs compute.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ import numpy as np
 from dp_accounting import DpEvent
 from scipy import special
 
-from dpx.accounting.checks import Relation
+from dpx.accounting.checks import Relation, require_nonnegative
 from dpx.accounting.loss import PrivacyLoss, ReleaseCount
 from dpx.accounting.pld.losses import Pmf, StepLoss, dominating_pmf
 
@@ -26,10 +27,11 @@ _LARGEST = 600.0  # of epsilon; more counts as no noise, because e^epsilon must 
 class PureDpEvent(DpEvent, PrivacyLoss):
     """One release that is epsilon-differentially private with delta 0, for nulls in place of one example.
 
-    epsilon: float, at least 0. dp-accounting's accountants refuse this event.
+    epsilon: float, at least 0, because twice a small integer of numpy, or one with a minus, would be another number.
+        dp-accounting's accountants refuse this event.
     """
 
-    epsilon: float
+    epsilon: float = attrs.field(converter=functools.partial(require_nonnegative, "epsilon of a release"))
     fresh = True
 
     @property
@@ -43,8 +45,6 @@ class PureDpEvent(DpEvent, PrivacyLoss):
         return self.epsilon * (2 if relation == "replace_one" else 1)
 
     def step_loss(self, relation: Relation) -> "PureLoss":
-        if not 0 <= self.epsilon:
-            raise ValueError(f"epsilon of a release must be at least 0, got {self.epsilon}")
         return PureLoss(self.pure(relation))
 
     def in_words(self) -> str:

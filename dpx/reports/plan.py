@@ -371,7 +371,7 @@ def plan_noise(
     and recommends one; `dpx.reports.plan_samplings` does that for any size. No data are read, so it costs no privacy.
     Raises ValueError for arguments outside these ranges.
     """
-    require_whole("examples", examples)
+    examples = require_whole("examples", examples)
     budget = _checked_budget(epsilon, delta, accountant, records, numbers)
     each = epochs if isinstance(epochs, Iterable) else (epochs,)
     many = tuple(require_number("epochs", number, minimum=0, exclusive=True) for number in each)
