@@ -4,7 +4,12 @@ Every ValueError states the condition and the value. No message shows an element
 with its arguments in the wrong order puts the data or the key where a number belongs.
 """
 
+import difflib
+import functools
+import inspect
 import math
+import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from decimal import ROUND_CEILING, Context
@@ -18,11 +23,47 @@ from jax.experimental import multihost_utils
 
 Tree = Any  # a pytree of arrays
 State = TypeVar("State")
+Named = TypeVar("Named")  # a function or a class
 
 LONGEST = 100  # characters of a string in a message
 MOST_SHAPES = 8  # in a message
 MOST_PATHS = 4  # in a message
 NO_NUMBERS = frozenset("OSUTMm")  # kinds of numpy dtypes: objects, words and dates
+PASSED = {"dpx", "jax", "functools", "contextlib"}  # packages whose frames are no line of a user
+
+# What other libraries call an argument (Opacus, TF Privacy, JAX Privacy, optax.contrib, Keras), by what dpx calls it.
+FOREIGN = {
+    "clip_norm": "l2_norm_clip l2_clip_norm max_grad_norm clipping_norm max_norm clip_threshold clip",
+    "noise_multiplier": "noise_scale sigma noise noise_stddev",
+    "epsilon": "target_epsilon budget privacy_budget",
+    "delta": "target_delta",
+    "batch_size": "lot_size expected_batch_size",
+    "batch_size = rate * examples": "sample_rate sampling_rate sampling_prob sampling_probability",
+    "examples": "num_examples number_of_examples dataset_size sample_size num_samples train_size n",
+    "steps": "num_steps iterations num_iterations max_iterations train_steps",
+    "epochs": "num_epochs n_epochs",
+    "key = dpx.secret_key(seed)": "seed rng rng_key prng_key random_state random_seed noise_generator generator",
+    "microbatch_size = batch_size / num_microbatches": "num_microbatches",
+    "chunk_size": "physical_batch_size max_physical_batch_size",
+    "learning_rate": "lr",
+    "loss": "loss_fn loss_function",
+    "data = (x, y)": "x y",
+    "edges": "bins",
+    "low and high": "bounds",
+}
+OURS = {name: ours for ours, names in FOREIGN.items() for name in names.split()}
+HOMES = {  # where an argument belongs that a function lacks: in an argument of a mechanism, or in another call
+    "clip_norm": "clip_norm=...",
+    "noise_multiplier": "noise_multiplier=...",
+    "key": "key=dpx.secret_key()",
+    **dict.fromkeys(("epsilon", "delta", "steps"), "noise_multiplier=dpx.Budget(epsilon=..., delta=..., steps=...)"),
+    "epochs": "noise_multiplier=dpx.Budget(epsilon=..., delta=..., epochs=...)",
+    **dict.fromkeys(("examples", "batch_size"), "sampling=dpx.PoissonSampling(examples=..., batch_size=...)"),
+    "microbatch_size": "dpx.fit(microbatch_size=...) or dpx.private_updates(microbatch_size=...)",
+    "chunk_size": "dpx.fit(chunk_size=...)",
+    "learning_rate": "dpx.chain(mechanism, optax.sgd(learning_rate))",
+    "momentum": "dpx.chain(mechanism, optax.sgd(learning_rate, momentum))",
+}
 
 
 def batch_size(examples: Tree) -> int:
@@ -251,3 +292,60 @@ def unit_in_words(records: int, drawn: str = "example") -> str:
 def for_whom(records: int) -> str:
     """Whom an epsilon is for, in words to print behind it; nothing where it is for what the sampling draws."""
     return "" if records == 1 else f" for a {unit_in_words(records)}"
+
+
+def warn_user(words: str) -> None:
+    """A UserWarning at the user's line: that of the nearest frame of another package than dpx, and than what calls it
+    back."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in PASSED:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(words, stacklevel=level)
+
+
+def names_arguments(function: Named) -> Named:
+    """Returns `function`, or a class, with a TypeError that names its arguments."""
+    made: Any = function
+    signature, a_class = inspect.signature(made), isinstance(made, type)
+    call = made.__init__ if a_class else made
+
+    def checked(*args, **kwargs):
+        bound_arguments(made.__name__, signature, args[a_class:], kwargs)
+        return call(*args, **kwargs)
+
+    named: Any = functools.wraps(call)(checked)
+    if a_class:
+        made.__init__, named = named, made
+    return named
+
+
+def bound_arguments(
+    name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]
+) -> inspect.BoundArguments:
+    """The arguments by their names. Raises TypeError, which names the function, and what dpx calls an argument."""
+    parameters = signature.parameters
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        words = str(error)
+    if "too many" in words:
+        plain = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        words = f"takes {', '.join(plain) or 'no argument'} without a name, and every other one as name=value"
+    unknown = [given for given in kwargs if given not in parameters]
+    if unknown and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+        words = f"got an unexpected argument {', and '.join(_home_of(given, parameters) for given in unknown)}"
+    raise TypeError(f"{name}() {words}; its arguments are {', '.join(parameters)}")
+
+
+def _home_of(given: str, parameters: Any) -> str:
+    """An unknown argument, with what it is in a function of `parameters`, or where else it belongs."""
+    ours = OURS.get(given, given)
+    name = ours.partition(" ")[0]
+    if name in parameters:
+        return f"{given!r}, which is {ours} here"
+    if name in HOMES:
+        home, holder = HOMES[name], HOMES[name].partition("=")[0]
+        home = home if holder in parameters or not holder.isidentifier() else f"dpx.dp_sgd({home})"
+        return f"{given!r}, which {'' if ours == given else f'is {ours}, and '}belongs in {home}"
+    near = difflib.get_close_matches(given, parameters, n=1)
+    return f"{given!r}" + (f", did you mean {near[0]!r}?" if near else "")

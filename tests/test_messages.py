@@ -302,12 +302,32 @@ def test_a_wrong_keyword_of_a_method_names_the_nearest():
     with pytest.raises(TypeError, match=r"dp_sgd\(\) got an unexpected argument 'clip_nrom', did you mean 'clip_norm'"):
         dpx.dp_sgd(clip_nrom=1.0, noise_multiplier=1.0, sampling=SAMPLING, key=KEY)
     for build in (dpx.dp_sgd, dpx.statistics.release_mean):
-        with pytest.raises(TypeError, match=r"'epsilon', which is a part of noise_multiplier=dpx.Budget\(epsilon="):
+        with pytest.raises(TypeError, match=r"'epsilon', which belongs in noise_multiplier=dpx.Budget\(epsilon="):
             build(epsilon=1.0)
     with pytest.raises(AttributeError, match="no attribute 'FixedOrder'; there is dpx.sampling.FixedOrder"):
         dpx.FixedOrder  # noqa: B018
     with pytest.raises(TypeError, match=r"d2p2_sgd\(\) missing a required argument: 'kind'; its arguments are rank"):
         dpx.methods.d2p2_sgd(noise_multiplier=1.0, sampling=SAMPLING, key=KEY)
+
+
+OF_OTHERS = {  # an argument of another library, or of another function, in a call of dpx: what the message says of it
+    "'l2_norm_clip', which is clip_norm here": lambda: dpx.dp_sgd(l2_norm_clip=1.0),
+    r"'seed', which is key = dpx.secret_key\(seed\) here": lambda: dpx.dp_sgd(seed=3),
+    r"'lot_size', which is batch_size, and belongs in sampling=dpx.PoissonSampling\(": lambda: dpx.dp_sgd(lot_size=4),
+    r"which is .*, and belongs in dpx.fit\(microbatch_size=": lambda: dpx.dp_sgd(num_microbatches=4),
+    "'num_epochs', which is epochs here": lambda: dpx.fit(loss, MECHANISM, PARAMS, [], num_epochs=2),
+    r"belongs in dpx.dp_sgd\(noise_multiplier=dpx.Budget\(eps": lambda: dpx.fit(loss, MECHANISM, PARAMS, [], epsilon=2),
+    r"batch_size = rate \* examples here": lambda: dpx.PoissonSampling(examples=9, sample_rate=0.1),
+    "'n', which is examples here, and 'size'": lambda: dpx.PoissonSampling(n=9, size=3),
+    "takes no argument without a name": lambda: dpx.Budget(1.0, 1e-5),
+    "takes loss, optimizer, params, data without a name": lambda: dpx.fit(loss, MECHANISM, PARAMS, [], KEY),
+}
+
+
+@pytest.mark.parametrize("words", OF_OTHERS)
+def test_an_unknown_argument_is_named_with_what_it_is_here(words):
+    with pytest.raises(TypeError, match=words):
+        OF_OTHERS[words]()
 
 
 def test_an_error_of_the_loss_tells_the_shapes_of_an_example():

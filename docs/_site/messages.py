@@ -21,7 +21,7 @@ def text_of(node: ast.AST) -> str:
 
 
 def messages() -> Iterator[tuple[str, str]]:
-    """(file, message) of each `raise ValueError(...)`, `warnings.warn(...)` and `error.add_note(...)` in dpx/, in the
+    """(file, message) of each `raise ValueError(...)`, `warn_user(...)` and `error.add_note(...)` in dpx/, in the
     order of the files and lines."""
     for path in sorted((ROOT / "dpx").rglob("*.py")):
         tree = ast.parse(path.read_text())
@@ -29,7 +29,7 @@ def messages() -> Iterator[tuple[str, str]]:
         raised = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise)]
         errors = [node for node in raised if isinstance(node, ast.Call) and ast.unparse(node.func) == "ValueError"]
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        warned = [node for node in calls if ast.unparse(node.func) == "warnings.warn"]
+        warned = [node for node in calls if ast.unparse(node.func) == "warn_user"]
         noted = [node for node in calls if ast.unparse(node.func).endswith(".add_note")]
         for call in sorted([*errors, *warned, *noted], key=lambda call: call.lineno):
             said = text_of(named.get(ast.unparse(call.args[0]), call.args[0]))

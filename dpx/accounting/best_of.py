@@ -17,7 +17,7 @@ from dpx.accounting.pld import renyi
 from dpx.accounting.selection import SHAPES, OneOfDpEvent, trial_loss
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.states.reading import read_run
-from dpx.values import described, require_number
+from dpx.values import described, names_arguments, require_number
 
 Distribution = Literal["logarithmic", "geometric", "poisson"]
 
@@ -49,6 +49,7 @@ class Selection(Composition):
         )
 
 
+@names_arguments
 def best_of(
     *candidates: Any,
     trials: float,

@@ -2,14 +2,12 @@
 least noise, rounded up, or the most steps, for which the cost is within a budget.
 """
 
-import difflib
 import functools
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -21,11 +19,18 @@ from dpx.accounting.pld.buckets import BUCKETS, Buckets, bucketed_gaussians
 from dpx.accounting.schedule import Interval, implemented_profile, lower_profile, upper_profile
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.sampling.base import Sampling
-from dpx.values import described, require_bool, require_function, require_number, require_whole
+from dpx.values import (
+    bound_arguments,
+    described,
+    names_arguments,
+    require_bool,
+    require_function,
+    require_number,
+    require_whole,
+    warn_user,
+)
 
 M = TypeVar("M", bound=Any)
-P = ParamSpec("P")
-R = TypeVar("R")
 _COARSE_BUCKETS = 24  # of a first, rough search, where the second one starts (benchmarks/accounting.py, calibration)
 _COARSE_TOLERANCE = 0.02  # of the first search, relative
 _LARGEST_MULTIPLIER = 1e6  # if this much noise does not meet a budget, the budget counts as impossible
@@ -35,6 +40,7 @@ _NEAR = 4  # slow bills of a search that begins near the answer
 _SMALLEST_MULTIPLIER = 1e-3  # the search stops here, because so large a budget is not a constraint
 
 
+@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class Budget:
     """(epsilon, delta) for a run. Pass it as the noise multiplier of any function that accepts a budget.
@@ -126,7 +132,7 @@ def accepts_budget(build: Callable[..., M]) -> Callable[..., M]:
 
     @functools.wraps(build)
     def builder(*args, **kwargs):
-        arguments = _bound_args(build.__name__, signature, args, kwargs)
+        arguments = bound_arguments(build.__name__, signature, args, kwargs)
         budget = arguments.arguments.get("noise_multiplier")
         if not isinstance(budget, Budget):
             return build(*args, **kwargs)
@@ -145,33 +151,6 @@ def accepts_budget(build: Callable[..., M]) -> Callable[..., M]:
     parameters = [p if p.name != "noise_multiplier" else _accepting_budget(p) for p in signature.parameters.values()]
     vars(builder)["__signature__"] = signature.replace(parameters=parameters)
     return builder
-
-
-def names_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Returns `function` with a TypeError that names its arguments."""
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def checked(*args, **kwargs):
-        _bound_args(function.__name__, signature, args, kwargs)
-        return function(*args, **kwargs)
-
-    return checked
-
-
-def _bound_args(name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> inspect.BoundArguments:
-    """The arguments by their names. Raises TypeError, which names the function, and the nearest of its arguments."""
-    try:
-        return signature.bind(*args, **kwargs)
-    except TypeError as error:
-        words = str(error).replace("positional arguments", "arguments without their names")
-        unknown = [given for given in kwargs if given not in signature.parameters]
-    if unknown and all(p.kind is not p.VAR_KEYWORD for p in signature.parameters.values()):
-        near = difflib.get_close_matches(unknown[0], signature.parameters, n=1)
-        words = f"got an unexpected argument {unknown[0]!r}{f', did you mean {near[0]!r}?' if near else ''}"
-        if unknown[0] in ("epsilon", "delta", "budget"):
-            words += ", which is a part of noise_multiplier=dpx.Budget(epsilon=..., delta=..., steps=...)"
-    raise TypeError(f"{name}() {words}; its arguments are {', '.join(signature.parameters)}")
 
 
 def _accepting_budget(parameter: inspect.Parameter) -> inspect.Parameter:
@@ -219,7 +198,7 @@ def calibrate(
     require_function("make", make)
     if not hasattr(made := make(1.0), "sampling"):
         raise ValueError(f"make must return a mechanism for a noise multiplier, got {described(made)}")
-    checks.warn_of_large_delta(delta, made.sampling, stacklevel=4)
+    checks.warn_of_large_delta(delta, made.sampling)
     costs: dict[float, float] = {}
 
     def cost(noise_multiplier: float, distinct: int = DISTINCT, **options: Any) -> float:
@@ -244,17 +223,16 @@ def calibrate(
 
 
 def _warn_of_unused_budget(budget: float, found: float, costs: Mapping[float, float]) -> None:
-    """Warns the user, three calls up, if the least noise multiplier of a finite cost leaves much of the budget.
+    """Warns the user if the least noise multiplier of a finite cost leaves much of the budget.
 
     costs: those that were computed, by noise multiplier.
     """
     below = [noise for noise in costs if noise < found]
     if below and costs[found] < _NEARLY * budget and costs[max(below)] == math.inf:
-        warnings.warn(
+        warn_user(
             f"epsilon={budget} cannot be used up: the least noise with a known cost is noise_multiplier={found:.6g}, "
             f"which costs epsilon={costs[found]:.6g}, and that is what the run costs. With less, an example could move "
-            "a release farther than the noise reaches. Fewer `numbers` or a larger delta may allow less noise",
-            stacklevel=4,
+            "a release farther than the noise reaches. Fewer `numbers` or a larger delta may allow less noise"
         )
 
 
@@ -397,6 +375,7 @@ def _secant(points: list[tuple[float, float]], log_target: float) -> float | Non
     return last_noise * math.exp((log_target - log_last) / (log_cost - log_last) * math.log(noise / last_noise))
 
 
+@names_arguments
 def max_steps(
     optimizer: Any,
     *,

@@ -1,14 +1,13 @@
 """What all accountants share: their names, what a profile answers, and checks of their arguments."""
 
 import math
-import warnings
 from typing import Any, Literal, Protocol
 
 import jax.core
 import numpy as np
 
 from dpx.keys.noise import LARGEST_RELEASE
-from dpx.values import as_real, described, require_floats, require_open_fraction, require_whole
+from dpx.values import as_real, described, require_floats, require_open_fraction, require_whole, warn_user
 
 Accountant = Literal["tightest", "pld", "rdp"]
 Relation = Literal["add_or_remove", "zero_out", "replace_one"]
@@ -76,8 +75,8 @@ def require_delta(value: Any, *, zero: bool = False) -> float:
     return require_open_fraction("delta", require_concrete("delta", value))
 
 
-def warn_of_large_delta(value: Any, sampling: Any, *, stacklevel: int = 3) -> None:
-    """Warns the user, by default two calls up, if `delta` is so large that (epsilon, delta) promises little.
+def warn_of_large_delta(value: Any, sampling: Any) -> None:
+    """Warns the user if `delta` is so large that (epsilon, delta) promises little.
 
     Raises ValueError for a delta outside (0, 1).
     """
@@ -88,9 +87,7 @@ def warn_of_large_delta(value: Any, sampling: Any, *, stacklevel: int = 3) -> No
         words = f"above {_LARGEST_USUAL_DELTA}: with that probability nothing is promised"
     else:
         return
-    warnings.warn(
-        f"delta = {delta:g} is {words}; choose one far below 1 / the number of examples", stacklevel=stacklevel
-    )
+    warn_user(f"delta = {delta:g} is {words}; choose one far below 1 / the number of examples")
 
 
 def require_accountant(value: Any) -> Accountant:

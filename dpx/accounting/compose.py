@@ -1,7 +1,6 @@
 """The cost of several runs on the same data, together."""
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,7 @@ from dpx.schedules import values_over
 from dpx.states.identity import fingerprint, identity_of
 from dpx.states.reading import read_run
 from dpx.states.record import SEVERAL_KEYS
-from dpx.values import described, require_bool, require_whole
+from dpx.values import described, names_arguments, require_bool, require_whole, warn_user
 
 MOST_RUNS = 4  # which can share their batches in 14 ways
 
@@ -66,6 +65,7 @@ class Composition:
         return ExtremeProfile(max, found) if self.others else found[0]
 
 
+@names_arguments
 def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | None = None) -> Composition:
     """The cost of `runs` together, each a (mechanism, optimizer state) or a (mechanism, number of steps).
 
@@ -208,10 +208,9 @@ def require_one_unit(units: tuple[int, ...], examples: tuple[int, ...]) -> None:
             "Compute the cost of each run by itself"
         )
     if 0 in units and len(set(examples)) > 1:
-        warnings.warn(
+        warn_user(
             f"these runs sample from {sorted(set(examples))} units. If these are of different kinds, such as examples "
-            "and users, the sum of their costs holds for neither. Pass states, which show the unit",
-            stacklevel=3,
+            "and users, the sum of their costs holds for neither. Pass states, which show the unit"
         )
 
 

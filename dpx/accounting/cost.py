@@ -9,7 +9,6 @@ the events that are a `PrivacyLoss`. dp-accounting's own accountants do so for a
 """
 
 import math
-import warnings
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from dpx.keys.noise import LARGEST_RELEASE
 from dpx.sampling.base import Sampling
 from dpx.sampling.poisson import PoissonSampling
 from dpx.states.reading import RunFacts, read_run
-from dpx.values import described, require_whole
+from dpx.values import described, names_arguments, require_whole, warn_user
 
 _UNUSED = (
     "the state has taken no step. If parameters were trained with it, all of their steps had the same noise, which no "
@@ -36,6 +35,7 @@ _UNUSED = (
 )
 
 
+@names_arguments
 def event_epsilon(
     event: DpEvent,
     *,
@@ -76,6 +76,7 @@ def event_epsilon(
     return 0.0 if exact.delta(0.0) == 0 else from_event(event).pure(relation)
 
 
+@names_arguments
 def event_delta(
     event: DpEvent,
     *,
@@ -142,6 +143,7 @@ def require_reachable_epsilon(run: RunProfile, epsilon: float, delta: float) -> 
     return run.epsilon(delta)
 
 
+@names_arguments
 def epsilon(
     optimizer: Any,
     steps_or_state: Any,
@@ -189,6 +191,7 @@ def epsilon(
     return cost.profile(accountant).epsilon(delta)
 
 
+@names_arguments
 def delta(
     optimizer: Any,
     steps_or_state: Any,
@@ -264,7 +267,7 @@ def cost_of_run(
     elif hasattr(optimizer, "event_matching"):
         event = optimizer.event_matching(record.state, record.steps)
         if record.made == 0:  # with a budget, the cost would look as that of a run does
-            warnings.warn(_UNUSED, stacklevel=3)
+            warn_user(_UNUSED)
     else:
         raise ValueError(f"a state must be read by the dpx Mechanism that made its releases, got {type(optimizer)}")
     relation = _relation_of(event, sampling, relation)

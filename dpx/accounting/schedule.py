@@ -30,7 +30,7 @@ from dpx.sampling.events import compose_events
 from dpx.sampling.poisson import PoissonSampling
 from dpx.sampling.schemes import FixedSizeSampling, FullBatch, Sampling, ShuffledEpochs
 from dpx.schedules import values_over
-from dpx.values import described, require_number, require_whole
+from dpx.values import described, names_arguments, require_number, require_whole
 
 SamplingName = Literal["poisson", "fixed", "shuffled"]
 _RECORDS: dict[str, Any] = {"poisson": PoissonSampling, "fixed": FixedSizeSampling, "shuffled": ShuffledEpochs}
@@ -47,6 +47,7 @@ class Interval:
         return self.upper
 
 
+@names_arguments
 def schedule_epsilon(
     noise_multipliers: Any,
     *,
@@ -94,6 +95,7 @@ def schedule_epsilon(
     return _interval_of_profiles(upper, lower, lambda profile: profile.epsilon(delta))
 
 
+@names_arguments
 def schedule_delta(
     noise_multipliers: Any,
     *,
@@ -195,6 +197,7 @@ def lower_profile(steps: Buckets, *, relation: Relation) -> Profile:
     return unsampled_profile(losses) or ComposedProfile(losses, side="below")
 
 
+@names_arguments
 def dp_sgd_epsilon(
     *,
     examples: int,

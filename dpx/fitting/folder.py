@@ -30,7 +30,6 @@ import logging
 import os
 import secrets
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ from dpx.ledgers.files import acquire_lock, fsync_folder, make_folder, read_json
 from dpx.schedules import values_over
 from dpx.states.identity import fingerprint
 from dpx.states.record import ReleaseState, with_plan
-from dpx.values import Tree, map_nodes_of_type, path_of
+from dpx.values import Tree, map_nodes_of_type, path_of, warn_user
 from dpx.xla.place import current_place
 
 SENSITIVE = """This folder is as sensitive as the training data. history.json holds losses of the training data. The
@@ -443,10 +442,9 @@ def count_as_skipped(carry: Carry, run: RunPlan, reach: int) -> Carry:
 
 def _warn_of_skipped(changed: list[str], first: int, reach: int):
     others = f"with another value of {', '.join(changed)}" if changed else "where other devices may have been before"
-    warnings.warn(
+    warn_user(
         f"the run continues {others}. Its steps {first + 1} to {reach} may have been taken before. So they count as "
-        "taken, and change no parameters",
-        stacklevel=3,
+        "taken, and change no parameters"
     )
 
 

@@ -25,7 +25,7 @@ from dpx.ledgers import PrivacyLedger
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.reports.report import privacy_report
 from dpx.statistics.metrics import PrivateMetric
-from dpx.values import Tree, require_bool, require_function, require_whole
+from dpx.values import Tree, names_arguments, require_bool, require_function, require_whole, warn_user
 from dpx.xla.place import tracing_for_place
 
 _TRAINED: dict[int, Path | None] = {}  # the folder of the last run of each key, by the mark of the key
@@ -49,6 +49,7 @@ VALIDATED = (
 )
 
 
+@names_arguments
 def fit(
     loss: Callable,
     optimizer: Mechanism,
@@ -245,7 +246,7 @@ def _train_steps(
     if folder.ended is not None:
         payment.end(first, folder)
         if first < run.steps:
-            warnings.warn(ENDED.format(first), stacklevel=3)
+            warn_user(ENDED.format(first))
     if first == run.steps or folder.ended is not None:
         return carry
     mark, place = int(run.optimizer.noise_key), folder.path and folder.path.resolve()
@@ -296,9 +297,8 @@ def _warn_of_reused_key(mark: int, place: Path | None, continued: bool):
     The data, the loss and the parameters are not compared, so an identical run gets the warning too.
     """
     if mark in _TRAINED and not (continued and place == _TRAINED[mark]):
-        warnings.warn(
+        warn_user(
             "the key of this optimizer was used before in this process, in a run that this one does not continue. "
             "Both have the same noise: if anything else differs, such as one example, their difference shows it "
-            "without noise. Take a new dpx.secret_key() for every run, or continue the first one in its own folder",
-            stacklevel=4,
+            "without noise. Take a new dpx.secret_key() for every run, or continue the first one in its own folder"
         )

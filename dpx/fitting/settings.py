@@ -1,7 +1,6 @@
 """The arguments of `fit`, checked before anything is computed or written."""
 
 import math
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,7 @@ from dpx.mechanism import Mechanism
 from dpx.mechanism.guards import FLAX, checked_params
 from dpx.reports.report import require_one_line_names
 from dpx.sampling.loading import CheckedData
-from dpx.values import Tree, described, require_bool, require_whole
+from dpx.values import Tree, described, require_bool, require_whole, warn_user
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +75,10 @@ class RunPlan:
             records=records_per_unit_of_run(optimizer, records),
         )
         if budget is None or delta != budget.delta:  # of which the mechanism has warned
-            warn_of_large_delta(delta, optimizer.sampling, stacklevel=4)
+            warn_of_large_delta(delta, optimizer.sampling)
         if math.isinf(run.epsilon(steps)):  # which raises for a cost that cannot be computed
             words = "a step adds no noise, or delta is too small for the arithmetic of the noise"
-            warnings.warn(f"epsilon is inf: {words}. Nothing of this run is private", stacklevel=3)
+            warn_user(f"epsilon is inf: {words}. Nothing of this run is private")
         return run
 
     def epsilon(self, steps_or_state: Any) -> float:

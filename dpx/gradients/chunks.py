@@ -21,7 +21,7 @@ from dpx.sampling.batch import Batch, included_rows, require_batch
 from dpx.states.identity import fingerprint
 from dpx.states.record import DrawRecord, ReleaseState
 from dpx.sums.float_pair import FloatPair, add_pairs, with_low
-from dpx.values import Tree, batch_size, find_state, float32_like, repr_with_shapes
+from dpx.values import Tree, batch_size, find_state, float32_like, names_arguments, repr_with_shapes
 from dpx.xla.jaxprs import identity_of_program
 
 _ROUNDING = 1e-6  # relative, of a schedule compiled in two programs
@@ -123,6 +123,7 @@ class PrivateChunks:
             return self.optimizer.release_once(total, state, params, count, drawn, ordered=ordered)
 
 
+@names_arguments
 def private_updates_in_chunks(
     loss: Callable,
     optimizer: Mechanism,

@@ -5,7 +5,6 @@ in. So microbatches, chunks of a batch and devices do not change it.
 """
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from dpx import keys
 from dpx.mechanism import Mechanism
 from dpx.states.record import ReleaseState
-from dpx.values import MOST_SHAPES, Tree, batch_size, described, find_state, path_of
+from dpx.values import MOST_SHAPES, Tree, batch_size, described, find_state, path_of, warn_user
 from dpx.xla import jaxprs
 
 LARGE_CONSTANTS = 2**24  # bytes
@@ -156,4 +155,4 @@ def warn_of_constants(closed: Any, params: Tree, row: tuple) -> None:
     size = sum(getattr(array, "nbytes", 0) for array in found)
     if size >= LARGE_CONSTANTS:
         words = f"the loss closes over {size / 2**20:.0f} MiB of arrays, which become constants of every program of it"
-        warnings.warn(f"{words}: it compiles slowly and is as large as they are. Instead, {INSTEAD}", stacklevel=2)
+        warn_user(f"{words}: it compiles slowly and is as large as they are. Instead, {INSTEAD}")

@@ -17,7 +17,7 @@ from dpx.mechanism import Mechanism
 from dpx.mechanism.guards import checked_params
 from dpx.sampling.batch import Batch, included_rows, require_batch
 from dpx.states.record import ReleaseState
-from dpx.values import Tree, batch_size, find_state, repr_with_shapes, require_function, require_whole
+from dpx.values import Tree, batch_size, find_state, names_arguments, repr_with_shapes, require_function, require_whole
 
 
 class Unreleased(NamedTuple):
@@ -80,6 +80,7 @@ class PrivateStep:
         return PrivateUpdates(params, state, sharding_along_examples(batch.examples))
 
 
+@names_arguments
 def private_updates(
     loss: Callable,
     optimizer: Mechanism,
@@ -140,6 +141,7 @@ def private_updates(
     return PrivateStep(row_sum, optimizer, with_key)
 
 
+@names_arguments
 def private_updates_from(
     update_of_unit: Callable,
     optimizer: Mechanism,
@@ -176,6 +178,7 @@ def private_updates_from(
     return PrivateStep(row_sum, optimizer, with_key)
 
 
+@names_arguments
 def explain_norms(
     loss: Callable,
     optimizer: Mechanism,
@@ -210,6 +213,7 @@ def explain_norms(
     return ghost.explain(plan, params, *at_once.words)
 
 
+@names_arguments
 def augmented(
     loss: Callable[..., Tree], augment: Callable[[Tree, jax.Array], Tree], *, copies: int
 ) -> Callable[[Tree, Tree, jax.Array], Tree]:

@@ -5,8 +5,6 @@ Every random use in dpx has its own stream, because two uses of one stream could
 
 import functools
 import secrets
-import sys
-import warnings
 import zlib
 from typing import Any
 
@@ -16,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx.keys import cipher
+from dpx.values import names_arguments, warn_user
 
 SMALL = (
     "the key must be secret, but it looks like one from a seed below 2^32, such as jax.random.key(0). Anyone can try "
@@ -24,6 +23,7 @@ SMALL = (
 _WARNED: set[int] = set()  # the marks of the keys that were warned of
 
 
+@names_arguments
 def secret_key(seed: int | np.integer | bytes | None = None) -> jax.Array:
     """A typed PRNG key, (), from all 128 bits of `seed`. The key and the seed are as secret as the data.
 
@@ -88,10 +88,7 @@ def warn_if_guessable(key: jax.Array) -> jax.Array:
     """`key`, (), with a warning, once for each key, at the user's line if it comes from a seed that can be guessed."""
     if is_small(key) and (mark := int(mark_of_key(key))) not in _WARNED:
         _WARNED.add(mark)
-        frame, level = sys._getframe(), 1
-        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("dpx."):
-            frame, level = frame.f_back, level + 1
-        warnings.warn(SMALL, stacklevel=level)
+        warn_user(SMALL)
     return key
 
 

@@ -30,7 +30,7 @@ from dpx.ledgers.page import sections_of
 from dpx.reports.pages import as_markdown, as_text
 from dpx.sampling.events import compose_events
 from dpx.states.record import unit_mark
-from dpx.values import described, require_text, require_whole, unit_in_words
+from dpx.values import described, names_arguments, require_text, require_whole, unit_in_words
 from dpx.xla.place import current_place
 
 _MOST_NOISE, _FINE = 1e4, 1e-3  # of `least_noise`
@@ -64,6 +64,7 @@ class LedgerTerms:
         return unit_in_words(self.records, self.unit)
 
 
+@names_arguments
 class PrivacyLedger:
     """The ledger of a data set: one file that keeps everything that programs release about it within one budget.
 

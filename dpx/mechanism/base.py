@@ -33,7 +33,7 @@ from dpx.states.reading import require_state_of_mechanism, steps_taken
 from dpx.states.record import check_batch, fingerprints_of, release_and_count, stamp_state
 from dpx.sums.clipped_sum import sum_contributions
 from dpx.sums.float_pair import ETA
-from dpx.values import Tree, batch_size, float32_like
+from dpx.values import Tree, batch_size, float32_like, names_arguments
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -210,6 +210,7 @@ class InCoordinatesState(NamedTuple):
     coordinates: tuple[Tree, ...]
 
 
+@names_arguments
 def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism:
     """`mechanism` on gradients written in `coordinates`, applied in order and undone in reverse.
 

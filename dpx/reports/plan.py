@@ -19,7 +19,7 @@ from dpx.sampling.base import Sampling
 from dpx.sampling.cyclic import CyclicPoissonSampling
 from dpx.sampling.poisson import PoissonSampling
 from dpx.sampling.schemes import FixedOrder, FixedSizeSampling, FullBatch, ShuffledEpochs
-from dpx.values import described, for_whom, require_number, require_whole, rounded_up
+from dpx.values import described, for_whom, names_arguments, require_number, require_whole, rounded_up
 
 _TOLERANCE_OF_TABLE = 1e-3  # relative, of epsilon
 _ALIKE = 0.01  # a share of the noise that decides nothing
@@ -341,6 +341,7 @@ class NoisePlan:
         return axes
 
 
+@names_arguments
 def plan_noise(
     *,
     examples: int,

@@ -20,7 +20,7 @@ from dpx.reports.attacks import AttackBounds, bounds_and_curve
 from dpx.reports.pages import Section, as_html, as_markdown, as_text, attack_curve
 from dpx.states.record import unit_mark
 from dpx.sums.float_pair import ETA
-from dpx.values import described, for_whom, require_text, rounded_up, unit_in_words
+from dpx.values import described, for_whom, names_arguments, require_text, rounded_up, unit_in_words
 
 _PACKAGES = ("dpx-jax", "jax", "optax", "dp-accounting", "numpy", "scipy")  # whose versions a report states
 
@@ -133,6 +133,7 @@ class PrivacyReport:
         return self.save(Path(folder) / f"{name}.json"), self.save(Path(folder) / f"{name}.md")
 
 
+@names_arguments
 def privacy_report(
     mechanism: Any,
     steps_or_state: Any,

@@ -13,12 +13,13 @@ from dpx import keys
 from dpx.sampling.base import VaryingSize
 from dpx.sampling.batch import Draw, draw_bits, draw_epoch_steps, key_of_words, require_step, step_key
 from dpx.sampling.events import RandomAllocationDpEvent, compose_events, count_multipliers, is_constant
-from dpx.values import require_whole
+from dpx.values import names_arguments, require_whole
 
 _TOGETHER = 2**20  # examples whose steps are drawn at once: 16 MiB. The steps depend on this number.
 _PARTS = 2**32 - 1  # the number of the key of the parts; those below 2^31 are of the rows of each step
 
 
+@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class RandomAllocation(VaryingSize):
     """Every example exactly once an epoch, in a uniformly random step of it, independently of all others.

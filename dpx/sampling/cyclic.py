@@ -13,11 +13,12 @@ from dpx.sampling.allocation import allocate_examples
 from dpx.sampling.base import VaryingSize
 from dpx.sampling.batch import Draw, normalize_sizes, require_step, step_key, toss_coins, toss_every_step
 from dpx.sampling.events import compose_releases
-from dpx.values import require_whole
+from dpx.values import names_arguments, require_whole
 
 _ROWS = 1  # the number of the key of the rows of a step
 
 
+@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class CyclicPoissonSampling(VaryingSize):
     """Each example is in one of `bands` groups, which take turns; in its group's steps, a coin decides if it joins.

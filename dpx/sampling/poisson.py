@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import math
-import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,7 +27,7 @@ from dpx.sampling.batch import (
     usual_row_count,
 )
 from dpx.sampling.events import compose_releases
-from dpx.values import described, require_floats, require_number, require_whole
+from dpx.values import described, names_arguments, require_floats, require_number, require_whole, warn_user
 
 _ROWS, _KEPT = 1, 2  # the numbers of the keys of a step: of the rows of its examples, and of those that are kept
 
@@ -99,6 +98,7 @@ def _coins_below(words: jax.Array, heads: CoinThresholds) -> jax.Array:
     return (high < heads.high) | (high == heads.high) & (low < heads.low) | heads.always
 
 
+@names_arguments
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PoissonSampling(VaryingSize):
     """At every step, each example takes part with probability batch_size / examples, independently of the others.
@@ -145,7 +145,7 @@ class PoissonSampling(VaryingSize):
             object.__setattr__(self, "weights", PublicWeights(self.weights, self.examples))
             if (count := int((self.rates == 1).sum())) and self.batch_size < self.examples:
                 words = "an example takes part in every step, so epsilon has no amplification"
-                warnings.warn(f"{count} weights give a rate of 1: such {words}. Cap the weights", stacklevel=3)
+                warn_user(f"{count} weights give a rate of 1: such {words}. Cap the weights")
         if self.most_rows == math.inf:
             return
         most = require_whole("most_rows", self.most_rows)

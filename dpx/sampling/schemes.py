@@ -33,7 +33,7 @@ from dpx.sampling.batch import (
     step_key,
 )
 from dpx.sampling.events import compose_releases
-from dpx.values import require_whole
+from dpx.values import names_arguments, require_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,7 @@ class _WholeSize(Sampling):
         return self.batch_size
 
 
+@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class FixedSizeSampling(_WholeSize):
     """At every step, a new subset of `batch_size` examples, drawn uniformly without replacement.
@@ -123,6 +124,7 @@ class _Epochs(_WholeSize):
         return compose_releases(np.minimum.reduceat(multipliers, starts), GaussianDpEvent)
 
 
+@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class ShuffledEpochs(_Epochs):
     """A new permutation every epoch, cut into batches; the last batch of an epoch may be short.
@@ -146,6 +148,7 @@ class ShuffledEpochs(_Epochs):
         return draw_epoch_steps(key, steps, self.steps_per_epoch, self.examples, self.batch_size)
 
 
+@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class FixedOrder(_Epochs):
     """The examples in the order of the data, the same in every epoch; the last batch of an epoch may be short.
@@ -167,6 +170,7 @@ class FixedOrder(_Epochs):
         return jnp.arange(steps) % self.steps_per_epoch == 0
 
 
+@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class FullBatch(Sampling):
     """Every example at every step: the event is that of the Gaussian releases, because nothing is left to chance.

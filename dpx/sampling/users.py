@@ -14,7 +14,6 @@ before, and these displace others again: one record can exchange all that is kep
 """
 
 import hashlib
-import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -23,13 +22,14 @@ import numpy as np
 
 from dpx.sampling.loading import read_rows
 from dpx.states.record import unit_mark
-from dpx.values import Tree, batch_size, require_whole
+from dpx.values import Tree, batch_size, names_arguments, require_whole, warn_user
 
 MISSING = {"", "nan", "NaN", "None", "NaT", "<NA>"}  # as numpy and pandas write a missing string
 FEW, SHARE = 10, 0.1  # owners that may differ; the share of all rows that nobody should have
 First = Literal["order", "fewest_owners"]
 
 
+@names_arguments
 class UserData:
     """A source with one item for each user, for `sampling.take` and `sampling.batches`, from rows with their owners.
 
@@ -64,10 +64,9 @@ class UserData:
         self._owners, numbers, counts = np.unique(owners, return_inverse=True, return_counts=True)
         self.privacy_unit = unit
         if len(counts) > FEW and counts.max() > SHARE * examples:
-            warnings.warn(
+            warn_user(
                 "one owner has more than a tenth of all rows. If it stands for missing owners, such as 'unknown' or 0, "
-                "it is one user of many people, whom epsilon does not protect: give each person a number",
-                stacklevel=2,
+                "it is one user of many people, whom epsilon does not protect: give each person a number"
             )
         self.most = int(counts.max()) if most is None else require_whole("most", most)
         self._data = jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, data)
@@ -146,6 +145,7 @@ def owner_array(users: Any) -> np.ndarray:
     return owners
 
 
+@names_arguments
 def records_to_keep(owners: Any, *, most_records: int, first: First = "order") -> np.ndarray:
     """The records to keep, int64 (kept,), sorted, so that each owner has at most `most_records` of them.
 

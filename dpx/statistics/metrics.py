@@ -10,12 +10,12 @@ import numpy as np
 from dp_accounting import SelfComposedDpEvent
 
 from dpx import keys
-from dpx.accounting.budget import Budget, names_arguments
+from dpx.accounting.budget import Budget
 from dpx.accounting.cost import profile_of_run
 from dpx.sampling.users import UserData
 from dpx.statistics.released import RELATION, Statistic, mark_of_answer, records_of
 from dpx.statistics.sums import release_mean
-from dpx.values import Tree, as_local_array, path_of, require_function
+from dpx.values import Tree, as_local_array, names_arguments, path_of, require_function
 
 
 @names_arguments
@@ -44,6 +44,7 @@ def release_accuracy(
     return release_mean(correct, low=0, high=1, complete=complete, **asked, ledger=ledger, part=part)
 
 
+@names_arguments
 class PrivateMetric:
     """A metric of private validation data, for `dpx.fit(..., evaluate_private=)` or to call with parameters.
 

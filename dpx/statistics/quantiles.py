@@ -29,11 +29,11 @@ from dp_accounting import DpEvent, SelfComposedDpEvent
 from numpy.typing import ArrayLike
 
 from dpx import keys
-from dpx.accounting.budget import Budget, names_arguments
+from dpx.accounting.budget import Budget
 from dpx.accounting.pure import PureDpEvent
 from dpx.statistics.noise import random_words
 from dpx.statistics.released import Release, StatisticRequest, bounds_of, records_of
-from dpx.values import described, require_floats, require_open_fraction, require_whole
+from dpx.values import described, names_arguments, require_floats, require_open_fraction, require_whole
 
 SHARES = 2**20
 _BITS, _FALL = 108, 44  # of the largest weight, and by how much the smallest one is less

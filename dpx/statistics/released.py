@@ -1,6 +1,5 @@
 """What a statistic is asked for, the record of what was released, and the records that it is computed from."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from dpx.values import (
     require_number,
     require_open_fraction,
     require_text,
+    warn_user,
 )
 
 RELATION = "zero_out"
@@ -268,11 +268,10 @@ class StatisticRequest:
 def _warn_of_large_cost(noise_multiplier: float, event: DpEvent) -> None:
     """Warns the user of a statistic if a number, perhaps meant as epsilon, makes it cost more than is usual."""
     if noise_multiplier < 1 and (cost := event_epsilon(event, delta=_SMALL_DELTA, relation=RELATION)) > _LARGEST_USUAL:
-        warnings.warn(
+        warn_user(
             f"noise_multiplier = {noise_multiplier:g} gives epsilon = {cost:.3g} at delta = {_SMALL_DELTA:g}, which "
             f"promises little: less noise costs more. For epsilon = {noise_multiplier:g}, pass noise_multiplier="
-            f"dpx.Budget(epsilon={noise_multiplier:g}, delta={_SMALL_DELTA:g}, steps=1)",
-            stacklevel=6,
+            f"dpx.Budget(epsilon={noise_multiplier:g}, delta={_SMALL_DELTA:g}, steps=1)"
         )
 
 

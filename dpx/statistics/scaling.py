@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dpx.accounting.budget import Budget, names_arguments
+from dpx.accounting.budget import Budget
 from dpx.statistics.released import Statistic, StatisticRequest, bounds_of, records_of, safe_ratio, weighted_mean_bounds
 from dpx.statistics.sums import QUANTA, noisy_bernstein_cells
+from dpx.values import names_arguments
 
 _LARGEST_VARIANCE = 0.25  # of values in [0, 1]
 

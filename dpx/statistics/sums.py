@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dpx.accounting.budget import Budget, names_arguments
+from dpx.accounting.budget import Budget
 from dpx.statistics.noise import Noise, UnitSensitivity
 from dpx.statistics.released import (
     Statistic,
@@ -32,7 +32,7 @@ from dpx.statistics.released import (
     safe_ratio,
     weighted_mean_bounds,
 )
-from dpx.values import described, require_bool
+from dpx.values import described, names_arguments, require_bool
 
 WHOLE, QUANTA = 2**10, 2**24  # of a value that is counted, and of one that is added
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from dpx import keys
 from dpx.accounting.arithmetic import normal_sampler
 from dpx.accounting.best_of import Distribution, Selection
-from dpx.accounting.budget import Budget, names_arguments
+from dpx.accounting.budget import Budget
 from dpx.accounting.selection import SHAPES, draw_trial_count
 from dpx.fitting import processes
 from dpx.fitting.facts import bytes_of
@@ -29,7 +29,7 @@ from dpx.reports.report import PrivacyReport, privacy_report, version_of
 from dpx.states.identity import fingerprint
 from dpx.states.reading import steps_taken
 from dpx.tuning.plan import ScoreOn, SearchPlan, SearchSettings, Trial
-from dpx.values import Tree, path_of, repr_with_shapes, require_function
+from dpx.values import Tree, names_arguments, path_of, repr_with_shapes, require_function
 
 
 class SearchResult(NamedTuple):

@@ -24,7 +24,6 @@ runs replaces it: the attack is weaker, but as valid.
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -35,13 +34,12 @@ from scipy import special
 
 from dpx import keys
 from dpx.accounting import checks
-from dpx.accounting.budget import names_arguments
 from dpx.accounting.cost import epsilon as cost_of
 from dpx.audit.attacks.scores import LowerBound, lower_bound_from_scores
 from dpx.audit.stand_ins import without_grid
 from dpx.sampling.base import Sampling
 from dpx.states.public import publishable_state
-from dpx.values import Tree, described, require_arrays, require_open_fraction, require_whole
+from dpx.values import Tree, described, names_arguments, require_arrays, require_open_fraction, require_whole, warn_user
 
 _LARGE_NORM = 1e6  # of the default canary, so that every usual clip norm is reached
 _PILOT_SHARE, _LEAST_PILOT_RUNS, _MOST_PILOT_RUNS = 4, 1000, 40_000
@@ -397,6 +395,7 @@ def lower_bound(
     return lower_bound_from_scores(*scores, delta=delta, confidence=confidence, cost=cost)
 
 
+@names_arguments
 def canary_scores(
     make: Callable[[jax.Array], Any],
     *,
@@ -467,11 +466,10 @@ def _scores_of_runs(
     without = pilot_runs("pilot without", False, 2)
     moves = moves_of(without)
     if moves.noisy.any():
-        warnings.warn(
+        warn_user(
             f"with another key, the canary moves {moves.noisy.sum()} of {moves.noisy.size} observed numbers by "
             "different amounts. The bound is valid, but the attack may be weak, because it uses the mean amount. If "
-            "optax transforms are behind the mechanism, audit it without them, because they do not change epsilon",
-            stacklevel=3,
+            "optax transforms are behind the mechanism, audit it without them, because they do not change epsilon"
         )
     noises = int(moves.known.any())
     with_ = pilot_runs("pilot with", True, noises)

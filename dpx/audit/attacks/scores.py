@@ -16,7 +16,6 @@ count.
 
 import functools
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from scipy import special
 
 from dpx.accounting import checks, gdp
 from dpx.reports.curves import TradeOff, plot_trade_off
-from dpx.values import repr_with_shapes, require_open_fraction
+from dpx.values import names_arguments, repr_with_shapes, require_open_fraction, warn_user
 
 _THRESHOLDS = 400  # candidates, most of them in the tails, where the bound at a small delta is best
 _CHOICE_MISS = 0.01  # thresholds are chosen at this share of the allowed misses, so that luck in the tails counts less
@@ -102,6 +101,7 @@ class LowerBound(Bound):
         ]
 
 
+@names_arguments
 def lower_bound_from_scores(
     with_canary: Any, without_canary: Any, *, delta: float, confidence: float = 0.95, cost: float | None = None
 ) -> LowerBound:
@@ -130,7 +130,7 @@ def lower_bound_from_scores(
         counted = _count_detections(present[1], absent[1], np.array([threshold]), finds_with)
         bounds.append(float(bound_of(counted, miss=miss)[0]))
     if bounds[0] <= 0 and _score_more(absent[1], present[1]):
-        warnings.warn(SWAPPED, stacklevel=2)
+        warn_user(SWAPPED)
     shown = np.quantile(np.concatenate([present[1], absent[1]]), np.linspace(0, 1, _ROC_POINTS), method="higher")
     return LowerBound(
         epsilon=max(0.0, bounds[0]),

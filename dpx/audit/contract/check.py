@@ -12,7 +12,7 @@ from dpx.audit.contract.inputs import default_params
 from dpx.audit.contract.report import BrokenLine, ContractReport, Line, NotChecked
 from dpx.audit.contract.trial import Trial
 from dpx.mechanism import Mechanism, require_mechanism
-from dpx.values import Tree, batch_size, described, require_whole
+from dpx.values import Tree, batch_size, described, names_arguments, require_whole
 from dpx.xla.place import full_precision
 
 LINES: dict[str, Callable[[Trial], str]] = {
@@ -37,6 +37,7 @@ FALSE_ALARMS = 1e-4
 MOST_NUMBERS = 1000  # of the parameters, because every pair of coordinates is compared
 
 
+@names_arguments
 def check_contract(
     mechanism: Mechanism,
     loss: Callable | None = None,

@@ -1,6 +1,5 @@
 """One call before a long run."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from dpx.gradients.one_example import adding_note
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.mechanism.guards import require_numbers, trained_mask
 from dpx.sampling.batch import Batch, require_batch
-from dpx.values import Tree, batch_size, described, require_function, require_whole
+from dpx.values import Tree, batch_size, described, names_arguments, require_function, require_whole, warn_user
 
 NO_FINITE_ROW = (
     "none of {} examples that were looked at has a finite gradient, because each holds NaN or infinity. Such examples "
@@ -27,6 +26,7 @@ NO_FINITE_ROW = (
 )
 
 
+@names_arguments
 def check_setup(
     loss: Callable,
     optimizer: Mechanism,
@@ -146,7 +146,7 @@ def warn_of_loss(optimizer: Mechanism, closed: core.ClosedJaxpr, params: Tree, r
         loss_findings.find_constant_keys_in(closed, len(jax.tree.leaves(params))),
     ):
         if found.severity in ("error", "warning"):
-            warnings.warn(f"{found.words}. (From dpx.check_setup, which looks at more.)", stacklevel=2)
+            warn_user(f"{found.words}. (From dpx.check_setup, which looks at more.)")
 
 
 def warn_of_rows(
@@ -163,4 +163,4 @@ def warn_of_rows(
     count, value = batch_size(rows), loss_findings.loss_of_one_example(loss, with_key=with_key, has_aux=has_aux)
     alone = batch_findings.loss_of_one_row(value, trained_mask(optimizer, params), rows)
     if not any(np.isfinite(alone(params, row)[1]).all() for row in range(count)):
-        warnings.warn(NO_FINITE_ROW.format(count), stacklevel=3)
+        warn_user(NO_FINITE_ROW.format(count))

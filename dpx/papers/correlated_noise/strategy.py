@@ -60,7 +60,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from scipy import linalg, optimize, signal, special
 
-from dpx.values import described, require_number, require_whole
+from dpx.values import described, names_arguments, require_number, require_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +141,7 @@ def identity() -> Strategy:
     return Strategy()
 
 
+@names_arguments
 def lambda_cgd(*, correlation: float) -> Strategy:
     """Subtracts a part of the last step's noise: d = (1, -correlation) (arXiv:2601.22334).
 
@@ -153,6 +154,7 @@ def lambda_cgd(*, correlation: float) -> Strategy:
     return Strategy(inverse_coefficients=(1.0, -value) if value else (1.0,))
 
 
+@names_arguments
 def banded_inverse_square_root(*, coefficients: int) -> Strategy:
     """BISR: the first coefficients of the inverse square root of prefix sums as a banded C^-1 (arXiv:2505.12128).
 
@@ -170,6 +172,7 @@ def square_root_coefficients(count: int) -> np.ndarray:
     return np.exp(special.gammaln(places + 0.5) - special.gammaln(places + 1.0)) / np.sqrt(np.pi)
 
 
+@names_arguments
 def banded_square_root(*, bands: int, momentum: float = 0.0) -> Strategy:
     """BSR: the first coefficients of the square root of the workload as a banded C (arXiv:2405.13763).
 
@@ -367,6 +370,7 @@ _OVERFLOW = 1e3  # the logarithm of a loss that is not a float64; of a float64 i
 Quadratic = Callable[[np.ndarray], tuple[float, np.ndarray]]  # u -> q(u) and half of its gradient
 
 
+@names_arguments
 def optimized(
     *, bands: int, steps: int, workload: Workload = PREFIX_SUMS, error: Literal["mean", "largest"] = "mean"
 ) -> Strategy:
