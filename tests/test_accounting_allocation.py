@@ -16,7 +16,6 @@ from dpx.accounting.allocation import AllocatedGaussians
 from dpx.accounting.arithmetic import RunProfile
 from dpx.accounting.cost import event_profile, profile_of_run
 from dpx.accounting.ledger import from_event
-from dpx.accounting.pld import moments, ratio_laws
 from dpx.accounting.pld.losses import SampledGaussian, total_renyi
 from dpx.sampling.events import RandomAllocationDpEvent, count_multipliers
 
@@ -162,8 +161,8 @@ def test_published_numbers():
     assert accounting.event_delta(epoch((0.5,) * 100), epsilon=0.0) == pytest.approx(0.188, rel=2e-3)
     assert accounting.event_epsilon(epoch((2.0,)), delta=1e-5) == pytest.approx(1.9930914, rel=1e-7)
     assert 1.532 <= accounting.event_epsilon(epoch((2.0,) * 5, epochs=4), delta=1e-5) <= 2.320
-    assert moments.renyi_of_removal(((1.0, 2),), 2, 2) == pytest.approx(0.62011451, abs=5e-9)
-    assert moments.renyi_of_addition(((1.0, 2),), 2, 2) == pytest.approx(0.56904260, abs=5e-9)
+    assert allocation.renyi_of_removal(((1.0, 2),), 2, 2) == pytest.approx(0.62011451, abs=5e-9)
+    assert allocation.renyi_of_addition(((1.0, 2),), 2, 2) == pytest.approx(0.56904260, abs=5e-9)
 
 
 def test_a_moment_that_is_zero_on_the_circle_or_no_number():
@@ -171,11 +170,11 @@ def test_a_moment_that_is_zero_on_the_circle_or_no_number():
     noise = ((30.26742382574109, 7),)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = [moments.renyi_of_removal(noise, 7, order) for order in (149, 150, 151)]
+        found = [allocation.renyi_of_removal(noise, 7, order) for order in (149, 150, 151)]
     assert 0 < found[0] < found[1] < found[2]
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert moments.renyi_of_removal(((math.nan, 7),), 7, 2) == math.inf
+        assert allocation.renyi_of_removal(((math.nan, 7),), 7, 2) == math.inf
 
 
 def test_poisson_sampling_is_no_bill():
@@ -216,7 +215,7 @@ def test_sums_of_two_laws_and_of_one_repeated_are_alike():
     one = of_law(allocation._ratio_law(((1.0, 1000),), 1000, 20), epsilons)
     two = of_law(allocation._ratio_law(((1.0, 600), (1.0 + 1e-9, 400)), 1000, 20), epsilons)
     assert two == pytest.approx(one, rel=0.01)
-    law = ratio_laws.law_of_copies(ratio_laws.likelihood_ratio_law(1.0, 1e-20), 1000, 1e-20)
+    law = allocation.law_of_copies(allocation.likelihood_ratio_law(1.0, 1e-20), 1000, 1e-20)
     assert law.masses @ law.values == pytest.approx(1000, rel=1e-11)
     second = law.masses @ (law.values / 1000 - 1) ** 2
     assert 0 <= second / (math.expm1(1) / 1000) - 1 < 2e-3  # the rounding adds this to the variance
@@ -245,8 +244,8 @@ def test_renyi_divergences_are_above_the_integrals(sigmas, steps):
     noise, truth = count_multipliers(np.array(sigmas)), np.maximum(removal, addition)
     for place in np.flatnonzero(ORDERS == np.round(ORDERS)):
         order = int(ORDERS[place])
-        assert moments.renyi_of_removal(noise, steps, order) == pytest.approx(removal[place], rel=1e-3)
-        assert moments.renyi_of_addition(noise, steps, order) == pytest.approx(addition[place], rel=1e-3)
+        assert allocation.renyi_of_removal(noise, steps, order) == pytest.approx(removal[place], rel=1e-3)
+        assert allocation.renyi_of_addition(noise, steps, order) == pytest.approx(addition[place], rel=1e-3)
     bound = AllocatedGaussians(noise, steps).renyi(ORDERS)
     assert np.all(bound >= truth)
     assert bound[1:4] == pytest.approx(truth[1:4], rel=1e-3) and bound[4] < 1.15 * truth[4]
@@ -257,7 +256,7 @@ def test_renyi_divergences_are_above_the_integrals(sigmas, steps):
 def test_the_rounding_of_many_steps_is_billed(sigma, steps):
     """The exact second moment of S is 1 + (e^(1 / s^2) - 1) / t."""
     exact = math.log1p(math.expm1(sigma**-2) / steps)
-    assert moments.renyi_of_removal(((sigma, steps),), steps, 2) >= exact * (1 - 1e-12)
+    assert allocation.renyi_of_removal(((sigma, steps),), steps, 2) >= exact * (1 - 1e-12)
 
 
 def test_a_loss_that_overflows_is_not_private():
@@ -273,8 +272,8 @@ def test_renyi_divergences_at_large_orders_and_many_steps():
     for order in (2, 8, 16):
         by_law = [math.log(law.masses @ law.values**power) / (order - 1) for power in (order, 1 - order)]
         found = (
-            moments.renyi_of_removal(((2.0, 1000),), 1000, order),
-            moments.renyi_of_addition(((2.0, 1000),), 1000, order),
+            allocation.renyi_of_removal(((2.0, 1000),), 1000, order),
+            allocation.renyi_of_addition(((2.0, 1000),), 1000, order),
         )
         assert found == pytest.approx(by_law, rel=0.01) and found[0] <= by_law[0] and found[1] <= by_law[1]
     orders = np.array([1.5, 256.0, 1024.0, 8192.0])

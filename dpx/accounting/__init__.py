@@ -15,7 +15,7 @@ Every epsilon and delta is an upper bound; an interval adds a lower bound. The p
 
 * Poisson-sampled Gaussians: `pld/losses.py` (one step), `pld/composition.py` (many), `pld/buckets.py` (long schedules),
   `pld/renyi.py` ("rdp"). Several releases of one batch: `ledger.py`. Unsampled Gaussians: `gdp.py`.
-* Random allocation: `allocation.py`, `pld/ratio_laws.py`, and `pld/moments.py` ("rdp").
+* Random allocation: `allocation.py`.
 * Samples of a fixed or limited size: `sampled_gaussians.py`. Runs on shared batches: `compose.py`.
 * A unit of several records, and mixtures of Gaussians, which are its pair with other shifts: `groups.py`.
 * The best of a random number of trials: `selection.py`. Releases with delta 0: `pure.py`.

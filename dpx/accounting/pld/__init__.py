@@ -1,6 +1,5 @@
 """The privacy loss of steps and of their compositions: its distribution (PLD), and its Renyi divergences.
 
-`losses`: the loss of one step. `composition`: the sum of many losses. `buckets`: long schedules as few distinct steps.
-`renyi`: the divergences of sampled Gaussians. Random allocation: `ratio_laws`, laws of sums of likelihood ratios, and
-`moments`.
+`losses`: the loss of one step. `composition`: the sum of many losses, and long schedules as few distinct steps.
+`renyi`: the divergences of sampled Gaussians.
 """
