@@ -15,7 +15,7 @@ from scipy import fft, optimize, special, stats
 from dpx import accounting
 from dpx.accounting import profiles
 from dpx.accounting.pld import composition, losses, renyi
-from dpx.accounting.pld.buckets import bucketed_steps
+from dpx.accounting.pld.losses import bucketed_steps
 
 SLACK = 1e-4
 

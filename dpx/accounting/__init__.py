@@ -13,8 +13,8 @@ Which function answers which question:
 
 Every epsilon and delta is an upper bound; an interval adds a lower bound. The proofs:
 
-* Poisson-sampled Gaussians: `pld/losses.py` (one step), `pld/composition.py` (many), `pld/buckets.py` (long schedules),
-  `pld/renyi.py` ("rdp"). Several releases of one batch: `ledger.py`. Unsampled Gaussians: `gdp.py`.
+* Poisson-sampled Gaussians: `pld/losses.py` (one step, long schedules), `pld/composition.py` (many), `pld/renyi.py`
+  ("rdp"). Several releases of one batch: `ledger.py`. Unsampled Gaussians: `gdp.py`.
 * Random allocation: `allocation.py`.
 * Samples of a fixed or limited size: `sampled_gaussians.py`. Runs on shared batches: `compose.py`.
 * A unit of several records, and mixtures of Gaussians, which are its pair with other shifts: `groups.py`.

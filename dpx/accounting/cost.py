@@ -21,7 +21,7 @@ from dpx.accounting.checks import Accountant, Profile, Relation
 from dpx.accounting.groups import require_zero_out
 from dpx.accounting.ledger import DISTINCT, from_event
 from dpx.accounting.loss import DelegatedProfile, PrivacyLoss, event_of_loss
-from dpx.accounting.pld.buckets import BUCKETS
+from dpx.accounting.pld.losses import BUCKETS
 from dpx.accounting.profiles import GaussianProfile
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.sampling.base import Sampling

@@ -28,8 +28,14 @@ from dpx.accounting.loss import (
     event_of_loss,
     in_deviations,
 )
-from dpx.accounting.pld.buckets import BUCKETS, bucketed_steps, round_losses_to_buckets
-from dpx.accounting.pld.losses import Losses, SampledGaussian, StepLoss
+from dpx.accounting.pld.losses import (
+    BUCKETS,
+    Losses,
+    SampledGaussian,
+    StepLoss,
+    bucketed_steps,
+    round_losses_to_buckets,
+)
 from dpx.accounting.profiles import UNBOUNDED, loss_profile
 from dpx.accounting.sampled_gaussians import (
     FixedSizeGaussian,

@@ -91,8 +91,16 @@ from scipy import special
 from dpx.accounting.checks import Relation
 from dpx.accounting.loss import PrivacyLoss, in_deviations
 from dpx.accounting.pld import renyi
-from dpx.accounting.pld.buckets import round_losses_to_buckets
-from dpx.accounting.pld.losses import GaussianStep, Losses, Pmf, SampledGaussian, StepLoss, dominating_pmf, mix_pmfs
+from dpx.accounting.pld.losses import (
+    GaussianStep,
+    Losses,
+    Pmf,
+    SampledGaussian,
+    StepLoss,
+    dominating_pmf,
+    mix_pmfs,
+    round_losses_to_buckets,
+)
 
 _ROUNDING = 1e-9  # relative, of the probabilities of binomials: they are rounded up by it
 

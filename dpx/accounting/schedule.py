@@ -15,8 +15,7 @@ from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.cost import event_for_records, profile_of_run
 from dpx.accounting.groups import require_zero_out
 from dpx.accounting.ledger import DISTINCT, from_event
-from dpx.accounting.pld.buckets import BUCKETS, Buckets, bucketed_gaussians
-from dpx.accounting.pld.losses import Losses, SampledGaussian
+from dpx.accounting.pld.losses import BUCKETS, Buckets, Losses, SampledGaussian, bucketed_gaussians
 from dpx.accounting.profiles import (
     UNBOUNDED,
     ComposedProfile,

@@ -12,7 +12,7 @@ import numpy as np
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.cost import cost_of_run, records_per_unit_of_run
-from dpx.accounting.pld.buckets import BUCKETS
+from dpx.accounting.pld.losses import BUCKETS
 from dpx.reports.attacks import attack_bounds_of_profile
 from dpx.reports.pages import draw_guessing_line, labeled_axes
 from dpx.values import for_whom, repr_with_shapes, require_floats, require_whole, rounded_up

@@ -1,5 +1,5 @@
 """The privacy loss of steps and of their compositions: its distribution (PLD), and its Renyi divergences.
 
-`losses`: the loss of one step. `composition`: the sum of many losses, and long schedules as few distinct steps.
+`losses`: the loss of one step, and long schedules as few distinct steps. `composition`: the sum of many losses.
 `renyi`: the divergences of sampled Gaussians.
 """

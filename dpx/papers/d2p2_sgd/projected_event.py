@@ -24,8 +24,7 @@ from dpx.accounting.checks import Relation
 from dpx.accounting.ledger import from_event
 from dpx.accounting.loss import PrivacyLoss, in_deviations
 from dpx.accounting.pld import renyi
-from dpx.accounting.pld.buckets import bucketed_steps
-from dpx.accounting.pld.losses import Pmf, SampledGaussian, StepLoss, mix_pmfs
+from dpx.accounting.pld.losses import Pmf, SampledGaussian, StepLoss, bucketed_steps, mix_pmfs
 from dpx.sampling.events import compose_events
 
 # Costs are upper bounds for any of these numbers: noise is rounded down, stretches are rounded up, tails are counted.
