@@ -18,7 +18,7 @@ from dp_accounting.pld.common import DifferentialPrivacyParameters
 import dpx
 from dpx import statistics
 from dpx.accounting import event_delta, event_epsilon
-from dpx.accounting.pure import PureDpEvent, PureLoss
+from dpx.accounting.loss import PureDpEvent, PureLoss
 from dpx.ledgers.ledger import LedgerTerms
 from dpx.statistics import noise as noises
 from dpx.statistics import quantiles, released

@@ -18,7 +18,7 @@ Every epsilon and delta is an upper bound; an interval adds a lower bound. The p
 * Random allocation: `allocation.py`.
 * Samples of a fixed or limited size: `sampled_gaussians.py`. Runs on shared batches: `compose.py`.
 * A unit of several records, and mixtures of Gaussians, which are its pair with other shifts: `groups.py`.
-* The best of a random number of trials: `selection.py`. Releases with delta 0: `pure.py`.
+* The best of a random number of trials: `selection.py`. Releases with delta 0: `loss.py`.
 * Correlated noise, error feedback and fresh projections: with their papers, in `dpx/papers`.
 * What the arithmetic of the noise adds to each of these: `arithmetic.py`. Every cost of a run has it
   (`cost.profile_of_run`); those of events alone (`event_epsilon`, `event_delta`) and the lower end of an interval are
@@ -42,8 +42,7 @@ from dpx.accounting.best_of import Selection, best_of
 from dpx.accounting.budget import Budget, CalibratedSchedule, accepts_budget, calibrate, calibrate_schedule, max_steps
 from dpx.accounting.compose import Composition, compose_runs
 from dpx.accounting.cost import delta, epsilon, event_delta, event_epsilon
-from dpx.accounting.loss import PrivacyLoss
-from dpx.accounting.pure import PureDpEvent
+from dpx.accounting.loss import PrivacyLoss, PureDpEvent
 from dpx.accounting.schedule import Interval, dp_sgd_epsilon, schedule_delta, schedule_epsilon
 from dpx.states.reading import steps_taken
 

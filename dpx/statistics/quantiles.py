@@ -30,7 +30,7 @@ from numpy.typing import ArrayLike
 
 from dpx import keys
 from dpx.accounting.budget import Budget
-from dpx.accounting.pure import PureDpEvent
+from dpx.accounting.loss import PureDpEvent
 from dpx.statistics.noise import random_words
 from dpx.statistics.released import Release, StatisticRequest, bounds_of, records_of
 from dpx.values import described, names_arguments, require_floats, require_open_fraction, require_whole

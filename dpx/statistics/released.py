@@ -13,7 +13,7 @@ from dpx import keys
 from dpx.accounting.budget import Budget, calibrate
 from dpx.accounting.checks import require_delta
 from dpx.accounting.cost import event_epsilon, profile_of_run
-from dpx.accounting.pure import PureDpEvent
+from dpx.accounting.loss import PureDpEvent
 from dpx.sampling.schemes import FullBatch
 from dpx.sampling.users import UserData
 from dpx.statistics.noise import LARGEST_SUM, Noise, UnitSensitivity, key_of_query, padded_size
