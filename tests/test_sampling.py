@@ -19,7 +19,7 @@ from dpx import keys
 from dpx.accounting.ledger import from_event
 from dpx.sampling import CyclicPoissonSampling, RandomAllocation, allocation, poisson
 from dpx.sampling import batch as draws
-from dpx.sampling.events import RandomAllocationDpEvent
+from dpx.sampling.allocation import RandomAllocationDpEvent
 from dpx.schedules import values_over
 from tests.devices import on_eight_devices
 

@@ -18,7 +18,7 @@ from dpx.accounting.ledger import DISTINCT, FEW
 from dpx.accounting.pld.losses import BUCKETS, Buckets, bucketed_gaussians
 from dpx.accounting.schedule import Interval, implemented_profile, lower_profile, upper_profile
 from dpx.keys.noise import LARGEST_RELEASE
-from dpx.sampling.base import Sampling
+from dpx.sampling.schemes import Sampling
 from dpx.values import (
     bound_arguments,
     described,

@@ -10,7 +10,7 @@ import attrs
 from dp_accounting import DpEvent
 
 from dpx.accounting.filters import NOTHING, Spent
-from dpx.sampling.base import Sampling
+from dpx.sampling.schemes import Sampling
 from dpx.values import described
 
 

@@ -28,7 +28,7 @@ from dpx.ledgers.entries import Entry, decode_value, encode_value, entries_of
 from dpx.ledgers.files import replace_file
 from dpx.ledgers.page import sections_of
 from dpx.reports.pages import as_markdown, as_text
-from dpx.sampling.events import compose_events
+from dpx.sampling.schemes import compose_events
 from dpx.states.record import unit_mark
 from dpx.values import described, names_arguments, require_text, require_whole, unit_in_words
 from dpx.xla.place import current_place

@@ -14,7 +14,6 @@ from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
 from dpx import keys
 from dpx.keys import cipher
-from dpx.sampling.base import VaryingSize
 from dpx.sampling.batch import (
     Draw,
     normalize_sizes,
@@ -26,7 +25,7 @@ from dpx.sampling.batch import (
     toss_every_step,
     usual_row_count,
 )
-from dpx.sampling.events import compose_releases
+from dpx.sampling.schemes import VaryingSize, compose_releases
 from dpx.values import described, names_arguments, require_floats, require_number, require_whole, warn_user
 
 _ROWS, _KEPT = 1, 2  # the numbers of the keys of a step: of the rows of its examples, and of those that are kept

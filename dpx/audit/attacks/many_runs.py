@@ -37,7 +37,7 @@ from dpx.accounting import checks
 from dpx.accounting.cost import epsilon as cost_of
 from dpx.audit.attacks.scores import LowerBound, lower_bound_from_scores
 from dpx.audit.stand_ins import without_grid
-from dpx.sampling.base import Sampling
+from dpx.sampling.schemes import Sampling
 from dpx.states.public import publishable_state
 from dpx.values import Tree, described, names_arguments, require_arrays, require_open_fraction, require_whole, warn_user
 

@@ -26,11 +26,9 @@ from dpx.accounting.ledger import from_event
 from dpx.audit.contract.draws import reduced_chi_square_quantile
 from dpx.audit.contract.report import BrokenLine, NotChecked
 from dpx.audit.contract.trial import Trial, name_of_own_event
-from dpx.sampling.base import Sampling
+from dpx.sampling.allocation import CyclicPoissonSampling, RandomAllocationDpEvent
 from dpx.sampling.batch import Draw
-from dpx.sampling.cyclic import CyclicPoissonSampling
-from dpx.sampling.events import RandomAllocationDpEvent
-from dpx.sampling.schemes import FixedOrder, FullBatch, ShuffledEpochs
+from dpx.sampling.schemes import FixedOrder, FullBatch, Sampling, ShuffledEpochs
 from dpx.states.identity import identity_of
 from dpx.states.reading import release_state
 

@@ -12,7 +12,7 @@ from dpx.audit.contract import inputs
 from dpx.audit.contract.draws import FULLY, NoiseDraws, measured_release, obvious_fault
 from dpx.audit.contract.report import NotChecked
 from dpx.audit.contract.subject import STEPS, Release, Subject, TracedRelease
-from dpx.sampling.base import Sampling
+from dpx.sampling.schemes import Sampling
 from dpx.schedules import values_over
 from dpx.values import Tree
 

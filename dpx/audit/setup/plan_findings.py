@@ -14,9 +14,9 @@ from dpx.accounting.cost import cost_of_run
 from dpx.accounting.ledger import without_truncation
 from dpx.audit.setup.report import Finding
 from dpx.mechanism import Mechanism
-from dpx.sampling.base import Sampling
 from dpx.sampling.batch import Batch, included_rows
 from dpx.sampling.loading import length_of
+from dpx.sampling.schemes import Sampling
 from dpx.states.identity import fingerprint
 from dpx.sums.float_pair import ETA
 from dpx.values import Tree, batch_size, for_whom, rounded_up

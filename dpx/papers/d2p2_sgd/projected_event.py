@@ -25,7 +25,7 @@ from dpx.accounting.ledger import from_event
 from dpx.accounting.loss import PrivacyLoss, in_deviations
 from dpx.accounting.pld import renyi
 from dpx.accounting.pld.losses import Pmf, SampledGaussian, StepLoss, bucketed_steps, mix_pmfs
-from dpx.sampling.events import compose_events
+from dpx.sampling.schemes import compose_events
 
 # Costs are upper bounds for any of these numbers: noise is rounded down, stretches are rounded up, tails are counted.
 _DISTINCT_NOISE_MULTIPLIERS = 64  # each is a mixture of up to _MOST_STRETCHES privacy loss distributions
