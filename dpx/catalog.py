@@ -93,7 +93,7 @@ COORDINATES = (
 )
 
 MECHANISMS = (  # those that wrap another
-    Entry(mechanisms.normalized, {}, "mechanism/normalized.py"),
+    Entry(mechanisms.normalized),
     Entry(mechanisms.clip_then_project, SKETCH, "papers/d2p2_sgd/methods.py"),
 )
 

@@ -20,7 +20,7 @@ To add one: a file in its paper's folder, its import below, and a line in `COORD
 """
 
 from dpx.mechanism import Coordinates
-from dpx.mechanism.trainable import trainable
+from dpx.mechanism.masks import trainable
 from dpx.papers.ada_dpigu import importance_mask, masked_params, standardized, top_fraction
 from dpx.papers.d2p2_sgd import random_projection
 from dpx.papers.gep_sgd import gradient_embedding, public_subspace

@@ -15,8 +15,7 @@ To add one: a file in `dpx/mechanism/` or of its paper, its import below, and a 
 """
 
 from dpx.mechanism.adaptive_clipping import adaptive_clipping
-from dpx.mechanism.dp_sgd import dp_sgd
-from dpx.mechanism.normalized import normalized
+from dpx.mechanism.dp_sgd import dp_sgd, normalized
 from dpx.papers.correlated_noise import correlated_noise
 from dpx.papers.d2p2_sgd import clip_then_project
 from dpx.papers.dice_sgd import dice_sgd

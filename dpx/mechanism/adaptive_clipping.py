@@ -19,9 +19,8 @@ import numpy as np
 import optax
 
 from dpx.accounting.budget import accepts_budget
-from dpx.mechanism.base import Mechanism
+from dpx.mechanism.base import SUM, Mechanism, describe
 from dpx.mechanism.dp_sgd import SMALLEST_CLIP_NORM, dp_sgd, tree_norm
-from dpx.mechanism.stages import SUM, describe
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule, value_at, values_over
 from dpx.sums.float_pair import as_pair

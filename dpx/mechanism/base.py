@@ -8,6 +8,9 @@
 * `decode`, and every state it writes, sees released values only, so it is post-processing and costs nothing.
 * One pair of schedules (clip norm, noise multiplier) feeds the clip, the noise and the cost, and the number of steps is
   read from the state. So a reported epsilon cannot drift from the run. Next read `dp_sgd.py`.
+
+At the end is the printed pipeline: `Mechanism.stages` names the computations in order. In dpx, the stage before `SUM`
+bounds every example and the stage after it adds the noise, which shows a wrapper where its own stages belong.
 """
 
 import dataclasses
@@ -33,7 +36,7 @@ from dpx.states.reading import require_state_of_mechanism, steps_taken
 from dpx.states.record import check_batch, fingerprints_of, release_and_count, stamp_state
 from dpx.sums.clipped_sum import sum_contributions
 from dpx.sums.float_pair import ETA
-from dpx.values import Tree, batch_size, float32_like, names_arguments
+from dpx.values import Tree, batch_size, float32_like, names_arguments, path_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -326,3 +329,35 @@ def require_mechanism(mechanism: Any):
     if not isinstance(mechanism, Mechanism):
         words = "the optimizer must be a dpx Mechanism, which must come first: put optax transforms behind it with"
         raise ValueError(f"{words} dpx.chain(mechanism, *transforms); got {type(mechanism)}")
+
+
+SUM = "sum over the batch"
+
+
+def insert_around_sum(
+    stages: tuple[str, ...], *, before_bound: tuple[str, ...] = (), before_noise: tuple[str, ...] = ()
+) -> tuple[str, ...]:
+    """`stages` with others inserted before the bound and before the noise; all of them first if there is no `SUM`."""
+    if SUM not in stages:
+        return (*before_bound, *before_noise, *stages)
+    bound, noise = max(stages.index(SUM) - 1, 0), stages.index(SUM) + 1
+    return (*stages[:bound], *before_bound, *stages[bound:noise], *before_noise, *stages[noise:])
+
+
+def describe(value: ScalarOrSchedule) -> str:
+    """A number, or the first number of a schedule, in words."""
+    return f"{values_over(value, 1)[0]:.6g} (at step 0 of a schedule)" if callable(value) else f"{value:.6g}"
+
+
+def describe_share(share: ScalarOrSchedule) -> str:
+    return "a scheduled share" if callable(share) else f"a share of {share:.4g}"
+
+
+def describe_period(every: int) -> str:
+    return "every step" if every == 1 else f"every {every} steps"
+
+
+def describe_groups(values: Tree, words: Callable[[Any], str] = describe) -> str:
+    """The values of the groups of layers in words, each after the path of its group; a single value has no path."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(values)
+    return ", ".join(f"{path_of(path)} {words(leaf)}".strip() for path, leaf in paths)

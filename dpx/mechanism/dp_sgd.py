@@ -6,6 +6,8 @@ groups share no coordinate. Leaving the example out changes the sum by its contr
 computed sum by at most C (1 + ETA), whatever the data (`dpx.sums.float_pair`). The noise on every coordinate has
 standard deviation sigma C (1 + ETA), where sigma and C are functions of the step, so one release is the Gaussian
 mechanism of noise multiplier sigma. The division by B is post-processing.
+
+`normalized` is automatic clipping, which normalizes every example's gradient, so that no clip norm must be chosen.
 """
 
 import math
@@ -17,14 +19,13 @@ import optax
 
 from dpx import keys
 from dpx.accounting.budget import accepts_budget
-from dpx.mechanism.base import Mechanism
-from dpx.mechanism.stages import SUM, describe, describe_groups
+from dpx.mechanism.base import SUM, Mechanism, describe, describe_groups, insert_around_sum
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule, require_scalar_or_schedule, value_at, values_over
 from dpx.states.record import ReleaseState
 from dpx.sums import norms
 from dpx.sums.float_pair import ETA
-from dpx.values import Tree, described, range_in_words
+from dpx.values import Tree, described, range_in_words, require_number
 
 # In the units of the gradient. The squares of smaller or larger norms, or sums of such squares, leave float32's range.
 SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM = 2.0**-40, 1e15
@@ -151,3 +152,26 @@ def _stages_of_pipeline(clip_norm: Tree, noise_multiplier: ScalarOrSchedule, sam
         whole = (lambda step: optax.tree.norm(_clip_norms_at_step(norms, step))) if scheduled else math.hypot(*norms)
         noise += f", which is {describe(whole)}, the root of the sum of their squares"
     return clip, SUM, noise, f"divide by the expected batch size {sampling.divisor}"
+
+
+def normalized(mechanism: Mechanism, *, stability: float = 0.01) -> Mechanism:
+    """`mechanism` on normalized gradients, g / (|g| + stability), of norm below 1 (per group, if it has groups).
+
+    Guarantee: the inner clip still bounds the result, so the cost is the inner mechanism's for every clip norm. A clip
+    norm of 1 never clips, because the norms are below it.
+
+    stability: at least 1e-6, in the units of the gradient. Raises ValueError for a smaller number.
+    Source: automatic clipping, Bu et al. 2023, https://arxiv.org/abs/2206.07136.
+    """
+    stability = require_number("stability", stability, minimum=1e-6)
+
+    def clip_factors(norms, state):
+        factors = mechanism.clip_factors(jax.tree.map(lambda n: n / (n + stability), norms), state)
+        return tuple(jax.tree.map(lambda n, f: f / (n + stability), norms, factor) for factor in factors)
+
+    stages = insert_around_sum(mechanism.stages, before_bound=(f"normalize to g / (|g| + {stability:g})",))
+    return mechanism.replace(
+        clip_factors=clip_factors,
+        bound=lambda state: jax.tree.map(lambda clip_norm: jnp.minimum(clip_norm, 1), mechanism.bound(state)),
+        stages=stages,
+    )

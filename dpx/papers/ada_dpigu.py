@@ -16,9 +16,9 @@ from jax import lax
 
 from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Coordinates, Mechanism, in_coordinates
+from dpx.mechanism.base import describe_share
 from dpx.mechanism.dp_sgd import dp_sgd
 from dpx.mechanism.masks import kth_largest, mask_of_largest, masked, number_of_share
-from dpx.mechanism.stages import describe_share
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule, require_fraction, require_scalar_or_schedule, value_at, values_over
 from dpx.values import Tree, find_state, require_number, require_whole

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from dpx import keys
 from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Coordinates, Mechanism, in_coordinates
+from dpx.mechanism.base import SUM, describe
 from dpx.mechanism.dp_sgd import dp_sgd
-from dpx.mechanism.stages import SUM, describe
 from dpx.papers.random_freeze import random_freeze
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule

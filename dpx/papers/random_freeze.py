@@ -14,9 +14,9 @@ from jax.flatten_util import ravel_pytree
 from dpx import keys
 from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Coordinates, Mechanism, in_coordinates
+from dpx.mechanism.base import describe_period, describe_share
 from dpx.mechanism.dp_sgd import dp_sgd
 from dpx.mechanism.masks import complement_of_rate, mask_of_largest, masked, number_of_share, random_mask
-from dpx.mechanism.stages import describe_period, describe_share
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule, require_fraction
 from dpx.values import Tree, find_state, require_whole, unflatten_vectors

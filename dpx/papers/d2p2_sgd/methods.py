@@ -29,9 +29,8 @@ from dpx import keys, schedules
 from dpx.accounting.budget import accepts_budget
 from dpx.accounting.ledger import from_event
 from dpx.mechanism import Mechanism, in_coordinates
-from dpx.mechanism.dp_sgd import dp_sgd
-from dpx.mechanism.normalized import normalized
-from dpx.mechanism.stages import insert_around_sum
+from dpx.mechanism.base import insert_around_sum
+from dpx.mechanism.dp_sgd import dp_sgd, normalized
 from dpx.papers.d2p2_sgd.projected_event import with_projected_event
 from dpx.papers.d2p2_sgd.projections import ProjectionKind, ProjectionState, projection, random_projection
 from dpx.sampling.schemes import Sampling

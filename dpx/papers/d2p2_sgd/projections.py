@@ -15,8 +15,8 @@ from scipy.linalg import hadamard
 
 from dpx import keys
 from dpx.mechanism import Coordinates
+from dpx.mechanism.base import describe_groups
 from dpx.mechanism.masks import mask_of_largest
-from dpx.mechanism.stages import describe_groups
 from dpx.values import Tree, described, require_whole
 
 EXACT = jax.lax.Precision.HIGHEST  # float32 products on every machine, because matrix units round to fewer bits

@@ -17,8 +17,8 @@ from dpx import keys
 from dpx.accounting import checks
 from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Mechanism
+from dpx.mechanism.base import SUM, describe_period
 from dpx.mechanism.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, require_noise, tree_norm
-from dpx.mechanism.stages import SUM, describe_period
 from dpx.papers.dice_sgd.cost import ERROR, SAMPLINGS, ErrorFeedbackDpEvent
 from dpx.sampling.schemes import Sampling
 from dpx.states.record import ReleaseState
