@@ -70,7 +70,7 @@ from dpx.mechanism import Mechanism, in_coordinates
 from dpx.mechanisms import dp_sgd
 from dpx.reports import plan_noise, privacy_report
 from dpx.sampling import Batch, FixedSizeSampling, FullBatch, PoissonSampling, ShuffledEpochs, UserData
-from dpx.states.public import publishable_state
+from dpx.states.reading import publishable_state
 from dpx.xla.rows_apart import disable_row_mixing
 
 disable_row_mixing()

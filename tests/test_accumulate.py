@@ -13,8 +13,7 @@ import pytest
 
 import dpx
 from dpx.gradients.chunks import _clip_bounds, _equal_up_to_rounding
-from dpx.states.identity import fingerprint
-from dpx.states.record import DrawRecord, ReleaseState, unit_mark
+from dpx.states.record import DrawRecord, ReleaseState, fingerprint, unit_mark
 from dpx.values import map_nodes_of_type
 from tests.mechanisms import ALL, PARAMS
 from tests.test_dp_sgd import KEY, SAMPLING, dp_sgd, model

@@ -12,7 +12,7 @@ from dp_accounting import DpEvent
 
 import dpx
 from dpx.gradients import chunks
-from dpx.states.identity import fingerprint, identity_of
+from dpx.states.record import fingerprint, identity_of
 from tests.mechanisms import PARAMS
 
 SAMPLINGS = (

@@ -17,9 +17,8 @@ from dpx.accounting.cost import cost_of_run, event_for_records, profile_of_run, 
 from dpx.accounting.profiles import ExtremeProfile
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.schedules import values_over
-from dpx.states.identity import fingerprint, identity_of
 from dpx.states.reading import read_run
-from dpx.states.record import SEVERAL_KEYS
+from dpx.states.record import SEVERAL_KEYS, fingerprint, identity_of
 from dpx.values import described, names_arguments, require_bool, require_whole, warn_user
 
 MOST_RUNS = 4  # which can share their batches in 14 ways

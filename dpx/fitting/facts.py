@@ -21,8 +21,7 @@ from dpx.fitting.step import Carry
 from dpx.gradients.one_example import adding_note, function_of_row, rows_with_keys, shapes_of_row
 from dpx.mechanism import Mechanism
 from dpx.reports.report import version_of
-from dpx.states.identity import fingerprint
-from dpx.states.record import RECORD_VERSION, ReleaseState
+from dpx.states.record import RECORD_VERSION, ReleaseState, fingerprint
 from dpx.values import Tree, as_local_array
 from dpx.xla.jaxprs import constants, identity_of_program
 from dpx.xla.place import current_place, tracing_for_place

@@ -57,8 +57,7 @@ from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import Carry
 from dpx.ledgers.files import acquire_lock, fsync_folder, make_folder, read_json, replace_file
 from dpx.schedules import values_over
-from dpx.states.identity import fingerprint
-from dpx.states.record import ReleaseState, with_plan
+from dpx.states.record import ReleaseState, fingerprint, with_plan
 from dpx.values import Tree, map_nodes_of_type, path_of, warn_user
 from dpx.xla.place import current_place
 

@@ -18,8 +18,7 @@ from dpx.gradients.private_updates import Unreleased, call_with_auto_axes, shard
 from dpx.mechanism import Mechanism
 from dpx.mechanism.guards import checked_params
 from dpx.sampling.batch import Batch, included_rows, require_batch
-from dpx.states.identity import fingerprint
-from dpx.states.record import DrawRecord, ReleaseState
+from dpx.states.record import DrawRecord, ReleaseState, fingerprint
 from dpx.sums.float_pair import FloatPair, add_pairs, with_low
 from dpx.values import Tree, batch_size, find_state, float32_like, names_arguments, repr_with_shapes
 from dpx.xla.jaxprs import identity_of_program

@@ -14,8 +14,7 @@ import scipy.special
 
 from dpx import keys
 from dpx.keys import cipher
-from dpx.states.identity import fingerprint
-from dpx.states.record import DrawRecord, unit_mark
+from dpx.states.record import DrawRecord, fingerprint, unit_mark
 from dpx.values import Tree, batch_size, described, repr_with_shapes, require_whole
 
 

@@ -26,8 +26,7 @@ from jax.experimental import multihost_utils
 
 from dpx import keys
 from dpx.sampling.batch import Batch, Draw, pad_draw, record_draw, round_up, zero_excluded_rows
-from dpx.states.identity import fingerprint
-from dpx.states.record import DrawRecord
+from dpx.states.record import DrawRecord, fingerprint
 from dpx.values import Tree, batch_size, described, refuse_mask, require_arrays, require_whole
 
 Rows = Callable[[np.ndarray, np.ndarray, int], Tree]  # from indices, int32 (B,), `included`, bool (B,), and a step

@@ -43,8 +43,8 @@ from dpx.sampling.batch import (
     usual_row_count,
 )
 from dpx.sampling.loading import CheckedData
-from dpx.states.identity import identity_by_fields
 from dpx.states.reading import next_steps
+from dpx.states.record import identity_by_fields
 from dpx.values import Tree, names_arguments, require_number, require_whole
 
 _ROUNDING = 1e-12  # relative, of a number of steps: 0.1 epochs of 30 steps are 3 steps, not 4

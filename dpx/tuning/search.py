@@ -26,8 +26,8 @@ from dpx.ledgers import PrivacyLedger
 from dpx.ledgers.files import acquire_lock, make_folder, read_json, replace_file
 from dpx.mechanism import Mechanism
 from dpx.reports.report import PrivacyReport, privacy_report, version_of
-from dpx.states.identity import fingerprint
 from dpx.states.reading import steps_taken
+from dpx.states.record import fingerprint
 from dpx.tuning.plan import ScoreOn, SearchPlan, SearchSettings, Trial
 from dpx.values import Tree, names_arguments, path_of, repr_with_shapes, require_function
 

@@ -38,7 +38,7 @@ from dpx.accounting.cost import epsilon as cost_of
 from dpx.audit.attacks.scores import LowerBound, lower_bound_from_scores
 from dpx.audit.stand_ins import without_grid
 from dpx.sampling.schemes import Sampling
-from dpx.states.public import publishable_state
+from dpx.states.reading import publishable_state
 from dpx.values import Tree, described, names_arguments, require_arrays, require_open_fraction, require_whole, warn_user
 
 _LARGE_NORM = 1e6  # of the default canary, so that every usual clip norm is reached

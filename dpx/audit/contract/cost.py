@@ -29,8 +29,8 @@ from dpx.audit.contract.trial import Trial, name_of_own_event
 from dpx.sampling.allocation import CyclicPoissonSampling, RandomAllocationDpEvent
 from dpx.sampling.batch import Draw
 from dpx.sampling.schemes import FixedOrder, FullBatch, Sampling, ShuffledEpochs
-from dpx.states.identity import identity_of
 from dpx.states.reading import release_state
+from dpx.states.record import identity_of
 
 BILLED = (0, 1, 2, 5, 12, 100, 1_001, 10_007, 50_021)  # numbers of steps
 BILLED_WITHOUT_SCHEDULE = 1_000_003  # the event of a schedule has as many parts as steps

@@ -24,7 +24,7 @@ from dpx.audit.contract.subject import SMALL, Release, TracedRelease
 from dpx.audit.stand_ins import without_grid
 from dpx.keys import is_key
 from dpx.mechanism import Mechanism
-from dpx.states.public import publishable_state
+from dpx.states.reading import publishable_state
 from dpx.states.record import ReleaseState
 from dpx.values import Tree, map_nodes_of_type, unflatten_vectors
 from dpx.xla.jaxprs import inputs_read

@@ -27,7 +27,7 @@ from dpx.audit.contract.report import BrokenLine, NotChecked
 from dpx.audit.contract.subject import STEPS, all_but_one, all_included
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import replacing_key_functions
-from dpx.states.public import publishable_state
+from dpx.states.reading import publishable_state
 from dpx.sums.float_pair import ETA, FloatPair, as_pair, with_low
 from dpx.values import Tree, unflatten_vectors
 from dpx.xla.jaxprs import spread_marks

@@ -24,7 +24,7 @@ from dpx.gradients import private_updates
 from dpx.gradients.clipped_gradients import sum_gradients
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch
-from dpx.states.public import publishable_state
+from dpx.states.reading import publishable_state
 from dpx.sums.clipped_sum import sum_contributions
 from dpx.values import Tree, unflatten_vectors
 

@@ -17,7 +17,7 @@ from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, included_rows
 from dpx.sampling.loading import length_of
 from dpx.sampling.schemes import Sampling
-from dpx.states.identity import fingerprint
+from dpx.states.record import fingerprint
 from dpx.sums.float_pair import ETA
 from dpx.values import Tree, batch_size, for_whom, rounded_up
 
