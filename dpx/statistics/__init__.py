@@ -36,9 +36,9 @@ from dpx.statistics.quantiles import Quantiles as Quantiles
 from dpx.statistics.quantiles import release_quantiles as release_quantiles
 from dpx.statistics.released import Release as Release
 from dpx.statistics.released import Statistic as Statistic
-from dpx.statistics.scaling import Scaling as Scaling
-from dpx.statistics.scaling import standardize as standardize
+from dpx.statistics.sums import Scaling as Scaling
 from dpx.statistics.sums import release_count as release_count
 from dpx.statistics.sums import release_histogram as release_histogram
 from dpx.statistics.sums import release_mean as release_mean
 from dpx.statistics.sums import release_sum as release_sum
+from dpx.statistics.sums import standardize as standardize
