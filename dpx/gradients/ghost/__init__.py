@@ -4,9 +4,9 @@ Goodfellow 2015 (https://arxiv.org/abs/1510.01799) derives the norms of dense la
 (https://arxiv.org/abs/2110.05679) the norms of sequences and embeddings, and Bu et al. 2023
 (https://arxiv.org/abs/2210.00038) the sum from the same backward pass, with a choice for each layer.
 
-A cotangent is the gradient of the loss with respect to the output of a layer. The files build on each other: views.py
-says what happens to a parameter on the way to a use of it; program.py has the loss as a list of equations; trace.py
-finds those that use each parameter, also in the bodies of scans and checkpoints, and in branches.py; interpreter.py
+A cotangent is the gradient of the loss with respect to the output of a layer. The files build on each other: program.py
+has the loss as a list of equations, and what happens to a parameter on the way to a use of it; trace.py finds those
+that use each parameter, also in the bodies of scans and checkpoints, and in branches; interpreter.py
 runs the loss so that these places hand out inputs and take in cotangents; rules.py describes the layers, such as
 convolutions, whose gradient is a product A^T B, and own_backward.py those that a `jax.custom_vjp` says; norms.py
 computes |A^T B|, and weighted_sums.py the sum; algorithms.py has a record for each way to compute both; made_kernels.py

@@ -7,7 +7,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from dpx.gradients.ghost import interpreter, made_kernels, parts, views
+from dpx.gradients.ghost import interpreter, made_kernels, parts
 from dpx.gradients.ghost.hooks import (
     EXAMPLES,
     Captured,
@@ -28,6 +28,7 @@ from dpx.gradients.ghost.hooks import (
     takes_kept_gradients,
 )
 from dpx.gradients.ghost.plan import GhostPlan
+from dpx.gradients.ghost.program import assemble_parts
 from dpx.mechanism import Mechanism
 from dpx.sums.clipped_sum import in_range, zero_excluded
 from dpx.sums.float_pair import FloatPair, pair_of_trees
@@ -142,7 +143,7 @@ def _backward_pass(
         found = [
             functools.reduce(jnp.add, [cotangents[n].astype(jnp.float32) for n in each]) for _, each in pieces[leaf]
         ]
-        return views.assemble_parts([view for view, _ in pieces[leaf]], found, leaves[leaf].shape)
+        return assemble_parts([view for view, _ in pieces[leaf]], found, leaves[leaf].shape)
 
     def of_one_example(example):
         def loss(differentiated, added):

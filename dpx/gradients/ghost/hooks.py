@@ -24,8 +24,7 @@ import jax.numpy as jnp
 from dpx.gradients.ghost import parts
 from dpx.gradients.ghost.algorithms import MOST_UNROUNDED, PRODUCT, TIED, kept_products, tied_gradients
 from dpx.gradients.ghost.plan import Choice, GhostPlan
-from dpx.gradients.ghost.program import REMAT
-from dpx.gradients.ghost.views import View
+from dpx.gradients.ghost.program import REMAT, View
 from dpx.gradients.ghost.weighted_sums import shortening_factors
 from dpx.sums.float_pair import FloatPair
 from dpx.values import Tree

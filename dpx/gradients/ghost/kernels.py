@@ -15,9 +15,8 @@ import numpy as np
 from jax.extend import core
 
 from dpx.gradients.ghost import rules
-from dpx.gradients.ghost.program import CALLS, Constant, Equation, Program, Use
+from dpx.gradients.ghost.program import CALLS, ELEMENTWISE, Constant, ElementwiseStep, Equation, Program, Use, View
 from dpx.gradients.ghost.rules import CapturedInputs, Site
-from dpx.gradients.ghost.views import ELEMENTWISE, ElementwiseStep, View
 from dpx.xla import jaxprs
 
 Values = Mapping[int, jax.Array]  # public values, by number

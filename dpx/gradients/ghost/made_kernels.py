@@ -18,9 +18,8 @@ import jax.numpy as jnp
 
 from dpx.gradients.ghost import algorithms, interpreter, norms, rules, weighted_sums
 from dpx.gradients.ghost.algorithms import OPERATIONS_PER_BYTE, NormAlgorithm, Uses
-from dpx.gradients.ghost.program import Equation, MadeKernel, Program, Use
+from dpx.gradients.ghost.program import Equation, MadeKernel, Program, ScanStep, Use, View
 from dpx.gradients.ghost.rules import Site
-from dpx.gradients.ghost.views import ScanStep, View
 from dpx.sums.clipped_sum import plus_finished, total_of_rows, weighted_sum
 from dpx.sums.clipped_sum import repeat_to_shape as spread
 from dpx.sums.float_pair import FloatPair

@@ -16,8 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from dpx.gradients.ghost.program import CALLS
-from dpx.gradients.ghost.views import STILL
+from dpx.gradients.ghost.program import CALLS, STILL
 from dpx.xla import jaxprs
 
 NAMES = ("custom_vjp_call", "custom_vjp_call_jaxpr")

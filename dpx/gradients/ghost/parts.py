@@ -18,8 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpx.gradients.ghost import norms, views
+from dpx.gradients.ghost import norms
 from dpx.gradients.ghost.plan import Choice
+from dpx.gradients.ghost.program import View, assemble_parts
 from dpx.sums.clipped_sum import AT_ONCE, total_of_rows
 from dpx.sums.float_pair import FloatPair, with_low
 from dpx.xla.place import current_place
@@ -60,13 +61,13 @@ def part_sum(
     return _over_slices(of_slice, choice, at_once=_are_kept(records))((scale, records))
 
 
-def joined_parts(of_views: list[views.View], totals: list[FloatPair], shape: tuple[int, ...]) -> FloatPair:
+def joined_parts(of_views: list[View], totals: list[FloatPair], shape: tuple[int, ...]) -> FloatPair:
     """The sum of a parameter of this shape from the sums of its parts."""
     if any(total.low is not None for total in totals):
         totals = [with_low(total) for total in totals]
     low = [total.low for total in totals if total.low is not None]
-    high = views.assemble_parts(of_views, [total.high for total in totals], shape)
-    return FloatPair(high, views.assemble_parts(of_views, low, shape) if low else None)
+    high = assemble_parts(of_views, [total.high for total in totals], shape)
+    return FloatPair(high, assemble_parts(of_views, low, shape) if low else None)
 
 
 def _at_once(choice: Choice, records: Any) -> bool:

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from dpx.gradients.ghost import algorithms, kernels, own_backward, rules, trace, views
+from dpx.gradients.ghost import algorithms, kernels, own_backward, rules, trace
 from dpx.gradients.ghost.algorithms import NormAlgorithm, Uses
 from dpx.gradients.ghost.made_kernels import MadeKernelGroup
 from dpx.gradients.ghost.made_kernels import find_made_kernels as find_made
-from dpx.gradients.ghost.program import Equation, Program, Use
+from dpx.gradients.ghost.program import Equation, ParameterPart, Program, Use, View, parts_of_parameter
 from dpx.mechanism import Mechanism
 from dpx.sums.float_pair import ETA
 from dpx.values import Tree, float32_like
@@ -58,8 +58,8 @@ class Choice(NamedTuple):
     algorithm: NormAlgorithm
     reason: str = ""
     uses: Uses = Uses()
-    view: views.View = views.View()
-    pieces: tuple[tuple[views.View, tuple[int, ...]], ...] = ()
+    view: View = View()
+    pieces: tuple[tuple[View, tuple[int, ...]], ...] = ()
     made: MadeKernelGroup | None = None
     saved: float = 0.0
 
@@ -184,7 +184,7 @@ def make_ghost_plan(
             return (Choice(algorithms.NOT_TRAINED),)
         if not uses:
             return (Choice(algorithms.UNUSED, "the loss does not use it"),)
-        parts = views.parts_of_parameter([use.view for use in uses], leaves[leaf].shape)
+        parts = parts_of_parameter([use.view for use in uses], leaves[leaf].shape)
         small = Choice(algorithms.SMALL) if _is_small(leaf, program, leaves[leaf].size) else None
         if isinstance(parts, str):
             return (small or Choice(algorithms.GRADIENT, parts),)
@@ -255,12 +255,12 @@ def _is_small(leaf: int, program: Program, size: int) -> bool:
     return size <= numbers
 
 
-Followed = list[tuple[views.View, Uses]]
+Followed = list[tuple[View, Uses]]
 
 
 def _follow(
     uses: tuple[Use, ...],
-    parts: list[views.ParameterPart],
+    parts: list[ParameterPart],
     program: Program,
     made: Mapping[Any, Equation],
     shape: tuple[int, ...],

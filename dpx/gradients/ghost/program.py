@@ -1,19 +1,273 @@
 """The loss of one example as a list of equations whose values are numbered, and the uses of its parameters there.
 
 A value is public if it depends on parameters and constants only, and so is the same for all examples.
+
+A view says what happens to the elements of a parameter between the parameter and a use of it. A step of it moves the
+elements, places them among others, computes a number from each, or enters the iterations of a scan, all of it or slice
+by slice. A part of a parameter is one slice, such as the weights of one of the equal layers that are stacked.
 """
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.extend import core
 
-from dpx.gradients.ghost.views import ScanStep, View
 from dpx.xla import jaxprs
+from dpx.xla.jaxprs import identity_of_equation
 
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 REMAT = ("checkpoint", "remat", "remat2")  # the names of `jax.checkpoint` in jaxprs
+
+# Equations of one operand that move elements, or drop some, but copy none: a cotangent has one norm on both sides.
+MOVES = {"reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "copy", "rev", "slice"}
+MOVES |= {"broadcast_in_dim", "sharding_constraint"}
+STILL = ("convert_element_type", "copy")  # these move nothing
+
+PLACES = {"concatenate", "stack", "pad"}  # these put elements beside others
+ELEMENTWISE = set(
+    "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt clamp complex conj convert_element_type copy cos cosh "
+    "ceil div erf erf_inv erfc exp exp2 expm1 floor imag integer_pow log log1p logistic max min mul neg pow real round "
+    "rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh".split()
+)
+
+Box = list[range]  # some elements of a parameter, by axis
+
+
+class MoveStep(NamedTuple):
+    """A step of a view: equation number `number` moves the elements."""
+
+    equation: core.JaxprEqn
+    number: int
+
+    @property
+    def name(self) -> str:
+        return self.equation.primitive.name
+
+
+class PlaceStep(NamedTuple):
+    """A step of a view: equation number `number` has the elements as operand `operand`, and puts them beside others."""
+
+    equation: core.JaxprEqn
+    number: int
+    operand: int
+
+    def bind(self, x: jax.Array) -> jax.Array:
+        """The result if all other operands are 0."""
+        types: list[Any] = [variable.aval for variable in self.equation.invars]
+        operands = [x if i == self.operand else jnp.zeros(each.shape, x.dtype) for i, each in enumerate(types)]
+        return self.equation.primitive.bind(*operands, **self.equation.params)
+
+
+class ElementwiseStep(NamedTuple):
+    """A step of a view: equations, in order, that compute one number from each of value number `base`, in place."""
+
+    base: int
+    equations: tuple[int, ...]
+
+
+class ScanStep(NamedTuple):
+    """A step of a view into `count` iterations of a scan: each sees one slice along axis 0 if `sliced`, or all."""
+
+    count: int
+    sliced: bool
+
+
+class View(NamedTuple):
+    """What happens to a parameter's elements between the parameter and a use of it: steps, in order."""
+
+    steps: tuple["Step", ...] = ()
+
+    @property
+    def changes_values(self) -> bool:
+        """Whether the use sees more than the elements in another order."""
+        return any(isinstance(step, PlaceStep | ElementwiseStep) for step in self.steps)
+
+    @property
+    def slices(self) -> tuple[int, ...]:
+        """How many slices each scan takes, the outermost first, without scans that take none."""
+        return tuple(step.count for step in self.steps if isinstance(step, ScanStep) and step.sliced)
+
+    @property
+    def scan_repeats(self) -> tuple[int, ...]:
+        """How many iterations each scan has whose iterations all see the same elements."""
+        return tuple(step.count for step in self.steps if isinstance(step, ScanStep) and not step.sliced)
+
+    @property
+    def leading_slices(self) -> int:
+        """How many steps at the start are slices, counting those in between that move nothing."""
+        end = 0
+        for number, step in enumerate(self.steps):
+            if not isinstance(step, MoveStep) or step.name not in (*STILL, "slice"):
+                break
+            if step.name == "slice":
+                end = number + 1
+        return end
+
+    def then(self, step: "Step") -> "View":
+        return View((*self.steps, step))
+
+    def apply_to(self, leaf: Any, in_place: Callable[[ElementwiseStep, Any], Any] = lambda step, leaf: leaf) -> Any:
+        """`leaf` as the use sees it, in its own dtype, with a leading axis for each number in `slices`. in_place: what
+        a step that computes makes of it."""
+        for number, step in enumerate(self.steps):
+            if isinstance(step, ScanStep):
+                if step.sliced:
+                    return jax.vmap(View(self.steps[number + 1 :]).apply_to)(leaf)
+            elif isinstance(step, ElementwiseStep):
+                leaf = in_place(step, leaf)
+            elif isinstance(step, PlaceStep):
+                leaf = step.bind(leaf)
+            elif step.name == "transpose":  # of a NumPy array, the same memory in another order
+                leaf = leaf.transpose(step.equation.params["permutation"])
+            elif step.name != "convert_element_type":
+                leaf = step.equation.primitive.bind(leaf, **step.equation.params)
+        return leaf
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in which the use sees a parameter of this shape, with an axis for each number in `slices`."""
+        return jax.eval_shape(self.apply_to, jax.ShapeDtypeStruct(shape, jnp.float32)).shape
+
+    def box(self, shape: tuple[int, ...]) -> Box:
+        """The elements that the leading slices leave of a parameter of this shape."""
+        found = [range(size) for size in shape]
+        for step in self.steps[: self.leading_slices]:
+            if isinstance(step, MoveStep) and step.name == "slice":
+                params = step.equation.params
+                starts, limits = params["start_indices"], params["limit_indices"]
+                strides = params["strides"] or (1,) * len(starts)
+                of_axes = zip(found, starts, limits, strides, strict=True)
+                found = [elements[start:limit:stride] for elements, start, limit, stride in of_axes]
+        return found
+
+    def identity(self) -> tuple:
+        """Equal for views that move elements in the same way."""
+
+        def identity_of_step(step: Step) -> Any:
+            if isinstance(step, MoveStep | PlaceStep):
+                return identity_of_equation(step.equation), getattr(step, "operand", 0)
+            return step if isinstance(step, ScanStep) else None
+
+        return tuple(map(identity_of_step, self.steps))
+
+
+Step = MoveStep | PlaceStep | ElementwiseStep | ScanStep
+
+
+def moves_elements(equation: core.JaxprEqn) -> bool:
+    if equation.primitive.name not in MOVES or len(equation.invars) != 1:
+        return False
+    before: Any = equation.invars[0].aval
+    after: Any = equation.outvars[0].aval
+    kinds = [[jnp.issubdtype(aval.dtype, kind) for aval in (before, after)] for kind in (jnp.floating, jnp.inexact)]
+    same = kinds[1] == [True, True] and kinds[0][0] == kinds[0][1]
+    return same and after.size <= before.size
+
+
+def is_elementwise(equation: core.JaxprEqn, operands: list[int]) -> bool:
+    """Whether the one result has a number for each of these operands, which carries its gradient. Only `kernels` knows
+    it of a function with a derivative of its own, such as `jax.nn.relu`."""
+    types: list[Any] = [variable.aval for variable in (*equation.outvars[:1], *equation.invars)]
+    same = len(equation.outvars) == 1 and all(types[1 + i].shape == types[0].shape for i in operands)
+    return same and equation.primitive.name in (*ELEMENTWISE, "custom_jvp_call") and carries_gradient(equation)
+
+
+def carries_gradient(equation: core.JaxprEqn) -> bool:
+    """Whether an operand's gradient through an equation may be other than 0."""
+    avals: list[Any] = [variable.aval for variable in equation.outvars]
+    inexact = any(jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact) for aval in avals)
+    return inexact and equation.primitive.name != "stop_gradient"
+
+
+class ParameterPart(NamedTuple):
+    """A part of a parameter, which overlaps no other part.
+
+    view: from the parameter to the part, up to the last scan that takes slices. uses: the numbers of those in the part.
+    rests: from the part to each of them. ends: the equations that end the view, if they are slices
+    """
+
+    view: View
+    uses: tuple[int, ...]
+    rests: tuple[View, ...]
+    ends: tuple[int, ...] = ()
+
+
+def parts_of_parameter(seen: list[View], shape: tuple[int, ...]) -> list[ParameterPart] | str:
+    """The parts of a parameter of this shape that its uses see, or why they cannot be told apart.
+
+    A part is what all scans around a use slice, such as the stacked weights of equal layers; without a scan, it is what
+    the first equations slice, such as a Python loop that indexes its layers. Each slice counts as one parameter,
+    because the square of a gradient's norm is the sum of the squares of the norms of its parts.
+    """
+    found: dict[tuple, ParameterPart] = {}
+    for number, view in enumerate(seen):
+        loops = [(place, step.sliced) for place, step in enumerate(view.steps) if isinstance(step, ScanStep)]
+        slices = [place for place, sliced in loops if sliced]
+        if slices and any(not sliced and place < slices[-1] for place, sliced in loops):
+            return "used in slices by a scan that another scan repeats"
+        if 0 in view.slices:
+            return "used in a scan without iterations"
+        end = slices[-1] + 1 if slices else view.leading_slices
+        if View(view.steps[:end]).changes_values:
+            return "used in slices by a scan after an equation that computes or places"
+        begin, rest = View(view.steps[:end]), View(view.steps[end:])
+        key = View(tuple(step for step in begin.steps if not only_slices(step))).identity()
+        before = found.get(key, ParameterPart(begin, (), ()))
+        ends = {step.number for step in begin.steps[-1:] if isinstance(step, MoveStep)}
+        ends = tuple(sorted(ends.union(before.ends)))
+        found[key] = ParameterPart(before.view, (*before.uses, number), (*before.rests, rest), ends)
+    sliced = any(part.view.slices for part in found.values())
+    if len(found) > 1 or sliced:
+        if disjoint([part.view.box(shape) for part in found.values()]):
+            return list(found.values())
+        if sliced:
+            return f"used {len(seen)} times, in slices by a scan that another use may overlap"
+    return [ParameterPart(View(), tuple(range(len(seen))), tuple(seen))]
+
+
+def only_slices(step: Step) -> bool:
+    return isinstance(step, MoveStep) and step.name in STILL
+
+
+def disjoint(boxes: list[Box]) -> bool:
+    """Whether no two boxes share an element; False if a box leaves out elements between others."""
+    if any(elements.step != 1 for box in boxes for elements in box):
+        return False
+
+    def apart(one, other):
+        return any(a.stop <= b.start or b.stop <= a.start for a, b in zip(one, other, strict=True))
+
+    return all(apart(*pair) for pair in itertools.combinations(boxes, 2))
+
+
+def assemble_parts(views: list[View], parts: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
+    """The array, float32, of this shape, made of disjoint parts; 0 elsewhere."""
+    boxes = [view.box(shape) for view in views]
+    parts = [_in_box(*each) for each in zip(views, parts, boxes, strict=True)]
+    axes = [axis for axis in range(len(shape)) if any(len(each[axis]) != shape[axis] for each in boxes)]
+    if not axes:
+        return parts[0]
+    if len(axes) == 1:  # a sum of padded parts would compile for long, and read all of them for every element
+        (axis,) = axes
+        order = sorted(range(len(boxes)), key=lambda number: boxes[number][axis].start)
+        if [place for number in order for place in boxes[number][axis]] == list(range(shape[axis])):
+            return jnp.concatenate([parts[number] for number in order], axis)
+    whole = jnp.zeros(shape, jnp.float32)
+    for each, part in zip(boxes, parts, strict=True):
+        whole = lax.dynamic_update_slice(whole, part, [elements.start for elements in each])
+    return whole
+
+
+def _in_box(view: View, part: jax.Array, elements: Box) -> jax.Array:
+    rest = view.steps[view.leading_slices :]
+    if all(isinstance(step, ScanStep) or only_slices(step) for step in rest):
+        return part
+    inside = jax.ShapeDtypeStruct(tuple(map(len, elements)), jnp.float32)
+    (part,) = jax.linear_transpose(View(rest).apply_to, inside)(part)
+    return part
 
 
 class Constant(NamedTuple):
