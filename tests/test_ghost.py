@@ -196,13 +196,13 @@ def test_a_broken_example_changes_no_other_where_a_kernel_is_made(size, way):
 def test_a_sum_adds_no_more_than_was_measured_where_a_kernel_is_made(monkeypatch):
     """As if the loop of the sum had rounded to twice the gradient that the loop of the norms found."""
     loss, params, x = normalized(72)
-    expected, measure = clipped_sums(loss, params, x, "ghost"), engine.made_kernels.measure_gradients
+    expected, measure = clipped_sums(loss, params, x, "ghost"), engine.kernels.measure_gradients
 
     def half(*arguments, keep):
         (records, found), norms = measure(*arguments, keep=keep)
         return (records, [norm / 2 for norm in found]), norms
 
-    monkeypatch.setattr(engine.made_kernels, "measure_gradients", half)
+    monkeypatch.setattr(engine.kernels, "measure_gradients", half)
     found = clipped_sums(loss, params, x, "ghost")
     assert_same(found.updates, jax.tree.map(lambda x: x / 2, expected.updates))
 

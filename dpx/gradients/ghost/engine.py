@@ -7,7 +7,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from dpx.gradients.ghost import interpreter, made_kernels, parts
+from dpx.gradients.ghost import interpreter, kernels, parts
 from dpx.gradients.ghost.hooks import (
     EXAMPLES,
     Captured,
@@ -68,7 +68,7 @@ def sum_by_plan(
     losses, aux, captured, found = _backward_pass(plan, leaves, examples, hooks, apart)
     captured = fill_unread_operands(plan, merge_captured(plan, once, captured, found), values)
     captured = capture_for_all_readers(take_tied_gradients(plan, captured))
-    backwards = [(made_kernels.backward(group, plan.program, leaves, scales), keep) for group, keep in plan.made_groups]
+    backwards = [(kernels.backward(group, plan.program, leaves, scales), keep) for group, keep in plan.made_groups]
     leaf_norms, captured = _norms(plan, leaves, captured, scales, found, backwards)
     norms, factors = _norms_and_factors(plan, mechanism, leaf_norms, state, included.shape[0])
     included &= in_range(norms)
@@ -99,7 +99,7 @@ def _second_pass(
     apart: Callable,
 ) -> dict[Part, Any]:
     """The sums that the hooks find in a backward pass after `included`, which needs all norms, and after sums
-    `made_kernels`. It is one branch of a conditional whose other branch is never taken, whatever the data. Otherwise
+    `kernels`. It is one branch of a conditional whose other branch is never taken, whatever the data. Otherwise
     XLA would keep what both passes share, such as the zeros that a scan begins with, between them."""
     first = compute_after_each(made, included.astype(jnp.float32))
 
@@ -177,9 +177,7 @@ def _backward_pass(
     return losses, aux, captured, found
 
 
-Backwards = list[
-    tuple[made_kernels.KernelBackward, bool]
-]  # for each group of kernels, and whether its gradients are kept
+Backwards = list[tuple[kernels.KernelBackward, bool]]  # for each group of kernels, and whether its gradients are kept
 
 
 def _norms(
@@ -201,7 +199,7 @@ def _norms(
     for backward, keep in backwards:
         first, *_ = of_group = backward.made.leaves
         records = captured.arrays_of(first, 0, plan.choices[first][0])
-        gradients[first, 0], of_leaves = made_kernels.measure_gradients(backward, records, keep=keep)
+        gradients[first, 0], of_leaves = kernels.measure_gradients(backward, records, keep=keep)
         norms |= dict(zip(of_group, of_leaves, strict=True))
     for leaf in (*plan.followed, *plan.differentiated):
         if leaf in norms:
@@ -270,7 +268,7 @@ def _weighted_sums(
     for backward, keep in backwards:
         of_group = backward.made.leaves
         kept, factors = captured.gradients[of_group[0], 0], [factor[leaf] for leaf in of_group]
-        found = made_kernels.sum_kernel_gradients(backward, kept, factors, keep=keep)
+        found = kernels.sum_kernel_gradients(backward, kept, factors, keep=keep)
         sums.update(zip(((leaf, 0) for leaf in of_group), found, strict=True))
     wanted = [(one.leaf, number) for one in plan.encoded for number in range(len(plan.choices[one.leaf]))]
     wanted = [part for part in wanted if part not in without and part not in sums]

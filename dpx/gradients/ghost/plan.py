@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from dpx.gradients.ghost import algorithms, kernels, own_backward, rules, trace
+from dpx.gradients.ghost import algorithms, own_backward, rules, trace
 from dpx.gradients.ghost.algorithms import NormAlgorithm, Uses
-from dpx.gradients.ghost.made_kernels import MadeKernelGroup
-from dpx.gradients.ghost.made_kernels import find_made_kernels as find_made
+from dpx.gradients.ghost.kernels import MadeKernelGroup, find_made_kernels, site_of_parameter
 from dpx.gradients.ghost.program import Equation, ParameterPart, Program, Use, View, parts_of_parameter
 from dpx.mechanism import Mechanism
 from dpx.sums.float_pair import ETA
@@ -228,7 +227,7 @@ def _with_made_kernels(
     """The choices, for the parameters that are not followed but whose kernels are."""
     alone = [(leaf, of_leaf[0]) for leaf, of_leaf in enumerate(choices) if of_leaf[0].algorithm is algorithms.GRADIENT]
     found = dict(enumerate(choices))
-    for group in find_made(program, {leaf for leaf, one in alone if one.reason != CHEAPER}, made, shapes):
+    for group in find_made_kernels(program, {leaf for leaf, one in alone if one.reason != CHEAPER}, made, shapes):
         choice = Choice(algorithms.GRADIENT, CHEAPER)
         if way := group.cheapest(shapes, force=force):
             choice = Choice(way, "through what the loss makes of it", group.uses, made=group)
@@ -277,7 +276,7 @@ def _follow(
             is_kernel = rest.changes_values or (use.equation >= 0 and rules.is_complex(program.equations[use.equation]))
             site = rules.recognize(use.of_kernel() if is_kernel else use, program, made)
             if isinstance(site, rules.Site) and is_kernel:
-                site = kernels.site_of_parameter(site, use, inside, program)
+                site = site_of_parameter(site, use, inside, program)
             if isinstance(site, str):
                 return site
             sites.append(site)
