@@ -17,8 +17,8 @@ from dpx.accounting.arithmetic import RunProfile
 from dpx.accounting.cost import event_profile, profile_of_run
 from dpx.accounting.ledger import from_event
 from dpx.accounting.pld.losses import SampledGaussian, total_renyi
-from dpx.sampling.allocation import RandomAllocationDpEvent
 from dpx.sampling.schemes import count_multipliers
+from dpx.sampling.varying import RandomAllocationDpEvent
 
 
 def only_step(event, relation):

@@ -35,7 +35,7 @@ from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import with_quick_noise
 from dpx.mechanism import masks
 from dpx.papers.dice_sgd.cost import ERROR
-from dpx.sampling.allocation import RandomAllocationDpEvent
+from dpx.sampling.varying import RandomAllocationDpEvent
 from dpx.states.reading import read_run, release_state
 from dpx.sums.float_pair import ETA, as_pair
 from dpx.xla.place import full_precision

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 import dpx
 from dpx import keys
 from dpx.accounting.ledger import from_event
-from dpx.sampling import CyclicPoissonSampling, RandomAllocation, allocation, poisson
+from dpx.sampling import CyclicPoissonSampling, RandomAllocation, varying
 from dpx.sampling import batch as draws
-from dpx.sampling.allocation import RandomAllocationDpEvent
+from dpx.sampling.varying import RandomAllocationDpEvent
 from dpx.schedules import values_over
 from tests.devices import on_eight_devices
 
@@ -70,7 +70,7 @@ def test_a_sampling_has_a_stream_of_its_own(sampling, monkeypatch):
     names, stream = set(), keys.stream
     monkeypatch.setattr(keys, "stream", lambda key, name, step=None: names.add(name) or stream(key, name, step))
     draws._permutation_of_words.cache_clear()
-    allocation.allocate_examples.cache_clear()
+    varying.allocate_examples.cache_clear()
     assert [list(drawn(sampling, step)) for step in range(3)] == by_own_stream and names == {"sampling"}
     monkeypatch.setattr(keys, "stream", lambda key, name, step=None: stream(key, "noise", step))
     for step in range(3):
@@ -147,7 +147,7 @@ def test_batches_depend_on_every_bit_of_the_key_and_on_no_setting():
     with jax.enable_x64(True), jax.threefry_partitionable(False), jax.numpy_dtype_promotion("standard"):
         jax.clear_caches()
         draws._permutation_of_words.cache_clear()
-        allocation.allocate_examples.cache_clear()
+        varying.allocate_examples.cache_clear()
         assert batches_as_text() == expected
     printed = on_eight_devices("import jax; from tests import test_sampling as t; print(t.batches_as_text())")
     assert printed.strip().splitlines()[-1] == expected
@@ -294,7 +294,7 @@ def test_the_subset_has_a_key_of_its_own(monkeypatch):
         asked.append(np.asarray(keys.key_words(key)).tobytes())
         return order(key, *rest)
 
-    for module in (draws, poisson):
+    for module in (draws, varying):
         monkeypatch.setattr(module, "random_order", recorded)
     cut = dpx.PoissonSampling(examples=100, batch_size=10, most_rows=10)
     sizes = [len(drawn(cut, step)) for step in range(9)]
@@ -323,11 +323,11 @@ def test_bad_most_rows(most_rows):
 
 @pytest.mark.parametrize(("examples", "steps", "together"), [(95, 9, 2**20), (95, 9, 10), (7, 7, 2**20), (5, 1, 2)])
 def test_an_epoch_of_random_allocation_has_every_example_once(examples, steps, together, monkeypatch):
-    monkeypatch.setattr(allocation, "_TOGETHER", together)
-    allocation.allocate_examples.cache_clear()
+    monkeypatch.setattr(varying, "_TOGETHER", together)
+    varying.allocate_examples.cache_clear()
     sampling = RandomAllocation(examples=examples, steps_per_epoch=steps)
     epochs = [[drawn(sampling, epoch * steps + place) for place in range(steps)] for epoch in range(3)]
-    allocation.allocate_examples.cache_clear()
+    varying.allocate_examples.cache_clear()
     for batches in epochs:
         assert sorted(np.concatenate(batches)) == list(range(examples))
     if steps > 1:
@@ -352,10 +352,10 @@ def test_the_step_of_an_example_is_64_bits_of_its_own(monkeypatch):
         number = np.arange(count, dtype=np.uint32)
         return [number + 1, number * 5, number, number]
 
-    monkeypatch.setattr(allocation, "_TOGETHER", 4)
-    monkeypatch.setattr(allocation, "draw_bits", drawn_words)
+    monkeypatch.setattr(varying, "_TOGETHER", 4)
+    monkeypatch.setattr(varying, "draw_bits", drawn_words)
     words = np.asarray(keys.key_words(draws.step_key(KEY, 2))).tobytes()
-    parts = list(allocation._steps_of_examples(words, 10, 7))
+    parts = list(varying._steps_of_examples(words, 10, 7))
     assert [first for first, _ in parts] == [0, 4, 8] and [len(own) for _, own in parts] == [4, 4, 2]
     for _, own in parts:
         assert own.tolist() == [((place + 1) * 2**32 + 5 * place) % 7 for place in range(len(own))]

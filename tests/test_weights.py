@@ -8,7 +8,7 @@ import scipy.stats
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 
 import dpx
-from dpx.sampling import poisson as by_coins
+from dpx.sampling import varying as by_coins
 from dpx.sampling.batch import step_key, toss_coins
 from tests.problems import KEY, dp_sgd, poisson
 

@@ -63,8 +63,8 @@ from dpx.accounting.checks import Relation
 from dpx.accounting.loss import PrivacyLoss, ReleaseCount, in_deviations
 from dpx.accounting.pld import renyi
 from dpx.accounting.pld.losses import Losses, Pmf, SampledGaussian, StepLoss, dominating_pmf
-from dpx.sampling.allocation import RandomAllocationDpEvent
 from dpx.sampling.schemes import count_multipliers
+from dpx.sampling.varying import RandomAllocationDpEvent
 
 Noise = tuple[tuple[float, int], ...]  # pairs (noise multiplier, number of steps)
 

@@ -24,8 +24,8 @@ from dpx.accounting.loss import DelegatedProfile, PrivacyLoss, event_of_loss
 from dpx.accounting.pld.losses import BUCKETS
 from dpx.accounting.profiles import GaussianProfile
 from dpx.keys.noise import LARGEST_RELEASE
-from dpx.sampling.poisson import PoissonSampling
 from dpx.sampling.schemes import Sampling
+from dpx.sampling.varying import PoissonSampling
 from dpx.states.reading import RunFacts, read_run
 from dpx.values import described, names_arguments, require_whole, warn_user
 

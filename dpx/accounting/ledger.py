@@ -45,8 +45,8 @@ from dpx.accounting.sampled_gaussians import (
     gaussian_loss,
 )
 from dpx.accounting.selection import Choice, OneOfDpEvent, SearchLoss
-from dpx.sampling.allocation import RandomAllocationDpEvent
 from dpx.sampling.schemes import compose_events
+from dpx.sampling.varying import RandomAllocationDpEvent
 from dpx.values import described, require_whole
 
 _FREE = 1e9  # a Gaussian of so much more noise than another costs nothing beside it, in float64

@@ -25,8 +25,8 @@ from dpx.accounting.profiles import (
     unsampled_profile,
 )
 from dpx.keys.noise import LARGEST_RELEASE
-from dpx.sampling.poisson import PoissonSampling
 from dpx.sampling.schemes import FixedSizeSampling, FullBatch, Sampling, ShuffledEpochs, compose_events
+from dpx.sampling.varying import PoissonSampling
 from dpx.schedules import values_over
 from dpx.values import described, names_arguments, require_number, require_whole
 

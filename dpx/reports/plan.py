@@ -14,9 +14,8 @@ from dpx.accounting.checks import Accountant
 from dpx.accounting.cost import event_for_records, profile_of_run
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.reports.pages import labeled_axes
-from dpx.sampling.allocation import CyclicPoissonSampling, RandomAllocation
-from dpx.sampling.poisson import PoissonSampling
 from dpx.sampling.schemes import FixedOrder, FixedSizeSampling, FullBatch, Sampling, ShuffledEpochs
+from dpx.sampling.varying import CyclicPoissonSampling, PoissonSampling, RandomAllocation
 from dpx.values import described, for_whom, names_arguments, require_number, require_whole, rounded_up
 
 _TOLERANCE_OF_TABLE = 1e-3  # relative, of epsilon

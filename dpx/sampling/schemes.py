@@ -4,7 +4,7 @@
 the same batches. `take`, `batches` and `draw_ahead` read the step from the optimizer state, and call it. The key must
 stay as secret as the noise key, because amplification by sampling holds only for batches that nobody knows.
 
-To add one: a frozen dataclass here, or in a file beside this one (poisson.py, allocation.py), with the fields of
+To add one: a frozen dataclass here, or in a file beside this one (varying.py), with the fields of
 `Sampling`, and a line in `dpx/catalog.py`.
 """
 
@@ -31,16 +31,12 @@ from dpx.sampling.batch import (
     normalize_sizes,
     pad_draw,
     pad_examples,
-    padded_row_count,
     permutation,
     random_order,
     record_draw,
-    require_enough_rows,
     require_not_traced,
     require_step,
-    scatter_examples,
     step_key,
-    usual_row_count,
 )
 from dpx.sampling.loading import CheckedData
 from dpx.states.reading import next_steps
@@ -257,33 +253,6 @@ class Sampling(abc.ABC):
         )
         drawn = [record_draw(self, key, step, rows, unit) for step, rows in zip(run, included, strict=True)]
         return DrawnBatches(indices, included, jax.tree.map(lambda *numbers: np.stack(numbers), *drawn), self.examples)
-
-
-@dataclass(frozen=True, kw_only=True)
-class VaryingSize(Sampling):
-    """A sampling that leaves the size of a batch to chance: no batch is cut, and its examples are in random rows."""
-
-    @property
-    def pads(self) -> bool:
-        return True
-
-    @property
-    def most_rows(self) -> float:
-        return math.inf
-
-    @property
-    def usual_rows(self) -> int:
-        return usual_row_count(self.examples, self.divisor / self.examples)
-
-    def scattered(self, drawn: np.ndarray, size: int | None, key: jax.Array) -> Draw:
-        """The drawn examples in arrays of `size` rows; None takes the usual ones, or more where they do not suffice.
-
-        key: of the rows, ().
-        """
-        if size is None:
-            size = padded_row_count(len(drawn), self.usual_rows)
-        require_enough_rows(drawn, size)
-        return scatter_examples(drawn, size, key)
 
 
 def is_constant(noise_multipliers: np.ndarray) -> bool:

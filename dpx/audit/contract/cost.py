@@ -26,9 +26,9 @@ from dpx.accounting.ledger import from_event
 from dpx.audit.contract.draws import reduced_chi_square_quantile
 from dpx.audit.contract.report import BrokenLine, NotChecked
 from dpx.audit.contract.trial import Trial, name_of_own_event
-from dpx.sampling.allocation import CyclicPoissonSampling, RandomAllocationDpEvent
 from dpx.sampling.batch import Draw
 from dpx.sampling.schemes import FixedOrder, FullBatch, Sampling, ShuffledEpochs
+from dpx.sampling.varying import CyclicPoissonSampling, RandomAllocationDpEvent
 from dpx.states.reading import release_state
 from dpx.states.record import identity_of
 

@@ -56,7 +56,7 @@ from dpx.accounting.loss import PrivacyLoss, ReleaseCount, in_deviations
 from dpx.accounting.pld.losses import SampledGaussian, StepLoss
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.papers.correlated_noise.strategy import Strategy
-from dpx.sampling.allocation import CyclicPoissonSampling
+from dpx.sampling.varying import CyclicPoissonSampling
 from dpx.values import require_number, require_whole
 
 _FARTHEST = 13.3 * math.sqrt(LARGEST_RELEASE)  # N

@@ -32,8 +32,8 @@ from dpx.papers.correlated_noise.event import (
 )
 from dpx.papers.correlated_noise.strategy import Strategy, Workload, optimized, sensitivity, shuffled_sensitivity
 from dpx.papers.correlated_noise.strategy import lambda_cgd as strategy_of
-from dpx.sampling.allocation import CyclicPoissonSampling
 from dpx.sampling.schemes import FixedOrder, FullBatch, Sampling, ShuffledEpochs
+from dpx.sampling.varying import CyclicPoissonSampling
 from dpx.states.record import ReleaseState
 from dpx.sums import doubles
 from dpx.sums.float_pair import ETA, FloatPair, as_pair

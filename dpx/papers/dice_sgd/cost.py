@@ -110,8 +110,8 @@ from dpx.accounting.checks import Accountant, Profile, Relation
 from dpx.accounting.loss import PrivacyLoss, ReleaseCount
 from dpx.accounting.pld import renyi
 from dpx.accounting.profiles import UNBOUNDED, DeltaProfile, ExtremeProfile, GaussianProfile, RenyiProfile
-from dpx.sampling.poisson import PoissonSampling
 from dpx.sampling.schemes import FixedSizeSampling, FullBatch, Sampling, ShuffledEpochs
+from dpx.sampling.varying import PoissonSampling
 from dpx.values import rounded_up
 
 SAMPLINGS = (PoissonSampling, FixedSizeSampling, ShuffledEpochs, FullBatch)
