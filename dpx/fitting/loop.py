@@ -15,10 +15,9 @@ from dpx.accounting.checks import Accountant
 from dpx.audit.setup.before_run import warn_of_rows
 from dpx.fitting.facts import LAYOUT, LOSS, SOME_EXAMPLES, fingerprint_of_loss, layout_of
 from dpx.fitting.folder import open_folder
-from dpx.fitting.payment import Payment
 from dpx.fitting.processes import raising_together, require_rows_in_every_process
 from dpx.fitting.progress import FitResult, Progress, RunMonitor
-from dpx.fitting.settings import RunPlan, checked_inputs, require_report_facts, require_transforms_in
+from dpx.fitting.settings import Payment, RunPlan, checked_inputs, require_report_facts, require_transforms_in
 from dpx.fitting.step import Carry, compiled_step, compiled_step_in_chunks, first_carry
 from dpx.gradients.clipped_gradients import Norms
 from dpx.ledgers import PrivacyLedger
