@@ -22,8 +22,9 @@ Several processes of `jax.distributed` make one run if each calls `fit` with a `
 `checkpoints` is then a folder on a disk that they share. If the processes differ, all of them refuse the run.
 
 `loop.py` has the loop, `step.py` the compiled step; `settings.py` what a run may spend and pays, `facts.py` what
-identifies it; `folder.py` its files, with the proofs that no step is released twice, and what a run costs that continues
-on other devices; `progress.py` its evaluations and results; `processes.py` what several processes know of each other.
+identifies it; `folder.py` its files, with the proofs that no step is released twice, and what a run costs that
+continues on other devices; `progress.py` its evaluations and results; `processes.py` what several processes know of
+each other.
 """
 
 from dpx.fitting.loop import fit as fit
