@@ -17,14 +17,14 @@ import pytest
 import dpx
 from dpx.audit import ContractReport, Line, check_contract
 from dpx.audit.contract import cost
+from dpx.audit.contract.check import require_equal_jaxprs
 from dpx.audit.contract.draws import (
     in_units_of_maps,
     require_independent_columns,
     require_no_repeats,
     require_standard_normals,
 )
-from dpx.audit.contract.line_checks import require_equal_jaxprs
-from dpx.audit.contract.report import BrokenLine, NotChecked
+from dpx.audit.contract.subject import BrokenLine, NotChecked
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import quick_noise, replacing_key_functions, without_grid
 from dpx.sums.float_pair import ETA

@@ -26,11 +26,9 @@ from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 import dpx
 from dpx import catalog, keys
 from dpx.audit.contract import inputs
-from dpx.audit.contract.check import LINES
-from dpx.audit.contract.line_checks import require_equal_jaxprs
+from dpx.audit.contract.check import LINES, require_equal_jaxprs
 from dpx.audit.contract.noise import NUMBERS, _require_no_repeats
-from dpx.audit.contract.report import BrokenLine, NotChecked
-from dpx.audit.contract.subject import STEPS
+from dpx.audit.contract.subject import STEPS, BrokenLine, NotChecked
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import with_quick_noise
 from dpx.mechanism import masks

@@ -19,7 +19,7 @@ from dpx.accounting.gdp import epsilon as gaussian_epsilon
 from dpx.accounting.ledger import from_event
 from dpx.audit.contract.cost import require_costed_sensitivity
 from dpx.audit.contract.noise import require_noise_covariance
-from dpx.audit.contract.report import BrokenLine
+from dpx.audit.contract.subject import BrokenLine
 from dpx.audit.contract.trial import Trial
 from dpx.keys.noise import GRID
 from dpx.papers.correlated_noise.event import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, rounding_move

@@ -24,7 +24,7 @@ from scipy import linalg, special, stats
 from dpx.accounting.groups import GroupGaussianDpEvent
 from dpx.accounting.ledger import from_event
 from dpx.audit.contract.draws import reduced_chi_square_quantile
-from dpx.audit.contract.report import BrokenLine, NotChecked
+from dpx.audit.contract.subject import BrokenLine, NotChecked
 from dpx.audit.contract.trial import Trial, name_of_own_event
 from dpx.sampling.batch import Draw
 from dpx.sampling.schemes import FixedOrder, FullBatch, Sampling, ShuffledEpochs

@@ -19,8 +19,7 @@ from jax.extend import core
 from scipy import special
 
 from dpx.audit.contract import inputs
-from dpx.audit.contract.report import BrokenLine
-from dpx.audit.contract.subject import SMALL, Release, TracedRelease
+from dpx.audit.contract.subject import SMALL, BrokenLine, Release, TracedRelease
 from dpx.audit.stand_ins import without_grid
 from dpx.keys import is_key
 from dpx.mechanism import Mechanism

@@ -28,8 +28,7 @@ from dpx.audit.contract.draws import (
     whitened_draws,
     with_other_keys,
 )
-from dpx.audit.contract.report import BrokenLine, NotChecked, numbers_as_text
-from dpx.audit.contract.subject import AT_STEPS, SMALL, STEPS, Release
+from dpx.audit.contract.subject import AT_STEPS, SMALL, STEPS, BrokenLine, NotChecked, Release, numbers_as_text
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import drawing_normals_by, without_grid
 from dpx.mechanism import Mechanism

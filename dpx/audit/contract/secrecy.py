@@ -23,8 +23,7 @@ import numpy as np
 from jax.extend import core
 
 from dpx.audit.contract import inputs
-from dpx.audit.contract.report import BrokenLine, NotChecked
-from dpx.audit.contract.subject import STEPS, all_but_one, all_included
+from dpx.audit.contract.subject import STEPS, BrokenLine, NotChecked, all_but_one, all_included
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import replacing_key_functions
 from dpx.states.reading import publishable_state

@@ -18,7 +18,6 @@ import numpy as np
 from jax.extend import core
 
 from dpx.audit.contract import inputs
-from dpx.audit.contract.report import NotChecked
 from dpx.audit.stand_ins import drawing_normals_by, with_quick_noise
 from dpx.gradients import private_updates
 from dpx.gradients.clipped_gradients import sum_gradients
@@ -31,6 +30,14 @@ from dpx.values import Tree, unflatten_vectors
 STEPS = (0, 1, 2, 3, 4, 7, 9, 50)  # the lines that depend on the step are checked at these
 COUNTED = (0, 4, 50)  # at these, what equals the number of the step is its counter
 AT_STEPS = f"at steps {', '.join(map(str, STEPS))}"
+
+
+class BrokenLine(AssertionError):
+    """A line of the contract does not hold; the words say where."""
+
+
+class NotChecked(Exception):
+    """A line of the contract cannot be checked; the words say why."""
 
 
 class AuditProblem(NamedTuple):
@@ -371,3 +378,9 @@ def _points_within_rounding(*point: np.ndarray) -> list[list[np.ndarray]]:
     """Points so near that only rounding differs. Each number changes by itself, so that rounding shows."""
     random = np.random.default_rng(1)
     return [[x * (1 + random.uniform(-NEAR, NEAR, x.shape)).astype(np.float32) for x in point] for _ in range(NEARBY)]
+
+
+def numbers_as_text(values: Sequence[float]) -> str:
+    """The numbers in words; equal ones once, if all are equal."""
+    words = [f"{value:.4g}" for value in values]
+    return words[0] if len(set(words)) == 1 else ", ".join(words)

@@ -10,8 +10,7 @@ from dp_accounting import DpEvent
 from dpx.accounting.ledger import from_event
 from dpx.audit.contract import inputs
 from dpx.audit.contract.draws import FULLY, NoiseDraws, measured_release, obvious_fault
-from dpx.audit.contract.report import NotChecked
-from dpx.audit.contract.subject import STEPS, Release, Subject, TracedRelease
+from dpx.audit.contract.subject import STEPS, NotChecked, Release, Subject, TracedRelease
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import values_over
 from dpx.values import Tree
