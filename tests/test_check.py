@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import dpx
-from dpx.audit.setup import batch_findings, loss_findings, plan_findings
+from dpx.audit.setup import batch_findings, static_findings
 
 KEY, STEPS, ROWS = dpx.secret_key(2**40 + 5), 20, 8
 SAMPLING = dpx.PoissonSampling(examples=40, batch_size=6)
@@ -180,20 +180,20 @@ def test_a_fault_is_found(report, name, severity, words):
 def test_what_cut_batches_cost():
     for most, severity in ((6, "warning"), (40, "ok")):
         mechanism = dp_sgd(sampling=dpx.PoissonSampling(examples=40, batch_size=6, most_rows=most))
-        (finding,) = plan_findings.find_truncated_batches(mechanism, 20, 1e-3)
+        (finding,) = static_findings.find_truncated_batches(mechanism, 20, 1e-3)
         whole, cut = finding.numbers["epsilon of batches that are not cut"], finding.numbers["epsilon"]
         assert finding.severity == severity and (cut > 1.01 * whole) == (severity == "warning")
         assert f"most_rows = {most} costs {cut / whole - 1:.2%}" in finding.words
-    assert not plan_findings.find_truncated_batches(mechanism, None, 1e-3) and not plan_findings.find_truncated_batches(
-        dp_sgd(), 20, 1e-3
-    )
+    assert not static_findings.find_truncated_batches(
+        mechanism, None, 1e-3
+    ) and not static_findings.find_truncated_batches(dp_sgd(), 20, 1e-3)
     rows = dpx.Batch(np.zeros((6, 2)), np.arange(6) < 3)
     assert (
-        plan_findings.rows_that_count(rows, dpx.PoissonSampling(examples=40, batch_size=6, most_rows=6))[1].severity
+        static_findings.rows_that_count(rows, dpx.PoissonSampling(examples=40, batch_size=6, most_rows=6))[1].severity
         == "ok"
     )
     assert (
-        plan_findings.rows_that_count(rows, dpx.FixedSizeSampling(examples=40, batch_size=6))[1].severity == "warning"
+        static_findings.rows_that_count(rows, dpx.FixedSizeSampling(examples=40, batch_size=6))[1].severity == "warning"
     )
 
 
@@ -277,7 +277,7 @@ def checkpointed(params, x, key):
 
 def constant_keys(loss, *, with_key=False):
     """The finding alone: the next test has it from `dpx.check_setup`."""
-    return loss_findings.find_constant_keys(loss, params(), EXAMPLE, with_key=with_key).severity
+    return static_findings.find_constant_keys(loss, params(), EXAMPLE, with_key=with_key).severity
 
 
 @pytest.mark.parametrize("draws", [noisy, in_a_loop, before_it_is_folded, in_a_branch, while_positive, checkpointed])
@@ -367,21 +367,23 @@ def test_closures_are_found_wherever_they_are():
         total = jax.lax.scan(lambda c, _: (c + jax.jit(lambda x: (rows @ x).sum())(x), None), 0.0, length=2)[0]
         return total + loss(params, x)
 
-    closed = loss_findings.trace_or_finding(inside, params(), EXAMPLE)
-    assert loss_findings.find_closed_over_arrays(closed, EXAMPLE, ROWS, 40).numbers["suspects"] == 1
-    assert "callback" in loss_findings.find_batch_dependence(closed).words
+    closed = static_findings.trace_or_finding(inside, params(), EXAMPLE)
+    assert static_findings.find_closed_over_arrays(closed, EXAMPLE, ROWS, 40).numbers["suspects"] == 1
+    assert "callback" in static_findings.find_batch_dependence(closed).words
 
     large = jnp.ones((600, 600))
-    closed = loss_findings.trace_or_finding(
+    closed = static_findings.trace_or_finding(
         lambda params, x: loss(params, x) + (large @ jnp.ones(600)).sum(), params(), EXAMPLE
     )
-    assert loss_findings.find_closed_over_arrays(closed, EXAMPLE, ROWS, 40).severity == "note"
+    assert static_findings.find_closed_over_arrays(closed, EXAMPLE, ROWS, 40).severity == "note"
     some_rows = jnp.asarray(data()[:7])
-    closed = loss_findings.trace_or_finding(
+    closed = static_findings.trace_or_finding(
         lambda params, x: loss(params, x) + (some_rows @ x).sum(), params(), EXAMPLE
     )
-    assert loss_findings.find_closed_over_arrays(closed, EXAMPLE, ROWS, 40).severity == "warning"
-    axes = loss_findings.trace_or_finding(lambda params, x: jax.lax.pmean(loss(params, x), "batch"), params(), EXAMPLE)
+    assert static_findings.find_closed_over_arrays(closed, EXAMPLE, ROWS, 40).severity == "warning"
+    axes = static_findings.trace_or_finding(
+        lambda params, x: jax.lax.pmean(loss(params, x), "batch"), params(), EXAMPLE
+    )
     assert axes.name == "named axes" and axes.severity == "error"
 
 
@@ -396,7 +398,7 @@ def test_running_averages_that_nothing_keeps(wrap):
         return jnp.sum((x - mean) ** 2) * jnp.sum(params), average, jax.lax.select(is_first, mean, average)
 
     def found(loss):
-        return loss_findings.find_lost_averages(jax.make_jaxpr(loss)(jnp.ones(4), jnp.ones((3, 4))), jnp.ones(4))
+        return static_findings.find_lost_averages(jax.make_jaxpr(loss)(jnp.ones(4), jnp.ones((3, 4))), jnp.ones(4))
 
     for kept in (0, 2):
         (finding,) = found(lambda params, x, kept=kept: jnp.sum(normalized(params, x)[kept]))
@@ -408,22 +410,22 @@ def test_running_averages_that_nothing_keeps(wrap):
 def test_small_differences_of_the_plan():
     """Findings between a good plan and a broken one, without running anything."""
     optimizer, batch = dp_sgd(noise_multiplier=BUDGET), drawn(dp_sgd())
-    assert plan_findings.find_epsilon_of_run(optimizer, 2 * STEPS, 1e-3).severity == "warning"
-    assert plan_findings.find_epsilon_of_run(dp_sgd(noise_multiplier=0.3), STEPS, 1e-3).severity == "note"
+    assert static_findings.find_epsilon_of_run(optimizer, 2 * STEPS, 1e-3).severity == "warning"
+    assert static_findings.find_epsilon_of_run(dp_sgd(noise_multiplier=0.3), STEPS, 1e-3).severity == "note"
     assert (
-        plan_findings.find_delta_size(None, SAMPLING).severity
-        == plan_findings.find_epsilon_of_run(dp_sgd(), None, None).severity
+        static_findings.find_delta_size(None, SAMPLING).severity
+        == static_findings.find_epsilon_of_run(dp_sgd(), None, None).severity
         == "note"
     )
-    other_rows = plan_findings.rows_that_count(
+    other_rows = static_findings.rows_that_count(
         batch._replace(included=batch.included & (np.arange(ROWS) > 0)), SAMPLING
     )[1]
     assert other_rows.severity == "error" and "`take` drew" in other_rows.words
-    all_rows = plan_findings.rows_that_count(dpx.Batch(data(), np.ones(40, bool)), SAMPLING)[1]
+    all_rows = static_findings.rows_that_count(dpx.Batch(data(), np.ones(40, bool)), SAMPLING)[1]
     assert all_rows.severity == "warning" and all_rows.numbers["included"] == 40
     fixed = dpx.FixedSizeSampling(examples=40, batch_size=6)
-    assert plan_findings.rows_that_count(dpx.Batch(data()[:5], None), fixed)[1].severity == "error"
-    assert plan_findings.rows_that_count(dpx.Batch(data()[:6], np.arange(6) < 5), fixed)[1].severity == "warning"
+    assert static_findings.rows_that_count(dpx.Batch(data()[:5], None), fixed)[1].severity == "error"
+    assert static_findings.rows_that_count(dpx.Batch(data()[:6], np.arange(6) < 5), fixed)[1].severity == "warning"
     still = batch_findings.StepOfPureNoise(params(), 0.0, 0.0, None, None)
     flags = {"w": True, "b": True}
     assert (

@@ -69,11 +69,11 @@ def test_a_base_that_is_closed_over_is_named(closed_over):
 
 
 def test_check_setup_says_what_to_do(closed_over):
-    from dpx.audit.setup import loss_findings
+    from dpx.audit.setup import static_findings
 
     _, lora, loss = closed_over
-    closed = loss_findings.trace_or_finding(loss, lora, jnp.ones((1, WIDTH)))
-    found = loss_findings.find_closed_over_arrays(closed, jnp.ones((1, WIDTH)), 2, 1000)
+    closed = static_findings.trace_or_finding(loss, lora, jnp.ones((1, WIDTH)))
+    found = static_findings.find_closed_over_arrays(closed, jnp.ones((1, WIDTH)), 2, 1000)
     assert found.severity == "note" and "dpx.coordinates.trainable" in found.words
 
 

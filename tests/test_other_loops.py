@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dpx
-from dpx.audit.setup import loss_findings
+from dpx.audit.setup import static_findings
 from tests.problems import ROOT, as_a_user
 
 PAGE = (ROOT / "docs" / "other_loops.md").read_text()
@@ -79,9 +79,9 @@ def test_a_loop_has_the_bits_of_fit(heading):
     assert_same_as_fit(names, names["loss"], names["params"], with_key=True)
     example = jax.tree.map(lambda leaf: leaf[0], names["data"])
     with as_a_user():
-        found = loss_findings.find_constant_keys(names["loss"], names["params"], example, with_key=True)
+        found = static_findings.find_constant_keys(names["loss"], names["params"], example, with_key=True)
         constant = lambda params, example: names["loss"](params, example, jax.random.key(0))  # noqa: E731
-        repeats = loss_findings.find_constant_keys(constant, names["params"], example, with_key=False)
+        repeats = static_findings.find_constant_keys(constant, names["params"], example, with_key=False)
     assert found.severity == "ok" and repeats.severity == "warning"
 
 
@@ -146,7 +146,7 @@ def test_a_dropout_that_repeats_is_found(dropped, monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     require_installed(f"import {dropped.__name__.removeprefix('of_').replace('linen', 'flax')}")
     with as_a_user():
-        found = loss_findings.find_constant_keys(
+        found = static_findings.find_constant_keys(
             lambda w, x: (w * dropped(x)).sum(), np.ones(4, "f"), np.ones(4, "f"), with_key=False
         )
     assert found.severity == "warning" and "same ones, such as one dropout mask" in found.words
@@ -193,7 +193,7 @@ def test_a_batch_norm_that_keeps_no_averages_is_found(norm, monkeypatch):
     require_installed(f"import {norm.__name__.split('_')[0].replace('linen', 'flax')}")
     with as_a_user():
         closed = jax.make_jaxpr(lambda w, x: (w * norm(x) ** 3).sum())(np.ones(4, "f"), np.ones((6, 4), "f"))
-    (found,) = loss_findings.find_lost_averages(closed, np.ones(4, "f"))
+    (found,) = static_findings.find_lost_averages(closed, np.ones(4, "f"))
     assert found.severity == "warning" and found.numbers == {"averages": 2}
 
 

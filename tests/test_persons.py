@@ -13,7 +13,7 @@ import dpx
 from dpx import accounting, reports
 from dpx.accounting.cost import profile_of_run
 from dpx.accounting.ledger import from_event
-from dpx.audit.setup import plan_findings
+from dpx.audit.setup import static_findings
 from dpx.reports import curves
 from dpx.reports.report import sections_of
 from tests.problems import squared_distance as loss
@@ -299,8 +299,8 @@ def test_numbers_without_a_bill_for_the_person_are_refused(rate):
 
 
 def test_a_check_says_whom_epsilon_is_for():
-    assert f"for a {UNIT}, rounding" in plan_findings.find_epsilon_of_run(MECHANISM, STEPS, DELTA).words
-    assert UNIT not in plan_findings.find_epsilon_of_run(PLAIN, STEPS, DELTA).words
+    assert f"for a {UNIT}, rounding" in static_findings.find_epsilon_of_run(MECHANISM, STEPS, DELTA).words
+    assert UNIT not in static_findings.find_epsilon_of_run(PLAIN, STEPS, DELTA).words
 
 
 def test_bounds_of_attacks_are_on_the_person():

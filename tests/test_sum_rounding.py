@@ -14,7 +14,7 @@ import pytest
 
 import dpx
 from benchmarks import sum_rounding
-from dpx.audit.setup import plan_findings
+from dpx.audit.setup import static_findings
 from dpx.mechanism.dp_sgd import tree_norm
 from dpx.papers.d2p2_sgd.methods import _project_sum
 from dpx.sums import float_pair as bounds
@@ -349,5 +349,5 @@ def test_eta_is_printed():
         return jnp.sum(params * x)
 
     assert "by eta = 0.000999 of the clip norm" in str(dpx.explain_norms(loss, made, params, batch))
-    checked = plan_findings.find_epsilon_of_run(made, 100, 1e-5)
+    checked = static_findings.find_epsilon_of_run(made, 100, 1e-5)
     assert "rounding by eta = 0.000999 included" in checked.words and checked.numbers["eta"] == ETA

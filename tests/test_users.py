@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import dpx
-from dpx.audit.setup import plan_findings
+from dpx.audit.setup import static_findings
 from dpx.sampling import records_to_keep
 from dpx.states.record import unit_mark
 from tests.problems import KEY, dp_sgd, poisson
@@ -72,7 +72,7 @@ def test_a_batch_holds_users_and_the_bill_counts_them():
 
 def test_a_check_counts_users():
     found = [
-        plan_findings.find_length_mismatch(dpx.UserData(DATA, OWNERS), dpx.FullBatch(examples=n)).severity
+        static_findings.find_length_mismatch(dpx.UserData(DATA, OWNERS), dpx.FullBatch(examples=n)).severity
         for n in (3, 7)
     ]
     assert found == ["ok", "error"]

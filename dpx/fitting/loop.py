@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 
 from dpx.accounting.checks import Accountant
-from dpx.audit.setup.before_run import warn_of_rows
+from dpx.audit.setup import warn_of_rows
 from dpx.fitting.facts import LAYOUT, LOSS, SOME_EXAMPLES, fingerprint_of_loss, layout_of
 from dpx.fitting.folder import open_folder
 from dpx.fitting.processes import raising_together, require_rows_in_every_process

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dpx import keys
-from dpx.audit.setup.before_run import warn_of_loss
+from dpx.audit.setup import warn_of_loss
 from dpx.gradients import Unreleased, private_updates, private_updates_in_chunks
 from dpx.gradients.clipped_gradients import with_inspector
 from dpx.mechanism import Mechanism

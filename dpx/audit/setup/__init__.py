@@ -1,13 +1,168 @@
-"""What a careful colleague would notice before a long run: `dpx.check_setup`.
+"""What a careful colleague would notice before a long run: `dpx.check_setup`."""
 
-report          findings, and the table of them
-loss_findings   what the loss sees beside its one example, its random numbers, the parameters it uses, and their dtypes
-plan_findings   the batch, the data, delta and the privacy cost
-batch_findings  losses, gradients and clipping on one batch (not private); time, memory and lost updates of a step
-before_run      all of it in one call
-"""
+from collections.abc import Callable
+from typing import Any
 
-from dpx.audit.setup.before_run import check_setup
-from dpx.audit.setup.report import Finding, SetupReport
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from dpx.accounting.checks import require_delta
+from dpx.audit.setup import batch_findings, static_findings
+from dpx.audit.setup.static_findings import Finding, SetupReport
+from dpx.gradients.one_example import adding_note
+from dpx.mechanism import Mechanism, require_mechanism
+from dpx.mechanism.guards import require_numbers, trained_mask
+from dpx.sampling.batch import Batch, require_batch
+from dpx.values import Tree, batch_size, described, names_arguments, require_function, require_whole, warn_user
 
 __all__ = ["Finding", "SetupReport", "check_setup"]
+
+NO_FINITE_ROW = (
+    "none of {} examples that were looked at has a finite gradient, because each holds NaN or infinity. Such examples "
+    "contribute nothing and cost as much as others, so this run may release nothing but noise. Give missing values a "
+    "number first (docs/recipes.md). This is known from the private data: do not publish it. (From dpx.check_setup, "
+    "which looks at more.)"
+)
+
+
+@names_arguments
+def check_setup(
+    loss: Callable,
+    optimizer: Mechanism,
+    params: Tree,
+    batch: Batch,
+    *,
+    steps: int | None = None,
+    data: Any = None,
+    delta: float | None = None,
+    with_key: bool = False,
+    has_aux: bool = False,
+) -> SetupReport:
+    """What a careful colleague would notice before a long run:
+    `print(dpx.check_setup(loss, optimizer, params, batch))`.
+
+    It looks at the loss (closures, randomness, mixing of rows, parameters without gradient), the batch (clipping, noise
+    against signal, numbers that are not finite), and the plan (key, delta, data, privacy, time, memory). It compiles
+    three times. Starred lines are computed from raw data or secret noise and are not private, and a clip norm chosen
+    from them leaks too. No row counts in the step that is timed, so nothing is released, and a later run is not
+    affected.
+
+    loss: (params, example) -> float (), of one example without a batch axis. optimizer: a `dpx.Mechanism`.
+    params: a pytree of arrays. batch: a `dpx.Batch` of the data.
+    steps, delta: of the run; by default from the optimizer's budget.
+    data: all examples, as `sampling.take` gets them, if known.
+    with_key: the loss takes a PRNG key, loss(params, example, key). has_aux: it returns (value, aux).
+    Raises ValueError if `optimizer` is not a `dpx.Mechanism`, `batch` not a `dpx.Batch`, `params` empty, the loss not
+    one real number, or a number outside its range.
+
+        >>> print(dpx.check_setup(loss, optimizer, params, batch, steps=100, delta=1e-5))
+        ok ...
+        * computed from raw data or secret noise: do not publish
+    """
+    batch, steps, delta = _require_args(loss, optimizer, params, batch, steps, delta)
+    value = static_findings.loss_of_one_example(loss, with_key=with_key, has_aux=has_aux)
+    params, examples = jax.tree.map(jnp.asarray, (params, batch.examples))
+    example = jax.eval_shape(lambda tree: jax.tree.map(lambda leaf: leaf[0], tree), examples)
+    sampling = optimizer.sampling
+    included, rows = static_findings.rows_that_count(batch, sampling)
+    public = [
+        static_findings.find_batch_not_drawn(batch, sampling),
+        static_findings.find_delta_size(delta, sampling),
+        static_findings.find_epsilon_of_run(optimizer, steps, delta),
+    ]
+    public += static_findings.find_truncated_batches(optimizer, steps, delta)
+    public += [] if data is None else [static_findings.find_length_mismatch(data, sampling)]
+    flags = trained_mask(optimizer, params)
+    public += [
+        static_findings.find_guessable_key(optimizer.key),
+        real := static_findings.find_untrainable_dtypes(params, flags),
+    ]
+    with adding_note("loss", lambda: example):
+        closed = static_findings.trace_or_finding(value, params, example)
+    if isinstance(closed, Finding):
+        return SetupReport((*public, closed), (rows,))
+    public += [
+        static_findings.find_closed_over_arrays(closed, example, len(included), sampling.examples),
+        static_findings.find_batch_dependence(closed),
+        *static_findings.find_lost_averages(closed, params),
+    ]
+    public += [static_findings.find_constant_keys(loss, params, example, with_key=with_key)]
+    if real.severity == "error" or rows.severity == "error":
+        return SetupReport(tuple(public), (rows,))  # no gradient, or no step, can be computed
+    public += [static_findings.find_unused(closed, params, flags), static_findings.find_frozen(flags, params)]
+    with adding_note("loss", lambda: example):
+        found = batch_findings.measure_row_gradients(value, optimizer, params, flags, examples, included)
+    once = batch_findings.run_step(value, optimizer, params, batch._replace(examples=examples))
+    alone = batch_findings.loss_of_one_row(value, flags, examples)
+    some_rows = np.flatnonzero(included)[: batch_findings.COMPARED]
+    unreleased = (
+        rows,
+        batch_findings.find_mixed_rows(found, params, alone, some_rows),
+        batch_findings.find_spreading_nan(found, closed),
+        batch_findings.find_zero_gradients(found, params, flags, alone, some_rows),
+        batch_findings.find_not_finite(found, included),
+        batch_findings.find_clipped_rows(found),
+        batch_findings.find_noise_to_signal(found, optimizer, steps),
+        batch_findings.find_low_precision_parameters(once, params, flags, found.losses),
+    )
+    return SetupReport(
+        (*public, batch_findings.find_duration(once, steps), batch_findings.find_step_memory(once)), unreleased
+    )
+
+
+def _require_args(loss, optimizer, params, batch, steps, delta) -> tuple[Batch, int | None, float | None]:
+    """The batch, the steps and delta. Raises ValueError for arguments that no finding could describe."""
+    require_function("loss", loss)
+    require_mechanism(optimizer)
+    require_numbers(params)
+    if not jax.tree.leaves(params):
+        raise ValueError(f"params must hold at least one array, got {described(params)}")
+    if batch_size(require_batch(batch).examples) == 0:
+        raise ValueError("batch must have at least one row, got 0")
+    budget = optimizer.budget
+    steps = steps if steps is not None or budget is None else budget.steps
+    delta = delta if delta is not None or budget is None else budget.delta
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, batch))):
+        raise ValueError("params and batch must be known: call check_setup outside of jit")
+    return (
+        batch._replace(included=None if batch.included is None else np.asarray(batch.included)),
+        None if steps is None else require_whole("steps", steps),
+        None if delta is None else require_delta(delta),
+    )
+
+
+def warn_of_loss(optimizer: Mechanism, closed: core.ClosedJaxpr, params: Tree, row: tuple) -> None:
+    """Warns of what `check_setup` finds in the equations of a loss, which cost nothing when a step is traced.
+
+    closed: the jaxpr of the loss. params: arrays. row: the shapes of one example, and of its key.
+    """
+    sampling = optimizer.sampling
+    for found in (
+        static_findings.find_closed_over_arrays(closed, row[0], sampling.usual_rows, sampling.examples),
+        static_findings.find_batch_dependence(closed),
+        *static_findings.find_lost_averages(closed, params),
+        static_findings.find_unused(closed, params, trained_mask(optimizer, params)),
+        static_findings.find_constant_keys_in(closed, len(jax.tree.leaves(params))),
+    ):
+        if found.severity in ("error", "warning"):
+            warn_user(f"{found.words}. (From dpx.check_setup, which looks at more.)")
+
+
+def warn_of_rows(
+    loss: Callable, optimizer: Mechanism, params: Tree, rows: Tree, *, with_key: bool, has_aux: bool
+) -> None:
+    """Warns if no row has a finite gradient, as `check_setup` finds in a batch: the run would release noise alone.
+
+    It computes gradients only if every row holds a number that is not finite. rows: arrays with the rows on axis 0. The
+    rest is as for `check_setup`.
+    """
+    floats = [np.asarray(leaf) for leaf in jax.tree.leaves(rows) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    if not np.all(np.any([~np.isfinite(leaf).all(tuple(range(1, leaf.ndim))) for leaf in floats] or [False], axis=0)):
+        return
+    count, value = batch_size(rows), static_findings.loss_of_one_example(loss, with_key=with_key, has_aux=has_aux)
+    alone = batch_findings.loss_of_one_row(value, trained_mask(optimizer, params), rows)
+    if not any(np.isfinite(alone(params, row)[1]).all() for row in range(count)):
+        warn_user(NO_FINITE_ROW.format(count))

@@ -16,8 +16,7 @@ import numpy as np
 import optax
 from jax.extend import core
 
-from dpx.audit.setup.loss_findings import is_low_precision
-from dpx.audit.setup.report import Finding
+from dpx.audit.setup.static_findings import Finding, is_low_precision
 from dpx.gradients import private_updates
 from dpx.gradients.one_example import value_and_gradient
 from dpx.mechanism import Mechanism
