@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from dp_accounting import DpEvent
 
-from dpx.keys.noise import count_numbers_with_cost, counting_releases, unchecked_axes
+from dpx.keys.noise import count_numbers_with_cost, count_pairs, counting_releases, unchecked_axes
 from dpx.keys.streams import key_words
 from dpx.values import Tree, described, map_nodes_of_type
 from dpx.xla.place import current_place
@@ -216,7 +216,8 @@ def release_and_count(release: Callable, *given: Any, budget: Any) -> tuple[Tree
     """
     with counting_releases() as drawn:
         updates, state = release(*given)
-    numbers = min(sum(drawn), 2**32)
+    several = [2 * count_pairs(one) for one in drawn] if len(drawn) > 1 else drawn  # each ends with whole pairs
+    numbers = min(sum(several), 2**32)
     stated = budget is not None and budget.numbers is not None
     if stated:
         _require_fewer(numbers, budget.numbers)
