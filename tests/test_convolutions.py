@@ -8,7 +8,7 @@ from jax import lax
 from jax.extend import core
 
 import dpx
-from dpx.gradients.microbatch_size import hides_convolutions
+from dpx.gradients.clipped_gradients import hides_convolutions
 from dpx.xla.jaxprs import inner_bodies
 from dpx.xla.rewrites import with_reordered_convolutions
 from tests.test_dp_sgd import dp_sgd

@@ -13,7 +13,7 @@ from jax import export
 
 import dpx
 from dpx import catalog
-from dpx.gradients import microbatch_size
+from dpx.gradients import clipped_gradients
 from dpx.xla.place import Place, current_place, tracing_for_place
 from tests.ghost import mechanism
 from tests.mechanisms import PARAMS, case_of_method
@@ -50,7 +50,7 @@ def exported(mechanism, platform: str, *, loss=loss, dtype=jnp.float32) -> str:
     batch = dpx.Batch(jax.ShapeDtypeStruct((8, 6, 6, 1), dtype), jax.ShapeDtypeStruct((8,), bool))
     step = jax.jit(dpx.private_updates(loss, mechanism, platform=platform, norms="ghost"))
     # As a CPU would take a loop over microbatches that fit in its cache.
-    with mock.patch.multiple(microbatch_size, WHOLE_BATCH=0, CACHE_BYTES=1, EXAMPLE_BYTES_PER_SUM_BYTE=0):
+    with mock.patch.multiple(clipped_gradients, WHOLE_BATCH=0, CACHE_BYTES=1, EXAMPLE_BYTES_PER_SUM_BYTE=0):
         shapes = params, batch, jax.eval_shape(mechanism.init, params)
         return export.export(step, platforms=(platform,))(*shapes).mlir_module()
 

@@ -178,12 +178,12 @@ def test_memory_is_that_of_a_microbatch(loss):
 @pytest.mark.long_cases("61")
 def test_where_a_batch_would_leave_the_cache_of_a_cpu_microbatches_are_chosen(size, monkeypatch):
     assert gradients_held(dense, size=size) > 30
-    monkeypatch.setattr("dpx.gradients.microbatch_size.CACHE_BYTES", 2**19)  # 4 gradients
-    monkeypatch.setattr("dpx.gradients.microbatch_size.EXAMPLE_BYTES_PER_SUM_BYTE", 1)
+    monkeypatch.setattr("dpx.gradients.clipped_gradients.CACHE_BYTES", 2**19)  # 4 gradients
+    monkeypatch.setattr("dpx.gradients.clipped_gradients.EXAMPLE_BYTES_PER_SUM_BYTE", 1)
     assert gradients_held(dense, size=size) < 12
-    monkeypatch.setattr("dpx.gradients.microbatch_size.CONVOLUTION_BYTES", 2**22)  # a quarter of the batch
+    monkeypatch.setattr("dpx.gradients.clipped_gradients.CONVOLUTION_BYTES", 2**22)  # a quarter of the batch
     assert gradients_held(convolving(dense), size=size) > 30
-    monkeypatch.setattr("dpx.gradients.microbatch_size.CONVOLUTION_BYTES", 1)
+    monkeypatch.setattr("dpx.gradients.clipped_gradients.CONVOLUTION_BYTES", 1)
     assert gradients_held(hiding(dense), size=size) > 30
     assert gradients_held(convolving(dense), size=size) < 20  # 8 at once
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

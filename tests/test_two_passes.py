@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import dpx
+from dpx.gradients.clipped_gradients import choose_microbatches
 from dpx.gradients.ghost import hooks
 from dpx.gradients.ghost.plan import GhostPlan
-from dpx.gradients.microbatch_size import choose_microbatches
 from dpx.sums.float_pair import FloatPair
 from dpx.xla.jaxprs import equations
 from dpx.xla.place import Place, tracing_for_place

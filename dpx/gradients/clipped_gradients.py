@@ -1,22 +1,23 @@
-"""The clipped sum of the rows of a batch, with at most one microbatch of them in memory at a time."""
+"""The clipped sum of the rows of a batch, with at most one microbatch of them in memory at a time: as many examples as
+fit, and on a CPU as fit in its cache, because a step over the whole batch writes fresh memory, which the kernel must
+zero and the cache cannot hold.
+
+With `jax.checkpoint`, one backward pass keeps the inputs and cotangents of all layers. Two passes keep none, and take
+1.4 times as long, while microbatches take hardly longer than the whole batch (benchmarks/scans.py). So there are two
+where not even one example would fit.
+"""
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.extend import core
 
 from dpx.gradients import ghost
-from dpx.gradients.microbatch_size import (
-    ForwardCost,
-    Microbatches,
-    Plan,
-    choose_microbatches,
-    forward_cost,
-    require_platform,
-)
+from dpx.gradients.ghost.program import REMAT
 from dpx.gradients.one_example import (
     adding_note,
     function_of_row,
@@ -31,9 +32,177 @@ from dpx.mechanism.guards import require_real
 from dpx.sums.clipped_sum import sum_contributions
 from dpx.sums.microbatches import sum_over_microbatches
 from dpx.values import Tree, described, require_whole
-from dpx.xla.place import current_place, tracing_for_place
-from dpx.xla.rewrites import with_fast_products, with_reordered_convolutions
-from dpx.xla.rows_apart import with_rows_apart
+from dpx.xla.jaxprs import convolves, inner_bodies
+from dpx.xla.place import PLATFORMS, Place, current_place, tracing_for_place
+from dpx.xla.rewrites import CALLS, multiplies_matrices, with_fast_products, with_reordered_convolutions
+from dpx.xla.rows_apart import may_mix_rows, with_rows_apart
+
+# For one CPU core. benchmarks/step.py times the steps, benchmarks/memory.py measures their memory.
+CACHE_BYTES = 2**25  # bytes that the examples of one microbatch may fill
+WHOLE_BATCH = 4  # times these bytes: below, one pass is about as fast as a loop, and compiles faster
+EQUATION_NUMBERS_PER_WRITE = 4  # XLA fuses equations, so it writes about one in four numbers that they define
+EXAMPLE_BYTES_PER_SUM_BYTE = 12  # at least, in a microbatch, because every microbatch reads and writes all sums
+
+# The same for a loss with convolutions, which are fastest on few examples, because they copy their operands.
+CONVOLUTION_BYTES = 2**21
+CONVOLUTION_BYTES_PER_SUM_BYTE = 4
+CONVOLUTION_EXAMPLES = 8  # at least; with fewer, convolutions are slower
+
+
+Plan = ghost.GhostPlan | ghost.ForwardPlan | str  # a reason for per-example gradients
+
+
+class ForwardCost(NamedTuple):
+    """Counts in the equations of the loss of one example, which predict its memory and time.
+
+    numbers: int, how many numbers the equations define. convolves: bool, whether one of them is a convolution
+    stored: int, the same numbers, but of the bodies of `jax.checkpoint`, which are computed again, the largest alone
+    loops: bool, True if `with_reordered_convolutions` finds all convolutions, so that none is slow in a loop on a CPU
+    mixes: bool, True if rows need `xla.rows_apart.with_rows_apart`
+    multiplies: bool, True if the gradients may be faster by `xla.rewrites.with_fast_products` on a CPU
+    """
+
+    numbers: int
+    stored: int
+    convolves: bool
+    loops: bool
+    mixes: bool
+    multiplies: bool
+
+
+def forward_cost(jaxpr: core.Jaxpr) -> ForwardCost:
+    return ForwardCost(
+        sum(_count_intermediate_numbers(jaxpr)),
+        sum(_count_intermediate_numbers(jaxpr, REMAT)),
+        convolves(jaxpr),
+        not hides_convolutions(jaxpr),
+        may_mix_rows(jaxpr),
+        multiplies_matrices(jaxpr),
+    )
+
+
+class Microbatches(NamedTuple):
+    """How many examples one microbatch holds, and in how many backward passes, with the reasons in words; "" for the
+    whole batch, and for the number of passes that was asked for or is usual."""
+
+    size: int
+    reason: str = ""
+    passes: int = 1
+    why: str = ""
+
+    @property
+    def words(self) -> tuple[str, str]:
+        """Both choices, for `ghost.explain`; "" for those without a reason."""
+        at_once = self.reason and f"microbatches of {self.size} examples: {self.reason}"
+        return at_once, self.why and f"two backward passes: {self.why}"
+
+
+def require_platform(platform: str | None) -> str:
+    """The platform that a program is compiled for, by default that of `current_place()`. Raises ValueError unless it is
+    one of PLATFORMS."""
+    if platform is not None and platform not in PLATFORMS:
+        raise ValueError(f"platform must be one of {', '.join(PLATFORMS)}, or None, got {described(platform)}")
+    return platform or current_place().platform
+
+
+def choose_microbatches(
+    cost: ForwardCost,
+    plan: Plan,
+    params: Tree,
+    size: int,
+    place: Place,
+    *,
+    microbatch_size: int | None = None,
+    backward_passes: int | None = None,
+) -> Microbatches:
+    """How many of the `size` examples of a batch one microbatch holds, and in how many passes, unless both are given.
+
+    All, unless they do not fit in half of the device's memory, or fewer are known to be faster. More are faster on an
+    accelerator, on several devices, and for convolutions that are slow in a loop on a CPU.
+    """
+    written = _written_bytes(cost, plan, params)
+    one, two = _held_bytes(written, plan)
+    half = (place.most_memory or math.inf) / 2
+    at_least = min(microbatch_size or 1, size)
+    passes, why = backward_passes or 1, ""
+    if backward_passes is None and two < one and at_least * one > half:
+        what = "one example" if at_least == 1 else f"{at_least} examples"
+        passes, why = 2, f"one pass over {what} would not fit in half of the device's memory"
+    if microbatch_size is not None:
+        return Microbatches(microbatch_size, "", passes, why)
+    of_example = two if passes == 2 else one
+    if of_example * size > half:
+        largest = max(1, int(half // of_example))
+        reason = f"all {size} would not fit in half of the device's memory"
+        return Microbatches(_size_without_rest(largest, size), reason, passes, why)
+    at_once = _size_for_cache(cost, written[0], params, size, place)
+    return Microbatches(at_once, f"all {size} would not fit in the CPU's cache" * (at_once < size), passes, why)
+
+
+def _written_bytes(cost: ForwardCost, plan: Plan, params: Tree) -> tuple[int, int]:
+    """The bytes that the equations of one example write, with its gradients that are kept, for one pass and for two."""
+    leaves = jax.tree.leaves(params)
+    kept = {n for n in range(len(leaves)) if isinstance(plan, str) or plan.keeps_gradients(n)}
+    nowhere, all_layers = ghost.leaves_kept_nowhere(plan) if isinstance(plan, ghost.GhostPlan) else (set(), False)
+    of_passes = (cost.numbers, kept), (cost.stored if all_layers else cost.numbers, kept - nowhere)
+    one, two = (n // EQUATION_NUMBERS_PER_WRITE + sum(leaves[leaf].size for leaf in some) for n, some in of_passes)
+    return max(1, 4 * one), max(1, 4 * two)
+
+
+def _held_bytes(written: tuple[int, int], plan: Plan) -> tuple[int, int]:
+    """The bytes that a step holds for each example, with one backward pass and with two: what it writes, or what it
+    keeps of layers, if that is more. In a scan, hardly any of that is fused away."""
+    if not isinstance(plan, ghost.GhostPlan):
+        return written
+    without = frozenset(), ghost.leaves_kept_nowhere(plan)[0]
+    one, two = (max(n, 4 * plan.recorded_numbers(of)) for n, of in zip(written, without, strict=True))
+    return one, two
+
+
+def _size_for_cache(cost: ForwardCost, example_bytes: int, params: Tree, size: int, place: Place) -> int:
+    """How many of the `size` examples are fastest at once on a CPU, whose cache is small; elsewhere all."""
+    if place.platform != "cpu" or place.devices > 1 or not cost.loops:
+        return size
+    sum_bytes = 4 * sum(leaf.size for leaf in jax.tree.leaves(params))
+    if cost.convolves:
+        filled, per_sum_byte, least = CONVOLUTION_BYTES, CONVOLUTION_BYTES_PER_SUM_BYTE, CONVOLUTION_EXAMPLES
+    else:
+        filled, per_sum_byte, least = CACHE_BYTES, EXAMPLE_BYTES_PER_SUM_BYTE, 1
+    if example_bytes * size < WHOLE_BATCH * filled:
+        return size
+    largest = max(least, max(filled, per_sum_byte * sum_bytes) // example_bytes)
+    return _size_without_rest(largest, size) if largest < size else size
+
+
+def _size_without_rest(largest: int, size: int) -> int:
+    """At most `largest` of `size` examples, if possible without a rest, which would be compiled separately."""
+    without_rest = [n for n in range(math.ceil(largest / 2), largest + 1) if size % n == 0]
+    return max(without_rest, default=math.ceil(size / math.ceil(size / largest)))
+
+
+def _count_intermediate_numbers(jaxpr, again: tuple[str, ...] = ()) -> tuple[int, int]:
+    """How many numbers the equations define, without the bodies of those whose name is in `again`, and how many the
+    largest of these defines. The body of a loop counts once for each iteration."""
+    total = largest = 0
+    for equation in jaxpr.eqns:
+        found = [_count_intermediate_numbers(body, again) for body in inner_bodies(equation)]
+        inside, of_body = sum(numbers for numbers, _ in found), max((one for _, one in found), default=0)
+        if equation.primitive.name in again:
+            inside, of_body = 0, inside + of_body
+        total += equation.params.get("length", 1) * inside or sum(v.aval.size for v in equation.outvars)
+        largest = max(largest, of_body)
+    return total, largest
+
+
+def hides_convolutions(jaxpr: core.Jaxpr) -> bool:
+    """Whether it holds a convolution out of reach: in a loop, a branch, or under `jax.checkpoint`."""
+
+    def holds_convolution(equation):
+        inside = hides_convolutions if equation.primitive.name in CALLS else convolves
+        return any(map(inside, inner_bodies(equation)))
+
+    return any(map(holds_convolution, jaxpr.eqns))
+
 
 Norms = Literal["auto", "ghost", "vmap"]
 

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dpx.gradients import ghost
-from dpx.gradients.clipped_gradients import Norms, RowSum, count_row_shards, sum_gradients
-from dpx.gradients.microbatch_size import require_platform
+from dpx.gradients.clipped_gradients import Norms, RowSum, count_row_shards, require_platform, sum_gradients
 from dpx.gradients.one_example import function_of_row, rows_with_keys
 from dpx.mechanism import Mechanism
 from dpx.mechanism.guards import checked_params
