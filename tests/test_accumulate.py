@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import dpx
-from dpx.gradients.chunks import _clip_bounds, _equal_up_to_rounding
+from dpx.gradients.private_updates import _clip_bounds, _equal_up_to_rounding
 from dpx.states.record import DrawRecord, ReleaseState, fingerprint, unit_mark
 from dpx.values import map_nodes_of_type
 from tests.mechanisms import ALL, PARAMS
