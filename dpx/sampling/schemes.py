@@ -120,7 +120,7 @@ class Sampling(abc.ABC):
     @property
     def known_epoch(self) -> int:
         """The same if nothing hides the step of an example, so that an epoch costs one release; 0 otherwise."""
-        return 0
+        return self.epoch
 
     @functools.cached_property  # not a property, because that of `RandomAllocation` is a field
     def steps_per_epoch(self) -> float:
@@ -350,10 +350,6 @@ class _Epochs(_WholeSize):
         return self.steps_per_epoch
 
     @property
-    def known_epoch(self) -> int:
-        return self.steps_per_epoch
-
-    @property
     def pads(self) -> bool:
         return self.examples % self.batch_size != 0
 
@@ -444,10 +440,6 @@ class FullBatch(Sampling):
 
     @property
     def epoch(self) -> int:
-        return 1
-
-    @property
-    def known_epoch(self) -> int:
         return 1
 
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:

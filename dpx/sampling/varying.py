@@ -127,14 +127,10 @@ def coin_thresholds(rates: np.ndarray) -> CoinThresholds:
     return CoinThresholds((limits >> np.uint64(32)).astype(np.uint32), limits.astype(np.uint32), always)
 
 
-def toss_weighted_coins(key: jax.Array, heads: CoinThresholds) -> np.ndarray:
-    """Which examples take part, bool (examples,). At equal rates, these are the coins of `toss_coins`."""
-    return np.asarray(_coins_below(keys.key_words(key), heads))
-
-
 @jax.jit
-def _coins_below(words: jax.Array, heads: CoinThresholds) -> jax.Array:
-    high, low, _, _ = cipher.draw_bits(words, len(heads.high))
+def toss_weighted_coins(key: jax.Array, heads: CoinThresholds) -> jax.Array:
+    """Which examples take part, bool (examples,). At equal rates, these are the coins of `toss_coins`."""
+    high, low, _, _ = cipher.draw_bits(keys.key_words(key), len(heads.high))
     return (high < heads.high) | (high == heads.high) & (low < heads.low) | heads.always
 
 
@@ -354,6 +350,10 @@ class RandomAllocation(VaryingSize):
     @property
     def epoch(self) -> int:
         return self.steps_per_epoch
+
+    @property
+    def known_epoch(self) -> int:
+        return 0
 
     @property
     def divisor(self) -> float:
