@@ -197,7 +197,8 @@ row("constant_times_weights", "gram")(
 def lookups_of_one_table():
     def apply(table, t):
         rows = table[t[0]] * jax.vmap(lambda i: table[i])(t[1:3]).sum(0)
-        return rows * jnp.take(table, t[2:], axis=0, mode="clip").sum(0) + jax.nn.one_hot(t[3], 6) @ table
+        rows = rows * jnp.take(table, t[2:], axis=0, mode="clip").sum(0) + jax.nn.one_hot(t[3], 6) @ table
+        return jnp.stack([always := table[4], always * rows])
 
     return lookup(apply)
 

@@ -12,7 +12,17 @@ from jax.extend import core
 from dpx.gradients.ghost import algorithms, own_backward, rules, trace
 from dpx.gradients.ghost.algorithms import NormAlgorithm, Uses
 from dpx.gradients.ghost.kernels import MadeKernelGroup, find_made_kernels, site_of_parameter
-from dpx.gradients.ghost.program import Equation, ParameterPart, Program, Use, View, parts_of_parameter
+from dpx.gradients.ghost.program import (
+    Equation,
+    MoveStep,
+    ParameterPart,
+    Program,
+    ScanStep,
+    Use,
+    View,
+    only_slices,
+    parts_of_parameter,
+)
 from dpx.mechanism import Mechanism
 from dpx.sums.float_pair import ETA
 from dpx.values import Tree, float32_like
@@ -24,6 +34,7 @@ IN_PLACE = "InternalMutableArray"  # of `jax.new_ref`, but not of the kernels of
 # What ghost norms must save for one example in all, in the unit of `algorithms`, because their own kernels cost a CPU
 # about as much as this for 32 examples (benchmarks/results/zoo.md).
 LEAST_SAVED = 2.0**14
+FEW_ROWS = 4  # the slices of a table are a lookup if they are less than this part of it
 TOLD = 1e-4  # of a norm: a smaller raise is not worth a word
 _NUMBER = re.compile(r"\d+")
 _ROUNDING = (
@@ -191,7 +202,12 @@ def make_ghost_plan(
         pieces = pieces if all(ends for _, ends in pieces) else ()
         if small:
             return (small._replace(pieces=pieces),)
-        found = _follow(uses, parts, program, made, leaves[leaf].shape, scaled=scaled[leaf])
+        rest = program, made, leaves[leaf].shape
+        found = _follow(uses, parts, *rest, scaled=scaled[leaf])
+        if isinstance(found, str) and (lookups := _with_slices_as_lookups(uses, program, leaves[leaf].shape)):
+            parts = parts_of_parameter([use.view for use in lookups], leaves[leaf].shape)
+            rows = "" if isinstance(parts, str) else _follow(lookups, parts, *rest, scaled=scaled[leaf])
+            found = found if isinstance(rows, str) else rows
         choices = found if isinstance(found, str) else _cheapest(found, scaled=scaled[leaf], force=force)
         return (Choice(algorithms.GRADIENT, choices, pieces=pieces),) if isinstance(choices, str) else choices
 
@@ -255,6 +271,22 @@ def _is_small(leaf: int, program: Program, size: int) -> bool:
 
 
 Followed = list[tuple[View, Uses]]
+
+
+def _with_slices_as_lookups(uses: tuple[Use, ...], program: Program, shape: tuple[int, ...]) -> tuple[Use, ...]:
+    """The uses of a parameter whose slices count as lookups, whatever the loss does with them, such as the row of one
+    token beside those that the data choose; () without slices, and if they are no small share of it."""
+    found: dict[int, Use] = {}
+    for place, use in enumerate(uses):
+        for before, step in enumerate(use.view.steps):
+            if isinstance(step, MoveStep) and program.equations[step.number].name == "slice":
+                use = use._replace(view=View(use.view.steps[:before]), equation=step.number, operand=0)
+                place = ~step.number  # several uses of one slice are one lookup
+            if not (only_slices(step) or (isinstance(step, ScanStep) and not step.sliced)):
+                break
+        found[place] = use
+    numbers = sum(math.prod(program.output(~place).shape) for place in found if place < 0)
+    return tuple(found.values()) if 0 < FEW_ROWS * numbers <= math.prod(shape) else ()
 
 
 def _follow(

@@ -547,6 +547,15 @@ def _slice_at(use: Use, equation) -> Site | str:
     return _lookup_site(use, table, sizes, (), lambda inputs: dict(enumerate(inputs[1:])), lambda dy: dy, clips=True)
 
 
+def _slice(use: Use, equation) -> Site | str:
+    """A slice of W, such as the row of one token, as a lookup: see `plan`."""
+    if equation.params["strides"] is not None:
+        return "used in slice with strides"
+    table, sizes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    starts = dict(enumerate(map(jnp.int32, equation.params["start_indices"])))
+    return _lookup_site(use, table, sizes, (), lambda inputs: starts, lambda dy: dy, clips=True)
+
+
 def _lookup_site(
     use: Use,
     table: tuple[int, ...],
@@ -664,4 +673,4 @@ MATRICES = {
     "dynamic_slice": _slice_at,
 }
 SUMS = dict.fromkeys(("add", "sub", "mul"), _sum)
-RULES = MATRICES | SUMS | dict.fromkeys(own_backward.NAMES, _own_backward)
+RULES = MATRICES | SUMS | {"slice": _slice} | dict.fromkeys(own_backward.NAMES, _own_backward)
