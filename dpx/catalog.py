@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from dpx import coordinates, mechanisms, methods, sampling
 
 GAUSSIAN, INNERMOST = "mechanism/dp_sgd.py", "mechanism/base.py"
-CORRELATED, IN_ORDER = "papers/correlated_noise/event.py", ("ordered", "shuffled", "full")
+CORRELATED, IN_ORDER = "papers/correlated_noise/cost.py", ("ordered", "shuffled", "full")
 FEEDBACK, RECORDS = "papers/dice_sgd/cost.py", "sampling/schemes.py"
 
 

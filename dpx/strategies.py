@@ -7,12 +7,12 @@ sums have less of it, although each step alone has more.
 
 `dpx/papers/correlated_noise/strategy.py`, in numpy and scipy on the host and never traced by jax, has the record
 `Strategy`, its families, how far one example moves C G, and the error of a workload with the best banded C for it;
-`event.py` there has the cost of a run.
+`cost.py` there has the cost of a run.
 
 To add one: a function in `strategy.py` that returns a `Strategy`, and a line in `FAMILIES` of tests/test_strategies.py.
 """
 
-from dpx.papers.correlated_noise.event import cyclic_poisson_event, fixed_order_event
+from dpx.papers.correlated_noise.cost import cyclic_poisson_event, fixed_order_event
 from dpx.papers.correlated_noise.strategy import (
     Strategy,
     Workload,

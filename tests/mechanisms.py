@@ -19,8 +19,8 @@ import pytest
 
 import dpx
 from dpx import catalog, strategies
-from dpx.papers.correlated_noise.event import CorrelatedGaussianDpEvent, CyclicBandedDpEvent
-from dpx.papers.d2p2_sgd.projected_event import ProjectedGaussianDpEvent
+from dpx.papers.correlated_noise.cost import CorrelatedGaussianDpEvent, CyclicBandedDpEvent
+from dpx.papers.d2p2_sgd.cost import ProjectedGaussianDpEvent
 from dpx.papers.d2p2_sgd.projections import projection
 from dpx.papers.dice_sgd.cost import ErrorFeedbackDpEvent
 

@@ -14,7 +14,7 @@ import dpx
 from dpx import accounting
 from dpx.accounting.cost import profile_of_run
 from dpx.accounting.pld.renyi import ORDERS
-from dpx.papers.d2p2_sgd.projected_event import ProjectedGaussian, ProjectedGaussianDpEvent, with_projected_event
+from dpx.papers.d2p2_sgd.cost import ProjectedGaussian, ProjectedGaussianDpEvent, with_projected_event
 
 Gaussian = dp_accounting.GaussianDpEvent
 

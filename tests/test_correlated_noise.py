@@ -22,7 +22,7 @@ from dpx.audit.contract.noise import require_noise_covariance
 from dpx.audit.contract.subject import BrokenLine
 from dpx.audit.contract.trial import Trial
 from dpx.keys.noise import GRID
-from dpx.papers.correlated_noise.event import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, rounding_move
+from dpx.papers.correlated_noise.cost import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, rounding_move
 from dpx.sums import doubles
 from dpx.sums.float_pair import ETA
 from tests.devices import on_eight_devices

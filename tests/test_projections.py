@@ -13,7 +13,7 @@ from jax.flatten_util import ravel_pytree
 
 import dpx
 from dpx import keys
-from dpx.papers.d2p2_sgd.projected_event import with_projected_event
+from dpx.papers.d2p2_sgd.cost import with_projected_event
 from dpx.papers.d2p2_sgd.projections import SKETCHES, UNROLLED, hadamard_transform, projection
 from dpx.sums.float_pair import ETA
 from tests.mechanisms import PARAMS, POISSON

@@ -24,7 +24,7 @@ Every epsilon and delta is an upper bound; an interval adds a lower bound. The p
   (`cost.profile_of_run`); those of events alone (`event_epsilon`, `event_delta`) and the lower end of an interval are
   for exact noise.
 
-To add one: a new event is a file, like `dpx/papers/d2p2_sgd/projected_event.py`, and nothing else needs to know
+To add one: a new event is a file, like `dpx/papers/d2p2_sgd/cost.py`, and nothing else needs to know
 of it. It holds
 
 * an `attrs.frozen` subclass of `DpEvent` and `PrivacyLoss`, with what differs from the defaults of the latter. Its

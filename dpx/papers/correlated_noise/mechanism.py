@@ -1,6 +1,6 @@
 """Correlated noise: later noise cancels a part of earlier noise, so that prefix sums of the updates have less of it.
 
-`event.py` proves the cost, even for the bits. An example enters each sum as in `dp_sgd.py`, so it moves a sum by at
+`cost.py` proves the cost, even for the bits. An example enters each sum as in `dp_sgd.py`, so it moves a sum by at
 most C (1 + ETA), and it takes part in the steps that the sampling states. `normalized`, fixed coordinates, and
 transforms behind the mechanism change neither.
 
@@ -24,7 +24,7 @@ from dpx import keys
 from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Mechanism
 from dpx.mechanism.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, dp_sgd
-from dpx.papers.correlated_noise.event import (
+from dpx.papers.correlated_noise.cost import (
     CorrelatedGaussianDpEvent,
     CyclicBandedDpEvent,
     require_bands,

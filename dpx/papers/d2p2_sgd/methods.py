@@ -11,7 +11,7 @@ multiplied by it, so one example still moves the projected sum by at most the cl
 and the noise on the lifted gradient grows by the stretch.
 
 A "gaussian" projection has no largest stretch. Drawn afresh at every step, it is independent of the sum that it
-projects, so the cost uses the distribution of its stretch (`projected_event.py`), and the noise does not grow. Drawn
+projects, so the cost uses the distribution of its stretch (`cost.py`), and the noise does not grow. Drawn
 once and reused, it is refused, because sqrt(d/p) + 1 would bound it only with a probability that no cost contains.
 So it is drawn with the key of the mechanism. With a key of its own, two runs could share their projections: the second
 run would compute its gradients from releases that show them, and so could align them with the longest stretch.
@@ -31,7 +31,7 @@ from dpx.accounting.ledger import from_event
 from dpx.mechanism import Mechanism, in_coordinates
 from dpx.mechanism.base import insert_around_sum
 from dpx.mechanism.dp_sgd import dp_sgd, normalized
-from dpx.papers.d2p2_sgd.projected_event import with_projected_event
+from dpx.papers.d2p2_sgd.cost import with_projected_event
 from dpx.papers.d2p2_sgd.projections import ProjectionKind, ProjectionState, projection, random_projection
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule
