@@ -52,6 +52,11 @@ FOREIGN = {
     "low and high": "bounds",
 }
 OURS = {name: ours for ours, names in FOREIGN.items() for name in names.split()}
+LOOKS: dict[str, Callable[[Any], bool]] = {  # whether a value may be the argument, by what a mechanism or a batch has
+    "loss": lambda value: callable(value) and not hasattr(value, "init"),
+    **dict.fromkeys(("optimizer", "mechanism"), lambda value: hasattr(value, "init") and hasattr(value, "update")),
+    "batch": lambda value: hasattr(value, "included"),
+}
 HOMES = {  # where an argument belongs that a function lacks: in an argument of a mechanism, or in another call
     "clip_norm": "clip_norm=...",
     "noise_multiplier": "noise_multiplier=...",
@@ -71,11 +76,18 @@ def batch_size(examples: Tree) -> int:
     require_arrays(examples)
     shapes: list[tuple[int, ...]] = [tuple(getattr(leaf, "shape", ())) for leaf in jax.tree.leaves(examples)]
     if not shapes or any(len(shape) == 0 for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
-        found = f"shapes {shapes[:MOST_SHAPES]}{' and more' * (len(shapes) > MOST_SHAPES)}"
+        found = f"shapes {shapes[:MOST_SHAPES]}{' and more' * (len(shapes) > MOST_SHAPES)}" if shapes else "no array"
         lists = not all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(examples))
-        advice = ": convert lists of numbers to arrays, with numpy.asarray" * lists
+        advice = ": convert lists of numbers to arrays, with numpy.asarray" if lists else advice_to_stack(examples)
         raise ValueError(f"every leaf must have the same number of examples on axis 0; got {found}{advice}")
     return shapes[0][0]
+
+
+def advice_to_stack(data: Any) -> str:
+    """What to do with a list of examples, which is a pytree with the leaves of each; "" for anything else."""
+    if not isinstance(data, list) or len(data) < 2 or len({jax.tree.structure(one) for one in data}) > 1:
+        return ""
+    return ": stack a list of examples, by jax.tree.map(lambda *rows: numpy.stack(rows), *data)"
 
 
 def require_arrays(data: Any):
@@ -304,19 +316,41 @@ def warn_user(words: str) -> None:
 
 
 def names_arguments(function: Named) -> Named:
-    """Returns `function`, or a class, with a TypeError that names its arguments."""
+    """Returns `function`, or a class, with a TypeError that names its arguments, and a note if two may be swapped."""
     made: Any = function
     signature, a_class = inspect.signature(made), isinstance(made, type)
     call = made.__init__ if a_class else made
 
     def checked(*args, **kwargs):
-        bound_arguments(made.__name__, signature, args[a_class:], kwargs)
-        return call(*args, **kwargs)
+        given = bound_arguments(made.__name__, signature, args[a_class:], kwargs).arguments
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            if words := " and ".join(f"{other} looks like the {name}" for name, other in _swapped(given)):
+                order = ", ".join(_unnamed(signature))
+                error.add_note(
+                    f"dpx: are arguments swapped? {made.__name__} takes {order}, and what was given as {words}"
+                )
+            raise
 
     named: Any = functools.wraps(call)(checked)
     if a_class:
         made.__init__, named = named, made
     return named
+
+
+def _unnamed(signature: inspect.Signature) -> list[str]:
+    return [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+def _swapped(given: dict[str, Any]) -> list[tuple[str, str]]:
+    """Arguments that do not look like themselves, with the one that looks like them."""
+    return [
+        (name, other)
+        for name, looks in LOOKS.items()
+        for other, value in given.items()
+        if name in given and other != name and looks(value) and not looks(given[name])
+    ]
 
 
 def bound_arguments(
@@ -329,8 +363,8 @@ def bound_arguments(
     except TypeError as error:
         words = str(error)
     if "too many" in words:
-        plain = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        words = f"takes {', '.join(plain) or 'no argument'} without a name, and every other one as name=value"
+        plain = ", ".join(_unnamed(signature)) or "no argument"
+        words = f"takes {plain} without a name, and every other one as name=value"
     unknown = [given for given in kwargs if given not in parameters]
     if unknown and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
         words = f"got an unexpected argument {', and '.join(_home_of(given, parameters) for given in unknown)}"

@@ -63,3 +63,9 @@ def test_ghost_norms_see_views_as_positions():
 def test_bad_arguments_are_refused(changes):
     with pytest.raises(ValueError, match="must be"):
         dpx.augmented(**({"loss": loss, "augment": turned, "copies": 2} | changes))
+
+
+def test_views_that_use_no_key_are_warned_of():
+    mean_loss = dpx.augmented(lambda params, x: x.sum(), lambda x, key: x, copies=2)
+    with pytest.warns(UserWarning, match="augment must use the key .* or all 2 views of an example are one"):
+        mean_loss(None, jnp.ones(3), jax.random.key(0))

@@ -330,6 +330,27 @@ def test_an_unknown_argument_is_named_with_what_it_is_here(words):
         OF_OTHERS[words]()
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: dpx.fit(MECHANISM, loss, PARAMS, []),
+            "optimizer looks like the loss and loss looks like the optimizer",
+        ),
+        (
+            lambda: dpx.fit(loss, PARAMS, MECHANISM, []),
+            "fit takes loss, optimizer, params, data, and what was given as",
+        ),
+        (lambda: dpx.explain_norms(loss, MECHANISM, BATCH, PARAMS), "given as params looks like the batch"),
+        (lambda: dpx.epsilon(3, MECHANISM, delta=1e-5), "given as steps_or_state looks like the optimizer"),
+    ],
+)
+def test_swapped_arguments_are_noted(call, words):
+    with pytest.raises(ValueError, match="must be") as raised:
+        call()
+    assert words in raised.value.__notes__[0]
+
+
 def test_an_error_of_the_loss_tells_the_shapes_of_an_example():
     data = np.full((4, 3), NUMBER, np.float32)
     batch, users = dpx.Batch({"x": data}, None), dpx.Batch((data[:, None], np.ones((4, 1), bool)), None)

@@ -304,6 +304,30 @@ REFUSED = {  # the program and the words of its message
         lambda: dpx.accounting.calibrate(lambda noise: noise, steps=1, epsilon=1.0, delta=1e-5),
         "make must return a mechanism for a noise multiplier, got 1.0",
     ),
+    "an attack on one key": (
+        lambda: dpx.audit.lower_bound(lambda key: dp_sgd(), steps=1, delta=1e-5, key=KEY),
+        "make must build its mechanism with the key that it is given",
+    ),
+    "a contract of one key": (
+        lambda: dpx.audit.check_contract(dp_sgd(), rebuild=lambda key: dp_sgd()),
+        "rebuild must build its mechanism with the key that it is given",
+    ),
+    "parameters of NaN": (
+        lambda: dpx.fit(loss, dpx.chain(dp_sgd(), optax.sgd(0.1)), PARAMS | {"b": np.nan}, DATA, steps=1, delta=1e-5),
+        "params must hold no NaN, .* got NaN in b$",
+    ),
+    "a setup with parameters of NaN": (
+        lambda: dpx.check_setup(loss, dp_sgd(), PARAMS | {"b": np.full(2, np.nan)}, dpx.Batch(tiny(), None)),
+        "params must hold no NaN, .* got NaN in b$",
+    ),
+    "a count of a count": (
+        lambda: dpx.statistics.release_count(1000, noise_multiplier=1.0, key=KEY),
+        "data must hold a value of each example, .* got one number: a count",
+    ),
+    "a mean of a mean": (
+        lambda: dpx.statistics.release_mean(jnp.ones(()), low=0.0, high=1.0, noise_multiplier=1.0, key=KEY),
+        "data must hold a value of each example",
+    ),
     "calibrated on what takes no noise": (
         lambda: dpx.accounting.accepts_budget(lambda clip_norm: None),
         "noise_multiplier",

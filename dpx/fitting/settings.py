@@ -16,7 +16,7 @@ from dpx.fitting.step import Carry
 from dpx.gradients.optimizer import ChainState
 from dpx.ledgers import PrivacyLedger
 from dpx.mechanism import Mechanism
-from dpx.mechanism.guards import FLAX, checked_params
+from dpx.mechanism.guards import FLAX, checked_params, require_no_nan
 from dpx.reports.report import require_one_line_names
 from dpx.sampling.loading import CheckedData
 from dpx.states.reading import read_run
@@ -109,6 +109,7 @@ def checked_inputs(params: Tree, data: Any, run: RunPlan) -> CheckedData:
     checked_params(params, run.optimizer)
     if not jax.tree.leaves(params) or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
         raise ValueError(f"params must be a pytree of float arrays, got no array. {FLAX}")
+    require_no_nan(params)
     return examples
 
 

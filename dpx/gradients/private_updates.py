@@ -31,8 +31,9 @@ from dpx.values import (
     repr_with_shapes,
     require_function,
     require_whole,
+    warn_user,
 )
-from dpx.xla.jaxprs import identity_of_program
+from dpx.xla.jaxprs import identity_of_program, inputs_read
 
 _ROUNDING = 1e-6  # relative, of a schedule compiled in two programs
 
@@ -260,6 +261,11 @@ def augmented(
     require_whole("copies", copies)
 
     def mean_loss(params, example, key):
+        def arrays_of_view(key):
+            return [leaf for leaf in jax.tree.leaves(augment(example, key)) if isinstance(leaf, jax.Array)]
+
+        if copies > 1 and not inputs_read(jax.make_jaxpr(arrays_of_view)(key).jaxpr)[-1]:
+            warn_user(f"augment must use the key that it is given, or all {copies} views of an example are one")
         values = jax.vmap(lambda key: loss(params, augment(example, key)))(jax.random.split(key, copies))
         return jax.tree.map(lambda leaf: leaf.mean(0), values)
 

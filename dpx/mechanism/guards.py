@@ -5,8 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from dpx.accounting.compose import same_key
 from dpx.keys.noise import STAND_INS
 from dpx.values import Tree, batch_size, first_words, float32_like, path_of, require_arrays
 from dpx.xla.jaxprs import inputs_read
@@ -83,6 +85,13 @@ def _refuse_one_key(_, mapped, key, sums):
     return _with_one_key(key, sums), mapped[1]  # again, for a `jax.vmap` around this one
 
 
+def require_keys_apart(name: str, build: Any):
+    """Raises ValueError if what `build`, the argument `name`, makes with two keys has one key. Others are not known."""
+    one, other = (getattr(build(jax.random.key(seed)), "key", None) for seed in (1, 2))
+    if one is not None and other is not None and same_key(one, other):
+        raise ValueError(f"{name} must build its mechanism with the key that it is given: each run needs fresh noise")
+
+
 def require_unmasked(tree: Tree):
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
     if any(isinstance(leaf, optax.MaskedNode) for leaf in leaves):
@@ -109,6 +118,18 @@ def require_numbers(params: Tree):
     """Raises ValueError for leaves that are not arrays, such as the functions and variables of a model."""
     if any(_leaf_kind(leaf) == "other" for leaf in jax.tree.leaves(params)):
         _refuse(params)
+
+
+def require_no_nan(params: Tree):
+    """Raises ValueError for NaN in parameters, which no step can change, and which makes every gradient NaN."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    if found := [path_of(path) or "params" for path, leaf in leaves if _leaf_kind(leaf) == "float" and _has_nan(leaf)]:
+        raise ValueError(f"params must hold no NaN, which no step can change; got NaN in {first_words(found, FEW)}")
+
+
+def _has_nan(leaf: Any) -> bool:
+    local = jax.default_backend() == "cpu" and getattr(leaf, "is_fully_addressable", True)
+    return bool(np.isnan(np.asarray(leaf)).any() if local else jax.jit(lambda array: jnp.isnan(array).any())(leaf))
 
 
 def _refuse(params: Tree, more: str = ""):

@@ -27,7 +27,17 @@ from jax.experimental import multihost_utils
 from dpx import keys
 from dpx.sampling.batch import Batch, Draw, pad_draw, record_draw, round_up, zero_excluded_rows
 from dpx.states.record import DrawRecord, fingerprint
-from dpx.values import Tree, batch_size, described, refuse_mask, require_arrays, require_whole
+from dpx.values import (
+    Tree,
+    advice_to_stack,
+    batch_size,
+    described,
+    first_words,
+    path_of,
+    refuse_mask,
+    require_arrays,
+    require_whole,
+)
 
 Rows = Callable[[np.ndarray, np.ndarray, int], Tree]  # from indices, int32 (B,), `included`, bool (B,), and a step
 
@@ -48,7 +58,8 @@ def rows_of(data: Any, examples: int, key: jax.Array) -> Rows:
     and for rows that are others when they are read again.
     """
     if (length := length_of(data)) != examples:
-        hint = "" if unit_of(data) == "example" else ": for users, give the sampling examples=len(users)"
+        users = ": for users, give the sampling examples=len(users)"
+        hint = advice_to_stack(data) if unit_of(data) == "example" else users
         raise ValueError(f"data must hold the {examples} examples of the sampling, got {length}{hint}")
     if _is_data_source(data):
         read = _checking_repeats(data, _items_of(data, key))
@@ -175,10 +186,11 @@ def _is_data_source(data: Any) -> bool:
     if not iterator and all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in jax.tree.leaves(data)):
         return False
     gives = hasattr(data, "__getitem__") or hasattr(data, "random_item")
-    if not iterator and jax.tree_util.all_leaves([data]) and hasattr(data, "__len__") and gives:
+    one = jax.tree_util.all_leaves([data]) and not isinstance(data, str | bytes)
+    if not iterator and one and hasattr(data, "__len__") and gives:
         return True
     advice = "convert lists of numbers to arrays, with numpy.asarray"
-    if iterator or hasattr(data, "dataset"):
+    if iterator or hasattr(data, "dataset") or (one and hasattr(data, "__iter__")):
         advice = "give what a loader or an iterator reads, because the sampling draws the batches"
     raise ValueError(
         "data must be a pytree of arrays with the examples on axis 0 of each, or a source with __len__ and "
@@ -207,7 +219,10 @@ def _items_of(source: Any, key: jax.Array) -> Callable[[np.ndarray, int], Tree]:
     expected = _describe(jax.tree.map(np.asarray, first))
     kinds = [jnp.issubdtype(dtype, jnp.number) or dtype.kind == "b" for _, dtype in expected[1]]
     if not kinds or not all(kinds):
-        raise ValueError(f"an item of data must be a pytree of arrays and numbers, got {described(first)}")
+        paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(first)]
+        odd = first_words([path for path, good in zip(paths, kinds, strict=True) if not good])
+        found = f", with no numbers in {odd}: encode words as numbers, or leave them out" * (odd != "")
+        raise ValueError(f"an item of data must be a pytree of arrays and numbers, got {type(first)}{found}")
 
     def read(rows, step):
         numbers = rows.tolist()

@@ -70,13 +70,16 @@ def records_of(data: Any, *, numbers: bool = True) -> StatisticRecords:
     users = isinstance(data, UserData)
     values = data.kept if users else data
     refuse_mask(values)
+    if isinstance(values, int | float | np.generic) or getattr(values, "shape", None) == ():
+        words = "a count, a sum or a mean of them has lost what bounds one example"
+        raise ValueError(f"data must hold a value of each example, (N,) or (N, columns), got one number: {words}")
     if numbers:
         require_arrays(values)
     elif not hasattr(values, "dtype"):
         # Of a list, one record would decide how all others are read: one 2 makes numbers of all bools.
         raise ValueError(
             "data must be an array whose dtype does not depend on the records, such as numpy.array(words, str), got "
-            f"{described(values)}"
+            f"{type(values)}"
         )
     values = np.asarray(values)
     if values.ndim not in (1, 2) or values.shape[0] == 0 or values.dtype.kind not in ("fiub" if numbers else "fiubUS"):

@@ -37,9 +37,19 @@ from dpx.accounting import checks
 from dpx.accounting.cost import epsilon as cost_of
 from dpx.audit.attacks.scores import LowerBound, lower_bound_from_scores
 from dpx.audit.stand_ins import without_grid
+from dpx.mechanism.guards import require_keys_apart
 from dpx.sampling.schemes import Sampling
 from dpx.states.reading import publishable_state
-from dpx.values import Tree, described, names_arguments, require_arrays, require_open_fraction, require_whole, warn_user
+from dpx.values import (
+    Tree,
+    described,
+    names_arguments,
+    require_arrays,
+    require_function,
+    require_open_fraction,
+    require_whole,
+    warn_user,
+)
 
 _LARGE_NORM = 1e6  # of the default canary, so that every usual clip norm is reached
 _PILOT_SHARE, _LEAST_PILOT_RUNS, _MOST_PILOT_RUNS = 4, 1000, 40_000
@@ -441,6 +451,7 @@ def canary_scores(
     steps, runs = require_whole("steps", steps), require_whole("runs", runs, minimum=_LEAST_RUNS)
     keys.require_key(key)
     params = {"w": jnp.zeros(2)} if params is None else params
+    require_keys_apart("make", require_function("make", make))
     billed = getattr(make(keys.stream(key, "billed mechanism")), "sampling", None)
     truth = billed if sampling_truth is None else sampling_truth
     canary, instead = _canary_gradients(canary, instead, params, truth if billed is None else billed)

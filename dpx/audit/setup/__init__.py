@@ -14,7 +14,7 @@ from dpx.audit.setup import batch_findings, static_findings
 from dpx.audit.setup.static_findings import Finding, SetupReport
 from dpx.gradients.one_example import adding_note
 from dpx.mechanism import Mechanism, require_mechanism
-from dpx.mechanism.guards import require_numbers, trained_mask
+from dpx.mechanism.guards import require_no_nan, require_numbers, trained_mask
 from dpx.sampling.batch import Batch, require_batch
 from dpx.values import Tree, batch_size, described, names_arguments, require_function, require_whole, warn_user
 
@@ -127,6 +127,7 @@ def _require_args(loss, optimizer, params, batch, steps, delta) -> tuple[Batch, 
     delta = delta if delta is not None or budget is None else budget.delta
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, batch))):
         raise ValueError("params and batch must be known: call check_setup outside of jit")
+    require_no_nan(params)
     return (
         batch._replace(included=None if batch.included is None else np.asarray(batch.included)),
         None if steps is None else require_whole("steps", steps),
