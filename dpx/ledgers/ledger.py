@@ -251,7 +251,8 @@ class PrivacyLedger:
 
     def _add_entry(self, event, key, words, numbers, part, unit, *, made: bool, holder: str) -> Entry:
         event = self._hashable(event, words, numbers, part, unit)
-        marks = tuple(sorted({int(keys.mark_of_key(keys.require_key(one))) for one in _as_key_list(key)}))
+        given = key if isinstance(key, list | tuple) else [key]
+        marks = tuple(sorted({int(keys.mark_of_key(keys.require_key(one))) for one in given}))
         if not marks:
             raise ValueError("key must be the key of the noise, or a list of at least one key, got an empty one")
         with self._lock:
@@ -369,10 +370,6 @@ class PrivacyLedger:
         """Adds lines, all at once; when it returns, they survive a loss of power. Under the lock."""
         text = self.path.read_text(encoding="utf-8")
         replace_file(self.path, text + "".join(json.dumps(line) + "\n" for line in lines))
-
-
-def _as_key_list(key: Any) -> Sequence[Any]:
-    return key if isinstance(key, list | tuple) else [key]
 
 
 def _by_part(entries: Sequence[Entry]) -> list[list[Entry]]:

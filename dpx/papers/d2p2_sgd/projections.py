@@ -384,7 +384,9 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
     """
     every = None if every is None else require_whole("every", every)
     ranks, rank_of, words = _projection_ranks(rank, reduction_rate)
-    sketch = _sketch(kind)
+    if kind not in SKETCHES:
+        raise ValueError(f"kind must be one of {', '.join(SKETCHES)}; got {described(kind)}")
+    sketch = SKETCHES[kind]
     stretch = sketch.stretch if bounded else None
 
     def each_group(function: Callable, state: ProjectionState, *trees: Tree) -> Tree:
@@ -435,12 +437,6 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
         encode_whole_batch=sketch.encode_whole_batch,
         fixed=every is None,
     )
-
-
-def _sketch(kind: str) -> Sketch:
-    if kind not in SKETCHES:
-        raise ValueError(f"kind must be one of {', '.join(SKETCHES)}; got {described(kind)}")
-    return SKETCHES[kind]
 
 
 def _projection_ranks(rank, reduction_rate) -> tuple[Tree, Callable[[Any, int], int], str]:
