@@ -108,6 +108,14 @@ def test_the_clip_norm_goes_to_the_quantile(quantile):
     assert np.median(norms[-50:]) == pytest.approx(1 + quantile, abs=0.03)
 
 
+def test_small_integers_of_numpy_are_numbers():
+    after = []
+    for number in (int, np.int8):
+        mechanism = adaptive(clip_learning_rate=number(2), indicator_noise=number(100))
+        after.append(mechanism.update(gradients([9.0]), mechanism.init(PARAMS), PARAMS, included=jnp.ones(1, bool))[1])
+    assert after[0].clip_norm == after[1].clip_norm != 0.5
+
+
 def test_the_clip_norm_stays_a_number():
     mechanism = adaptive(clip_learning_rate=1e6, quantile=0.5)
     for size, bound in ((1e-15, 2**-40), (1e15, 2**40)):

@@ -67,9 +67,10 @@ def adaptive_clipping(
     computed.
     """
     initial_clip_norm = require_number("initial_clip_norm", initial_clip_norm, minimum=SMALLEST, maximum=LARGEST)
-    require_number("clip_learning_rate", clip_learning_rate, minimum=0)
-    require_number("indicator_noise", indicator_noise, minimum=0, exclusive=True)
-    require_open_fraction("quantile", quantile)
+    # As floats, because a small integer of numpy with a minus, or twice one, is another number.
+    clip_learning_rate = require_number("clip_learning_rate", clip_learning_rate, minimum=0)
+    indicator_noise = require_number("indicator_noise", indicator_noise, minimum=0, exclusive=True)
+    quantile = require_open_fraction("quantile", quantile)
     inner = dp_sgd(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
     _require_gradient_share(values_over(inner.noise_multiplier, 1), indicator_noise)
     shares = functools.partial(_clip_norm_shares, inner.noise_multiplier, indicator_noise)

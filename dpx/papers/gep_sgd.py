@@ -50,8 +50,9 @@ def gep_sgd(
     Raises ValueError for numbers outside their domains.
     """
     share, every = require_open_fraction("embedding_share", embedding_share), require_whole("every", every)
-    for name, norm in (("embedding_clip_norm", embedding_clip_norm), ("residual_clip_norm", residual_clip_norm)):
-        require_number(name, norm, minimum=0, exclusive=True)
+    above = {"minimum": 0, "exclusive": True}
+    embedding_clip_norm = require_number("embedding_clip_norm", embedding_clip_norm, **above)
+    residual_clip_norm = require_number("residual_clip_norm", residual_clip_norm, **above)
     clip_norm = {"embedding": math.sqrt(share), "residual": math.sqrt(1 - share)}
     embedding_scale = embedding_clip_norm / clip_norm["embedding"]
     residual_scale = residual_clip_norm / clip_norm["residual"]
