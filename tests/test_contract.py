@@ -76,7 +76,7 @@ def more_paths(case: Case) -> dict:
     mechanism = case.mechanism
 
     def encoded_in_parts(grads, state, included):
-        with mock.patch("dpx.sums.microbatches.SEGMENT_NUMBERS", 2 * sum(p.size for p in PARAMS.values())):
+        with mock.patch("dpx.sums.clipped_sum.SEGMENT_NUMBERS", 2 * sum(p.size for p in PARAMS.values())):
             return mechanism.update(grads, state, PARAMS, included=included)
 
     def in_chunks(grads, state, included):

@@ -11,8 +11,7 @@ import pytest
 import dpx
 from dpx.papers.dice_sgd.cost import ERROR, proof_covers
 from dpx.states.record import ReleaseState
-from dpx.sums import doubles
-from dpx.sums.float_pair import FloatPair
+from dpx.sums.float_pair import FloatPair, as_float64, as_float_pair, norm_of_pair
 
 UNIT = 2.0**-53  # v of the proof
 SIZE = 1000
@@ -124,7 +123,7 @@ def test_the_norm_has_short_sums(size):
     """Squares that one long sum loses, one after another: 1 + n 2^-54."""
     small, one = np.full(size, 2.0**-27, np.float32), np.ones(1, np.float32)
     trees = ({"a": small, "b": one}, {"a": one, "b": small}, {"a": np.concatenate([one, small])})
-    find = jax.jit(lambda total: doubles.norm_of_pair(total).astype(jnp.float64))
+    find = jax.jit(lambda total: norm_of_pair(total).astype(jnp.float64))
     for tree in trees:
         with jax.enable_x64(True):
             found = np.asarray(find(FloatPair(tree, jax.tree.map(np.zeros_like, tree))))
@@ -135,9 +134,9 @@ def test_the_norm_has_short_sums(size):
 def test_halves_are_the_number():
     exact = RNG.standard_normal(1000) * 10.0 ** RNG.integers(-20, 20, 1000)
     with jax.enable_x64(True):
-        total = jax.jit(doubles.as_float_pair)(jnp.asarray(exact))
+        total = jax.jit(as_float_pair)(jnp.asarray(exact))
         assert [part.dtype for part in total] == [jnp.float32, jnp.float32]
-        again = np.asarray(jax.jit(doubles.as_float64)(total))
+        again = np.asarray(jax.jit(as_float64)(total))
     assert np.all(np.abs(again - exact) <= 32 * UNIT * np.abs(exact)) and np.any(again != exact)
     np.testing.assert_array_equal(total.high, exact.astype(np.float32))
 

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import dpx
-from dpx.sums.microbatches import sum_over_microbatches
+from dpx.sums.clipped_sum import sum_over_microbatches
 from dpx.xla import rows_apart
 from tests.devices import on_eight_devices
 from tests.test_dp_sgd import dp_sgd, loss, model
@@ -210,7 +210,7 @@ def projected(kind):
 @pytest.mark.long
 def test_what_is_encoded_is_held_in_segments(mechanism, monkeypatch):
     """Stacked, the 64 gradients and what they become would be some 100."""
-    monkeypatch.setattr("dpx.sums.microbatches.SEGMENT_NUMBERS", 2 * 64 * 256 * 8)
+    monkeypatch.setattr("dpx.sums.clipped_sum.SEGMENT_NUMBERS", 2 * 64 * 256 * 8)
     assert gradients_held(dense, 64, mechanism=mechanism) < 30
 
 

@@ -29,8 +29,7 @@ from dpx.gradients.one_example import (
 from dpx.keys.noise import axes_that_vary
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.mechanism.guards import require_real
-from dpx.sums.clipped_sum import sum_contributions
-from dpx.sums.microbatches import sum_over_microbatches
+from dpx.sums.clipped_sum import sum_contributions, sum_over_microbatches
 from dpx.values import Tree, described, require_whole
 from dpx.xla.jaxprs import convolves, inner_bodies
 from dpx.xla.place import PLATFORMS, Place, current_place, tracing_for_place

@@ -35,8 +35,15 @@ from dpx.papers.correlated_noise.strategy import lambda_cgd as strategy_of
 from dpx.sampling.schemes import FixedOrder, FullBatch, Sampling, ShuffledEpochs
 from dpx.sampling.varying import CyclicPoissonSampling
 from dpx.states.record import ReleaseState
-from dpx.sums import doubles
-from dpx.sums.float_pair import ETA, FloatPair, as_pair
+from dpx.sums.float_pair import (
+    ETA,
+    FloatPair,
+    as_float64,
+    as_float_pair,
+    as_pair,
+    difference_to_total,
+    float64_constants,
+)
 from dpx.values import Tree, described, require_number, require_whole
 from dpx.xla.place import float64, require_ieee_float64
 
@@ -138,15 +145,15 @@ def _with_past_noise(inner: Mechanism, strategy: Strategy, noise_key: jax.Array,
     def with_past(parts) -> FloatPair:
         sums, state = parts
         with float64("correlated noise"):
-            exact, past = doubles.as_float64(as_pair(sums)), _weighted_past_noise(state, weights)
-            return doubles.as_float_pair(jax.tree.map(jnp.add, exact, past))
+            exact, past = as_float64(as_pair(sums)), _weighted_past_noise(state, weights)
+            return as_float_pair(jax.tree.map(jnp.add, exact, past))
 
     def release(sums, state, params):
         given = sums[0], state
         if banded:
             released = keys.release(noise_key, state.inner.step, with_past(given), deviation)
             with float64("correlated noise"):
-                noise = doubles.difference_to_total(released, as_pair(sums[0]))
+                noise = difference_to_total(released, as_pair(sums[0]))
         else:
             released, noise = keys.release_and_rest(noise_key, state.inner.step, with_past, given, deviation)
         state = _next_state(state, noise, state.inner.after(inner.noise_multiplier))
@@ -224,7 +231,7 @@ def _weighted_past_noise(state: CorrelatedNoiseState, weights: np.ndarray) -> Tr
     """sum_j weights_j noise_(t-1-j), float64 like the gradients. weights: float64 (w,). Inside `jax.enable_x64`."""
     count = len(weights)
     ages = (state.inner.step - 1 - jnp.arange(count, dtype=jnp.int32)) % count
-    of_rows = doubles.float64_constants(weights)[ages]
+    of_rows = float64_constants(weights)[ages]
 
     def add(high: jax.Array, low: jax.Array) -> jax.Array:
         # Row after row in one loop over the numbers: a sum over axis 0 takes seven times as long on a CPU.

@@ -65,7 +65,7 @@ scale: nu, shifts and error moves, all times 1 + ETA + ERROR, cost the same. So 
 by ERROR times the shift, and rho, of its first participation.
 
 A STEP, with v = 2^-53, from an error e with |e| <= M, which is two float32 numbers and exact in float64. The computed
-norm is off by 32 v (`dpx.sums.doubles`), the scale of the part that is fed back by 36 v, that part by 37 v M, what is
+norm is off by 32 v (`sums.float_pair`), the scale of the part that is fed back by 36 v, that part by 37 v M, what is
 remembered by 33 v M, and its difference, the division of the withheld part, their sum, and its two float32 numbers by
 37 v M more: the next error by 107 v M in all. The released sum T + B fed is off by 72 v B M + 34 v |T|, |T| <= n for n
 rows. The exact map is the projection onto a ball, where what is remembered has a largest norm, and then the firmly

@@ -22,8 +22,7 @@ from dpx.mechanism.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, require_
 from dpx.papers.dice_sgd.cost import ERROR, SAMPLINGS, ErrorFeedbackDpEvent
 from dpx.sampling.schemes import Sampling
 from dpx.states.record import ReleaseState
-from dpx.sums import doubles
-from dpx.sums.float_pair import ETA, FloatPair, as_pair
+from dpx.sums.float_pair import ETA, FloatPair, as_float64, as_float_pair, as_pair, norm_of_pair
 from dpx.values import Tree, described, require_number, require_whole
 from dpx.xla.ordering import compute_after
 from dpx.xla.place import float64, require_ieee_float64
@@ -181,18 +180,16 @@ class _Run(NamedTuple):
         total, withheld = map(as_pair, sums)
         remembered, fed_back = self.error_factors(step, state.unreleased_error)
         with float64("error feedback"):
-            exact = doubles.as_float64(state.unreleased_error)
+            exact = as_float64(state.unreleased_error)
             # The error is added before the noise, because the release rounds the sum that it adds noise to.
-            added = jax.tree.map(lambda t, e: t + (fed_back * e) * divisor, doubles.as_float64(total), exact)
-            total = doubles.as_float_pair(added)
+            added = jax.tree.map(lambda t, e: t + (fed_back * e) * divisor, as_float64(total), exact)
+            total = as_float_pair(added)
         deviation = self.noise_multiplier * self.clip_norm * (1 + ETA + ERROR)
         updates = jax.tree.map(lambda r: r / divisor, keys.release(self.noise_key, step, total, deviation))
         error = compute_after(updates, state.unreleased_error)  # in its memory
         with float64("error feedback"):
-            kept = jax.tree.map(lambda e: (remembered - fed_back) * e, doubles.as_float64(error))
-            error = doubles.as_float_pair(
-                jax.tree.map(lambda e, w: e + w / divisor, kept, doubles.as_float64(withheld))
-            )
+            kept = jax.tree.map(lambda e: (remembered - fed_back) * e, as_float64(error))
+            error = as_float_pair(jax.tree.map(lambda e, w: e + w / divisor, kept, as_float64(withheld)))
         state = ErrorFeedbackState(state.release.after(self.noise_multiplier), error)
         return optax.tree.cast_like(updates, params), state
 
@@ -201,7 +198,7 @@ class _Run(NamedTuple):
         reset, and of its part that is fed back."""
         forgotten = jnp.zeros((), bool) if self.reset_every is None else step % self.reset_every == 0
         with float64("error feedback"):
-            norm = jnp.maximum(doubles.norm_of_pair(error), SMALLEST_DIVISOR)
+            norm = jnp.maximum(norm_of_pair(error), SMALLEST_DIVISOR)
             remembered = jnp.minimum(norm, LARGEST_CLIP_NORM)
             both = remembered / norm, self.released_error_norm(remembered) / norm
             # The barrier makes XLA compute the numbers once, not for every number of the error.
