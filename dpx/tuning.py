@@ -40,10 +40,9 @@ from dp_accounting import DpEvent, GaussianDpEvent
 
 from dpx import keys
 from dpx.accounting.arithmetic import normal_sampler
-from dpx.accounting.best_of import Distribution, Selection, best_of
 from dpx.accounting.budget import Budget, least_noise_within
 from dpx.accounting.checks import require_delta
-from dpx.accounting.compose import same_key
+from dpx.accounting.compose import Distribution, Selection, best_of, same_key
 from dpx.accounting.cost import cost_of_run
 from dpx.accounting.loss import as_hashable
 from dpx.accounting.selection import SHAPES, draw_trial_count

@@ -38,9 +38,8 @@ each line that makes it a bound.
 """
 
 from dpx.accounting import gdp
-from dpx.accounting.best_of import Selection, best_of
 from dpx.accounting.budget import Budget, CalibratedSchedule, accepts_budget, calibrate, calibrate_schedule, max_steps
-from dpx.accounting.compose import Composition, compose_runs
+from dpx.accounting.compose import Composition, Selection, best_of, compose_runs
 from dpx.accounting.cost import delta, epsilon, event_delta, event_epsilon
 from dpx.accounting.loss import PrivacyLoss, PureDpEvent
 from dpx.accounting.schedule import Interval, dp_sgd_epsilon, schedule_delta, schedule_epsilon

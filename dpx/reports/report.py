@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from dpx.accounting import checks
 from dpx.accounting.arithmetic import EpsilonWithRounding
-from dpx.accounting.best_of import Selection
 from dpx.accounting.budget import Budget
+from dpx.accounting.compose import Selection
 from dpx.accounting.cost import RunCost, cost_of_run, require_billable
 from dpx.accounting.ledger import from_event
 from dpx.reports.attacks import AttackBounds, bounds_and_curve
