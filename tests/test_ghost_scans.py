@@ -8,7 +8,7 @@ from flax import linen, nnx
 from jax import lax
 
 import dpx
-from dpx.gradients.ghost import parts
+from dpx.gradients.ghost import hooks
 from dpx.xla.jaxprs import equations
 from dpx.xla.place import tracing_for_place
 from tests.ghost import (
@@ -864,7 +864,7 @@ def test_the_norms_of_small_slices_are_computed_at_once_where_a_matrix_unit_roun
 
     with tracing_for_place(platform="tpu"):
         few, at_once = found()
-        monkeypatch.setattr(parts, "AT_ONCE", 4)
+        monkeypatch.setattr(hooks, "AT_ONCE", 4)
         many, in_a_loop = found()
     assert few == many - 1
     np.testing.assert_allclose(at_once.unreleased.norms, in_a_loop.unreleased.norms, rtol=1e-5)

@@ -10,8 +10,8 @@ that use each parameter, also in the bodies of scans and checkpoints, and in bra
 runs the loss so that these places hand out inputs and take in cotangents; rules.py describes the layers, such as
 convolutions, whose gradient is a product A^T B, and own_backward.py those that a `jax.custom_vjp` says; norms.py
 computes |A^T B|, and weighted_sums.py the sum; algorithms.py has a record for each way to compute both; kernels.py
-takes the gradient of a kernel through the function that makes it; plan.py chooses one for each parameter; parts.py
-computes them for each slice of a stack of layers; hooks.py does so inside the backward pass, to save memory; engine.py
+takes the gradient of a kernel through the function that makes it; plan.py chooses one for each parameter; hooks.py
+computes them for each slice of a stack of layers, also inside the backward pass, to save memory; engine.py
 runs the plan. A parameter that cannot be followed keeps its per-example gradients.
 
 An example whose gradient has a norm above 2^63 contributes zero, as with per-example gradients. Here it also does if a

@@ -7,7 +7,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from dpx.gradients.ghost import interpreter, kernels, parts
+from dpx.gradients.ghost import interpreter, kernels
 from dpx.gradients.ghost.hooks import (
     EXAMPLES,
     Captured,
@@ -19,10 +19,14 @@ from dpx.gradients.ghost.hooks import (
     fill_unread_operands,
     gradient_hooks,
     hooked_equations,
+    joined_parts,
     make_capture_hooks,
     make_sum_hooks,
     merge_captured,
     norm_hooks,
+    norm_of_all,
+    part_norm,
+    part_sum,
     slots_for_gradients,
     take_tied_gradients,
     takes_kept_gradients,
@@ -191,11 +195,7 @@ def _norms(
     """The norms of the parameters' per-example gradients, float32 (B,), by leaf; and `captured` with the gradients that
     were kept. found: both, (..., B, ...) and (..., B), of the parts with hooks."""
     norms, gradients = {}, {}
-
-    def part_norm(choice, shape, scale, captured):
-        return parts.part_norm(choice, scale, captured)
-
-    of_part = _shared_programs(plan, leaves, scales, part_norm)
+    of_part = _shared_programs(plan, leaves, scales, lambda choice, shape, *of: part_norm(choice, *of))
     for backward, keep in backwards:
         first, *_ = of_group = backward.made.leaves
         records = captured.arrays_of(first, 0, plan.choices[first][0])
@@ -208,13 +208,13 @@ def _norms(
         for number in range(len(plan.choices[leaf])):
             if (leaf, number) in found:
                 kept, of_slices = found[leaf, number]
-                norm = parts.norm_of_all(of_slices.reshape(-1, of_slices.shape[-1]))
+                norm = norm_of_all(of_slices.reshape(-1, of_slices.shape[-1]))
             else:
                 kept, norm = of_part(leaf, number)(captured.arrays_of(leaf, number, plan.choices[leaf][number]))
             of_parts.append(norm)
             if kept is not None:
                 gradients[leaf, number] = kept
-        norms[leaf] = parts.norm_of_all(jnp.stack(of_parts)) if len(of_parts) > 1 else of_parts[0]
+        norms[leaf] = norm_of_all(jnp.stack(of_parts)) if len(of_parts) > 1 else of_parts[0]
     return norms, captured._replace(gradients=captured.gradients | gradients)
 
 
@@ -264,7 +264,7 @@ def _weighted_sums(
     """sum_i f_i z_i for one factor f, by part of a parameter, from what is captured, except for the parts `without`. On
     several devices, those outside of scans come last: a device may hold a whole sum before it is sharded, and the sum
     of an embedding is large."""
-    sums, of_part = {}, _shared_programs(plan, leaves, scales, parts.part_sum)
+    sums, of_part = {}, _shared_programs(plan, leaves, scales, part_sum)
     for backward, keep in backwards:
         of_group = backward.made.leaves
         kept, factors = captured.gradients[of_group[0], 0], [factor[leaf] for leaf in of_group]
@@ -287,7 +287,7 @@ def _joined(plan: GhostPlan, leaves: list[jax.Array], sums: dict[Part, FloatPair
     def of_leaf(leaf):
         choices = plan.choices[leaf]
         totals = [sums[leaf, number] for number in range(len(choices))]
-        return parts.joined_parts([choice.view for choice in choices], totals, leaves[leaf].shape)
+        return joined_parts([choice.view for choice in choices], totals, leaves[leaf].shape)
 
     return pair_of_trees(jax.tree.unflatten(plan.structure, [of_leaf(encoded.leaf) for encoded in plan.encoded]))
 
