@@ -736,6 +736,13 @@ row("function_of_two_slices", "product")(
         4,
     )
 )
+row("kernel_of_a_slice_and_of_what_iterations_share", "outer product")(
+    lambda: layer(
+        lambda p, x: lax.scan(lambda h, v: (jnp.tanh(h @ jnp.concatenate([v, p["b"]], 1)), None), x, p["a"])[0],
+        {"a": normal(1, 3, 4, 2), "b": normal(2, 4, 2)},
+        4,
+    )
+)
 row("scan_without_iterations", "gradient")(
     lambda: layer(lambda w, x: lax.scan(tanh_layer, x, w[:0])[0], normal(1, 3, 4, 4), 4)
 )

@@ -324,8 +324,12 @@ row("kernels_in_turn", "outer")(lambda: made(lambda p: jnp.stack([p["a"], p["b"]
 row("kernel_of_a_stack_made_in_the_loss", "outer product")(lambda: made(lambda p: jnp.stack([p["a"], p["b"]])[0]))
 row("kernel_padded", "outer unused")(lambda: made(lambda p: jnp.pad(p["a"], ((0, 0), (1, 2)))[:, :6].T.T))
 row("kernel_times_a_number", "product unused")(lambda: made(lambda p: 0.5 * p["a"], 20))
-row("kernel_times_numbers_of_its_inputs", "outer unused")(
-    lambda: made(lambda p: p["a"].T * np.float32([[0.5], [2], [3], [4]]), width=4)
+row("kernels_times_numbers_of_their_inputs_and_one", "outer")(
+    lambda: made(
+        lambda p: (p["a"].T * np.float32([[0.5], [2], [3], [4]]), 0.5 * p["b"].T),
+        width=4,
+        apply=lambda x, w: jnp.tanh(x @ w[0]) * (x @ w[1]),
+    )
 )
 row("kernel_masked", "outer unused")(lambda: made(lambda p: p["a"] * MASK))
 row("kernel_masked_on_a_sequence", "product unused")(lambda: made(lambda p: jnp.tril(p["a"]), 20))

@@ -183,7 +183,7 @@ def fill_unread_operands(plan: GhostPlan, captured: Captured, values: Mapping[in
 
         if not site.record:
             return inputs, dy
-        key = (site.use.equation, site.use.operand, *site.record.key)
+        key = (site.use.equation, site.use.operand, depth, *site.record.key)
         if site.record.inputs and not (site.record.key and key in made):
             made[key] = of_all(site.record.inputs)
         return made[key] if site.record.inputs else inputs, of_all(site.record.cotangents)

@@ -164,7 +164,7 @@ class GhostPlan(NamedTuple):
         if choice.uses.sharing is not None or any(each.primitive.name in own_backward.NAMES for each in equations):
             return None
         operands = [site.use.operand for site in sites]
-        rest = [(site.use.view.identity(), site.sizes, site.record is None) for site in sites]
+        rest = [(site.use.view.identity(), site.sizes, site.record and site.record.inputs is None) for site in sites]
         return choice.algorithm, shape, choice.view.slices, *operands, *map(identity_of_equation, equations), *rest
 
 
