@@ -16,8 +16,7 @@ import pytest
 
 import dpx
 from dpx.audit import ContractReport, Line, check_contract
-from dpx.audit.contract import cost
-from dpx.audit.contract.check import require_equal_jaxprs
+from dpx.audit.contract import cost, require_equal_jaxprs
 from dpx.audit.contract.draws import (
     in_units_of_maps,
     require_independent_columns,

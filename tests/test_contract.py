@@ -25,8 +25,7 @@ from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
 import dpx
 from dpx import catalog, keys
-from dpx.audit.contract import inputs
-from dpx.audit.contract.check import LINES, require_equal_jaxprs
+from dpx.audit.contract import LINES, inputs, require_equal_jaxprs
 from dpx.audit.contract.noise import NUMBERS, _require_no_repeats
 from dpx.audit.contract.subject import STEPS, BrokenLine, NotChecked
 from dpx.audit.contract.trial import Trial

@@ -28,6 +28,6 @@ from dpx.audit.attacks.scores import LowerBound as LowerBound
 from dpx.audit.attacks.scores import Roc as Roc
 from dpx.audit.attacks.scores import lower_bound_from_scores as lower_bound_from_scores
 from dpx.audit.attacks.scores import plot_lower_bound as plot_lower_bound
-from dpx.audit.contract.check import ContractReport as ContractReport
-from dpx.audit.contract.check import Line as Line
-from dpx.audit.contract.check import check_contract as check_contract
+from dpx.audit.contract import ContractReport as ContractReport
+from dpx.audit.contract import Line as Line
+from dpx.audit.contract import check_contract as check_contract

@@ -1,1 +1,423 @@
-"""`check_contract`: the lines of the privacy contract, each measured on a mechanism of any kind."""
+"""The privacy contract of docs/design.md as one call, for any mechanism.
+
+The check of a line returns words, raises BrokenLine where the line does not hold, and NotChecked where it cannot tell.
+Here are those about what one example, padding and microbatches do to a release.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from dpx.audit.contract import cost, inputs, noise, secrecy
+from dpx.audit.contract.draws import FULLY
+from dpx.audit.contract.noise import require_rows_alone
+from dpx.audit.contract.secrecy import KEY, RAW
+from dpx.audit.contract.subject import (
+    AT_STEPS,
+    STEPS,
+    AuditProblem,
+    BrokenLine,
+    NotChecked,
+    all_but_one,
+    all_included,
+    numbers_as_text,
+)
+from dpx.audit.contract.trial import Trial
+from dpx.keys import is_key
+from dpx.mechanism import Mechanism, require_mechanism
+from dpx.mechanism.guards import require_keys_apart
+from dpx.values import Tree, batch_size, described, names_arguments, require_function, require_whole
+from dpx.xla.jaxprs import constants, identity_of_program, join_marks, spread_marks
+from dpx.xla.place import full_precision
+
+Outcome = Literal["pass", "fail", "not checked"]
+
+
+class Line(NamedTuple):
+    """One line of the contract. outcome: "pass", "fail" or "not checked". words: what was found, or why nothing was."""
+
+    name: str
+    outcome: Outcome
+    words: str
+
+
+class ContractReport(NamedTuple):
+    """The result of `check_contract`; `str` is a table with a row for each line.
+
+    lines: of the contract, in the order in which they were checked. false_alarm_rate: an upper bound on the probability
+        that a sound mechanism fails, over the choice of the seed.
+    """
+
+    lines: tuple[Line, ...]
+    false_alarm_rate: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether no line fails. Lines that were not checked do not count: see `unchecked`."""
+        return not self.failures
+
+    @property
+    def failures(self) -> tuple[Line, ...]:
+        """The lines that fail."""
+        return tuple(line for line in self.lines if line.outcome == "fail")
+
+    @property
+    def unchecked(self) -> tuple[Line, ...]:
+        """The lines that could not be checked, or only in part."""
+        return tuple(line for line in self.lines if line.outcome == "not checked")
+
+    def line(self, name: str) -> Line:
+        """The line of this name. Raises ValueError if it was not asked for."""
+        for line in self.lines:
+            if line.name == name:
+                return line
+        raise ValueError(f"name must be one of {[line.name for line in self.lines]}, got {name!r}")
+
+    def require(self) -> "ContractReport":
+        """This report, for tests of your own mechanism. Raises AssertionError, with the table, if a line fails."""
+        if not self.passed:
+            raise AssertionError(f"the mechanism breaks the privacy contract:\n{self}")
+        return self
+
+    def __repr__(self) -> str:
+        found = [line.outcome for line in self.lines]
+        return f"ContractReport({', '.join(f'{words}: {found.count(words)}' for words in get_args(Outcome))})"
+
+    def __str__(self) -> str:
+        width = max((len(line.name) for line in self.lines), default=0)
+        rows = [f"{line.outcome:11}  {line.name:{width}}  {line.words}" for line in self.lines]
+        rows.append(f"A sound mechanism fails with a probability of at most {self.false_alarm_rate:g}.")
+        return "\n".join(rows)
+
+
+TOLERANCE = 1e-5  # relative, of the norm of a contribution
+GARBAGE = (0, 3, inputs.ROWS - 2)  # positions of the first of two rows of padding
+
+
+def check_bounded(trial: Trial) -> str:
+    """No gradient, of any size and dtype, contributes more than a very large one; what is not finite contributes 0."""
+    rows, replacements = 0, [trial.with_loud(tree) for tree in trial.hostile[1:]]
+    for step in STEPS:
+        clip_norm, state = trial.clip_norm(step), trial.state(step)
+        for name, sums in trial.contributions(step).items():
+            norms = trial.norms(step, sums)
+            rows += len(norms)
+            _require_at_most(norms, clip_norm, f"{name}, step {step}")
+        if step not in FULLY:
+            continue
+        replaced = [trial.alone(tree, state) for tree in replacements]
+        for name, sums in trial.contributions(step).items():
+            _require_zero(trial, sums, replaced, f"{name}, step {step}")
+        for problem in trial.problems[1:]:
+            for name, of_each in problem.sums.items():
+                norms = trial.norms(step, of_each(problem.hostile, state))
+                rows += len(norms)
+                _require_at_most(norms, clip_norm, f"{name} of the loss, step {step}")
+    norms = numbers_as_text([trial.clip_norm(step) for step in STEPS])
+    return f"{rows} examples {AT_STEPS}: none contributes more than norm {norms}; those that are not finite, zero"
+
+
+def _require_at_most(norms: np.ndarray, clip_norm: float, where: str):
+    if not np.isfinite(norms).all():
+        raise BrokenLine(f"an example contributes {norms[~np.isfinite(norms)][0]} ({where})")
+    if norms.max() > clip_norm * (1 + TOLERANCE) + 1e-45:
+        raise BrokenLine(f"an example contributes norm {norms.max():.7g}, other large ones {clip_norm:.7g} ({where})")
+
+
+def _require_zero(trial: Trial, sums, replaced, where: str):
+    """A row that is not finite contributes zero, or as much as with any other value in that place."""
+    broken = ~np.isfinite(inputs.flattened_leaves(trial.with_loud(trial.hostile[0]), 1)).all(1)
+    found, by_zero, by_one = (inputs.flattened_leaves(tree, 1) for tree in (sums, *replaced))
+    scale = np.abs(by_zero).max(1) * 1e-5
+    unread = (np.abs(by_zero - by_one).max(1) <= scale) & (np.abs(found - by_zero).max(1) <= scale)
+    if (np.abs(found).max(1) > 0)[broken & ~unread].any():
+        raise BrokenLine(f"an example that is not finite contributes ({where})")
+
+
+def check_float32(trial: Trial) -> str:
+    """Neither the sums, from gradients of any dtype, nor the noise are computed in less than float32.
+
+    What depends on both comes after the noise, so an optimizer may keep its state in bfloat16.
+    """
+    for closed in (trial.program_of_update, *map(trial.trace, inputs.LOW)):
+        found = set()
+
+        def visit(equation, marks, control, found=found):
+            if join_marks(marks) in (RAW, KEY):
+                found |= _low_precision_in_words(equation)
+
+        raw = [RAW] * len(jax.tree.leaves(trial.params))
+        marks = raw + [0] * (len(closed.jaxpr.invars) - len(raw))
+        spread_marks(closed, marks, visit, [KEY if is_key(leaf) else 0 for leaf in closed.consts])
+        if found:
+            raise BrokenLine(f"computes in less than 32 bits: {', '.join(sorted(found))}")
+    return "sums and noise have no arithmetic in less than 32 bits, on gradients in float32, float16 and bfloat16"
+
+
+# These only move numbers of low precision, such as gradients before they become float32.
+MOVES = {
+    "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice", "gather", "jit", "pad", "pjit",
+    "reshape", "rev", "scan", "select_n", "slice", "squeeze", "transpose", "while",
+}  # fmt: skip
+
+
+def _low_precision_in_words(equation: core.JaxprEqn) -> set[str]:
+    """What an equation computes in float16 or bfloat16, in words."""
+    given = {str(getattr(v.aval, "dtype", "")) for v in equation.invars}
+    low = {str(getattr(v.aval, "dtype", "")) for v in equation.outvars} & {"float16", "bfloat16"}
+    if equation.primitive.name in MOVES:
+        low -= given
+    return {f"{equation.primitive.name} in {dtype}" for dtype in low}
+
+
+def check_adjacent(trial: Trial) -> str:
+    """One example moves the update by at most what the cost assumes, on every path, whoever else is there."""
+    trial.require_noise()
+    largest, tried = 0.0, 0
+    for step in STEPS:
+        if not trial.release(step).linear:
+            _require_adjacent_sums(trial, step)
+        release = trial.require_linear(step, f"on the sums of step {step} alone, not on updates")
+        most = trial.largest_contribution(step) * (1 + 10 * release.tolerance)
+        for problem in trial.problems:
+            rows = _with_a_loud_row(trial, problem)
+            for name, path in list(problem.paths.items())[: None if step in FULLY else 1]:
+                everyones, _ = path(rows, trial.state(step), all_included())
+                for missing in range(inputs.ROWS):
+                    others, _ = path(rows, trial.state(step), all_but_one(missing))
+                    change = inputs.flattened_leaves(everyones) - inputs.flattened_leaves(others)
+                    size = release.change_of_update_in_noise(change)
+                    if not size <= most:
+                        raise BrokenLine(
+                            f"one example moves the update by {size:.6g} standard deviations of the noise, and "
+                            f"{trial.largest_contribution(step):.6g} are paid for ({name}, {problem.name}, step {step})"
+                        )
+                    largest, tried = max(largest, size / trial.largest_contribution(step)), tried + 1
+    words = f"{tried} times one of {inputs.ROWS} examples left out: at most {largest:.6g} of what the cost counts"
+    return f"{words}; {require_rows_alone(trial)}"
+
+
+def _require_adjacent_sums(trial: Trial, step: int) -> None:
+    """Raises BrokenLine if one example left out moves the released sums by more than the clip norm."""
+    state, rows = trial.state(step), _with_a_loud_row(trial, trial.problems[0])
+    everyones = trial.sums(rows, state, all_included())
+    for missing in range(inputs.ROWS):
+        others = trial.sums(rows, state, all_but_one(missing))
+        change = jax.tree.map(lambda a, b: np.asarray(a)[None] - np.asarray(b)[None], everyones, others)
+        (norm,) = trial.norms(step, change)
+        if not norm <= trial.clip_norm(step) * (1 + 1e-5):
+            raise BrokenLine(
+                f"one example moves the sum by {norm:.7g}, and the clip norm is {trial.clip_norm(step):.7g}"
+            )
+
+
+def _with_a_loud_row(trial: Trial, problem: AuditProblem):
+    """The rows. If they are gradients, one of them is 10^6 times as large."""
+    if problem is not trial.problems[0]:
+        return problem.rows
+    scale = np.where(np.arange(inputs.ROWS) == 2, np.float32(1e6), np.float32(1))
+    return jax.tree.map(lambda g: g * scale.reshape(-1, *[1] * (g.ndim - 1)), problem.rows)
+
+
+def check_padding(trial: Trial) -> str:
+    """Rows that do not count change nothing, in any position. If none counts, the step is pure noise."""
+    nobody = np.zeros(inputs.ROWS, bool)
+    for problem in trial.problems:
+        state, stacked = trial.state(1), next(iter(problem.paths.values()))
+        noise = stacked(inputs.zeros_like(problem.rows), state, nobody)
+        for name, path in problem.paths.items():
+            for position in (0, 1, 2):
+                found = path(inputs.with_garbage(problem.rows, position), state, nobody)
+                _require_same(found, noise, f"rows move a step in which none of them counts ({name})")
+        real = inputs.take_rows(problem.rows, np.arange(inputs.ROWS - 2))
+        state = trial.state(4)
+        expected = stacked(real, state, np.ones(inputs.ROWS - 2, bool))
+        for name, path in problem.paths.items():
+            for first in GARBAGE:
+                order = np.insert(np.arange(inputs.ROWS - 2), first, [inputs.ROWS - 2, inputs.ROWS - 1])
+                padded = inputs.take_rows(problem.rows, order)
+                for position in (first, first + 1):
+                    padded = inputs.with_garbage(padded, position)
+                found = path(padded, state, order < inputs.ROWS - 2)
+                _require_same(found, expected, f"padding at row {first} changes the step ({name})", problem)
+    return f"NaN, 1e30 and -inf in rows that do not count, at {len(GARBAGE)} positions: the same step"
+
+
+def check_additive(trial: Trial) -> str:
+    """Every path gives the same step."""
+    names = []
+    for problem in trial.problems:
+        names += [f"{name} of {problem.name}" for name in problem.paths]
+        for step in STEPS:
+            first, *others = [path(problem.rows, trial.state(step), all_but_one(2)) for path in problem.paths.values()]
+            for name, found in zip(list(problem.paths)[1:], others, strict=True):
+                _require_same(found, first, f"{name} and update differ at step {step}", problem)
+    return f"the same step by {', '.join(names)}"
+
+
+def _require_same(found, expected, words: str, problem: AuditProblem | None = None):
+    """Raises BrokenLine with these words if two steps differ. A loss leaves more rounding in its gradients."""
+    loose = problem is not None and problem.name == "loss"
+    try:
+        inputs.require_close(found, expected, 1e-4 if loose else 2e-6)
+    except AssertionError as error:
+        raise BrokenLine(f"{words}: {error}") from None
+
+
+def divisor(trial: Trial) -> str:
+    """Several copies of an example move the update that many times as far, so it is divided by a constant."""
+    trial.require_linear(0, "not on updates")
+    state, tried = trial.state(0), []
+    one = jax.tree.map(lambda g: np.concatenate([0.01 * g[:1]] * inputs.ROWS), trial.problems[0].rows)
+    for name, path in trial.problems[0].paths.items():
+        silent = inputs.flattened_leaves(path(one, state, np.zeros(inputs.ROWS, bool))[0])
+        for rows, copies in ((inputs.ROWS, 3), (inputs.ROWS, inputs.ROWS), (inputs.ROWS - 2, inputs.ROWS - 2)):
+            if rows < inputs.ROWS and name != "update":
+                continue
+            updates, _ = path(inputs.take_rows(one, np.arange(rows)), state, np.arange(rows) < copies)
+            tried.append((inputs.flattened_leaves(updates) - silent) / copies)
+            if not np.abs(tried[-1] - tried[0]).max() <= 1e-3 * np.abs(tried[0]).max():
+                times = f"{copies} copies of an example in {rows} rows do not move the update {copies} times as far"
+                raise BrokenLine(f"{times} ({name})")
+    return f"the signal of an example is the same in {len(tried)} batches of other sizes"
+
+
+def check_resume(trial: Trial) -> str:
+    """The step is a function of its arguments: a state that is stored and restored continues with the same noise."""
+    state = trial.state(4)
+    restored = jax.tree.map(lambda leaf: leaf if is_key(leaf) else np.asarray(leaf), state)
+    rows = trial.problems[0].rows
+    found, expected = (trial.update(rows, given, all_but_one()) for given in (restored, state))
+    _require_same(found, expected, "a state that was stored and restored makes another step")
+    require_equal_jaxprs(trial.program_of_update, trial.trace())
+    return "the same step from a restored state; the same program when it is traced again"
+
+
+def require_equal_jaxprs(first: core.ClosedJaxpr, second: core.ClosedJaxpr) -> None:
+    """Raises BrokenLine if two closed jaxprs of a step differ in an equation or in a constant."""
+    if identity_of_program(first) != identity_of_program(second) or not _same_constants(first, second):
+        raise BrokenLine(
+            "the step is another program when it is traced again: something outside of the state enters it"
+        )
+
+
+def _same_constants(first, second) -> bool:
+    """Whether the constants are equal bit for bit, including those in functions that a program calls."""
+    words = ([np.asarray(c).tobytes() for c in inputs.keys_as_bits([*constants(closed)])] for closed in (first, second))
+    return [*next(words)] == [*next(words)]
+
+
+LINES: dict[str, Callable[[Trial], str]] = {
+    "bounded": check_bounded,
+    "float32": check_float32,
+    "adjacent": check_adjacent,
+    "padding": check_padding,
+    "additive": check_additive,
+    "divisor": divisor,
+    "noise": noise.check_noise,
+    "bits": secrecy.check_bits,
+    "resume": check_resume,
+    "cost": cost.check_cost,
+    "sampling": cost.check_sampling,
+    "secrecy": secrecy.check_secrecy,
+    "branches": secrecy.check_branches,
+}
+# For one call, by a union bound: ten tests of draws at 4e-6 each; at 1e-6 each, two of signs and sizes, eleven of the
+# coordinates, three of repeats, one of larger parameters, one of noise that is seen soon and four of batches. The sum
+# is 6.2e-5.
+FALSE_ALARMS = 1e-4
+MOST_NUMBERS = 1000  # of the parameters, because every pair of coordinates is compared
+
+
+@names_arguments
+def check_contract(
+    mechanism: Mechanism,
+    loss: Callable | None = None,
+    params: Tree = None,
+    examples: Tree = None,
+    *,
+    lines: Sequence[str] | None = None,
+    rebuild: Callable[[jax.Array], Mechanism] | None = None,
+    draws: int = 4000,
+    seed: int = 0,
+) -> ContractReport:
+    """Checks the privacy contract for a mechanism, including your own compositions: `print(check_contract(mechanism))`.
+
+    * bounded: hostile gradients (0 to 3e38, NaN, inf, also from float16 and bfloat16) contribute at most the clip norm
+    * float32: nothing computes in less than float32
+    * adjacent: leaving one example out moves the update by at most what the cost assumes, in 6 rows and in 257
+    * padding: rows that do not count change nothing
+    * additive: `Mechanism.update`, microbatches, ghost norms and `private_updates` give the same step
+    * divisor: the updates are divided by a constant
+    * noise: the noise is the stated multiple of what one example moves, wherever that is; its draws, under other keys
+      and at eight steps, are independent standard normals; it is there, and does not repeat, for other values and
+      dtypes of the parameters, in larger ones, and at 1,270 steps up to 2^31
+    * bits: releases were rounded to a public grid, after the noise, by `keys.release`, so they show only what the
+      cost covers; one of 8,192 rows moves the sum by at most ETA of the clip norm more than it moves an empty one
+    * resume: the state alone decides the next step
+    * cost: the event matches the sampling that draws and the mechanism's noise multipliers, for up to 10^6 steps (with
+      a schedule, 50,021), and the state counts the releases
+    * secrecy: nothing but released values is public
+    * branches: no program branches on raw data
+
+    mechanism: of `dpx.chain`, `dpx.in_coordinates`, or your own.
+    loss: loss(params, example), to check the contract on the paths of `private_updates` too.
+    params: pytree of arrays, at most 1,000 numbers; small layers with the names of your model are enough. By default, a
+        matrix, a vector, a number, and two arrays of 4 axes and the same shape.
+    examples: pytree, with examples on axis 0; needed with a loss.
+    lines: the names of the lines to check, from the list above; None checks all.
+    rebuild: (key) -> the same mechanism with this key, for the draws. Without it, the keys in the program are replaced
+        by independent ones, which hides noise that shares its key with another use, such as random coordinates.
+    draws: int, at least 500, how often the noise of a step is drawn. seed: int, at least 0, of the draws and batches.
+
+    On a GPU or a TPU, the check computes products in float32; a proof covers rounding by matrix units (docs/exact.md).
+    A line that cannot be decided is "not checked" and says why. A check is not a proof: data or inputs that were not
+    tried may still break the contract. A report fails for a sound mechanism with probability at most 1e-4.
+
+    Raises ValueError for another type of mechanism, larger params, a loss without params and examples, and other names.
+    """
+    names = _require_args(mechanism, loss, params, examples, lines)
+    params = inputs.default_params() if params is None else params
+    if rebuild is not None:
+        require_keys_apart("rebuild", require_function("rebuild", rebuild))
+    draws, seed = require_whole("draws", draws, minimum=500), require_whole("seed", seed, minimum=0)
+    with full_precision():
+        trial = Trial(mechanism, params, loss, examples, draws=draws, seed=seed, rebuild=rebuild)
+        return ContractReport(tuple(_check_contract_line(trial, name) for name in names), FALSE_ALARMS)
+
+
+def _check_contract_line(trial: Trial, name: str) -> Line:
+    try:
+        return Line(name, "pass", LINES[name](trial))
+    except BrokenLine as broken:
+        return Line(name, "fail", str(broken))
+    except NotChecked as reason:
+        return Line(name, "not checked", str(reason))
+
+
+def _require_args(
+    mechanism: Any, loss: Any, params: Tree, examples: Tree, lines: Sequence[str] | None
+) -> Sequence[str]:
+    """The names of the lines. Raises ValueError as `check_contract` does."""
+    require_mechanism(mechanism)
+    if (loss is None) != (examples is None) or (loss is not None and params is None):
+        raise ValueError("loss, params and examples must be given together, and examples only with a loss")
+    leaves = jax.tree.leaves(params)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        raise ValueError("params must be known: call check_contract outside of jit")
+    numbers = sum(jnp.size(leaf) for leaf in leaves)
+    if params is not None and not 1 <= numbers <= MOST_NUMBERS:
+        raise ValueError(f"params must hold 1 to {MOST_NUMBERS} numbers: use smaller layers, got {numbers}")
+    if loss is not None and batch_size(examples) == 0:
+        raise ValueError("examples must hold at least one row, got 0")
+    names = list(LINES) if lines is None else list(lines)
+    unknown = [name for name in names if name not in LINES]
+    if unknown:
+        word = unknown[0] if isinstance(unknown[0], str) else lines
+        raise ValueError(f"lines must be some of {list(LINES)}, got {described(word)}")
+    return names
