@@ -171,19 +171,16 @@ class Folder:
         moved = reach if self._changed or skips else self._known["moved"]
         self._write(facts=self._facts, moved=moved)
         self._plan = plan
-        if last is None:
-            carry, rows = with_plan(like, plan), []
-            self.save(carry, rows)
-        else:
-            self.continued = True
-            carry, rows = self._read(last, like)
-            carry = with_plan(carry, plan)
+        self.continued = last is not None
+        carry, rows = (like, []) if last is None else self._read(last, like)
+        carry = with_plan(carry, plan)
         if plan:
             rows = [row | {"epsilon": self._run.epsilon(carry.state)} for row in rows]
         if skips:
             _warn_of_skipped(self._changed, carry.step, reach)
             first, carry = carry.step, count_as_skipped(carry, self._run, reach)
             rows = [*rows, {"step": reach, "epsilon": self._run.epsilon(carry.state), "skipped": reach - first}]
+        if skips or last is None:
             self.save(carry, rows)
         return carry, rows
 
