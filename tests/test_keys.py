@@ -14,9 +14,9 @@ from jax.extend.random import define_prng_impl
 
 import dpx
 from dpx import keys
-from dpx.keys import cipher, streams
 from dpx.keys import noise as noise_of
-from dpx.keys.cipher import threefry4x32
+from dpx.keys import streams
+from dpx.keys.streams import threefry4x32
 from dpx.xla.place import tracing_for_place
 
 
@@ -206,12 +206,12 @@ def words_of(number):
 def enciphered(key, *block):
     """uint32 (4, ...). block: four uint32 arrays or numbers."""
     block = np.broadcast_arrays(*(np.asarray(word, np.uint32) for word in block))
-    return np.stack(cipher.threefry4x32([*keys.key_words(key)], [jnp.asarray(word) for word in block]))
+    return np.stack(streams.threefry4x32([*keys.key_words(key)], [jnp.asarray(word) for word in block]))
 
 
 @pytest.mark.parametrize(("key", "block", "result"), KNOWN)
 def test_known_answers(key, block, result):
-    assert " ".join(f"{int(word):08x}" for word in cipher.threefry4x32(words_of(key), words_of(block))) == result
+    assert " ".join(f"{int(word):08x}" for word in streams.threefry4x32(words_of(key), words_of(block))) == result
 
 
 def test_every_use_of_a_key_has_blocks_of_its_own(monkeypatch):
@@ -219,11 +219,11 @@ def test_every_use_of_a_key_has_blocks_of_its_own(monkeypatch):
 
     Those of jax's split, fold_in and bits, which share some with each other, are other ones.
     """
-    key, cipher_of, blocks, found = dpx.secret_key(SEED), cipher.threefry4x32, [], {}
+    key, cipher_of, blocks, found = dpx.secret_key(SEED), streams.threefry4x32, [], {}
     uses = {
         "noise": lambda: [keys.normal_like(key, step, jnp.zeros(40)) for step in (0, 1, 2**31 - 1)],
         "derived": lambda: [keys.fold_in(key, number) for number in (0, 1, 2, 2**31, 2**32 - 1)],
-        "drawn": lambda: cipher.draw_bits(keys.key_words(key), 40),
+        "drawn": lambda: streams.draw_bits(keys.key_words(key), 40),
     }
 
     def record(words, block):
@@ -233,7 +233,7 @@ def test_every_use_of_a_key_has_blocks_of_its_own(monkeypatch):
         return cipher_of(words, block)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cipher, "threefry4x32", record)
+        patch.setattr(streams, "threefry4x32", record)
         patch.setattr(noise_of, "threefry4x32", record)
         jax.clear_caches()
         for name, use in uses.items():
@@ -258,7 +258,7 @@ def test_each_of_128_bits_changes_the_streams_the_mark_and_the_numbers():
         lambda key: keys.key_words(keys.stream(key, "noise")),
         lambda key: keys.key_words(keys.stream(key, "sampling", 3)),
         keys.mark_of_key,
-        lambda key: cipher.draw_bits(keys.key_words(key), 2)[0],
+        lambda key: streams.draw_bits(keys.key_words(key), 2)[0],
         lambda key: keys.normal_like(keys.stream(key, "noise"), 0, jnp.zeros(3)),
     ):
         made = made if made is keys.mark_of_key else jax.jit(made)  # the mark of a known key is known
@@ -315,7 +315,7 @@ def test_keys_under_vmap_and_jit_have_their_own_numbers():
     def numbers(words):
         key = jax.random.wrap_key_data(words, impl="threefry4x32")
         own = keys.stream(key, "noise", 3)
-        return (keys.key_words(own), cipher.draw_bits(keys.key_words(own), 5), keys.normal_like(own, 0, jnp.zeros(9)))
+        return (keys.key_words(own), streams.draw_bits(keys.key_words(own), 5), keys.normal_like(own, 0, jnp.zeros(9)))
 
     words = jnp.stack([jax.random.key_data(dpx.secret_key(SEED + number)) for number in range(3)])
     together = jax.jit(jax.vmap(numbers))(words)

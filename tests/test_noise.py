@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from benchmarks import exact
 from dpx import keys
 from dpx.keys import noise, normals
-from dpx.keys.cipher import threefry4x32
+from dpx.keys.streams import threefry4x32
 from dpx.sums.float_pair import FloatPair
 from dpx.xla.place import fast_math, tracing_for_place
 

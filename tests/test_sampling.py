@@ -95,7 +95,7 @@ def test_a_coin_falls_for_exactly_the_words_below_the_threshold(probability, mon
         asked.append((words.tolist(), count))
         return [high, low, low, high]
 
-    monkeypatch.setattr(draws.cipher, "draw_bits", drawn)
+    monkeypatch.setattr(draws.streams, "draw_bits", drawn)
     coins = draws.toss_coins.__wrapped__(KEY, len(numbers), probability)
     assert asked == [(keys.key_words(KEY).tolist(), len(numbers))]
     assert coins.dtype == np.bool_

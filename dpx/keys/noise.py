@@ -37,8 +37,8 @@ import optax
 from jax.typing import ArrayLike
 
 from dpx.keys import integer_normals
-from dpx.keys.cipher import RARE, derive_key, threefry4x32
 from dpx.keys.normals import normal, radius_and_angle
+from dpx.keys.streams import RARE, derive_key, threefry4x32
 from dpx.keys.streams import key_words as secret_words
 from dpx.sums.float_pair import FloatPair, as_pair, difference_to_total
 from dpx.values import Tree, require_number

@@ -13,7 +13,7 @@ import numpy as np
 import scipy.special
 
 from dpx import keys
-from dpx.keys import cipher
+from dpx.keys import streams
 from dpx.states.record import DrawRecord, fingerprint, unit_mark
 from dpx.values import Tree, batch_size, described, repr_with_shapes, require_whole
 
@@ -179,7 +179,7 @@ def toss_coins(key: jax.Array, examples: int, probability: float) -> jax.Array:
     """
     if probability == 1:
         return jnp.ones(examples, bool)
-    high, low, _, _ = cipher.draw_bits(keys.key_words(key), examples)
+    high, low, _, _ = streams.draw_bits(keys.key_words(key), examples)
     # Exact, because the product with a power of 2 is.
     heads_high, heads_low = map(np.uint32, divmod(math.floor(probability * 2**64), 2**32))
     return (high < heads_high) | (high == heads_high) & (low < heads_low)
@@ -253,7 +253,7 @@ def round_up(number: float, multiple: int) -> int:
     return math.ceil(number / multiple) * multiple
 
 
-draw_bits = jax.jit(cipher.draw_bits, static_argnums=1)
+draw_bits = jax.jit(streams.draw_bits, static_argnums=1)
 
 
 def random_order(key: jax.Array, examples: int, count: int) -> np.ndarray:

@@ -20,7 +20,7 @@ from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
 from dpx import keys
-from dpx.keys import cipher
+from dpx.keys import streams
 from dpx.sampling.batch import (
     Draw,
     draw_bits,
@@ -130,7 +130,7 @@ def coin_thresholds(rates: np.ndarray) -> CoinThresholds:
 @jax.jit
 def toss_weighted_coins(key: jax.Array, heads: CoinThresholds) -> jax.Array:
     """Which examples take part, bool (examples,). At equal rates, these are the coins of `toss_coins`."""
-    high, low, _, _ = cipher.draw_bits(keys.key_words(key), len(heads.high))
+    high, low, _, _ = streams.draw_bits(keys.key_words(key), len(heads.high))
     return (high < heads.high) | (high == heads.high) & (low < heads.low) | heads.always
 
 

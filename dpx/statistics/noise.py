@@ -34,7 +34,7 @@ import numpy as np
 from scipy import special
 
 from dpx import keys
-from dpx.keys import cipher
+from dpx.keys import streams
 from dpx.keys.noise import GRID
 from dpx.sums.float_pair import FloatPair
 
@@ -182,7 +182,7 @@ def random_words(key: jax.Array, count: int) -> np.ndarray:
 
 @jax.jit
 def _draw_bits(words: jax.Array) -> list[jax.Array]:
-    return cipher.draw_bits(words, _BLOCKS)
+    return streams.draw_bits(words, _BLOCKS)
 
 
 def _coins_show_one(bits: np.ndarray, coin: int) -> np.ndarray:
