@@ -352,26 +352,16 @@ class _NoFolder:
     def __str__(self) -> str:
         return "no step of the run is saved: dpx.fit(..., checkpoints=folder) saves them"
 
-    def reserve(self, step: int):
+    def _keep_nothing(self, *facts: Any):
         pass
 
-    def note_plan(self):
-        pass
-
-    def measure(self, name: str, looks: int):
-        pass
-
-    def note_paid(self, steps: int):
-        pass
+    reserve = note_plan = measure = note_paid = close = _keep_nothing
 
     def end(self, step: int) -> int:
         return step
 
     def save(self, carry: Carry, history: list[dict[str, Any]]) -> bool:
         return False
-
-    def close(self):
-        pass
 
 
 def open_folder(
