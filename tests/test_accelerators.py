@@ -3,7 +3,6 @@
 # ruff: noqa: E501
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend import core
@@ -123,16 +122,17 @@ def types(jaxpr: core.Jaxpr) -> set[str]:
     return {str(v.aval.dtype) for equation in equations(jaxpr) for v in (*equation.invars, *equation.outvars)}
 
 
-def traced(mechanism: dpx.Mechanism, platform: str) -> jax.stages.Traced:
+def traced(mechanism: dpx.Mechanism, platform: str, sharding: jax.sharding.Sharding | None = None) -> jax.stages.Traced:
     """A step on sums of eight examples."""
-    grads = jax.tree.map(lambda p: jnp.ones((8, *p.shape)), mechanisms.PARAMS)
 
     def step(grads, state, included):
         return mechanism.update(grads, state, mechanisms.PARAMS, included=included)
 
     with tracing_for_place(platform=platform, devices=1):
-        state = jax.eval_shape(mechanism.init, mechanisms.PARAMS)
-        return jax.jit(step).trace(grads, state, jax.ShapeDtypeStruct((8,), bool))
+        grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((8, *p.shape), p.dtype), mechanisms.PARAMS)
+        inputs = grads, jax.eval_shape(mechanism.init, mechanisms.PARAMS), jax.ShapeDtypeStruct((8,), bool)
+        inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), inputs)
+        return jax.jit(step, out_shardings=sharding).trace(*inputs)
 
 
 @pytest.mark.parametrize("case", mechanisms.ALL)
@@ -152,6 +152,20 @@ def test_a_step_lowers_for_accelerators_or_its_state_is_refused(case, platform):
     assert platform == "cuda" or not types(step.jaxpr.jaxpr) & WIDE
     assert not callbacks(program)
     assert precisions(program) <= ({"HIGHEST"} if name in PROJECTS else set())  # other sums leave products to the loss
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", mechanisms.ALL)
+@pytest.mark.parametrize("device", COMPILERS)
+def test_a_step_compiles_for_accelerators(device, case, monkeypatch):
+    pytest.importorskip(COMPILERS[device])
+    platform = "tpu" if accelerators.DEVICES[device].topology else "cuda"
+    if platform == "tpu" and (case.like or case.name) in NEEDS_FLOAT64:
+        pytest.skip("a TPU has no float64, so the test above sees a refusal")
+    for name, value in accelerators.TPU.items():
+        monkeypatch.setenv(name, value)
+    place = jax.sharding.SingleDeviceSharding(accelerators.described(device)[0])
+    assert traced(case.mechanism, platform, place).lower(lowering_platforms=(platform,)).compile().as_text()
 
 
 def test_on_a_gpu_says_in_words_that_there_is_none(monkeypatch):
