@@ -277,13 +277,13 @@ def sum_over_microbatches(
         outputs.append(output)
         if groups and groups[-1][0] < group:
             count, before = groups[-1]
-            return [*groups[:-1], (count + 1, _add_after(before, sums))]
+            return [*groups[:-1], (count + 1, plus_finished(before, sums))]
         return [*_sum_of_groups(groups), (1, sums)]
 
     def add_in_loop(sums, rows):
         results = in_loop(traced)(*jax.tree.leaves(rows))  # traced once, for the shapes and for the loop
         more, output = jax.tree.unflatten(jax.tree.structure(shapes), results)
-        return _add_after(sums, more), output
+        return plus_finished(sums, more), output
 
     def add_group(add, sums, rows):
         more, output = _sum_in_loop(add_in_loop, shapes[0], rows, like)
@@ -301,7 +301,7 @@ def sum_over_microbatches(
         if each == whole:
             sums, stacked = _sum_in_loop(add_in_loop, shapes[0], head, like)
         elif may_add_in_float32(microbatch_size, loops=(each, whole // each), unit=unit):
-            sums, stacked = _sum_in_loop(functools.partial(add_group, _add_after), shapes[0], head, like)
+            sums, stacked = _sum_in_loop(functools.partial(add_group, plus_finished), shapes[0], head, like)
         else:
             sums, stacked = _sum_in_loop(functools.partial(add_group, _plus_pairs), _with_low(shapes[0]), head, like)
         groups = [(whole if each == whole else math.inf, sums)]
@@ -340,11 +340,6 @@ def _sum_in_loop(
 def _sum_of_groups(groups: list) -> list:
     """The sum of all groups, as one group to which no microbatch is added."""
     return groups if len(groups) < 2 else [(math.inf, _plus_pairs(groups[0][1], groups[1][1]))]
-
-
-def _add_after(sums: Tree, more: Tree) -> Tree:
-    """The sum of two. The barrier keeps matrix products from starting with the sum so far."""
-    return jax.tree.map(jnp.add, sums, jax.lax.optimization_barrier(more))
 
 
 def _plus_pairs(sums: Tree, more: Tree) -> Tree:

@@ -136,17 +136,10 @@ def stacking_unfilled(function: Callable[[Tree], Tree]) -> Callable[[Tree], Tree
     """`function`, whose outer scans that run backward stack into unfilled memory."""
 
     def results(equation, operands):
-        params = equation.params
-        if equation.primitive.name == "scan" and params["reverse"] and _stacks_numbers(equation):
-            return _looped(equation, operands)
-        return bind_equation(equation, operands, params)
+        loops = equation.primitive.name == "scan" and equation.params["reverse"] and _stacks_numbers(equation)
+        return _looped(equation, operands) if loops else None
 
-    def of_tree(tree):
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(tree)
-        found = evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(tree), results)
-        return jax.tree.unflatten(jax.tree.structure(shapes), found)
-
-    return of_tree
+    return rewritten(function, lambda equation: False, results)
 
 
 def _stacked(equation: core.JaxprEqn) -> list[Any]:
