@@ -384,6 +384,21 @@ def test_bad_budgets_are_refused(change):
             accounting.calibrate_schedule([1.0], sampling_rate=0.1, **(dict(epsilon=1.0, delta=1e-5) | change))
 
 
+@pytest.mark.parametrize(
+    "batch_size, records, budget",
+    [
+        (0.01791159466370403, 1, dict(epsilon=0.07671538497399666, delta=2.195547183705983e-06, steps=13)),
+        (0.2860877085065363, 3, dict(epsilon=0.21171977642272063, delta=1.9171121613296497e-05, steps=21)),
+    ],
+)
+def test_costs_that_rounding_alone_tells_apart_do_not_stop_a_search(batch_size, records, budget):
+    sampling = dpx.PoissonSampling(examples=1000, batch_size=batch_size)
+    given = dpx.Budget(**budget, accountant="rdp", records=records)
+    mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=given, sampling=sampling, key=dpx.secret_key())
+    found = dpx.epsilon(mechanism, budget["steps"], delta=budget["delta"], accountant="rdp")
+    assert 0.9 * budget["epsilon"] < found <= budget["epsilon"]
+
+
 def test_unreachable_budgets_are_refused():
     with pytest.raises(ValueError, match="cannot be met"):
         accounting.calibrate(lambda x: Mechanism(0.0), steps=10, epsilon=1.0, delta=1e-5)

@@ -35,6 +35,7 @@ _COARSE_BUCKETS = 24  # of a first, rough search, where the second one starts (b
 _COARSE_TOLERANCE = 0.02  # of the first search, relative
 _LARGEST_MULTIPLIER = 1e6  # if this much noise does not meet a budget, the budget counts as impossible
 _MOST_STEPS = 10_000_000  # more than any run takes: a bill within the budget here does not bound the steps
+_FAR = 10.0  # of the logarithm of noise: no secant goes that far
 _NEARLY = 0.9  # of a budget: a calibration that ends below has met a cost that jumps to infinity
 _NEAR = 4  # slow bills of a search that begins near the answer
 _SMALLEST_MULTIPLIER = 1e-3  # the search stops here, because so large a budget is not a constraint
@@ -362,6 +363,8 @@ def _least_noise_near(
         if last is not None and (last[0] - noise) * (cost - last[1]) > 0:
             power = math.log(cost / last[1]) / math.log(last[0] / noise)
         last = noise, cost
+        if abs(math.log(cost / budget)) > _FAR * power:
+            break  # rounding alone tells the last two apart
         noise *= (cost / (budget * (1 - tolerance / 3))) ** (1 / power)
     return least_noise_within(bill, budget, tolerance, noise)
 
@@ -372,7 +375,8 @@ def _secant(points: list[tuple[float, float]], log_target: float) -> float | Non
     if not (0 < cost < math.inf and 0 < last_cost < math.inf) or cost == last_cost:
         return None
     log_cost, log_last = math.log(cost), math.log(last_cost)
-    return last_noise * math.exp((log_target - log_last) / (log_cost - log_last) * math.log(noise / last_noise))
+    exponent = (log_target - log_last) / (log_cost - log_last) * math.log(noise / last_noise)
+    return last_noise * math.exp(exponent) if abs(exponent) < _FAR else None  # rounding alone tells the costs apart
 
 
 @names_arguments
