@@ -15,7 +15,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.values import require_number, require_whole
+from dpx.values import require_function, require_number, require_whole
 
 __all__ = ["every", "growing_mu", "inverse_power", "sensitivity_decay"]
 
@@ -149,7 +149,7 @@ def every(schedule: Schedule, *, steps: int) -> Schedule:
 
     steps: int. Raises ValueError unless it is at least 1.
     """
-    steps = require_whole("steps", steps)
+    steps, schedule = require_whole("steps", steps), require_function("schedule", schedule)
     return lambda step: schedule(step // steps)
 
 

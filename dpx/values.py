@@ -8,11 +8,13 @@ import difflib
 import functools
 import inspect
 import math
+import os
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from decimal import ROUND_CEILING, Context
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -281,6 +283,12 @@ def require_function(name: str, value: Any) -> Callable:
     return value
 
 
+def require_path(name: str, value: Any) -> Path:
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError(f"{name} must be a path, got {described(value)}")
+    return Path(value).expanduser()
+
+
 def require_text(name: str, value: Any):
     if not (isinstance(value, str) and value.strip() and value.isprintable()):
         raise ValueError(f"{name} must be one line of printable text, got {described(value)}")
@@ -367,7 +375,8 @@ def bound_arguments(
         words = f"takes {plain} without a name, and every other one as name=value"
     unknown = [given for given in kwargs if given not in parameters]
     if unknown and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
-        words = f"got an unexpected argument {', and '.join(_home_of(given, parameters) for given in unknown)}"
+        homes = [f"{n!r}, which is what it returns" if n == name else _home_of(n, parameters) for n in unknown]
+        words = f"got an unexpected argument {', and '.join(homes)}"
     raise TypeError(f"{name}() {words}; its arguments are {', '.join(parameters)}")
 
 
@@ -377,9 +386,10 @@ def _home_of(given: str, parameters: Any) -> str:
     name = ours.partition(" ")[0]
     if name in parameters:
         return f"{given!r}, which is {ours} here"
-    if name in HOMES:
+    near = difflib.get_close_matches(given, parameters, n=1)
+    of_mechanism = name in HOMES and HOMES[name].startswith(f"{name}=") and "sampling" in parameters
+    if name in HOMES and not of_mechanism and not difflib.get_close_matches(given, near, cutoff=0.9):
         home, holder = HOMES[name], HOMES[name].partition("=")[0]
         home = home if holder in parameters or not holder.isidentifier() else f"dpx.dp_sgd({home})"
         return f"{given!r}, which {'' if ours == given else f'is {ours}, and '}belongs in {home}"
-    near = difflib.get_close_matches(given, parameters, n=1)
     return f"{given!r}" + (f", did you mean {near[0]!r}?" if near else "")

@@ -319,6 +319,9 @@ OF_OTHERS = {  # an argument of another library, or of another function, in a ca
     r"belongs in dpx.dp_sgd\(noise_multiplier=dpx.Budget\(eps": lambda: dpx.fit(loss, MECHANISM, PARAMS, [], epsilon=2),
     r"batch_size = rate \* examples here": lambda: dpx.PoissonSampling(examples=9, sample_rate=0.1),
     "'n', which is examples here, and 'size'": lambda: dpx.PoissonSampling(n=9, size=3),
+    "'batch_size', did you mean 'batch_sizes'": lambda: dpx.plan_noise(examples=9, epsilon=1.0, batch_size=3),
+    "'epsilon', which is what it returns; its": lambda: dpx.epsilon(MECHANISM, 3, epsilon=1.0),
+    "argument 'clip_norm'; its arguments are rank": lambda: dpx.methods.d2p2_sgd(clip_norm=1.0, sampling=SAMPLING),
     "takes no argument without a name": lambda: dpx.Budget(1.0, 1e-5),
     "takes loss, optimizer, params, data without a name": lambda: dpx.fit(loss, MECHANISM, PARAMS, [], KEY),
 }

@@ -328,6 +328,19 @@ REFUSED = {  # the program and the words of its message
         lambda: dpx.statistics.release_mean(jnp.ones(()), low=0.0, high=1.0, noise_multiplier=1.0, key=KEY),
         "data must hold a value of each example",
     ),
+    "the class of a sampling": (lambda: dp_sgd(sampling=dpx.FullBatch), "sampling must be .* got the type FullBatch"),
+    "an event that is a mechanism": (
+        lambda: dpx.accounting.event_epsilon(dp_sgd(), delta=1e-5),
+        "event must be a DpEvent, such as optimizer.event",
+    ),
+    "a mechanism for a run": (lambda: dpx.compose_runs(dp_sgd(), 3), "a run must be a pair .* got a Mechanism"),
+    "a ledger without a path": (lambda: dpx.PrivacyLedger(3, epsilon=1.0, delta=1e-5), "path must be a path, got 3"),
+    "a number for a schedule": (lambda: dpx.schedules.every(1.0, steps=3), "schedule must be a function, got 1.0"),
+    "a number for a strategy": (
+        lambda: dpx.strategies.loss(0.9, steps=3),
+        "strategy must be a dpx.strategies.Strategy, got 0.9",
+    ),
+    "a mask of nothing": (lambda: dpx.coordinates.trainable(mask=None), "at least one layer trainable, .* of: None"),
     "calibrated on what takes no noise": (
         lambda: dpx.accounting.accepts_budget(lambda clip_norm: None),
         "noise_multiplier",
@@ -767,3 +780,11 @@ def test_a_loop_that_forgets_the_state_is_warned():
             assert cost(mechanism, state) == pytest.approx(cost(mechanism, 8) if mechanism is planned else 0, rel=1e-4)
     with pytest.warns(UserWarning, match="the state has taken no step"):
         dpx.privacy_report(planned, planned.init(PARAMS), delta=1e-5)
+
+
+def test_a_rate_in_place_of_a_batch_size_is_warned_of():
+    with pytest.warns(
+        UserWarning, match=r"batch_size = 0.05 is below 1, .* batch_size = rate \* examples = 50"
+    ) as seen:
+        dpx.PoissonSampling(examples=1000, batch_size=0.05)
+    assert [each.filename for each in seen] == [__file__]

@@ -176,7 +176,7 @@ def records_per_common_unit(runs: Iterable[Any], records: int | None) -> int:
 def _composition_of_run(run: Any, records: int) -> Composition:
     if isinstance(run, Composition):
         return run
-    if not isinstance(run, tuple | list) or len(run) != 2:
+    if not isinstance(run, tuple | list) or len(run) != 2 or hasattr(run, "event"):
         raise ValueError(f"a run must be a pair (mechanism, steps or state) or a Composition, got {described(run)}")
     mechanism, spent = run
     cost = cost_of_run(mechanism, spent, records=records)

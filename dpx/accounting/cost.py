@@ -105,6 +105,8 @@ def event_profile(
     checks.require_accountant(accountant)
     checks.require_relation(relation)
     require_whole("buckets", buckets)
+    if not isinstance(event, DpEvent):
+        raise ValueError(f"event must be a DpEvent, such as optimizer.event(steps), got {described(event)}")
     return from_event(event).profile(accountant, relation, buckets=buckets, curve=curve)
 
 

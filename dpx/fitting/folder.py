@@ -58,7 +58,7 @@ from dpx.fitting.step import Carry
 from dpx.ledgers.files import acquire_lock, fsync_folder, make_folder, read_json, replace_file
 from dpx.schedules import values_over
 from dpx.states.record import ReleaseState, fingerprint, with_plan
-from dpx.values import Tree, map_nodes_of_type, path_of, warn_user
+from dpx.values import Tree, map_nodes_of_type, path_of, require_path, warn_user
 from dpx.xla.place import current_place
 
 SENSITIVE = """This folder is as sensitive as the training data. history.json holds losses of the training data. The
@@ -84,7 +84,7 @@ class Folder:
     """
 
     def __init__(self, path: str | os.PathLike, facts: dict[str, Any], run: RunPlan, on_other_devices: bool):
-        self.path = Path(path).expanduser().absolute()
+        self.path = require_path("checkpoints", path).absolute()
         self._file, self._run, self._on_other_devices = self.path / "run.json", run, on_other_devices
         self._lock: FileLock | None = None  # process 0 holds it
         with processes.raising_together():

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import dp_accounting
@@ -29,7 +28,7 @@ from dpx.ledgers.files import replace_file
 from dpx.reports.pages import Section, as_markdown, as_text
 from dpx.sampling.schemes import compose_events
 from dpx.states.record import unit_mark
-from dpx.values import described, names_arguments, require_text, require_whole, rounded_up, unit_in_words
+from dpx.values import described, names_arguments, require_path, require_text, require_whole, rounded_up, unit_in_words
 from dpx.xla.place import current_place
 
 _MOST_NOISE, _FINE = 1e4, 1e-3  # of `least_noise`
@@ -98,7 +97,7 @@ class PrivacyLedger:
         records: int | None = None,
         relation: Relation | None = None,
     ):
-        self.path = Path(path).expanduser().resolve()  # a link would be replaced by a second ledger
+        self.path = require_path("path", path).resolve()  # a link would be replaced by a second ledger
         given: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "unit": unit, "records": records}
         given = {name: value for name, value in (given | {"relation": relation}).items() if value is not None}
         self.path.parent.mkdir(parents=True, exist_ok=True)

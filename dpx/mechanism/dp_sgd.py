@@ -75,7 +75,7 @@ def dp_sgd(
     noise_multiplier = require_scalar_or_schedule("noise_multiplier", noise_multiplier, minimum=0)
     if not callable(noise_multiplier):
         require_noise(np.array([noise_multiplier]))
-    if not (hasattr(sampling, "event") and hasattr(sampling, "divisor")):
+    if isinstance(sampling, type) or not (hasattr(sampling, "event") and hasattr(sampling, "divisor")):
         raise ValueError(f"sampling must be a dpx sampling record such as PoissonSampling, got {described(sampling)}")
     noise_key = keys.stream(keys.warn_if_guessable(key), "noise")
     # Of many groups, a float32 norm may be below the true one by more than ETA covers.

@@ -173,5 +173,5 @@ def _require_one_trained(flags: Tree):
                 "them, or a function of the path such as lambda path: 'head' in path"
             )
     if not any(flag for _, flag in found):
-        paths = first_words([path for path, _ in found], PRINTED)
+        paths = first_words([path for path, _ in found], PRINTED) or described(flags)
         raise ValueError(f"mask must leave at least one layer trainable, got False for all of: {paths}")

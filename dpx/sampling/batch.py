@@ -15,7 +15,7 @@ import scipy.special
 from dpx import keys
 from dpx.keys import streams
 from dpx.states.record import DrawRecord, fingerprint, unit_mark
-from dpx.values import Tree, batch_size, described, repr_with_shapes, require_whole
+from dpx.values import Tree, batch_size, described, repr_with_shapes, require_whole, warn_user
 
 
 class Batch(NamedTuple):
@@ -142,6 +142,9 @@ def normalize_sizes(sampling: Any, *, whole: bool = False):
         raise ValueError(f"batch_size must be a {'whole ' if whole else ''}number, got {described(size)}")
     if not 0 < size <= examples:
         raise ValueError(f"batch_size must be in (0, examples = {examples}], got {size}")
+    if size < 1:
+        words = f"if it is a rate, batch_size = rate * examples = {size * examples:g}"
+        warn_user(f"batch_size = {size:g} is below 1, so most batches are empty: {words}")
     object.__setattr__(sampling, "examples", examples)
     object.__setattr__(sampling, "batch_size", int(size) if size == int(size) else float(size))
 

@@ -295,7 +295,6 @@ def _random_subset(drawn: np.ndarray, count: int, key: jax.Array, fitting: int) 
     return np.sort(drawn[places[places < len(drawn)][:count]])
 
 
-@names_arguments
 @attrs.frozen
 class RandomAllocationDpEvent(DpEvent):
     """The Gaussian releases of the first steps of one epoch, of which one random step has the example.
@@ -313,6 +312,7 @@ class RandomAllocationDpEvent(DpEvent):
     steps_per_epoch: int
 
 
+@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class RandomAllocation(VaryingSize):
     """Every example exactly once an epoch, in a uniformly random step of it, independently of all others.

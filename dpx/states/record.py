@@ -116,7 +116,7 @@ class ReleaseState(NamedTuple):
     def __getattr__(self, name: str) -> Any:
         """A fact, uint32 of the axes of `step`."""
         if name not in FACTS:
-            raise AttributeError(f"a ReleaseState has no {name!r}")
+            raise AttributeError(f"a ReleaseState has no {name!r}: a state must be of the same optimizer")
         place = FACTS.index(name)
         if isinstance(self.facts, np.ndarray):
             return self.facts[..., place]

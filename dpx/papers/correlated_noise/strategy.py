@@ -189,6 +189,11 @@ def banded_square_root(*, bands: int, momentum: float = 0.0) -> Strategy:
     return Strategy(coefficients=tuple(np.convolve(half, half * momentum ** np.arange(bands))[:bands] / half[0] ** 2))
 
 
+def _require_kind(name: str, value: Any, kind: type):
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} must be a dpx.strategies.{kind.__name__}, got {described(value)}")
+
+
 def sensitivity(strategy: Strategy, *, steps: int, participations: int = 1, separation: int = 1) -> float:
     """The most that one example moves C G, in units of the clip norm.
 
@@ -198,6 +203,7 @@ def sensitivity(strategy: Strategy, *, steps: int, participations: int = 1, sepa
     Exact if `sensitivity_is_exact`, otherwise an upper bound. float64 sums, relative error below 1e-10. Raises
     ValueError for other numbers, and if a coefficient of C overflows.
     """
+    _require_kind("strategy", strategy, Strategy)
     steps, separation = require_whole("steps", steps), require_whole("separation", separation)
     most = min(require_whole("participations", participations), -(-steps // separation))
     column = strategy.column(steps)
@@ -274,6 +280,8 @@ class Workload:
         if momentum == 1:
             raise ValueError("momentum must be below 1, got 1.0")
         object.__setattr__(self, "momentum", momentum)
+        if isinstance(self.learning_rates, int | float):
+            raise ValueError(f"learning_rates must be one number for each step, got {self.learning_rates}")
         rates = tuple(require_number("learning_rates", rate, minimum=0) for rate in self.learning_rates)
         object.__setattr__(self, "learning_rates", rates)
 
@@ -314,6 +322,7 @@ def loss(
         for learning rates O(steps * coefficients^2). Raises ValueError for other numbers and if a coefficient
         overflows.
     """
+    _require_kind("workload", workload, Workload)
     found = sensitivity(strategy, steps=steps, participations=participations, separation=separation)
     squares = squared_errors(strategy, workload, steps)
     return WorkloadLoss(found, found * float(np.sqrt(np.mean(squares))), found * float(np.sqrt(np.max(squares))))
@@ -387,6 +396,7 @@ def optimized(
     """
     bands = require_whole("bands", bands)
     steps = require_whole("steps", steps, minimum=bands)
+    _require_kind("workload", workload, Workload)
     if bands == 1:
         return Strategy()
     denominator, quadratic = objective(workload, steps, error)
