@@ -130,7 +130,7 @@ class Ledger:
         return loss
 
     def losses(self, relation: Relation) -> Losses:
-        """The step loss of every release, and how often it was made. Raises the ValueErrors of `PrivacyLoss.step`."""
+        """The step loss of every release, and how often. Raises the ValueErrors of `PrivacyLoss.step_loss`."""
         losses: dict[StepLoss, int] = defaultdict(int)
         for loss, count in self.counts.items():
             losses[loss.step_loss(relation)] += count

@@ -202,11 +202,10 @@ def lower_deltas(losses: Losses, epsilons: np.ndarray) -> np.ndarray:
     losses: `SampledGaussian`s. Each of several compositions is precise around another delta.
     """
     upper, found = ComposedProfile(losses), np.zeros(len(epsilons))
-    wide = RenyiProfile(total_renyi(losses, renyi.WIDE_ORDERS), orders=renyi.WIDE_ORDERS)
     below = ComposedProfile(losses, side="below", deviations=_DEVIATIONS_CURVE)
     for delta in _LOWER_DELTAS:
         epsilon = max(upper.epsilon(delta), float(epsilons[1]))
-        directions = below._compose(epsilon, delta, wide, epsilon) if epsilon < epsilons[-1] else None
+        directions = below._compose(epsilon, delta, below._wide_renyi, epsilon) if epsilon < epsilons[-1] else None
         if directions:
             each = [[direction.delta(epsilon) for epsilon in epsilons.tolist()] for direction in directions]
             found = np.maximum(found, np.min(each, axis=0))
