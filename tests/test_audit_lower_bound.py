@@ -334,7 +334,7 @@ class Thirds(dpx.FullBatch):
         (dpx.ShuffledEpochs(examples=40, batch_size=10), 0.25),
         (dpx.sampling.RandomAllocation(examples=40, steps_per_epoch=4), 0.25),
         (dpx.PoissonSampling(examples=40, batch_size=11, most_rows=11), 0.2463),
-        (dpx.PoissonSampling(examples=4, batch_size=0.5, weights=[1, 1, 2, 4]), 0.25),
+        (dpx.PoissonSampling(examples=4, batch_size=1, weights=[1, 1, 2, 4]), 0.5),
         (dpx.sampling.CyclicPoissonSampling(examples=40, batch_size=10, bands=3), 0.25),
         (FULL, 1.0),
         (Thirds(examples=40), 1 / 3),

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from dpx.accounting.compose import same_key
+from dpx.keys import secret_key
 from dpx.keys.noise import STAND_INS
 from dpx.values import Tree, batch_size, first_words, float32_like, path_of, require_arrays
 from dpx.xla.jaxprs import inputs_read
@@ -87,7 +88,7 @@ def _refuse_one_key(_, mapped, key, sums):
 
 def require_keys_apart(name: str, build: Any):
     """Raises ValueError if what `build`, the argument `name`, makes with two keys has one key. Others are not known."""
-    one, other = (getattr(build(jax.random.key(seed)), "key", None) for seed in (1, 2))
+    one, other = (getattr(build(secret_key(seed << 64)), "key", None) for seed in (1, 2))
     if one is not None and other is not None and same_key(one, other):
         raise ValueError(f"{name} must build its mechanism with the key that it is given: each run needs fresh noise")
 
