@@ -219,7 +219,8 @@ def check_loading(rank, sharding, state):
             pieces, rows_drawn = list(batch), -(-included.sum() // 8) * 8
             indices, included = indices[:rows_drawn], included[:rows_drawn]
         assert len(pieces) == (len(included) // 8 if options else 1)
-        assert {source.read.pop(0) for _ in range(2)} == {0}  # to see what an example looks like, and to compare it
+        first, *compared = [source.read.pop(0) for _ in range(9)]  # to see what an example looks like
+        assert first == 0 and compared == [*range(0, 64, 9)]
         wanted = []
         for number, piece in enumerate(pieces):
             size = len(piece.included)

@@ -317,7 +317,9 @@ def test_a_run_does_not_continue_on_other_data(tmp_path):
     run(X, 1, "arrays")
     with pytest.raises(ValueError, match="the data. To"):
         run(X[np.r_[0, np.random.default_rng(0).permutation(np.arange(1, 40))]], 3, "arrays")  # in another order
-    for other in (Cached(), X):
+    later = Cached()
+    later.x = data.x[np.r_[0, 2:40, 1]]  # only the first item is as before
+    for other in (Cached(), X, later):
         with pytest.raises(ValueError, match="another one: the data. To"):
             run(other, 3)
 

@@ -43,7 +43,7 @@ Rows = Callable[[np.ndarray, np.ndarray, int], Tree]  # from indices, int32 (B,)
 
 AGAIN = 16  # readings, in which a fair coin shows both sides, but with probability 2^-16
 FIRST, EVERY = 64, 256  # AGAIN readings a call for the first 64 rows of a source, later one reading for 256 rows
-MARKED = 64  # rows of arrays, evenly spaced
+MARKED, MARKED_ITEMS = 64, 8  # rows of arrays, and items of a source, evenly spaced
 _READ: dict[int, list[int]] = {}  # how many rows of a source were read, by its id while it lives
 
 
@@ -96,10 +96,11 @@ class CheckedData:
 
     @functools.cached_property
     def some_rows(self) -> Tree:
-        """MARKED rows of arrays, or item 0 of a source, on axis 0."""
-        if _is_data_source(self.data):
-            return self.rows(np.zeros(1, np.int32), np.ones(1, bool), 0)
-        places = np.unique(np.linspace(0, self.examples - 1, MARKED).astype(np.int32))
+        """MARKED rows of arrays, or MARKED_ITEMS of a source, which may take long to read one; on axis 0."""
+        source = _is_data_source(self.data)
+        places = np.unique(np.linspace(0, self.examples - 1, MARKED_ITEMS if source else MARKED).astype(np.int32))
+        if source:
+            return self.rows(places, np.ones(len(places), bool), 0)
         return jax.tree.map(lambda leaf: read_rows(leaf, places), self.data)
 
     def mark(self) -> int:
