@@ -98,12 +98,12 @@ MECHANISMS = (  # those that wrap another
 )
 
 SAMPLINGS = {  # by the short names of the trainer
-    "poisson": Entry(sampling.PoissonSampling, {"batch_size": 256}, "accounting/sampled_gaussians.py"),
+    "poisson": Entry(sampling.PoissonSampling, {"batch_size": 256}, "accounting/limited_samples.py"),
     "shuffled": Entry(sampling.ShuffledEpochs, {"batch_size": 256}, RECORDS),
     "allocated": Entry(sampling.RandomAllocation, {"steps_per_epoch": 100}, "accounting/allocation.py"),
     "cyclic": Entry(sampling.CyclicPoissonSampling, {"batch_size": 256, "bands": 8}, "sampling/varying.py"),
     "ordered": Entry(sampling.FixedOrder, {"batch_size": 256}, RECORDS),
-    "fixed": Entry(sampling.FixedSizeSampling, {"batch_size": 256}, "accounting/sampled_gaussians.py"),
+    "fixed": Entry(sampling.FixedSizeSampling, {"batch_size": 256}, "accounting/limited_samples.py"),
     "full": Entry(sampling.FullBatch, {}, RECORDS),
 }
 

@@ -1,4 +1,4 @@
-"""Samples of a fixed size: the profile of `dpx/accounting/sampled_gaussians.py` against data sets that are tried."""
+"""Samples of a fixed size: the profile of `dpx/accounting/limited_samples.py` against data sets that are tried."""
 
 import itertools
 import math
@@ -14,14 +14,14 @@ from scipy import stats
 import dpx
 from dpx import accounting, reports
 from dpx.accounting.ledger import from_event
-from dpx.accounting.sampled_gaussians import FixedSizeGaussian
+from dpx.accounting.limited_samples import FixedSizeGaussian
 
 LINE = np.array([[-1.0], [0.0], [1.0]])
 PLANE = np.array([[-1.0, 0.0], [1.0, 0.0], [0.5, 0.75**0.5], [0.5, -(0.75**0.5)]])
 
 
 def profile(alphas, s, q):
-    """f of `sampled_gaussians.py`, float64 (n,): s is relative to the effect of replacing one example."""
+    """f of `limited_samples.py`, float64 (n,): s is relative to the effect of replacing one example."""
 
     def above(alpha):
         log = np.log1p((alpha - 1) / q)

@@ -16,8 +16,8 @@ import dpx
 from dpx import accounting
 from dpx.accounting.cost import event_profile, profile_of_run
 from dpx.accounting.ledger import from_event, without_truncation
+from dpx.accounting.limited_samples import FixedSizeGaussian, TruncatedGaussian, bucketed_truncated_losses
 from dpx.accounting.pld.losses import SampledGaussian, total_renyi
-from dpx.accounting.sampled_gaussians import FixedSizeGaussian, TruncatedGaussian, bucketed_truncated_losses
 from dpx.papers.d2p2_sgd.cost import with_projected_event
 
 KEY = jax.random.key(7)

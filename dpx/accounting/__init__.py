@@ -16,7 +16,7 @@ Every epsilon and delta is an upper bound; an interval adds a lower bound. The p
 * Poisson-sampled Gaussians: `pld/losses.py` (one step, long schedules), `pld/composition.py` (many), `pld/renyi.py`
   ("rdp"). Several releases of one batch: `ledger.py`. Unsampled Gaussians: `gdp.py`.
 * Random allocation: `allocation.py`.
-* Samples of a fixed or limited size: `sampled_gaussians.py`. Runs on shared batches: `compose.py`.
+* Samples of a fixed or limited size: `limited_samples.py`. Runs on shared batches: `compose.py`.
 * A unit of several records, and mixtures of Gaussians, which are its pair with other shifts: `groups.py`.
 * The best of a random number of trials: `selection.py`. Releases with delta 0: `loss.py`.
 * Correlated noise, error feedback and fresh projections: with their papers, in `dpx/papers`.

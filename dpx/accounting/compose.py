@@ -15,7 +15,7 @@ from dpx import keys
 from dpx.accounting import checks
 from dpx.accounting.arithmetic import NormalSamplerError, worst_sampler
 from dpx.accounting.checks import Accountant, Profile, Relation, require_relation
-from dpx.accounting.cost import RunCost, cost_of_run, event_for_records, profile_of_run, records_per_unit_of_run
+from dpx.accounting.cost import RunCost, cost_of_run, event_for_unit, profile_of_run, records_per_unit_of_run
 from dpx.accounting.ledger import from_event
 from dpx.accounting.loss import as_hashable
 from dpx.accounting.pld import renyi
@@ -246,7 +246,7 @@ def _event_on_shared_batches(runs, events, records: int) -> dp_accounting.DpEven
             precision[:steps] += multipliers**-2.0
     with np.errstate(divide="ignore"):
         event = sampling.event(precision**-0.5)
-    return event_for_records(event, sampling, sampling.relation, records)
+    return event_for_unit(event, sampling, sampling.relation, records)
 
 
 def same_key(first: jax.Array, second: jax.Array) -> bool:

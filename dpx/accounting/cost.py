@@ -20,7 +20,7 @@ from dpx.accounting.arithmetic import NormalSamplerError, RunProfile, normal_sam
 from dpx.accounting.checks import Accountant, Profile, Relation
 from dpx.accounting.groups import require_zero_out
 from dpx.accounting.ledger import DISTINCT, from_event
-from dpx.accounting.loss import DelegatedProfile, PrivacyLoss, event_of_loss
+from dpx.accounting.loss import DelegatedProfile, PrivacyLoss, event_of_release
 from dpx.accounting.pld.losses import BUCKETS
 from dpx.accounting.profiles import GaussianProfile
 from dpx.keys.noise import LARGEST_RELEASE
@@ -257,7 +257,7 @@ def cost_of_run(
     numbers: int | None = None,
     distinct: int = DISTINCT,
 ) -> RunCost:
-    """The cost of the steps. The arguments are as for `epsilon`; distinct: int, of `event_for_records`.
+    """The cost of the steps. The arguments are as for `epsilon`; distinct: int, of `event_for_unit`.
 
     Raises ValueError for a state that another mechanism made, for a relation that the event is not true for, for
     records and a weight whose cost is not known, and for fewer numbers than are known of the run.
@@ -275,7 +275,7 @@ def cost_of_run(
     relation = _relation_of(event, sampling, relation)
     event = event if weight is None else _event_for_weight(event, sampling, weight)
     records = records_per_unit_of_run(optimizer, records)
-    event = event_for_records(event, sampling, relation, records, distinct=distinct)
+    event = event_for_unit(event, sampling, relation, records, distinct=distinct)
     known = record.numbers if record.state is not None else getattr(getattr(optimizer, "budget", None), "numbers", None)
     if numbers is not None and known is not None and numbers < known:
         raise ValueError(f"numbers must be at least the {known} of the run, got {described(numbers)}")
@@ -317,7 +317,7 @@ def _event_for_weight(event: dp_accounting.DpEvent, sampling: Sampling, weight: 
 
     def at_lower_rate(loss: PrivacyLoss) -> dp_accounting.DpEvent:
         if not loss.private:
-            return event_of_loss(loss)
+            return event_of_release(loss)
         if loss.rate != largest:
             return PrivacyLoss.at_rate(loss, rate)  # refuses it
         return loss.at_rate(rate) if rate else dp_accounting.NoOpDpEvent()
@@ -325,7 +325,7 @@ def _event_for_weight(event: dp_accounting.DpEvent, sampling: Sampling, weight: 
     return from_event(event).map(at_lower_rate)
 
 
-def event_for_records(
+def event_for_unit(
     event: dp_accounting.DpEvent, sampling: Sampling, relation: Relation, records: int, *, distinct: int = DISTINCT
 ) -> dp_accounting.DpEvent:
     """The event of the same releases for a unit that owns this many examples. Raises ValueError where it is not known.

@@ -19,13 +19,20 @@ from dpx.accounting.allocation import Allocation, round_to_few_epochs
 from dpx.accounting.arithmetic import NormalSamplerError, RunProfile, normal_sampler
 from dpx.accounting.checks import Accountant, Profile, Relation, require_countable
 from dpx.accounting.groups import GroupGaussianDpEvent, Mixture
+from dpx.accounting.limited_samples import (
+    FixedSizeGaussian,
+    FixedSizeRelease,
+    TruncatedRelease,
+    bucketed_truncated_losses,
+    gaussian_loss,
+)
 from dpx.accounting.loss import (
     DpAccountingRelease,
     PrivacyLoss,
     ReleaseCount,
     as_hashable,
     delegated_profile,
-    event_of_loss,
+    event_of_release,
     in_deviations,
 )
 from dpx.accounting.pld.losses import (
@@ -37,13 +44,6 @@ from dpx.accounting.pld.losses import (
     round_losses_to_buckets,
 )
 from dpx.accounting.profiles import UNBOUNDED, loss_profile
-from dpx.accounting.sampled_gaussians import (
-    FixedSizeGaussian,
-    FixedSizeRelease,
-    TruncatedRelease,
-    bucketed_truncated_losses,
-    gaussian_loss,
-)
 from dpx.accounting.selection import Choice, OneOfDpEvent, SearchLoss
 from dpx.sampling.schemes import compose_events
 from dpx.sampling.varying import RandomAllocationDpEvent
@@ -75,7 +75,7 @@ class Ledger:
         """The event of each release, and how often it was made."""
         events: dict[DpEvent, int] = defaultdict(int)
         for loss, count in self.counts.items():
-            events[event_of_loss(loss)] += count
+            events[event_of_release(loss)] += count
         return events
 
     @property
@@ -126,7 +126,7 @@ class Ledger:
         loss = self.whole_runs[0]
         if len(self.counts) > 1 or self.counts[loss] > 1:
             words = "covers a whole run: it composes with nothing, got it next to another event"
-            raise ValueError(f"{event_of_loss(loss)} {words}")
+            raise ValueError(f"{event_of_release(loss)} {words}")
         return loss
 
     def losses(self, relation: Relation) -> Losses:
@@ -227,7 +227,7 @@ class Ledger:
 
 
 @dataclass(frozen=True)
-class NoNoise(PrivacyLoss):
+class NoiselessRelease(PrivacyLoss):
     """A release without noise."""
 
     event: DpEvent = field(default_factory=dp_accounting.NonPrivateDpEvent)
@@ -285,7 +285,7 @@ class Gaussian(PrivacyLoss):
 
 KINDS: Mapping[type, Callable[[Any], PrivacyLoss]] = {
     GaussianDpEvent: lambda event: Gaussian(event, ((event.noise_multiplier, 1),)),
-    dp_accounting.NonPrivateDpEvent: NoNoise,
+    dp_accounting.NonPrivateDpEvent: NoiselessRelease,
     TruncatedSubsampledGaussianDpEvent: TruncatedRelease,
     MixtureOfGaussiansDpEvent: Mixture,
     RandomAllocationDpEvent: Allocation,
@@ -346,7 +346,7 @@ def _merge_on_one_sample(event: PoissonSampledDpEvent) -> PrivacyLoss | None:
     inner = from_event(event.event)
     if not inner.counts:
         return None
-    if not inner.holds_for_all(lambda loss: isinstance(loss, NoNoise | Gaussian) and not loss.independent):
+    if not inner.holds_for_all(lambda loss: isinstance(loss, NoiselessRelease | Gaussian) and not loss.independent):
         return DpAccountingRelease(event, inner)
     sigmas = [getattr(loss, "noise_multiplier", 0.0) for loss in inner.counts]
     parts = tuple(zip(sigmas, inner.counts.values(), strict=True))
@@ -371,5 +371,5 @@ def is_free(event: Any) -> bool:
 def without_truncation(event: DpEvent) -> DpEvent:
     """The event of the same releases on Poisson samples that are not cut: to say what the truncation costs."""
     return from_event(event).map(
-        lambda loss: loss.untruncated if isinstance(loss, TruncatedRelease) else event_of_loss(loss)
+        lambda loss: loss.untruncated if isinstance(loss, TruncatedRelease) else event_of_release(loss)
     )

@@ -103,15 +103,15 @@ class PrivacyLoss:
     def at_rate(self, rate: float) -> DpEvent:
         """The event of the same release for an example that takes part at a lower rate."""
         raise ValueError(
-            f"the cost of one weight is known only for releases on Poisson samples, got {event_of_loss(self)}"
+            f"the cost of one weight is known only for releases on Poisson samples, got {event_of_release(self)}"
         )
 
     def in_words(self) -> str:
         """The release, as a report lists it."""
-        return str(event_of_loss(self))
+        return str(event_of_release(self))
 
 
-def event_of_loss(loss: Any) -> Any:
+def event_of_release(loss: Any) -> Any:
     """The event that a release stands for: the release itself, or the one of dp-accounting that it is of."""
     return loss if isinstance(loss, DpEvent) else loss.event
 

@@ -12,7 +12,7 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dpx.accounting import checks
 from dpx.accounting.arithmetic import NormalSamplerError, RunProfile, normal_sampler
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.cost import event_for_records, profile_of_run
+from dpx.accounting.cost import event_for_unit, profile_of_run
 from dpx.accounting.groups import require_zero_out
 from dpx.accounting.ledger import DISTINCT, from_event
 from dpx.accounting.pld.losses import BUCKETS, Buckets, Losses, SampledGaussian, bucketed_gaussians
@@ -256,7 +256,7 @@ def dp_sgd_epsilon(
     multipliers = _noise_multipliers(noise_multiplier, record, steps, epochs)
     checks.warn_of_large_delta(delta, record)
     relation = checks.require_relation(record.relation)
-    event = event_for_records(record.event(multipliers), drawn, relation, records)
+    event = event_for_unit(record.event(multipliers), drawn, relation, records)
     numbers = checks.numbers_per_release(numbers, exact_noise)
     return profile_of_run(event, accountant=accountant, relation=relation, numbers=numbers).epsilon(delta)
 

@@ -24,7 +24,7 @@ from dp_accounting import DpEvent
 from scipy import optimize, special
 
 from dpx.accounting.checks import Relation
-from dpx.accounting.loss import DpAccountingStep, PrivacyLoss, ReleaseCount, event_of_loss
+from dpx.accounting.loss import DpAccountingStep, PrivacyLoss, ReleaseCount, event_of_release
 from dpx.accounting.pld import renyi
 from dpx.accounting.pld.losses import SampledGaussian, StepLoss, total_renyi
 
@@ -182,7 +182,7 @@ def trial_loss(trial: Any, relation: Relation) -> StepLoss:
     if not trial.private:
         return SampledGaussian(0.0, 1.0, relation)  # no noise
     if trial.whole_runs:
-        run = event_of_loss(trial.whole_runs[0])
+        run = event_of_release(trial.whole_runs[0])
         raise ValueError(f"the whole run is one release, {run}: a search over such runs has no known cost")
     return SeveralSteps(tuple(trial.losses(relation).items()))
 

@@ -37,7 +37,7 @@ import jax
 from filelock import FileLock
 
 from dpx.accounting.ledger import from_event
-from dpx.accounting.loss import event_of_loss
+from dpx.accounting.loss import event_of_release
 from dpx.fitting import processes
 from dpx.fitting.facts import (
     KERNELS,
@@ -392,7 +392,7 @@ def open_folder(
 def require_skippable(run: RunPlan, state: Tree, first: int, reach: int):
     """Raises ValueError unless the steps after `first`, up to `reach`, may be skipped, and another one is left to make.
     state: of any step."""
-    unproved = [event_of_loss(loss) for loss in from_event(run.optimizer.event(1)).counts if not loss.fresh]
+    unproved = [event_of_release(loss) for loss in from_event(run.optimizer.event(1)).counts if not loss.fresh]
     private = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state) if "unreleased" in path_of(path)]
     if run.optimizer.correlated is not None:
         problem = "the mechanism's noise is correlated: later noise has parts of that of skipped steps"

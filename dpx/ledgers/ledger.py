@@ -20,7 +20,7 @@ from dpx.accounting.checks import Profile, Relation
 from dpx.accounting.cost import profile_of_run
 from dpx.accounting.filters import NOTHING, PrivacyFilter, Spent, credit_mu
 from dpx.accounting.ledger import from_event
-from dpx.accounting.loss import as_hashable, event_of_loss
+from dpx.accounting.loss import as_hashable, event_of_release
 from dpx.accounting.profiles import least_number
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.ledgers.entries import Entry, decode_value, encode_value, entries_of
@@ -397,7 +397,7 @@ def _remaining_event(event: DpEvent, made: DpEvent) -> DpEvent:
         left[loss] = left.get(loss, 0) - count
     if min(left.values(), default=0) < 0:
         raise ValueError(f"the event of a run that ends early must hold its own steps, {planned.event}, got {made}")
-    return compose_events((event_of_loss(loss), count) for loss, count in left.items() if count)
+    return compose_events((event_of_release(loss), count) for loss, count in left.items() if count)
 
 
 def _known_entry(

@@ -11,7 +11,7 @@ import numpy as np
 from dpx.accounting import checks
 from dpx.accounting.budget import calibrate_schedule, least_noise_within
 from dpx.accounting.checks import Accountant
-from dpx.accounting.cost import event_for_records, profile_of_run
+from dpx.accounting.cost import event_for_unit, profile_of_run
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.reports.pages import labeled_axes
 from dpx.sampling.schemes import FixedOrder, FixedSizeSampling, FullBatch, Sampling, ShuffledEpochs
@@ -222,7 +222,7 @@ def _epsilon_of_noise(
     relation = checks.require_relation(sampling.relation)
 
     def spent(noise: float) -> float:
-        event = event_for_records(sampling.event(np.full(steps, noise)), sampling, relation, records)
+        event = event_for_unit(sampling.event(np.full(steps, noise)), sampling, relation, records)
         return profile_of_run(event, relation=relation, accountant=accountant, numbers=numbers).epsilon(delta)
 
     return spent

@@ -305,7 +305,7 @@ class FixedSizeSampling(_WholeSize):
 
     Replacing an example moves the sum by twice the clip norm, so the event has half the noise multiplier: a printed
     mechanism shows 1.8 as the standard deviation divided by the clip norm, and 0.9 in its event. A run costs
-    at least as much as one on Poisson samples with half the noise multiplier (`accounting/sampled_gaussians.py`).
+    at least as much as one on Poisson samples with half the noise multiplier (`accounting/limited_samples.py`).
     Raises ValueError unless both sizes are whole numbers with 1 <= batch_size <= examples.
 
         >>> rows, included = dpx.FixedSizeSampling(examples=1_000, batch_size=50).draw(key, 0)

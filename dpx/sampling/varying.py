@@ -162,7 +162,7 @@ class PoissonSampling(VaryingSize):
 
     Raises ValueError for other sizes. Its event is that of Abadi et al. 2016, https://arxiv.org/abs/1607.00133; with
     `most_rows`, dp-accounting's `TruncatedSubsampledGaussianDpEvent`, and the proof is in
-    `dpx/accounting/sampled_gaussians.py`.
+    `dpx/accounting/limited_samples.py`.
 
         >>> sampling = dpx.PoissonSampling(examples=1_000, batch_size=50)
         >>> batch = sampling.take(data, key, state)  # 50 rows are expected to count, of 96

@@ -74,7 +74,7 @@ def fixed_size_rdp(
 ) -> np.ndarray:
     """Upper bounds of the RDP of steps on samples of a fixed size, float64 (orders,); inf without noise.
 
-    Noise is relative to the effect of replacing one example. Proof for the pair of `sampled_gaussians.py`: let r be the
+    Noise is relative to the effect of replacing one example. Proof for the pair of `limited_samples.py`: let r be the
     likelihood ratio of the Poisson-sampled Gaussian, under the second distribution. The moment of the pair is
     1 + E (r^a - r + r^(1-a) - 1) over r > 1 only. This integrand is at least 0 at every r. Over all r the moment is
     E r^a + E r^(1-a) - 1, and the second moment is at most the first (Mironov et al., Theorem 5). So the bound is
@@ -111,7 +111,7 @@ def truncated_poisson_rdp(
     """Upper bounds of the RDP of steps on truncated Poisson samples, float64 (orders,); inf without noise.
 
     From the joint convexity of exp((a - 1) D_a), of Poisson sampling and of a sample of fixed size at half the noise
-    multiplier: see `dpx/accounting/sampled_gaussians.py`.
+    multiplier: see `dpx/accounting/limited_samples.py`.
     """
     if np.any(sigmas[counts > 0] < 2 * SMALLEST_NOISE):
         return np.full(len(orders), np.inf)
