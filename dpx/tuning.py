@@ -133,7 +133,7 @@ class SearchSettings:
         require_function("optimizer", self.optimizer)
         keys.require_key(self.key)
         if not self.configurations:
-            raise ValueError("configurations must hold at least one, got none")
+            raise ValueError("configurations must be a list that holds at least one")
         if self.budget is None:
             return
         if not isinstance(self.budget, Budget):
@@ -375,7 +375,7 @@ def search(
     """
     require_function("train", train)
     settings = SearchSettings(
-        configurations=list(configurations),
+        configurations=list(configurations) if np.iterable(configurations) else [],
         score=score,
         optimizer=optimizer,
         key=keys.warn_if_guessable(keys.require_key(key)),

@@ -340,6 +340,22 @@ REFUSED = {  # the program and the words of its message
         lambda: dpx.strategies.loss(0.9, steps=3),
         "strategy must be a dpx.strategies.Strategy, got 0.9",
     ),
+    "scores of what is no mechanism": (
+        lambda: dpx.audit.canary_scores(lambda key: 3, steps=1, key=KEY),
+        "make must be a function from a key to a mechanism, got one to 3",
+    ),
+    "a mean of a table": (
+        lambda: dpx.statistics.release_mean({"x": 1}, low=0.0, high=1.0, noise_multiplier=1.0, key=KEY),
+        "data must be numbers, .* got a dict of length 1$",
+    ),
+    "a mean in no ledger": (
+        lambda: dpx.statistics.release_mean(np.ones(9), low=0, high=1, noise_multiplier=1.0, key=KEY, ledger="a.json"),
+        "ledger must be a dpx.PrivacyLedger, got 'a.json'",
+    ),
+    "one category": (
+        lambda: dpx.statistics.release_histogram(np.ones(9), categories=3, noise_multiplier=1.0, key=KEY),
+        "categories must be distinct, .* got 3",
+    ),
     "a mask of nothing": (lambda: dpx.coordinates.trainable(mask=None), "at least one layer trainable, .* of: None"),
     "calibrated on what takes no noise": (
         lambda: dpx.accounting.accepts_budget(lambda clip_norm: None),

@@ -487,7 +487,7 @@ REFUSED = {
         "must build its mechanism",
     ),
     "no mechanism": ({"optimizer": lambda c, key: None}, "must come first"),
-    "no configuration": ({"configurations": []}, "must hold at least one"),
+    "no configuration": ({"configurations": []}, "must be a list that holds at least one"),
     "no steps": ({"steps": None}, "steps must be given"),
     "no delta": ({"delta": None}, "delta must be given"),
     "a score of several values for one example": (

@@ -81,10 +81,12 @@ def records_of(data: Any, *, numbers: bool = True) -> StatisticRecords:
             "data must be an array whose dtype does not depend on the records, such as numpy.array(words, str), got "
             f"{type(values)}"
         )
-    values = np.asarray(values)
+    given, values = values, np.asarray(values)
     if values.ndim not in (1, 2) or values.shape[0] == 0 or values.dtype.kind not in ("fiub" if numbers else "fiubUS"):
         kinds = "numbers" if numbers else "numbers or words"
-        words = described(values) + (": for words, take column.to_numpy(str)" if values.dtype.kind == "O" else "")
+        words = described(values if values.ndim else given) + (
+            ": for words, take column.to_numpy(str)" if values.dtype.kind == "O" and values.ndim else ""
+        )
         raise ValueError(f"data must be {kinds}, (N,) or (N, columns) with N of at least 1; got {words}")
     units, most, unit = (len(data), data.most, data.privacy_unit) if users else (len(values), 1, "example")
     if units * most > LARGEST_SUM >> 24:
@@ -171,6 +173,8 @@ class StatisticRequest:
     def __post_init__(self):
         keys.warn_if_guessable(keys.require_key(self.key))
         require_text("words", self.words)
+        if self.ledger is not None and not hasattr(self.ledger, "terms"):
+            raise ValueError(f"ledger must be a dpx.PrivacyLedger, got {described(self.ledger)}")
         require_text("part", "all" if self.part is None else self.part)
         if self.noise not in (None, "gaussian", "laplace"):
             raise ValueError(f'noise must be "gaussian", "laplace" or None, got {described(self.noise)}')

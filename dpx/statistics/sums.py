@@ -110,7 +110,7 @@ def release_histogram(
         places = np.where(values == public[-1], bins - 1, places)
         inside = (places >= 0) & (places < bins)  # NaN is beyond all edges
     else:
-        public, bins = np.asarray(categories), len(categories)
+        public, bins = np.asarray(categories), np.size(categories)
         words_of = {"U": "words", "S": "words"}
         alike = words_of.get(public.dtype.kind, "numbers") == words_of.get(values.dtype.kind, "numbers")
         if (

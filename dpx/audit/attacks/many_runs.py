@@ -51,6 +51,7 @@ from dpx.values import (
     warn_user,
 )
 
+OTHERWISE = "for a program of your own, compare its outputs by dpx.audit.lower_bound_from_scores"
 _LARGE_NORM = 1e6  # of the default canary, so that every usual clip norm is reached
 _PILOT_SHARE, _LEAST_PILOT_RUNS, _MOST_PILOT_RUNS = 4, 1000, 40_000
 _MOST_NUMBERS_AT_ONCE = 4_000_000  # releases in one call of the compiled program
@@ -373,16 +374,11 @@ def lower_bound(
     require_open_fraction("confidence", confidence)
     if not callable(make):
         raise ValueError(f"make must be a function from a key to a mechanism, got {described(make)}")
-    other = "for a program of your own, compare its outputs by dpx.audit.lower_bound_from_scores"
     try:
         mechanism = make(keys.stream(key, "billed mechanism"))
     except Exception as error:
-        error.add_note(f"dpx: make was called with a key, and must give a mechanism; {other}")
+        error.add_note(f"dpx: make was called with a key, and must give a mechanism; {OTHERWISE}")
         raise
-    if not hasattr(mechanism, "init"):
-        raise ValueError(
-            f"make must be a function from a key to a mechanism, got one to {described(mechanism)}: {other}"
-        )
     stated = hasattr(mechanism, "event") and hasattr(mechanism, "sampling")
     if stated and instead is not None and mechanism.sampling.relation != "replace_one":
         raise ValueError(
@@ -452,7 +448,11 @@ def canary_scores(
     keys.require_key(key)
     params = {"w": jnp.zeros(2)} if params is None else params
     require_keys_apart("make", require_function("make", make))
-    billed = getattr(make(keys.stream(key, "billed mechanism")), "sampling", None)
+    if not hasattr(made := make(keys.stream(key, "billed mechanism")), "init"):
+        raise ValueError(
+            f"make must be a function from a key to a mechanism, got one to {described(made)}: {OTHERWISE}"
+        )
+    billed = getattr(made, "sampling", None)
     truth = billed if sampling_truth is None else sampling_truth
     canary, instead = _canary_gradients(canary, instead, params, truth if billed is None else billed)
     attack = Attack(make, params, steps, canary, instead, others, takes_part(truth), observe)

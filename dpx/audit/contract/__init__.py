@@ -415,7 +415,7 @@ def _require_args(
         raise ValueError(f"params must hold 1 to {MOST_NUMBERS} numbers: use smaller layers, got {numbers}")
     if loss is not None and batch_size(examples) == 0:
         raise ValueError("examples must hold at least one row, got 0")
-    names = list(LINES) if lines is None else list(lines)
+    names = list(LINES) if lines is None else [lines] if isinstance(lines, str) else list(lines)
     unknown = [name for name in names if name not in LINES]
     if unknown:
         word = unknown[0] if isinstance(unknown[0], str) else lines
