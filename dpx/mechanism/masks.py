@@ -15,7 +15,7 @@ from jax import lax
 
 from dpx.mechanism.base import Coordinates
 from dpx.schedules import ScalarOrSchedule, value_at
-from dpx.values import Tree, described, first_words, path_of
+from dpx.values import Tree, described, first_words, names_arguments, path_of
 
 # Added to a share before its product with d is rounded down, because 0.29 * 100 is 28.999... in floating point. Each
 # exceeds the rounding error of a share of at most 1 in that precision.
@@ -108,6 +108,7 @@ def _count_true(where: list[jax.Array]) -> jax.Array:
 PRINTED = 6  # paths in the printed pipeline, and in a message
 
 
+@names_arguments
 def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
     """Trains only the layers where `mask` is True; the others get no gradient, no noise and no update.
 

@@ -21,7 +21,7 @@ from dpx.mechanism.dp_sgd import dp_sgd
 from dpx.mechanism.masks import kth_largest, mask_of_largest, masked, number_of_share
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule, require_fraction, require_scalar_or_schedule, value_at, values_over
-from dpx.values import Tree, find_state, require_number, require_whole
+from dpx.values import Tree, find_state, names_arguments, require_number, require_whole
 
 
 @accepts_budget
@@ -133,6 +133,7 @@ class ImportanceState(NamedTuple):
     inner: Tree
 
 
+@names_arguments
 def importance_mask(
     *,
     keep: ScalarOrSchedule,
@@ -323,6 +324,7 @@ class TopFractionState(NamedTuple):
     step: jax.Array
 
 
+@names_arguments
 def top_fraction(*, fraction: ScalarOrSchedule) -> Coordinates:
     """The largest coordinates of each example's gradient; its other coordinates become 0.
 

@@ -14,7 +14,15 @@ from dpx.mechanism.dp_sgd import dp_sgd
 from dpx.papers.random_freeze import random_freeze
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule
-from dpx.values import Tree, batch_size, require_number, require_open_fraction, require_whole, unflatten_vectors
+from dpx.values import (
+    Tree,
+    batch_size,
+    names_arguments,
+    require_number,
+    require_open_fraction,
+    require_whole,
+    unflatten_vectors,
+)
 
 
 @accepts_budget
@@ -90,6 +98,7 @@ class GradientSubspaceState(NamedTuple):
     basis: Tree
 
 
+@names_arguments
 def gradient_embedding(*, basis: Tree, embedding_scale: float = 1.0, residual_scale: float = 1.0) -> Coordinates:
     """The coordinates of the gradient in a public subspace, and the residual outside of it, each scaled.
 
@@ -137,6 +146,7 @@ def gradient_embedding(*, basis: Tree, embedding_scale: float = 1.0, residual_sc
     )
 
 
+@names_arguments
 def public_subspace(public_grads: Tree, *, rank: int, iterations: int, key: jax.Array) -> Tree:
     """An orthonormal basis of the directions in which PUBLIC gradients are largest, by power iteration.
 

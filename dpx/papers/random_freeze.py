@@ -19,7 +19,7 @@ from dpx.mechanism.dp_sgd import dp_sgd
 from dpx.mechanism.masks import complement_of_rate, mask_of_largest, masked, number_of_share, random_mask
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule, require_fraction
-from dpx.values import Tree, find_state, require_whole, unflatten_vectors
+from dpx.values import Tree, find_state, names_arguments, require_whole, unflatten_vectors
 
 
 @accepts_budget
@@ -100,6 +100,7 @@ class RandomFreezeState(NamedTuple):
     mask: Tree
 
 
+@names_arguments
 def random_freeze(*, freeze_rate: ScalarOrSchedule, every: int, posterior: bool = False, key: jax.Array) -> Coordinates:
     """A random subset of the coordinates, redrawn every `every` steps; the other coordinates are frozen.
 

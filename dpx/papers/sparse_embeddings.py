@@ -39,6 +39,7 @@ from dpx.values import (
     batch_size,
     described,
     float32_like,
+    names_arguments,
     path_of,
     require_function,
     require_number,
@@ -102,6 +103,7 @@ def _clip_norms(clip_norm: float, share: float) -> dict[str, float]:
     return {"gradient": clip_norm * math.sqrt(1 - share), "reads": clip_norm * math.sqrt(share)}
 
 
+@names_arguments
 def counted_rows(
     *, threshold: float, most_rows: int, reads_scale: float = 1.0, tables: Callable[[str], bool] | None = None
 ) -> Coordinates:

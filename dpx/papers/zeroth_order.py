@@ -18,7 +18,7 @@ from dpx.mechanism import Coordinates, Mechanism, in_coordinates
 from dpx.mechanism.dp_sgd import dp_sgd
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule
-from dpx.values import require_whole
+from dpx.values import names_arguments, require_whole
 
 
 @accepts_budget
@@ -57,6 +57,7 @@ class DirectionsState(NamedTuple):
     step: jax.Array
 
 
+@names_arguments
 def random_directions(*, count: int, key: jax.Array) -> Coordinates:
     """A gradient g as the K = `count` numbers u_k . g / sqrt(K), for normal directions u_k drawn anew at every step.
 

@@ -162,9 +162,11 @@ def cyclic_poisson_event(
 def require_bands(strategy: Strategy, sampling: CyclicPoissonSampling) -> None:
     """Raises ValueError unless C has at most as many bands as the sampling has groups."""
     if strategy.bands is None or strategy.bands > sampling.bands:
-        found = "a full C, of a banded inverse" if strategy.bands is None else f"{strategy.bands} bands"
-        words = "because the steps of a group must not share noise"
-        raise ValueError(f"C must have at most {sampling.bands} bands, the groups of {sampling}, {words}; got {found}")
+        found = f"{strategy.bands} bands"
+        if strategy.bands is None:  # of lambda_cgd and banded_inverse_square_root
+            found = "a banded inverse, where C is full: take optimized(bands=...), or FixedOrder or ShuffledEpochs"
+        words = f"the groups of {sampling}, because the steps of a group must not share noise"
+        raise ValueError(f"strategy must have at most {sampling.bands} bands, {words}; got {found}")
 
 
 def fixed_order_event(*, noise_multiplier: float) -> DpEvent:

@@ -17,7 +17,7 @@ from dpx import keys
 from dpx.mechanism import Coordinates
 from dpx.mechanism.base import describe_groups
 from dpx.mechanism.masks import mask_of_largest
-from dpx.values import Tree, described, require_whole
+from dpx.values import Tree, described, names_arguments, require_whole
 
 EXACT = jax.lax.Precision.HIGHEST  # float32 products on every machine, because matrix units round to fewer bits
 # Numbers of a dense random matrix that are in memory at once, 16 MiB of float32; larger matrices are never stored.
@@ -347,6 +347,7 @@ class ProjectionState(NamedTuple):
     step: jax.Array
 
 
+@names_arguments
 def random_projection(
     *,
     rank: int | Tree | None = None,
