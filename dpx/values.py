@@ -387,8 +387,8 @@ def _home_of(given: str, parameters: Any) -> str:
     if name in parameters:
         return f"{given!r}, which is {ours} here"
     near = difflib.get_close_matches(given, parameters, n=1)
-    of_mechanism = name in HOMES and HOMES[name].startswith(f"{name}=") and "sampling" in parameters
-    if name in HOMES and not of_mechanism and not difflib.get_close_matches(given, near, cutoff=0.9):
+    lacked = "sampling" if HOMES.get(name, "").startswith(f"{name}=") else "examples" if name == "batch_size" else ""
+    if name in HOMES and lacked not in parameters and not difflib.get_close_matches(given, near, cutoff=0.9):
         home, holder = HOMES[name], HOMES[name].partition("=")[0]
         home = home if holder in parameters or not holder.isidentifier() else f"dpx.dp_sgd({home})"
         return f"{given!r}, which {'' if ours == given else f'is {ours}, and '}belongs in {home}"

@@ -323,6 +323,7 @@ OF_OTHERS = {  # an argument of another library, or of another function, in a ca
     "'epsilon', which is what it returns; its": lambda: dpx.epsilon(MECHANISM, 3, epsilon=1.0),
     "argument 'clip_norm'; its arguments are rank": lambda: dpx.methods.d2p2_sgd(clip_norm=1.0, sampling=SAMPLING),
     r"'seed', which is key = .* here; its arguments are freeze_rate": lambda: dpx.coordinates.random_freeze(seed=0),
+    "argument 'batch_size'; its arguments are examples, steps": lambda: dpx.sampling.RandomAllocation(batch_size=3),
     "takes no argument without a name": lambda: dpx.Budget(1.0, 1e-5),
     "takes loss, optimizer, params, data without a name": lambda: dpx.fit(loss, MECHANISM, PARAMS, [], KEY),
 }
