@@ -476,6 +476,7 @@ def test_the_chunks_of_a_step_are_its_batch():
             same(together.examples[name][together.included], rows)
 
 
+@pytest.mark.filterwarnings("ignore:batch_size = ")  # most batches are empty here
 def test_an_empty_draw_is_chunks_of_padding():
     rare = poisson(60, 1e-6)
     ((chunk, *_),) = (
