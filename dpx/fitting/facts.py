@@ -26,12 +26,12 @@ from dpx.values import Tree, as_local_array
 from dpx.xla.jaxprs import constants, identity_of_program
 from dpx.xla.place import current_place, tracing_for_place
 
-RECORD = "record of the releases"  # the name of a fact: its version, and which fields the states of a run have
+RECORD = "record of the releases"  # names a fact: the version of the record and the fields of a run's states
 PROGRAM = "mechanism and optimizer, with their schedules (their fingerprint)"
 LAYOUT = "layout of the arrays (its fingerprint)"
 MACHINE = "kind of machine"
 MEMORY = "bytes of memory that microbatches are chosen for"
-LIBRARIES = ("numpy", "scipy", "flax")  # whose versions may decide the numbers of the data, the draw and the loss
+LIBRARIES = ("numpy", "scipy", "flax")  # their versions may affect the values of the data, the draw and the loss
 OF_LIBRARIES = (*(f"version of {name}" for name in LIBRARIES), "libraries of the backend (their fingerprint)")
 KERNELS = "kernels that the GPU has timed (a random name)"
 OF_DEVICES = ("processes", "devices", LAYOUT, "backend", MACHINE, MEMORY, KERNELS, *OF_LIBRARIES)
@@ -39,9 +39,9 @@ ARRAYS, EVENT = "arrays (their fingerprint)", "event and sampling (their fingerp
 OF_STEPS = ("chunk_size", "microbatch_size", "norms", "backward_passes")
 SOME_EXAMPLES = "some examples of the data (their mark)"
 LOSS = "loss (the fingerprint of its gradient)"
-# Facts that decide the numbers of a step, and neither its noise nor its batch: a later step may have another loss, too.
+# Facts that affect a step's sums but neither its noise nor its batch. A later step may use another loss, too.
 ROUNDING = (*OF_DEVICES, *OF_STEPS, LOSS)
-IN_WORDS = {  # facts whose numbers say nothing
+IN_WORDS = {  # facts whose values mean nothing to a reader
     EVENT: "the noise or the sampling",
     ARRAYS: "the optimizer, its learning rate, or the shapes of the parameters",
     PROGRAM: "the optimizer, its learning rate, or a schedule",
@@ -50,28 +50,28 @@ IN_WORDS = {  # facts whose numbers say nothing
     LAYOUT: "how the arrays lie on the devices",
     OF_LIBRARIES[-1]: "the libraries of the backend",
 }
-SETTING = "setting "  # how the names of more such facts begin
+SETTING = "setting "  # the prefix of further facts about rounding
 VARIABLES = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # variables of the environment, too
-SILENT = ("--xla_dump", "--xla_force_host_platform_device_count")  # flags of XLA that change no number
-QUIET = (  # how the names of settings of jax go on that change no number, or that another fact shows
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # environment variables that hold flags
+SILENT = ("--xla_dump", "--xla_force_host_platform_device_count")  # XLA flags that change no result
+QUIET = (  # prefixes, after "jax_", of settings that change no result or that another fact covers
     *("array_garbage", "captured_constants", "check_proxy", "compilation_cache", "compiler_detailed", "cpu_get"),
     *("cross_host", "cuda_visible", "debug_leaked", "debug_log", "distributed", "dump", "enable_compilation_cache"),
     *("enable_preemption", "enable_recoverability", "explain", "hlo_source", "include_", "log", "num_cpu_devices"),
-    "numpy_rank_promotion",  # which only warns or raises
+    "numpy_rank_promotion",  # only warns or raises
     *("oneapi_visible", "persistent_cache", "platform", "pprint", "raise_persistent", "rocm_visible", "send_traceback"),
     *("share_binary", "source_url", "traceback", "tracer_error", "transfer_guard"),
 )
-INSTRUCTIONS = ("avx", "fma", "sse", "amx", "asimd", "sve")  # of a CPU, whose numbers a kernel may add in another order
-PACKAGES = ("jax", "jaxlib", "optax")  # whose versions decide the numbers of a run, as that of dpx does
+INSTRUCTIONS = ("avx", "fma", "sse", "amx", "asimd", "sve")  # CPU instruction sets that may change the order of a sum
+PACKAGES = ("jax", "jaxlib", "optax")  # their versions, like that of dpx, affect the results of a run
 VERSION = "version of dpx"
 
 
 def facts_of(run: RunPlan, carry: Carry, options: dict[str, Any]) -> dict[str, Any]:
-    """What identifies a run. A mark tells two keys apart, and reveals neither.
+    """Returns the facts that identify a run. A mark tells two keys apart and reveals neither.
 
-    options: of the gradient. They, the backend, the machine, the settings and the versions decide how its sums are
-        rounded, and a step that is repeated must be the same in every bit, because it has the same noise.
+    options: of the gradient. Like the backend, machine, settings and versions, they affect how sums are rounded. A
+        repeated step must match in every bit, because its noise is the same.
     """
     optimizer = run.optimizer
     described = jax.tree_util.tree_leaves_with_path(carry)
@@ -97,13 +97,13 @@ def facts_of(run: RunPlan, carry: Carry, options: dict[str, Any]) -> dict[str, A
 
 
 def is_descriptive_fact(name: str) -> bool:
-    """Whether a fact only explains others in words, so that new wording does not make another run."""
+    """Whether a fact only describes other facts in words, so new wording does not make another run."""
     return name in ("event of a step", "sampling") or name.startswith("stage ")
 
 
 def differences_in_words(differ: list[str], stored: dict[str, Any], facts: dict[str, Any]) -> str:
-    """The facts that `differ`, for a reader. What another one explains is left out: a fingerprint of the whole program
-    changes with each part of it, and the equations of the loss have the arrays of the optimizer as arguments."""
+    """Describes the facts that `differ`, without those that another one explains: the fingerprint of the whole program
+    changes with each part of it, and the equations of the loss take the optimizer's arrays as arguments."""
     causes = {"sampling", "parameters", *(name for name in differ if name.startswith("stage "))} & {*differ}
     hidden = {KERNELS, "event of a step"}
     hidden |= {EVENT, PROGRAM} if causes else set()
@@ -126,7 +126,7 @@ def differences_in_words(differ: list[str], stored: dict[str, Any], facts: dict[
 
 
 def is_about_rounding(name: str) -> bool:
-    """Whether a fact may change when a run continues, if steps that may have been made are skipped."""
+    """Whether a run may continue with another value of a fact, provided it skips the steps that may have been made."""
     return name in ROUNDING or name.startswith(SETTING)
 
 
@@ -137,10 +137,10 @@ def _shapes_of(tree: Tree) -> Tree:
 def fingerprint_of_loss(
     loss: Callable, optimizer: Mechanism, loss_at: Callable, carry: Carry, rows: Tree, options: dict
 ):
-    """A fingerprint, int, of the equations of one example's gradient, and of all that they close over, keys included.
-    So a step that is repeated has the sum that it had, if its rows are the same.
+    """An int fingerprint of the equations of one example's gradient, and of everything they close over, keys included.
+    If it is unchanged, a repeated step with the same rows has the same sum.
 
-    rows: some examples, on axis 0. The rest is as for `compiled_step`.
+    rows: some examples, on axis 0. The other arguments are those of `compiled_step`.
     """
     shapes = _shapes_of(carry)
     keyed = partial(rows_with_keys, optimizer, with_key=options["with_key"])
@@ -159,7 +159,7 @@ def fingerprint_of_loss(
 
 
 def _fingerprint_of_program(optimizer: Mechanism, carry: Carry) -> int:
-    """A fingerprint of the equations of `optimizer.update` on one device, which hold every number of every schedule."""
+    """A fingerprint of the equations of `optimizer.update` on one device, which hold all constants of the schedules."""
     shapes = _shapes_of(carry)
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((1, *p.shape), np.float32), shapes.params)
     included = jax.ShapeDtypeStruct((1,), np.bool_)
@@ -172,14 +172,14 @@ def _fingerprint_of_program(optimizer: Mechanism, carry: Carry) -> int:
 
 
 def device_kinds() -> str:
-    """The kinds of the devices of all processes; of CPUs, also how many compute, because XLA splits sums over them."""
+    """The device kinds in all processes. For CPUs, also how many are used, because XLA splits sums over them."""
     if jax.default_backend() != "cpu":
         return ", ".join(sorted({device.device_kind for device in jax.devices()}))
     return "; ".join(dict.fromkeys(processes.from_every_process(_cpu_facts())))
 
 
 def _cpu_facts() -> str:
-    """How many CPUs this process may use, their name and their instructions (a fingerprint)."""
+    """The number of CPUs that this process may use, their name and a fingerprint of their instruction sets."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     file = Path("/proc/cpuinfo")
     lines = file.read_text(errors="replace").split("\n\n")[0].splitlines() if file.is_file() else []
@@ -192,14 +192,14 @@ def _cpu_facts() -> str:
 
 
 def _libraries() -> list[str]:
-    """The libraries that compile for an accelerator, and its kernels."""
+    """The version of the backend, and those of the libraries that contain the accelerator's compiler and kernels."""
     packages = {f"{found.name} {found.version}" for found in importlib.metadata.distributions()}
     version = jax.extend.backend.get_backend().platform_version
     return [version, *sorted(name for name in packages if name.startswith(("jax", "libtpu", "nvidia")))]
 
 
 def settings_of_numbers() -> dict[str, str]:
-    """Settings that may decide numbers: environment variables, and all of jax except those known to change none."""
+    """Settings that may affect results: environment variables, and all jax settings not known to be harmless."""
     found = {name: " ".join(flag for flag in _flags(name) if not flag.startswith(SILENT)) for name in FLAGS}
     found |= {name: os.environ.get(name, "") for name in VARIABLES}
     settings = {name: re.sub("0x[0-9a-f]+", "", repr(value)) for name, value in jax.config.values.items()}
@@ -209,14 +209,14 @@ def settings_of_numbers() -> dict[str, str]:
 
 
 def _flags(variable: str) -> list[str]:
-    """The flags in a variable of the environment, or in the file that it names instead."""
+    """The flags in an environment variable, or in the file that it names."""
     text = os.environ.get(variable, "").strip()
     return (text if text.startswith("-") or not Path(text).is_file() else Path(text).read_text()).split()
 
 
 def autotunes_kernels() -> bool:
-    """Whether XLA may take another kernel in every process, because it times kernels and takes the fastest, and may add
-    in any order: on a GPU without a flag that forbids both."""
+    """Whether XLA may choose different kernels in each process, by timing them, or add in any order: on a GPU, unless
+    a flag forbids both."""
     forbidden = {"--xla_gpu_deterministic_ops", "--xla_gpu_deterministic_ops=true", "--xla_gpu_deterministic_ops=1"}
     return jax.default_backend() in ("gpu", "cuda", "rocm") and forbidden.isdisjoint(_flags("XLA_FLAGS"))
 

@@ -1,28 +1,28 @@
 """The folder of a run: what the run is, how far it may have gone, its evaluations, and its last two checkpoints.
 
 One program holds the folder at a time, by a lock that the operating system frees however the program ends. If several
-processes make one run, process 0 holds the lock and writes the small files; all work on a checkpoint. Only their owner
-can read them: orbax gives its files the modes that the umask asks for, but the folder around them is closed to others.
+processes make one run, process 0 holds the lock and writes the small files, and all processes write the checkpoints.
+Only the owner can read these files: orbax sets modes according to the umask, but the folder itself is closed to others.
 
-Proof that no step is released twice, with one noise on sums that differ. Before a step is made, run.json has a number
-that is not smaller (`reach`). A program that was killed leaves a checkpoint of a step s <= reach, and the next program
-begins at s. If it rounds sums as all those did that may have made a step after s, it repeats their steps bit for bit,
-because parameters, batches and noise are the same. That is so if its facts are those in run.json and s is not before
-`moved`, which is what `reach` was when those facts last changed. Otherwise it skips all steps up to `reach`: they count
-as made, no parameters have them, and their batches and their noise are never used again.
+Proof that no step is released twice, that is, with the same noise on different sums. Before a step is made, the number
+`reach` in run.json is at least that step. A killed program leaves a checkpoint of a step s <= reach, and the next
+program begins at s. If it rounds sums like every program that may have made a step after s, it repeats their steps bit
+for bit, because parameters, batches and noise are the same. This holds if its facts are those in run.json and s is at
+least `moved`, the value of `reach` when those facts last changed. Otherwise, it skips all steps up to `reach`: they
+count as made but change no parameters, and their batches and noise are never used again.
 
 Proof that the cost of the whole run covers a skip. The run continues with step r + 1 for r = reach, on the parameters
-of step s. Each step was made at most once, apart from repetitions with the same bits, with its own batch and noise. Its
+of step s. Apart from repetitions with the same bits, each step was made at most once, with its own batch and noise. Its
 parameters are a function of earlier releases: of 1 .. t - 1 before the skip, and of 1 .. s for the first t > r. So this
 is one run whose functions are chosen adaptively, which composition allows, and some of its releases are not shown.
-Settings and libraries may change too. Then a step t > r has another function of the same data, and perhaps other random
-numbers in its loss, items or projection; the function of a step may be chosen freely. But its noise and its batch must
-be those of the run, because the batches of an epoch share one order. Both are whole numbers from dpx's own cipher,
-which no setting of jax changes (tests/test_moves.py).
+Settings and libraries may change too. Then a step t > r computes another function of the same data, perhaps with other
+random values in its loss, items or projection. That is allowed, because the function of a step may be chosen freely.
+But its noise and batch must be those of the run, because the batches of an epoch share one order. Both come from dpx's
+own integer cipher, which no jax setting changes (tests/test_moves.py).
 
-A skip needs a state that is a function of releases, and noise that is independent of other steps. So it refuses error
-feedback, correlated noise, and projections whose draw enters the cost, because they are numbered by the steps that
-trained and would be drawn twice.
+A skip needs a state that is a function of releases, and noise that is independent between steps. So error feedback,
+correlated noise, and projections whose draw enters the cost are refused. Those projections are numbered by the steps
+that trained, so they would be drawn twice.
 """
 
 import json
@@ -65,22 +65,22 @@ SENSITIVE = """This folder is as sensitive as the training data. history.json ho
 checkpoints hold the whole optimizer state, whose `unreleased_*` fields are functions of the training data that were
 never released. No privacy guarantee covers them. Share the parameters, or dpx.publishable_state(state), instead.
 """
-KEPT = 2  # checkpoints
-UNFINISHED = "*.orbax-checkpoint-tmp*"  # checkpoints of a program that was killed
+KEPT = 2  # how many checkpoints are kept
+UNFINISHED = "*.orbax-checkpoint-tmp*"  # unfinished checkpoints that a killed program left
 
 
 class Folder:
-    """The folder of one run, which this program has until `close`.
+    """The folder of one run, which this program holds until `close`.
 
     run.json: `facts`, which identify the run; `planned`, the most steps that any program planned; `reach`, the last
-    step that may have been made; `moved`, the last one that may have been made with other facts; `mark`, a random name
-    for a ledger; `paid`, the steps that a ledger has paid for; `ended`, the step after which the run got back what its
-    other steps would have cost, if it did; `measured`, the names of the private metrics that may have been released;
-    `looks`, the most that were planned.
-    history.json: the evaluations. STEP: a checkpoint, which appears at once and complete.
+    step that may have been made; `moved`, the last step that may have been made with other facts; `mark`, a random name
+    for a ledger; `paid`, the number of steps charged to a ledger; `ended`, the step after which the run ended and a
+    ledger returned the cost of the remaining steps; `measured`, the names of the private metrics that may have been
+    released; `looks`, the most evaluations planned for them.
+    history.json: the evaluations. STEP: a checkpoint, created atomically.
 
-    on_other_devices: whether the run may continue where sums are rounded differently. Raises ValueError for the folder
-        of another run, naming the facts that differ, and for one that another program has; ImportError without orbax.
+    on_other_devices: whether the run may continue where sums are rounded differently. Raises ValueError if the folder
+        holds another run, naming the facts that differ, or if another program holds it; ImportError without orbax.
     """
 
     def __init__(self, path: str | os.PathLike, facts: dict[str, Any], run: RunPlan, on_other_devices: bool):
@@ -91,7 +91,7 @@ class Folder:
             self._orbax = _require_orbax()
         logging.getLogger("absl").setLevel(logging.ERROR)
         self._files = self._orbax.Checkpointer(self._orbax.CompositeCheckpointHandler())
-        if autotunes_kernels():  # no other program rounds like this one
+        if autotunes_kernels():  # another program may round differently
             facts |= {KERNELS: processes.from_first_process(lambda: secrets.token_hex(8))}
         try:
             self._known = processes.from_first_process(lambda: self._claim(facts))  # what run.json holds
@@ -107,7 +107,7 @@ class Folder:
         self.continued = False  # whether there was a checkpoint
 
     def _claim(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """Takes the folder, or makes it. Returns what its run.json holds, or would hold for a new run. In process 0."""
+        """Locks the folder, and creates it if needed. Returns the contents of run.json, old or new. In process 0."""
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"checkpoints must be a directory, got the file {self.path}")
         if not self._file.is_file():
@@ -121,7 +121,7 @@ class Folder:
         return {"facts": facts, "planned": 0, "reach": 0, "moved": 0, "mark": secrets.token_hex(8)}
 
     def _changed_facts(self, facts: dict[str, Any]) -> list[str]:
-        """The names of the facts that differ, all about rounding. Raises ValueError if others differ."""
+        """The names of the facts that differ. Raises ValueError if any may not change."""
         stored = self._known.get("facts", {})
         if stored.get(RECORD) != facts[RECORD]:
             raise ValueError(
@@ -132,11 +132,11 @@ class Folder:
         differ = [name for name in stored | facts if stored.get(name) != facts.get(name)]
         names = [name for name in differ if name != KERNELS and not is_descriptive_fact(name)]
         if MEMORY in stored and [name for name in names if is_about_rounding(name)] == [MEMORY]:
-            facts[MEMORY] = stored[MEMORY]  # with the microbatches that it began with, a run rounds as before
+            facts[MEMORY] = stored[MEMORY]  # a run that keeps its microbatches rounds as before
             names.remove(MEMORY)
             differ.remove(MEMORY)
         of_keys = [name for name in names if name.startswith("key")]
-        if of_keys:  # which change these marks too, so they say nothing
+        if of_keys:  # another key changes these two as well, so do not list them
             differ = [name for name in differ if name not in (PROGRAM, SOME_EXAMPLES)]
         if names and not (self._on_other_devices and all(map(is_about_rounding, names))):
             advice = "To continue this run, pass what it was made with"
@@ -152,10 +152,10 @@ class Folder:
         return [name for name in differ if not is_descriptive_fact(name)]
 
     def restore(self, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
-        """The last checkpoint and the history before it; without one, `like`, which is stored as step 0.
+        """Returns the last checkpoint and the history up to it. If there is none, stores and returns `like` as step 0.
 
-        On other devices, steps that may have been made are skipped. The plan is the longest of all programs. The first
-        parameters are stored too, because a run that starts again from others would repeat its noise.
+        On other devices, skips the steps that may have been made. The plan is the longest that any program had. The
+        initial parameters are stored because a restart from different ones would repeat the run's noise.
         """
         last, reach = self._last_step(), self._known["reach"]
         if last is None and reach:
@@ -194,7 +194,7 @@ class Folder:
         require_skippable(self._run, state, last, reach)
 
     def _write_claim(self):
-        """In process 0: the folder is closed to others and says what it holds; what was not finished is removed."""
+        """Closes the folder to others, writes its warning, and removes unfinished checkpoints. In process 0."""
         make_folder(self.path)
         replace_file(self.path / "SENSITIVE", SENSITIVE)
         self._delete_older()
@@ -212,7 +212,7 @@ class Folder:
     def _require_unchanged(self, known: dict[str, Any]):
         """Raises ValueError if another program has changed run.json. In process 0.
 
-        The lock prevents that, but on some cluster disks a lock holds on one host alone.
+        The lock prevents that, except on some cluster disks where it only works within one host.
         """
         if read_json(self._file) != known:
             raise ValueError(
@@ -220,11 +220,11 @@ class Folder:
             )
 
     def note_plan(self):
-        """Writes down the plan, which a ledger allows: a call that it refuses makes no step, and plans none."""
+        """Records the plan, once a ledger has allowed it. A refused call makes no step and plans none."""
         self._write(planned=self._plan)
 
     def reserve(self, step: int):
-        """Writes down, before the steps after a checkpoint are made, how far they may go."""
+        """Records the last step that may be made before the next checkpoint, before any of these steps is made."""
         self._write(reach=max(self._reached, step))
 
     @property
@@ -252,7 +252,7 @@ class Folder:
         return self._known.get("looks", 0)
 
     def measure(self, name: str, looks: int):
-        """Records a release of a private metric before anybody sees it. looks: how many the run planned."""
+        """Records a release of a private metric before anybody sees it. looks: number of releases that it plans."""
         if name not in self.measured or looks > self.looks:
             self._write(measured=[*dict.fromkeys([*self.measured, name])], looks=max(self.looks, looks))
 
@@ -263,9 +263,9 @@ class Folder:
         return self._known["ended"]
 
     def save(self, carry: Carry, history: list[dict[str, Any]]) -> bool:
-        """Stores a checkpoint of the steps that the state counts. Returns False if a step took the arrays."""
+        """Stores a checkpoint, named by the step in the state. Returns False if a step has donated the arrays."""
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(carry)):
-            return False  # interrupted in the middle of a step; the last checkpoint stays
+            return False  # interrupted in the middle of a step, so keep the last checkpoint
         step = carry.step
 
         def keep_checkpoint():
@@ -282,10 +282,10 @@ class Folder:
     def _store(self, step: int, carry: Carry):
         args = self._orbax.args
         whole = args.Composite(default=args.StandardSave(_checkpoint_items(carry)))
-        self._files.save(self.path / str(step), args=whole)  # an error if there is one
+        self._files.save(self.path / str(step), args=whole)  # raises if this checkpoint exists
 
     def _delete_older(self):
-        """Keeps the last checkpoints alone. In process 0."""
+        """Deletes all but the last checkpoints. In process 0."""
         fsync_folder(self.path)
         for path in [
             *(self.path / str(step) for step in self._checkpoint_steps()[:-KEPT]),
@@ -307,7 +307,7 @@ class Folder:
         return steps[0]
 
     def _read(self, step: int, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
-        """The checkpoint of a step, and the history before it."""
+        """Returns the checkpoint of a step, and the history up to it."""
         carry, history = self._load(step, like), self.path / "history.json"
         if carry.step != step:
             raise ValueError(f"checkpoint {step} in {self.path} holds a state after {carry.step} steps: rename it back")
@@ -372,9 +372,9 @@ def open_folder(
     rhythm: dict[str, Any],
     on_other_devices: bool,
 ) -> "Folder | _NoFolder":
-    """The folder of a run; None keeps no checkpoints.
+    """Opens the folder of a run. None keeps no checkpoints.
 
-    rhythm: what else all processes must do alike, because otherwise one would wait for the others forever. Raises
+    rhythm: other settings that must be the same in all processes, so that none waits for the others forever. Raises
         ValueError if the processes differ.
     """
     if folder is None and jax.process_count() == 1:
@@ -390,8 +390,8 @@ def open_folder(
 
 
 def require_skippable(run: RunPlan, state: Tree, first: int, reach: int):
-    """Raises ValueError unless the steps after `first`, up to `reach`, may be skipped, and another one is left to make.
-    state: of any step."""
+    """Raises ValueError unless the steps after `first`, up to `reach`, may be skipped and at least one step remains.
+    state: the optimizer state of any step."""
     unproved = [event_of_release(loss) for loss in from_event(run.optimizer.event(1)).counts if not loss.fresh]
     private = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state) if "unreleased" in path_of(path)]
     if run.optimizer.correlated is not None:
@@ -412,7 +412,7 @@ def require_skippable(run: RunPlan, state: Tree, first: int, reach: int):
 
 
 def count_as_skipped(carry: Carry, run: RunPlan, reach: int) -> Carry:
-    """`carry` with a state that counts the steps up to `reach` with their noise; nothing else changes."""
+    """Returns `carry` with a state that counts the steps up to `reach` and their noise. Nothing else changes."""
     steps = values_over(run.optimizer.noise_multiplier, reach)[carry.step :].astype("float32")
 
     def count_skipped(record: ReleaseState) -> ReleaseState:

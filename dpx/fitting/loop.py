@@ -91,76 +91,76 @@ def fit(
     norms: Norms = "auto",
     backward_passes: int | None = None,
 ) -> FitResult:
-    """Trains `params` on `data` with the steps of a budget. See `dpx.fitting` for how to continue a run.
+    """Trains `params` on `data` for the steps of a budget. `dpx.fitting` describes how to continue a run.
 
-    loss: (params, example) -> float (), of one example without a batch axis.
-    optimizer: of `dpx.chain`, a mechanism with optax transforms behind it; one run for one key.
+    loss: (params, example) -> scalar float loss of one example, which has no batch axis.
+    optimizer: a mechanism followed by optax transforms, from `dpx.chain`. Each run needs its own key.
     params: a pytree of float arrays, which are copied.
-    data: the examples: arrays with the examples on axis 0, or a source with `__len__` and `__getitem__(int)`, or with
-        `random_item(int, rng)` where items are made by chance; see `dpx.sampling.Sampling.take`.
+    data: arrays with the examples on axis 0, or a source with `__len__` and either `__getitem__(int)` or, if items are
+        random, `random_item(int, rng)`; see `dpx.sampling.Sampling.take`.
 
     The run:
-    key: of the batches, (); None is the key of the optimizer, whose stream "sampling" draws them.
-    steps: int, of the whole run; None takes the budget's. A run that is continued with fewer steps than before still
-        costs what the longer one would. epochs: float, instead of steps: `sampling.steps(epochs=epochs)`.
-    delta, accountant: None takes the budget's. records: the most examples that one person owns, as for
-        `dpx.epsilon`, for every cost of the run and its report; None is the budget's, and 1 without one.
-    public_stop: bool. True promises that only public information, such as the time, decides when the run ends: no
-        release, no metric of the parameters and no private data. A run that ends early then costs only the steps that
-        it took. Otherwise, it costs all planned ones. None is the budget's, and False without one.
-    ledger: a `dpx.PrivacyLedger`, which the run charges for all planned steps before the first one; a run that
-        continues in its folder is charged once. If a callback ends the run, later releases can use what the other
-        steps would have cost, and the run cannot go on. The epsilon of the result is for the run alone, and covers
-        the plan; `ledger.epsilon` is for all releases of the data, less what was given back, and the report names both.
-        words: what the ledger calls the run, in one line; None is `name`. part: the name of the part of a public
-        partition that `data` are.
+    key: scalar key that draws the batches. None uses the optimizer's key, with its stream "sampling".
+    steps: int, total number of steps in the run. None takes the budget's. Continuing a run with fewer steps still
+        costs as much as the longer plan. epochs: float, instead of steps: `sampling.steps(epochs=epochs)`.
+    delta, accountant: None takes the budget's. records: the most examples that one person owns, as in `dpx.epsilon`,
+        for every cost of the run and its report. None takes the budget's, or 1 if there is no budget.
+    public_stop: bool. True promises that only public information, such as the time, decides when the run ends, and that
+        no release, metric of the parameters or private data does. A run that ends early then costs only the steps that
+        it took. Otherwise, it costs all planned ones. None takes the budget's, or False if there is no budget.
+    ledger: a `dpx.PrivacyLedger`, charged for all planned steps before the first one. A run that continues in its
+        folder is charged once. If a callback ends the run, later releases can use what the remaining steps would have
+        cost, and the run cannot continue. The epsilon of the result is for this run alone and covers the plan, while
+        `ledger.epsilon` is for all releases of the data, less any refund. The report names both.
+        words: a one-line name of the run in the ledger; None uses `name`. part: if `data` are one part of a public
+        partition, the name of that part.
 
     What its report says:
-    name: of the run, in one line. dataset: the name of the data, in one line.
-    tuning: "public" if hyper-parameters were chosen without any run on the private data. None: the report says that the
-        cost of the choice is not included. (`dpx.tuning.search` writes the report of its winner; a run that repeats the
-        winner with a new key is one more release.)
+    name: a one-line name of the run. dataset: a one-line name of the data.
+    tuning: "public" if hyper-parameters were chosen without any run on the private data. With None, the report says
+        that the cost of choosing them is not included. (`dpx.tuning.search` writes the report of its winner. Repeating
+        the winner with a new key is another release.)
 
     What is measured:
     evaluate: (params) -> number or dict of numbers, from PUBLIC data only: epsilon does not cover what it reads.
-    evaluate_private: a `dpx.statistics.PrivateMetric` of private validation data, which releases it with noise at each
-        evaluation. The cost is for the validation data, and not in the epsilon of the run.
-    evaluate_every: steps; None is about an epoch, but at most 40 evaluations. The last step is always evaluated.
-    callbacks: functions of a `dpx.fitting.Progress` after each evaluation. True ends the run; another call continues
-        it. Do not stop a run because of `unreleased` values or other private data: epsilon does not cover that
-        decision.
+    evaluate_private: a `dpx.statistics.PrivateMetric`, which releases a noisy metric of private validation data at each
+        evaluation. Its cost is for the validation data and is not included in the run's epsilon.
+    evaluate_every: number of steps between evaluations. None is about an epoch, with at most 40 evaluations in the run.
+        The last step is always evaluated.
+    callbacks: functions of a `dpx.fitting.Progress`, called after each evaluation. Returning True ends the run, and
+        another call continues it. Do not stop a run because of `unreleased` values or other private data: epsilon does
+        not cover that decision.
     progress: whether to show a bar, if tqdm is installed.
 
     What is saved:
     checkpoints: a folder, as SENSITIVE as the data. If it holds this run, the run continues where it stopped. Only one
         program at a time may use it.
-    checkpoint_every: steps. The first and the last step leave a checkpoint too, and so does a KeyboardInterrupt in a
-        single process, except inside `evaluate` or a callback. After that, or any other exception, the run continues
-        after the last checkpoint, and repeats the steps since then with the same bits.
-    on_other_devices: whether the stored run may continue on another number of devices or processes, on another backend
-        or kind of machine (even with another number of CPUs), with other flags of XLA, settings of jax (except those
-        that change the dtypes of the step, such as jax_enable_x64, because they change the program) or versions of
-        numpy, scipy or flax, or with another loss, `chunk_size`, `microbatch_size`, `norms` or `backward_passes`; and
-        whether a killed run may continue on a GPU without `XLA_FLAGS=--xla_gpu_deterministic_ops=true`. Steps that may
-        have been made since the last checkpoint then count as made, and train nothing: the same noise must not be used
-        twice.
+    checkpoint_every: number of steps between checkpoints. The run also saves one at the start, after the last step, and
+        at a KeyboardInterrupt in a single process, unless that comes inside `evaluate` or a callback. After any
+        exception, the run continues from the last checkpoint and repeats later steps with the same bits.
+    on_other_devices: whether a stored run may continue where its sums are rounded differently: with other devices,
+        processes, backend or machine (even another number of CPUs), other XLA flags, jax settings (except those that
+        change dtypes in the step, such as jax_enable_x64, because they change the program) or versions of numpy, scipy
+        or flax, or another loss, `chunk_size`, `microbatch_size`, `norms` or `backward_passes`. A killed run on a GPU
+        without `XLA_FLAGS=--xla_gpu_deterministic_ops=true` needs it too. Steps that may have been made since the last
+        checkpoint then count as made but train nothing, because the same noise must not be used twice.
 
     What the loss takes and returns:
-    loss_at: (params, state) -> the parameters that `loss` and `evaluate` see, such as `dpx.coordinates.masked_params`;
-        a function of released values.
-    with_key: whether the loss takes a PRNG key of the example: loss(params, example, key).
+    loss_at: (params, state) -> the parameters that `loss` and `evaluate` see, such as `dpx.coordinates.masked_params`.
+        They must be a function of released values.
+    with_key: whether the loss takes a PRNG key for each example: loss(params, example, key).
     has_aux: whether the loss returns (value, aux).
 
     Where and how a step is computed:
-    sharding: of axis 0 of a batch over devices, such as `NamedSharding(mesh, PartitionSpec("data"))`.
-    chunk_size: int, examples that are loaded at once, for batches that do not fit in memory; None loads whole batches.
-    microbatch_size: int, how many examples are computed at once. backward_passes: int, 2 for less memory. None chooses,
-        as in `dpx.private_updates`. A stored run keeps the memory that both were chosen for, because they decide how
+    sharding: how axis 0 of a batch lies over the devices, such as `NamedSharding(mesh, PartitionSpec("data"))`.
+    chunk_size: int, number of examples loaded at once, if batches do not fit in memory. None loads whole batches.
+    microbatch_size: int, number of examples computed at once. backward_passes: int, 2 for less memory. None chooses as
+        in `dpx.private_updates`. A stored run keeps the memory limit that both were chosen for, because they affect how
         sums are rounded.
     norms: how the norms are computed: "auto", "ghost" or "vmap", as in `dpx.private_updates`.
 
-    Raises ValueError for arguments of another type or range, data of another length than the sampling's, steps beyond
-    the budget, and the checkpoints of another run; ImportError for checkpoints without orbax-checkpoint.
+    Raises ValueError for arguments of the wrong type or range, data whose length differs from the sampling's, steps
+    beyond the budget, and checkpoints of another run; ImportError for checkpoints without orbax-checkpoint.
 
         >>> budget = dpx.Budget(epsilon=2.0, delta=1e-5, steps=20)
         >>> private = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=budget, sampling=sampling, key=dpx.secret_key())
@@ -205,7 +205,7 @@ def fit(
         carry = _train_steps(carry, step, batches, run, watcher, folder, payment, checkpoint_every)
     said |= {"delta": run.delta, "unit": examples.unit, "records": run.records}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "delta = ")  # of which `run` has warned
+        warnings.filterwarnings("ignore", "delta = ")  # `run` has already warned
         report = privacy_report(optimizer, carry.state, **said)
     result = FitResult(
         params=carry.params,
@@ -218,7 +218,7 @@ def fit(
     )
     caveats = [*report.caveats, *([SKIPPED.format(result.skipped)] if result.skipped else [])]
     seen = () if evaluate_private is None else (VALIDATED,)
-    unwatched = () if evaluate is not None or callbacks or seen else (UNWATCHED,)  # of the arguments, never of the data
+    unwatched = () if evaluate is not None or callbacks or seen else (UNWATCHED,)  # never depends on the data
     return result._replace(
         report=dataclasses.replace(report, caveats=(*caveats, *payment.caveats(), *seen, *unwatched))
     )
@@ -234,7 +234,7 @@ def _train_steps(
     payment: Payment,
     checkpoint_every: int,
 ) -> Carry:
-    """The carry after all steps, or where a callback ended the run."""
+    """Returns the carry after all steps, or after the step where a callback ended the run."""
     carry, history = folder.restore(carry)
     watcher.continue_history(history, folder)
     first = carry.step
@@ -252,15 +252,15 @@ def _train_steps(
     _warn_of_reused_key(mark, place, folder.continued)
     folder.reserve(_next_checkpoint(first, checkpoint_every, run))
     loaded, before, last, due = batches(carry.state, steps=run.steps - first), (), (), False
-    consistent = True  # False while a step runs; an interrupt then must not save a checkpoint
+    consistent = True  # False while a step runs, when an interrupt must not save a checkpoint
     with contextlib.closing(loaded), contextlib.closing(watcher.bar):
         watcher.bar.update(first)
         try:
             for done, batch in enumerate(loaded, first + 1):
-                jax.block_until_ready(before)  # otherwise more and more batches would wait on the device
+                jax.block_until_ready(before)  # otherwise batches would pile up on the device
                 consistent = False
                 carry, unreleased = step(carry, batch)
-                _TRAINED[mark] = place  # only now, because a loss with an error makes no step
+                _TRAINED[mark] = place  # only now, because a loss that raises makes no step
                 before, last = last, unreleased.mean
                 due = done == run.steps or done % watcher.every == 0
                 ended = due and watcher.record_step(done, carry, unreleased)
@@ -275,8 +275,8 @@ def _train_steps(
                     break
         except BaseException as stop:
             interrupted = isinstance(stop, KeyboardInterrupt)
-            if interrupted and consistent and jax.process_count() == 1:  # several may differ in their steps
-                with contextlib.suppress(Exception):  # an interrupted save cannot be repeated; the last one stays
+            if interrupted and consistent and jax.process_count() == 1:  # several processes may be at different steps
+                with contextlib.suppress(Exception):  # an interrupted save cannot be repeated, so keep the last one
                     if folder.save(carry, watcher.history):
                         folder.reserve(carry.step)
             if interrupted or due:  # `evaluate` or a callback may have failed
@@ -286,14 +286,14 @@ def _train_steps(
 
 
 def _next_checkpoint(done: int, every: int, run: RunPlan) -> int:
-    """The step after which the next checkpoint is written. Later ones cannot have been made without it."""
+    """The step after which the next checkpoint is written. No later step is made without it."""
     return min(run.steps, (done // every + 1) * every)
 
 
 def _warn_of_reused_key(mark: int, place: Path | None, continued: bool):
-    """Warns if the key of a run that now makes steps has trained before, unless the run continues in its folder.
+    """Warns if a run that begins to train uses the key of an earlier one, unless it continues in its folder.
 
-    The data, the loss and the parameters are not compared, so an identical run gets the warning too.
+    Data, loss and parameters are not compared, so an identical run gets the warning too.
     """
     if mark in _TRAINED and not (continued and place == _TRAINED[mark]):
         warn_user(

@@ -1,6 +1,6 @@
-"""Several processes that make one run: all learn what each of them knows, and their errors.
+"""Shares facts and errors among the processes of one run.
 
-Every process must call these functions, at the same places of the run. With one process they do nothing.
+Every process must call these functions at the same points of the run. With one process, nothing is sent.
 """
 
 import contextlib
@@ -12,11 +12,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-BLOCK = 1024  # bytes; texts are padded to a multiple of it, because every other length is compiled anew
+BLOCK = 1024  # bytes; texts are padded to multiples of it, because each new length is compiled again
 
 
 def from_every_process(value: Any) -> list[Any]:
-    """`value` of each process, in their order. value: what JSON can hold."""
+    """Returns the `value` of every process, in order. value: anything that JSON can hold."""
     if jax.process_count() == 1:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -28,7 +28,7 @@ def from_every_process(value: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def raising_together() -> Iterator[None]:
-    """An error of one process in this context is raised in all, because the others would wait for it forever."""
+    """Raises an error of one process in all of them, because otherwise they would wait for it forever."""
     try:
         yield
     except Exception as error:
@@ -40,14 +40,14 @@ def raising_together() -> Iterator[None]:
 
 
 def from_first_process(make: Callable[[], Any]) -> Any:
-    """What `make` returns in process 0, which alone calls it. It must be what JSON can hold."""
+    """Calls `make` in process 0 only and returns its result, which JSON must be able to hold, in every process."""
     with raising_together():
         made = make() if jax.process_index() == 0 else None
     return from_every_process(made)[0]
 
 
 def require_rows_in_every_process(sharding: Any):
-    """Raises ValueError if a process has no part in the batches: it would add the same noise to its own sums."""
+    """Raises ValueError if a process holds no part of the batches: it would add the same noise to its own sums."""
     devices = getattr(sharding, "device_set", ())
     if jax.process_count() > 1 and len({device.process_index for device in devices}) < jax.process_count():
         raise ValueError(
@@ -57,7 +57,7 @@ def require_rows_in_every_process(sharding: Any):
 
 
 def require_same_in_processes(facts: dict[str, Any]):
-    """Raises ValueError, in every process, if the facts of one differ from those of process 0."""
+    """Raises ValueError in every process if the facts of any process differ from those of process 0."""
     first, *others = from_every_process(facts)
     for number, theirs in enumerate(others, start=1):
         names = [name for name in first | theirs if first.get(name) != theirs.get(name)]

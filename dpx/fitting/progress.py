@@ -1,4 +1,4 @@
-"""What happens every few steps of a run: metrics, cost, callbacks and the progress bar; and the result of a run."""
+"""Metrics, cost, callbacks and the progress bar, updated every few steps of a run; and the result of a run."""
 
 import contextlib
 import math
@@ -28,17 +28,17 @@ from dpx.values import (
 )
 
 PRIVATE = "private_metric"
-RESERVED = ("step", "epsilon", "unreleased_loss", "skipped", PRIVATE)  # in the history, beside the metrics
-MOST_EVALUATIONS = 40  # by default, because each waits for the step and computes epsilon
+RESERVED = ("step", "epsilon", "unreleased_loss", "skipped", PRIVATE)  # names in the history that no metric may have
+MOST_EVALUATIONS = 40  # the default limit, because each evaluation waits for the step and computes epsilon
 
 
 class Progress(NamedTuple):
-    """A run after some of its steps. Epsilon covers every field except the `unreleased` ones.
+    """The progress of a run so far. Epsilon covers every field except the `unreleased` ones.
 
-    step: int, how many steps were made. epsilon: float, of the run if it ended now, for the unit of the run's report.
-        It covers all planned steps, or under `public_stop=True` those that were made.
-    params: like the parameters, copies which a callback may keep. state: of the optimizer, copied too.
-    metrics: what `evaluate` returned, floats by name, and "private_metric", what `evaluate_private` released.
+    step: int, number of steps made. epsilon: float, the run's epsilon if it ended now, for the unit of its report. It
+        covers all planned steps, or only those made if `public_stop=True`.
+    params: a copy of the parameters, which a callback may keep. state: a copy of the optimizer state.
+    metrics: floats by name: what `evaluate` returned, and as "private_metric" what `evaluate_private` released.
     unreleased_loss: float, the mean loss of the last batch. NOT private.
     unreleased: losses, norms and aux of the last batch, padding included. NOT private. None with `chunk_size`.
     unreleased_included: bool (B,), which rows of the last batch count. NOT private. None with `chunk_size`.
@@ -59,16 +59,16 @@ class Progress(NamedTuple):
 class FitResult(NamedTuple):
     """A finished run.
 
-    params: like the parameters, private at (epsilon, delta). state: of the optimizer; share
+    params: the trained parameters, private at (epsilon, delta). state: the optimizer state, of which you may share
         `dpx.publishable_state(state)`.
-    steps: int, how many the state has made. epsilon: float, an upper bound at `delta` for these and all planned steps,
-        including those that an earlier call with these checkpoints planned; under `public_stop=True`, for these alone.
-        It is of this run alone: what a ledger gave back for steps that were not made is in the ledger's epsilon.
-    report: the `dpx.privacy_report` of the state, which says whom epsilon is for. Its `spent` is the same number, or
-        less for the accountant "rdp".
-    history: one dict for each evaluation, with "step", "epsilon", the metrics by their names, and "unreleased_loss",
-        which is NOT private. Where the run continued on other devices, a row has "step", "epsilon" and "skipped", how
-        many steps were counted without any training.
+    steps: int, number of steps that the state counts. epsilon: float, an upper bound at `delta` for these and all
+        planned steps, including any planned by an earlier call with these checkpoints; if `public_stop=True`, for these
+        steps only. It is for this run alone: a ledger's refund for steps not made is in the ledger's epsilon.
+    report: the `dpx.privacy_report` of the state, which says whom epsilon protects. Its `spent` is the same number, or
+        a smaller one for the accountant "rdp".
+    history: one dict per evaluation, with "step", "epsilon", the metrics by name, and "unreleased_loss", which is NOT
+        private. Where the run continued on other devices, a row has "step", "epsilon" and "skipped", the number of
+        steps that count but trained nothing.
     """
 
     params: Tree
@@ -83,15 +83,15 @@ class FitResult(NamedTuple):
 
     @property
     def skipped(self) -> int:
-        """How many of the steps were counted and not made, because the run continued on other devices."""
+        """The number of steps that count but were not made, because the run continued on other devices."""
         return sum(row.get("skipped", 0) for row in self.history)
 
     def plot(self, *, unreleased: bool = False, figure: Any = None) -> Any:
-        """Draws the metrics and epsilon over the steps, a panel for each, on a matplotlib figure, and returns it.
+        """Plots each metric and epsilon over the steps, in its own panel, and returns the matplotlib figure.
 
-        Both may be shared: metrics are functions of the private parameters and of public data. Between two evaluations,
-        epsilon is drawn as at the later one, which is an upper bound. unreleased: draw the training loss of the batches
-        too. It is NOT private, and its panel says so. figure: a new one by default.
+        You may share both: metrics are functions of the private parameters and of public data. Between two evaluations,
+        the plot shows epsilon at the later one, an upper bound. unreleased: whether to plot the training loss of the
+        batches too. It is NOT private, and its panel says so. figure: where to plot; None creates one.
         """
         metrics = dict.fromkeys(name for row in self.history for name in row if name == PRIVATE or name not in RESERVED)
         names = [*metrics, "epsilon", *(["unreleased_loss"] if unreleased else [])]
@@ -119,8 +119,10 @@ class FitResult(NamedTuple):
 
 @dataclass(kw_only=True)
 class RunMonitor:
-    """evaluate, evaluate_private: the user's. every: int, steps between two looks. history: a row for each so far.
-    folder: of the run, which remembers what the private metric released."""
+    """Evaluates a run and keeps its history.
+
+    every: int, steps between evaluations. folder: the run's, which records the releases of private metrics.
+    """
 
     run: RunPlan
     evaluate: Callable[[Tree], Any] | None
@@ -134,8 +136,8 @@ class RunMonitor:
 
     @classmethod
     def with_defaults(cls, run: RunPlan, every: Any, progress: bool, *, evaluate_private: Any, **users: Any) -> Self:
-        """With the defaults filled in. users: `evaluate`, `callbacks`, `loss_at`. Raises ValueError for what is not a
-        function, for other periods, and for more looks than the budget of a private metric has steps."""
+        """Fills in the defaults. users: `evaluate`, `callbacks`, `loss_at`. Raises ValueError if one is not a function,
+        if `every` is invalid, or for more evaluations than the budget of a private metric has steps."""
         evaluate, callbacks = users["evaluate"], users["callbacks"]
         if evaluate is not None:
             require_function("evaluate", evaluate)
@@ -157,19 +159,19 @@ class RunMonitor:
         return cls(run=run, every=every, bar=bar, evaluate_private=evaluate_private, **users)
 
     def continue_history(self, history: list[dict[str, Any]], folder: Any):
-        """After these rows, in a folder that names all private metrics that were released, of steps without a row too:
-        after its last checkpoint, a program that was killed may have shown them."""
+        """Continues after the rows of `history`. `folder` may name more private metrics than the rows show, because a
+        killed program may have released some after its last checkpoint."""
         self.history, self.folder = history, folder
         if self.evaluate_private is not None:
             self.evaluate_private.count_earlier(folder.measured)
             self.expect_looks(self.evaluate_private, 0)
 
     def looks_after(self, step: int) -> int:
-        """How many more looks the run planned; 0 where public information decides how many there are."""
+        """The number of evaluations planned after `step`, or 0 if public information decides when the run ends."""
         return math.ceil(self.run.steps / self.every) - math.ceil(step / self.every) if self.run.plan else 0
 
     def expect_looks(self, metric: PrivateMetric, left: int):
-        """`left` more looks, or more if another program planned them."""
+        """Tells the private metric to expect `left` more releases, or more if another program planned more."""
         left = max(left, self.folder.looks - len(self.folder.measured))
         metric.expect(int(self.run.optimizer.noise_key), left)
 
@@ -190,7 +192,7 @@ class RunMonitor:
                 measured = processes.from_every_process(name)[0]
                 self.folder.measure(measured, self.looks_after(0))  # before anybody sees it
                 self.expect_looks(self.evaluate_private, self.looks_after(step))
-            metrics = processes.from_every_process(metrics)[0]  # of process 0, if each measured on its own data
+            metrics = processes.from_every_process(metrics)[0]  # process 0's, if each measured on its own data
         self.history.append({"step": step, "epsilon": epsilon, **metrics, "unreleased_loss": loss})
         spent = f"epsilon {rounded_up(epsilon, 4)}{for_whom(self.run.records)}"
         words = [spent, *(f"{name} {value:.4g}" for name, value in metrics.items())]
@@ -200,11 +202,11 @@ class RunMonitor:
         unreleased, included = jax.tree.map(as_local_array, (batch.unreleased, batch.included))
         progress = Progress(step, epsilon, params, fresh_copy(carry.state), metrics, loss, unreleased, included)
         with processes.raising_together():
-            asked = [_asks_to_stop(callback(progress)) for callback in self.callbacks]  # a list, because all are called
+            asked = [_asks_to_stop(callback(progress)) for callback in self.callbacks]  # a list, so that all are called
         return any(processes.from_every_process(any(asked)))
 
     def collective_schedule(self) -> dict[str, Any]:
-        """What all processes must do at the same steps."""
+        """The settings that must agree because all processes take part in these steps."""
         watched = {name: getattr(self, name) for name in ("evaluate", "evaluate_private", "callbacks")}
         return {"evaluate_every": self.every} | {name: "given" if of else "none" for name, of in watched.items()}
 

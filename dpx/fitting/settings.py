@@ -1,4 +1,4 @@
-"""The arguments of `fit`, checked before anything is computed or written, and what its run pays into a ledger."""
+"""Checks the arguments of `fit` before anything is computed or written, and charges a ledger for its run."""
 
 import math
 from dataclasses import dataclass, field
@@ -27,8 +27,8 @@ from dpx.values import Tree, described, require_bool, require_whole, rounded_up,
 class RunPlan:
     """How long a run is, and what it may spend.
 
-    key: of the batches. steps: int, all of the run. plan: int, the steps that count if it ends earlier; 0 counts those
-        that were made. delta, accountant, records: of every cost.
+    key: draws the batches. steps: int, total number of steps. plan: int, the number of steps that count if the run ends
+        early; 0 counts those that were made. delta, accountant, records: used for every cost.
     """
 
     optimizer: Mechanism
@@ -52,7 +52,7 @@ class RunPlan:
         records: Any,
         public_stop: Any,
     ) -> "RunPlan":
-        """The plan with the defaults filled in. Raises ValueError if one is missing, and for steps beyond a budget."""
+        """Fills in the defaults. Raises ValueError if one is missing, or for steps beyond a budget."""
         budget = optimizer.budget
         if epochs is not None:
             if steps is not None:
@@ -80,21 +80,21 @@ class RunPlan:
             accountant=accountant or ("tightest" if budget is None else budget.accountant),
             records=records_per_unit_of_run(optimizer, records),
         )
-        if budget is None or delta != budget.delta:  # of which the mechanism has warned
+        if budget is None or delta != budget.delta:  # the mechanism has warned about the budget's
             warn_of_large_delta(delta, optimizer.sampling)
-        if math.isinf(run.epsilon(steps)):  # which raises for a cost that cannot be computed
+        if math.isinf(run.epsilon(steps)):  # raises if the cost cannot be computed
             words = "a step adds no noise, or delta is too small for the arithmetic of the noise"
             warn_user(f"epsilon is inf: {words}. Nothing of this run is private")
         return run
 
     def epsilon(self, steps_or_state: Any) -> float:
-        """`dpx.epsilon` without its warning of a large delta, which a run gives once."""
+        """`dpx.epsilon` without its warning about a large delta, which a run gives once."""
         cost = cost_of_run(self.optimizer, steps_or_state, records=self.records)
         return cost.profile(self.accountant).epsilon(self.delta)
 
 
 def checked_inputs(params: Tree, data: Any, run: RunPlan) -> CheckedData:
-    """`data`, checked. Raises ValueError unless both can be trained, and says if one may be the other."""
+    """Checks `params` and `data`, and returns the checked data. The ValueError says if they may be swapped."""
     number = run.optimizer.sampling.examples
     try:
         examples = CheckedData(data, number, run.key)
@@ -114,7 +114,7 @@ def checked_inputs(params: Tree, data: Any, run: RunPlan) -> CheckedData:
 
 
 def require_transforms_in(state: Tree):
-    """Raises ValueError if `state`, of an optimizer, is of a mechanism that no optax transform follows."""
+    """Raises ValueError if no optax transform follows the mechanism whose optimizer state is `state`."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, ChainState))
     if not any(isinstance(node, ChainState) for node in nodes):
         raise ValueError(
@@ -124,10 +124,9 @@ def require_transforms_in(state: Tree):
 
 
 def require_report_facts(tuning: Any, name: str | None, dataset: str | None) -> Any:
-    """`tuning`, checked as `name` and `dataset` are before the run, and not when its report is written.
+    """Checks the facts of the report before the run, not when the report is written. Returns `tuning`.
 
-    No cost of a search is allowed: the run that a search covers is the one that it made, and not another one of the
-    same settings.
+    The cost of a search is refused: it covers the run that the search made, not another run with the same settings.
     """
     require_one_line_names(name, dataset)
     if tuning is not None and not (isinstance(tuning, str) and tuning == "public"):
@@ -150,8 +149,8 @@ _RETURNED = (
 
 @dataclass
 class Payment:
-    """ledger: of the data set, or None. given: what it takes: words, unit and part. number: of the entry of the run.
-    planned: the steps that it is for."""
+    """What a run charges to a ledger. ledger: of the dataset, or None. given: further arguments of `ledger.spend`.
+    number: the index of the run's entry. planned: number of steps charged."""
 
     ledger: PrivacyLedger | None
     given: dict[str, Any]
@@ -169,9 +168,9 @@ class Payment:
         return cost_of_run(self.run.optimizer, steps, terms.relation, records=terms.records).event
 
     def pay(self, carry: Carry, folder: Any):
-        """Pays for all steps that are planned; a run that continues in its folder has paid. In every process.
+        """Charges the ledger for all planned steps, once for a run that continues in its folder. In every process.
 
-        Raises ValueError if the ledger does not allow the run, or if it is missing for steps beyond those that it has.
+        Raises ValueError if the ledger refuses the run, or if it is missing and the plan exceeds the steps it paid for.
         """
         self.planned = max(self.run.steps, read_run(carry.state).steps)
         if self.ledger is not None:
@@ -197,21 +196,21 @@ class Payment:
         return entry.number
 
     def end(self, step: int, folder: Any):
-        """Ends the run, and gets back what its other steps would have cost. In every process."""
+        """Ends the run, and refunds what its remaining steps would have cost. In every process."""
         if self.ledger is not None:
             made = folder.end(step)
             processes.from_first_process(lambda: self._end(self.ledger, made))
 
     def _end(self, ledger: Any, made: int):
-        """An epoch, or a turn of cyclic groups, that has begun counts whole: it costs its least noise, which may be
-        that of a step that was not made."""
+        """Charges whole epochs, or whole turns of cyclic groups, because one that has begun costs as much as its least
+        noise, which may be that of a step that was not made."""
         sampling = self.run.optimizer.sampling
         epoch = max(sampling.groups, sampling.epoch)
         whole = min(math.ceil(made / epoch) * epoch, self.planned)
         ledger.end(ledger.entries[self.number], self._event(whole), steps=made)
 
     def caveats(self) -> tuple[str, ...]:
-        """Where the run stands in the ledger, for its report; nothing without one. In every process."""
+        """The report's lines about the run's entry in the ledger, if there is one. In every process."""
         return () if self.ledger is None else tuple(processes.from_first_process(lambda: self._caveats(self.ledger)))
 
     def _caveats(self, ledger: Any) -> list[str]:

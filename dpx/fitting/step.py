@@ -1,7 +1,7 @@
-"""One compiled step of a run: gradient, noise and optimizer. It takes the memory of the parameters that it replaces.
+"""One compiled step of a run: gradient, noise and optimizer. It reuses the memory of the parameters it replaces.
 
-Arrays in the functions' closures are arguments of the program, not constants. So the program and every cache of it hold
-no noise key, and runs with several seeds share one program.
+Arrays in the functions' closures are arguments of the program, not constants. So neither the program nor any cache of
+it holds a noise key, and runs with different seeds share one program.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,21 +24,21 @@ from dpx.values import Tree
 
 
 class Carry(NamedTuple):
-    """What one step hands to the next. params: like the parameters. state: of the optimizer."""
+    """What one step passes to the next. params: the parameters. state: the optimizer state."""
 
     params: Tree
     state: Tree
 
     @property
     def step(self) -> int:
-        """How many steps were made, which the state counts."""
+        """The number of steps made, as counted by the state."""
         return steps_taken(self.state)
 
 
 class BatchLosses(NamedTuple):
     """What a step learns about its batch. NOT private.
 
-    mean: float32 (), of the losses. unreleased: all values of `Unreleased`, or None. included: bool (B,), or None.
+    mean: the mean loss, a float32 scalar. unreleased: the `Unreleased` values, or None. included: bool (B,), or None.
     """
 
     mean: jax.Array
@@ -47,10 +47,10 @@ class BatchLosses(NamedTuple):
 
 
 def first_carry(params: Tree, optimizer: Mechanism, sharding: Any) -> Carry:
-    """The carry before the first step, in its own arrays.
+    """Returns the carry before the first step, in its own arrays.
 
-    sharding: of the batches. If it has a mesh, arrays that do not lie on this mesh are replicated over it, after
-        `init`, which may mix arrays: eagerly, arrays on a mesh of Explicit axes cannot be mixed with others.
+    sharding: of the batches. If it has a mesh, arrays not on this mesh are replicated over it. This happens after
+        `init`, which may combine arrays, because arrays on Explicit axes cannot be combined with others outside jit.
     """
 
     def replicated_leaf(tree):
@@ -63,17 +63,17 @@ def first_carry(params: Tree, optimizer: Mechanism, sharding: Any) -> Carry:
 
 
 def fresh_copy(tree: Tree) -> Tree:
-    """New arrays with the numbers of `tree`, of strong dtypes, so that a step may take their memory."""
+    """Copies the arrays of `tree`, with strong dtypes, so that a step may reuse their memory."""
     return jax.tree.map(lambda leaf: jnp.array(leaf, dtype=jnp.result_type(leaf), copy=True), tree)
 
 
 def compiled_step(
     loss: Callable, optimizer: Mechanism, loss_at: Callable, carry: Carry, sharding: Any, options: dict, *, whole: bool
 ) -> Callable[[Carry, Batch], tuple[Carry, BatchLosses]]:
-    """The step of a batch, compiled once. The arrays of the carry that it is given are deleted.
+    """Returns the step for one batch, compiled once. The step deletes the arrays of the carry that it is given.
 
-    carry: before the first step; on a mesh, every next one has its shardings. whole: whether all values of a batch are
-        wanted.
+    carry: the carry before the first step, whose shardings every later one keeps on a mesh. whole: whether to return
+        all values of a batch.
     """
     gradient = with_inspector(
         private_updates(loss, optimizer, sharding=sharding, **options), _warn_of_loss_once(optimizer)
@@ -93,7 +93,7 @@ def compiled_step(
 def compiled_step_in_chunks(
     loss: Callable, optimizer: Mechanism, loss_at: Callable, carry: Carry, sharding: Any, options: dict
 ) -> Callable[[Carry, Iterator[Batch]], tuple[Carry, BatchLosses]]:
-    """`compiled_step` for a batch that comes in chunks: one function for a chunk, and one for the release."""
+    """`compiled_step` for a batch in chunks: compiles one function that adds a chunk and one that releases the sums."""
     in_chunks = private_updates_in_chunks(loss, optimizer, sharding=sharding, **options)
     in_chunks = with_inspector(in_chunks, _warn_of_loss_once(optimizer))
 
@@ -120,12 +120,12 @@ def compiled_step_in_chunks(
 
 
 def _shardings(carry: Carry, sharding: Any) -> Any:
-    """On a mesh, the shardings of the carry, which every step keeps; None leaves them to jax."""
+    """On a mesh, the shardings of the carry, which every step keeps. None leaves the choice to jax."""
     return jax.tree.map(lambda leaf: leaf.sharding, carry) if isinstance(sharding, NamedSharding) else None
 
 
 def _warn_of_loss_once(optimizer: Mechanism) -> Callable:
-    """Warns of the loss when a step is traced for the first time."""
+    """Returns a function that warns about the loss when a step is first traced."""
     looked = []
 
     def warn_once(*of_loss):
@@ -136,15 +136,15 @@ def _warn_of_loss_once(optimizer: Mechanism) -> Callable:
 
 
 def _sum_of_training_losses(unreleased: Any, batch: Batch) -> jax.Array:
-    """The sum of the losses of the rows that count, float32 ()."""
+    """The sum of the losses of the rows that count, a float32 scalar."""
     return jnp.sum(unreleased.losses.astype(jnp.float32), where=batch.included)
 
 
 class CompiledByShapes:
     """A function of pytrees of arrays, compiled once for each set of shapes.
 
-    The arrays of the arguments `donate_argnums` are deleted. out_shardings: of `jax.jit`. sharding: of the batches. If
-    it has a mesh of automatic axes, arrays in the function's closure are replicated over it, once.
+    A call deletes the arrays of the arguments `donate_argnums`. out_shardings: passed to `jax.jit`. sharding: of the
+    batches. If its mesh has no Explicit axes, arrays in the function's closure are replicated over it, once.
     """
 
     def __init__(
@@ -152,10 +152,10 @@ class CompiledByShapes:
     ):
         self.function, self.donate_argnums, self.out_shardings = function, donate_argnums, out_shardings
         self.sharding = sharding
-        self.programs: dict[Any, tuple[Callable, list]] = {}  # with the arrays that they take first, by shapes
+        self.programs: dict[Any, tuple[Callable, list]] = {}  # programs and the closed-over arrays, by shapes
 
     def __call__(self, *arguments):
-        if cast(Any, jax.config).jax_disable_jit:  # other roundings of a step would be another run with its noise
+        if cast(Any, jax.config).jax_disable_jit:  # rounding a step differently would reuse its noise in another run
             with jax.disable_jit(False):
                 return self(*arguments)
         leaves, structure = jax.tree.flatten(arguments)
@@ -176,16 +176,16 @@ class CompiledByShapes:
         donated = tuple(1 + number for number in self.donate_argnums)
         compiled = jax.jit(program, donate_argnums=donated, out_shardings=self.out_shardings)
         closed_over = [jnp.asarray(array) for array in traced.consts]
-        # Explicit axes are in the types of arrays, which must stay those that were traced.
+        # Explicit axes are part of the arrays' types, which must stay as traced.
         if isinstance(self.sharding, NamedSharding) and self.sharding.mesh.explicit_axes:
             return compiled, closed_over
         return compiled, [replicated(array, self.sharding) for array in closed_over]
 
 
 def replicated(array: jax.Array, sharding: Any) -> jax.Array:
-    """`array`, replicated over the mesh of `sharding`, if that has one and the array does not lie on it.
+    """Replicates `array` over the mesh of `sharding`, if there is one and the array does not lie on it.
 
-    Over a mesh of several processes, an array of this process must have the same numbers in each of them.
+    If the mesh spans several processes, a local array must have the same values in each of them.
     """
     if not isinstance(sharding, NamedSharding) or getattr(array.sharding, "mesh", None) == sharding.mesh:
         return array
@@ -196,5 +196,5 @@ def replicated(array: jax.Array, sharding: Any) -> jax.Array:
         return jax.random.wrap_key_data(
             replicated(jax.random.key_data(array), sharding), impl=jax.random.key_impl(array)
         )
-    numbers = np.asarray(array)  # not device_put, which would send them to all processes and print those that differ
+    numbers = np.asarray(array)  # not device_put, which would send them to all processes and print differences
     return jax.make_array_from_callback(numbers.shape, everywhere, lambda index: numbers[index])
