@@ -1,33 +1,32 @@
-"""Statistics of private data, on the same exact noise as training: what surrounds a run, and costs as it does.
+"""Statistics of private data, with the same exact noise as training, and with a cost that composes with a run's.
 
     budget = dpx.Budget(epsilon=0.1, delta=1e-6, steps=1)
     noise = {"noise_multiplier": budget, "key": dpx.secret_key()}
     age = dpx.statistics.release_mean(table[:, 0], low=0, high=100, **noise)
     age.value, age.interval(0.95), age.event
 
-* How many, and how much: `release_count`, `release_sum`, `release_mean`, `release_histogram`, `release_quantiles`.
-* Features for a model: `standardize`.
-* A model on private validation data: `release_accuracy`, and `PrivateMetric` for `dpx.fit(..., evaluate_private=)`.
+* Describe data: `release_count`, `release_sum`, `release_mean`, `release_histogram`, `release_quantiles`.
+* Scale the features that a model reads: `standardize`.
+* Evaluate on private validation data: `release_accuracy`, and `PrivateMetric` for `dpx.fit(..., evaluate_private=)`.
 
-The arguments that all of them take:
+All of them take these arguments:
 
-noise_multiplier: float, positive, of the noise, relative to what one example, or one user, moves. Or a `dpx.Budget`:
-    the least noise with which `steps` releases like this one are within it.
-key: a secret PRNG key, (), of this release alone. The same question about the same data has the same noise, so to
-    repeat it costs nothing; another one with this key is refused. Whether it is refused shows whether the data are the
-    same, which epsilon does not cover: take a new key for other data.
-noise: "gaussian" or "laplace". None is, for a budget without a ledger, the one that deviates less, and Gaussian
-    otherwise, because Laplace releases are expensive in a ledger. Laplace noise of multiplier b costs epsilon 1 / b at
-    delta 0.
-words: what is released, in one line, for its record.
-ledger: a `dpx.PrivacyLedger`, in which the release is paid for before it is made, for all records that a person owns
-    by its terms. part: the name of the part of the data, as for the ledger.
+noise_multiplier: positive float, the noise relative to the most that one example or user can change. Or a `dpx.Budget`,
+    which finds the least noise that keeps `steps` such releases within it.
+key: a secret scalar PRNG key for this release alone. Repeating a question on the same data repeats its noise and costs
+    nothing; any other question with this key is refused. Whether a repeat is refused reveals whether the data changed,
+    which epsilon does not cover, so take a new key for other data.
+noise: "gaussian" or "laplace". None picks the smaller of the two for a budget without a ledger, and Gaussian otherwise,
+    because Laplace releases are expensive in a ledger. Laplace noise of multiplier b costs epsilon 1 / b at delta 0.
+words: one line that says what is released, for its record.
+ledger: a `dpx.PrivacyLedger`, which is charged before the release is made, for all records that its terms allow one
+    person to own. part: the name of the part of the data, as for the ledger.
 
-They raise ValueError for data that are not numbers of this shape, for arguments outside their ranges, for a key that
-has made another release, for noise so large or so small that the proof has no room, and where the ledger does.
+They raise ValueError if the data are not numbers of this shape, an argument is out of range, the key has already made
+another release, the noise is too large or too small for the proof, or the ledger refuses the release.
 
-What one unit moves is bounded in whole numbers (`sums.py`, `quantiles.py`), the noise has the privacy that is stated to
-the last bit (`noise.py`), and `released.py` has the record of a release. Values are read on the host, in float64.
+The effect of one unit is bounded in whole numbers (`sums.py`, `quantiles.py`), and the stated privacy holds for every
+bit of the noise (`noise.py`). `released.py` has the record of a release. Values are read on the host, in float64.
 """
 
 from dpx.statistics.metrics import PrivateMetric as PrivateMetric

@@ -1,4 +1,4 @@
-"""Metrics of private validation data: the mean of a bounded value of each example, with noise."""
+"""Metrics on private validation data: a noisy mean of one bounded value per example."""
 
 import functools
 import hashlib
@@ -29,11 +29,11 @@ def release_accuracy(
     ledger: Any = None,
     part: str | None = None,
 ) -> Statistic:
-    """The share of correct predictions, on private data.
+    """Releases the share of correct predictions on private data.
 
-    correct: bool (N,), such as `predictions == labels`; or a `dpx.UserData` of it, for the share of all records.
-    The other arguments and errors are those of `dpx.statistics`. For any other metric, `release_mean` takes the
-    bounded values of the examples.
+    correct: bool (N,), such as `predictions == labels`; or a `dpx.UserData` of such an array, for the share over all
+        records. The other arguments and errors are those of `dpx.statistics`. For any other metric, pass one bounded
+        value per example to `release_mean`.
 
         >>> right = dpx.statistics.release_accuracy(np.ones(40, bool), noise_multiplier=2.0, key=dpx.secret_key())
         >>> right.interval(0.95)[1] <= 1
@@ -46,19 +46,19 @@ def release_accuracy(
 
 @names_arguments
 class PrivateMetric:
-    """A metric of private validation data, for `dpx.fit(..., evaluate_private=)` or to call with parameters.
+    """A metric on private validation data. Pass it to `dpx.fit(..., evaluate_private=)`, or call it with parameters.
 
-    Each call is a release of the validation data, with noise of its own. The same parameters get the same noise, so a
-    run that is interrupted and repeats its steps releases nothing twice.
+    Each call is one release about the validation data, with fresh noise. Equal parameters get equal noise, so a run
+    that is interrupted and repeats its steps releases nothing twice.
 
-    metric: (params) -> a value of each example, (N,), which depends on that example and on `params` alone; or a
-        `dpx.UserData` of the values of records. The metric is their mean. A value that is not a number is left out: for
-        a mean over some of the examples, such as a precision, return NaN for the others, with complete=False.
-    low, high: floats, public bounds, to which values are clipped.
-    noise_multiplier: float, of one call; or a `dpx.Budget` whose steps are the number of calls.
-    complete: as for `release_mean`: True if every example has a value, which is then not NaN.
-    The other arguments and errors are those of `dpx.statistics`. With a budget, the call after the last one raises
-    ValueError, and so does a call with another number of examples than before, because that number is public.
+    metric: (params) -> one value per example, (N,), which depends only on that example and on `params`; or a
+        `dpx.UserData` of one value per record. The metric is their mean. NaN values are left out: for a mean over some
+        examples only, such as a precision, return NaN for the rest and pass complete=False.
+    low, high: floats, public bounds to which values are clipped.
+    noise_multiplier: float, for one call; or a `dpx.Budget` whose steps are the number of calls.
+    complete: True if every example has a value that is not NaN, as for `release_mean`.
+    The other arguments and errors are those of `dpx.statistics`. A call beyond the budget's steps raises ValueError. So
+    does a call with a different number of examples than before, because that number is public.
 
         >>> budget = dpx.Budget(epsilon=0.5, delta=1e-5, steps=10)
         >>> metric = dpx.statistics.PrivateMetric(lambda params: np.ones(500, bool), noise_multiplier=budget, key=key)
@@ -84,24 +84,24 @@ class PrivateMetric:
         self._key = keys.warn_if_guessable(keys.require_key(key))
         budget = noise_multiplier if isinstance(noise_multiplier, Budget) else None
         self.most = None if budget is None else budget.steps
-        self._planned = 0 if budget is None or budget.public_stop else budget.steps  # calls that count, made or not
-        self._left: dict[int, int] = {}  # calls that runs of `fit` have planned and not made, by the mark of their key
+        self._planned = 0 if budget is None or budget.public_stop else budget.steps  # calls that count even if not made
+        self._left: dict[int, int] = {}  # calls that runs of `fit` planned and have not made, by the mark of their key
         self._given = {"low": low, "high": high, "complete": complete, "words": words, "ledger": ledger, "part": part}
         self._noise = {"noise_multiplier": noise_multiplier, "noise": noise}
         settings = f"{int(keys.mark_of_key(self._key))} {noise_multiplier!r} {noise!r}".encode()
         self._mark = hashlib.sha256(settings).hexdigest()[:16]  # of the key and the noise, in the names of releases
-        self._units: int | None = None  # how many examples a call measured
+        self._units: int | None = None  # number of examples in a call
         self._released: dict[bytes, Statistic] = {}
         self._names: dict[bytes, str] = {}  # of the same releases
         self._earlier: set[str] = set()  # names of what other programs released
 
     @property
     def released(self) -> tuple[Statistic, ...]:
-        """What the calls released, in their order, each with its interval."""
+        """What the calls released, in call order, each with its interval."""
         return tuple(self._released.values())
 
     def __call__(self, params: Tree) -> float:
-        """The metric of `params`, released. Raises ValueError for one call more than the budget has."""
+        """Releases the metric of `params`. Raises ValueError if the budget has no call left."""
         digest = _digest_of(params)
         if digest not in self._released:
             self.require(self._made + all(digest.hex() not in name for name in self._earlier))
@@ -121,7 +121,7 @@ class PrivateMetric:
         return self._released[digest].value
 
     def _require_all(self, units: int):
-        """Raises ValueError for another number of examples than in the first call: a release shows its divisor."""
+        """Raises ValueError if the number of examples differs from the first call's: a release shows its divisor."""
         self._units = units if self._units is None else self._units
         if units != self._units:
             raise ValueError(
@@ -135,14 +135,14 @@ class PrivateMetric:
         return len({*self._names.values()} | self._earlier)
 
     def name_of(self, params: Tree) -> str:
-        """The name of the release of these parameters, which is made. `fit` writes it down before it shows the metric.
-        The same parameters have another name where their values are others, because the noise is another one too."""
+        """Releases the metric of these parameters and returns the release's name, which `fit` stores before it shows
+        the metric. If the values differ, so does the name, because the noise does too."""
         self(params)
         return self._names[_digest_of(params)]
 
     def count_earlier(self, names: Iterable[str]):
-        """Counts what other programs released of a run that continues, by the names. `fit` calls it. Raises ValueError
-        if their metric had another key or noise, because epsilon counts all calls with the noise of this one."""
+        """Counts the named releases, made by earlier programs of a run that `fit` continues. Raises ValueError if their
+        metric had another key or noise, because epsilon counts every call with this metric's noise."""
         if any(not name.startswith(self._mark) for name in names):
             raise ValueError(
                 "evaluate_private must have the key and the noise multiplier of the program that began this run, whose "
@@ -151,23 +151,23 @@ class PrivateMetric:
         self._earlier |= {*names}
 
     def expect(self, run: int, calls: int):
-        """Counts calls that a run has planned and not made, in place of those before. `fit` calls it."""
+        """Sets the number of calls that a run of `fit` has planned but not made."""
         self._left[run] = calls
 
     def require(self, calls: int):
-        """Raises ValueError if the budget is for fewer calls."""
+        """Raises ValueError if the budget covers fewer calls."""
         if self.most is not None and calls > self.most:
             raise ValueError(
                 f"the dpx.Budget of a private metric must have a step for each call, steps={calls}, got {self.most}"
             )
 
     def epsilon(self, *, delta: float) -> float:
-        """An upper bound on epsilon at `delta`, in (0, 1), of all calls, with those of other programs for runs that
-        continued in this one. Raises ValueError if there are only such.
+        """Returns an upper bound on epsilon at `delta`, in (0, 1), for all calls, including those that earlier programs
+        made for runs that this one continued. Raises ValueError if only earlier programs made calls.
 
-        The releases may decide when a run ends, so all calls that were planned count: the steps of the budget, and all
-        evaluations of `fit`, unless the budget or `fit` says `public_stop=True`. Without a budget, count all calls that
-        your own loop could have made.
+        The releases may decide when a run ends, so every planned call counts: the budget's steps and all evaluations of
+        `fit`, unless the budget or `fit` says `public_stop=True`. Without a budget, count every call that your own loop
+        could have made.
         """
         if not self._made:
             return 0.0
@@ -183,7 +183,7 @@ class PrivateMetric:
 
 
 def _digest_of(params: Tree) -> bytes:
-    """A digest of the bytes of all arrays, 32 bytes."""
+    """A 32-byte digest of the bytes of all arrays."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         array = np.asarray(as_local_array(leaf))

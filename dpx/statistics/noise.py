@@ -1,25 +1,26 @@
-"""Noise on sums of whole numbers, whose bits have the privacy that is stated.
+"""Noise on integer sums, whose stated privacy holds for every bit.
 
-Every statistic is a sum S of whole numbers, so no order and no rounding of floats enters it. What one unit can move is
-known exactly: at most `one` in the sum of absolute values, `two` in the 2-norm, and `moves` of the numbers.
+Every statistic is a sum S of integers, so neither the order of summation nor float rounding affects it. The effect of
+one unit is known exactly: its 1-norm is at most `one`, its 2-norm at most `two`, and it touches at most `moves`
+elements.
 
 **Gaussian.** Write S = gamma a + r, with 0 <= r < gamma, for the grid gamma of `dpx.keys.release`. What that function
-releases for r, plus gamma a, is what it releases for S, so the cost is that of a step of training. But a large sum
-loses no digits to float32, because only r passes through it.
+releases for r, plus gamma a, is what it would release for S, so the cost is that of a training step. Only r passes
+through float32, so a large sum loses no digits.
 
-**Laplace.** The release is S + round(L) for Laplace noise L of a scale t, cut to a public range and rounded to a public
-grid, all of which is post-processing. With probability 2^-40 it is a uniform number of that grid instead, which no data
-decide. N = round(L) has P(N = 0) = 1 - e^(-1/(2t)), and otherwise a fair sign and |N| - 1 geometric: P(|N| - 1 = g) is
-proportional to e^(-g/t), a product over the binary digits of g. So digit j is a coin of its own, which shows 1 with
+**Laplace.** The release is S + round(L) for Laplace noise L of scale t, cut to a public range and rounded to a public
+grid, which is post-processing. With probability 2^-40 it is instead a uniform point of that grid, whatever the data.
+N = round(L) has P(N = 0) = 1 - e^(-1/(2t)); otherwise its sign is fair and |N| - 1 is geometric: P(|N| - 1 = g) is
+proportional to e^(-g/t), a product over the binary digits of g. So digit j is an independent coin, which shows 1 with
 probability 1 / (1 + e^(2^j / t)). There are no logarithms of random numbers, no rejection and no branch on a value.
 
-PROOF of epsilon at delta 0. Each probability is computed by decimal arithmetic of 60 digits and rounded to 2^-128. With
-fewer than 64 digits, and the digits beyond them, which have a probability below 2^-128 together, the law of the program
-is within 2^-121 of the exact one, for every set of outputs. The grid has at most 2^40 values, so the uniform part
-gives each a probability of at least 2^-80.1. So a probability of the program is the exact one up to a factor of
-1 +- 2^-40.9. The exact laws of two neighbors differ by a factor of at most e^(one / t). A unit moves at most `moves` of
-the numbers, and the others have equal laws for both neighbors. So the release has an epsilon of one / t + moves 2^-39,
-and t is chosen so that this is the one stated.
+PROOF of epsilon at delta 0. Each probability is computed in 60-digit decimal arithmetic and rounded to 2^-128. There
+are fewer than 64 digits, and those left out have a total probability below 2^-128. So the program's law is within
+2^-121 of the exact one, for every set of outputs. The grid has at most 2^40 values, so the uniform part gives each a
+probability of at least 2^-80.1, and the program's probabilities are the exact ones up to a factor of 1 +- 2^-40.9. The
+exact laws of two neighbors differ by a factor of at most e^(one / t). A unit changes at most `moves` elements; the rest
+have equal laws for both neighbors. So the release has an epsilon of one / t + moves 2^-39, and t is chosen to make this
+the stated epsilon.
 """
 
 import functools
@@ -43,16 +44,16 @@ Kind = Literal["gaussian", "laplace"]
 LARGEST_SUM = 2**60  # in size, so that no addition of int64 overflows
 _SHARE = 24  # a release is uniform with probability 2^24 / 2^64
 _FINEST = 40  # the uniform part has at most 2^40 values
-_PER_NUMBER = 2.0**-39  # of epsilon, for each number that a unit moves
-_TAIL = 89  # scales, beyond which Laplace noise has a probability below 2^-128
-_WIDER = 64  # scales, by which the range of a release is wider than that of the sums
+_PER_NUMBER = 2.0**-39  # of epsilon, for each element that a unit changes
+_TAIL = 89  # scales beyond which Laplace noise has a probability below 2^-128
+_WIDER = 64  # scales by which the range of a release exceeds that of the sums at each end
 _PRECISION = 60  # decimal digits
-_BLOCKS = 4096  # of the cipher at once
-_LEAST_SIZE = 16  # numbers that are drawn; more are drawn by powers of two, so that few programs are compiled
+_BLOCKS = 4096  # cipher blocks at once
+_LEAST_SIZE = 16  # the fewest numbers drawn; larger draws round up to a power of two, so that few programs are compiled
 
 
 class UnitSensitivity(NamedTuple):
-    """What one unit moves at most: the sum of absolute values, float; the 2-norm, float; and how many numbers, int."""
+    """Bounds on the effect of one unit: its 1-norm, float; its 2-norm, float; and how many elements it touches, int."""
 
     one: float
     two: float
@@ -61,14 +62,14 @@ class UnitSensitivity(NamedTuple):
 
 @dataclass(frozen=True)
 class Noise:
-    """Noise on whole numbers. kind: which. scale: the standard deviation of Gaussian noise, or t of Laplace noise."""
+    """Noise of a kind on integers. scale: the standard deviation of Gaussian noise, or t of Laplace noise."""
 
     kind: Kind
     scale: float
 
     @classmethod
     def of_multiplier(cls, kind: Kind, noise_multiplier: float, effect: UnitSensitivity) -> "Noise":
-        """The noise of a multiplier, relative to the effect. Raises ValueError where the proofs have no room for it."""
+        """The noise for a multiplier relative to `effect`. Raises ValueError outside the range of the proofs."""
         if kind == "gaussian":
             scale = float(np.nextafter(np.float32(noise_multiplier * effect.two), np.float32(math.inf)))
         else:
@@ -84,40 +85,40 @@ class Noise:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation of the noise and of its rounding."""
+        """The standard deviation of the noise, including its rounding."""
         if self.kind == "gaussian":
             return self.scale * math.sqrt(1 + 1 / (12 * 4.0**GRID))
         return self.scale * math.sqrt(2)
 
     def half_width(self, error: float) -> float:
-        """What the noise exceeds in size with a probability of at most `error`."""
+        """A bound that the noise's absolute value exceeds with a probability of at most `error`."""
         if self.kind == "gaussian":
             return -float(special.ndtri(error / 2)) * self.deviation
         return self.scale * math.log(1 / error) + 0.5
 
     def rounding(self, low: int, high: int) -> float:
-        """The most by which a release is rounded, beyond what `half_width` has."""
+        """The most that a release is rounded, beyond the rounding that `half_width` includes."""
         return 0.0 if self.kind == "gaussian" else 2.0 ** (_laplace_grid(self.scale, low, high)[2] - 1)
 
     def release(self, key: jax.Array, sums: np.ndarray, low: int, high: int) -> np.ndarray:
-        """The sums, int64 (n,), with noise, float64 (n,). key: of this release alone. low, high: of all such sums."""
+        """The noisy sums, float64 (n,). key: used for this release alone. sums: int64 (n,), all in [low, high]."""
         if self.kind == "gaussian":
             return _with_gaussian(key, sums, self.scale)
         return _with_laplace(key, sums, self.scale, low, high)
 
 
 def key_of_query(key: jax.Array, query: str, sums: np.ndarray) -> jax.Array:
-    """The key of the noise of these sums, (), for a question that is described in words.
+    """Derives the scalar key of the noise from a key, the words that describe a question, and its sums.
 
-    The same question about the same data has the same noise, so that to repeat it reveals nothing. Other sums under the
-    same key have other noise, which cannot be subtracted from the first.
+    Repeating a question on the same data repeats its noise, so it reveals nothing. Different sums under the same key
+    get different noise, so subtracting two releases does not remove it.
     """
     digest = hashlib.sha256(query.encode() + b"\0" + sums.tobytes()).digest()
     return functools.reduce(keys.fold_in, np.frombuffer(digest, np.uint32), keys.stream(key, "statistic"))
 
 
 def padded_size(numbers: int) -> int:
-    """How many numbers are drawn for a release of `numbers` numbers."""
+    """The number of noise values drawn for a release of `numbers` elements."""
     return max(_LEAST_SIZE, 1 << (numbers - 1).bit_length())
 
 
@@ -143,7 +144,7 @@ def _with_laplace(key: jax.Array, sums: np.ndarray, scale: float, low: int, high
 def laplace_from(
     sums: np.ndarray, noise: np.ndarray, free: np.ndarray, scale: float, low: int, high: int
 ) -> np.ndarray:
-    """The releases, float64 (n,), of sums and their noise, int64 (n,). free: uint64 (n, 2), which decide the uniform
+    """The releases, float64 (n,), from sums and their noise, int64 (n,). free: uint64 (n, 2), the bits of the uniform
     part. scale, low, high: as for `Noise.release`."""
     first, span, coarse = _laplace_grid(scale, low, high)
     place = (np.clip(sums + noise, first, first + span) - first) >> coarse
@@ -153,15 +154,15 @@ def laplace_from(
 
 
 def _laplace_grid(scale: float, low: int, high: int) -> tuple[int, int, int]:
-    """The least release, the largest one less it, and the logarithm of the size of a cell, ints."""
+    """The smallest release, the largest minus the smallest, and log2 of the cell size, as ints."""
     more = math.ceil(_WIDER * scale)
     span = high - low + 2 * more
     return low - more, span, max(0, span.bit_length() - _FINEST)
 
 
 def laplace_coins(scale: float) -> tuple[int, list[int]]:
-    """The coins of round(L) for Laplace noise of this scale: that it is not 0, and those of the digits of |N| - 1, the
-    lowest first. Each is a number x of 128 digits, and the coin shows 1 with probability x 2^-128."""
+    """The coins of N = round(L) for Laplace noise of this scale: one for N != 0, and one per digit of |N| - 1, lowest
+    first. Each is a 128-bit integer x; the coin shows 1 with probability x 2^-128."""
     digits = max(1, math.ceil(math.log2(_TAIL * scale)) + 1)
     with localcontext(prec=_PRECISION) as context:
         t, one = Decimal(scale), Decimal(2) ** 128
@@ -170,7 +171,7 @@ def laplace_coins(scale: float) -> tuple[int, list[int]]:
 
 
 def random_words(key: jax.Array, count: int) -> np.ndarray:
-    """128 random bits for each of `count` places: uint64 (count, 2), the high half first."""
+    """Draws 128 random bits for each of `count` positions: uint64 (count, 2), high half first."""
     parts = []
     for number in range(-(-count // _BLOCKS)):
         a, b, c, d = (
@@ -186,6 +187,6 @@ def _draw_bits(words: jax.Array) -> list[jax.Array]:
 
 
 def _coins_show_one(bits: np.ndarray, coin: int) -> np.ndarray:
-    """Whether coins show 1, bool (n,). bits: uint64 (n, 2)."""
+    """Whether each coin shows 1, bool (n,). bits: uint64 (n, 2)."""
     high, low = np.uint64(coin >> 64), np.uint64(coin % 2**64)
     return (bits[:, 0] < high) | ((bits[:, 0] == high) & (bits[:, 1] < low))

@@ -1,19 +1,19 @@
-"""Quantiles by the exponential mechanism, in whole numbers.
+"""Quantiles by the exponential mechanism, in integer arithmetic.
 
-The possible answers are public points. Each value counts at the point that is nearest to it. For the share a / 2^20 and
-n values, the distance u of a point is that of a n from the interval between 2^20 times the values below the point and
-2^20 times those up to it, a whole number. One value more or less moves u by at most D = max(a, 2^20 - a), because it
-moves both ends of the interval, relative to a n, by a or by 2^20 - a at most. So a point that is drawn with a
+The possible answers are public points, and each value counts at its nearest point. For the quantile a / 2^20 of n
+values, let the interval of a point go from 2^20 times the number of values below it to 2^20 times the number up to and
+including it. The integer u is the distance from a n to this interval. Adding or removing one value changes u by at most
+D = max(a, 2^20 - a), because each end of the interval moves by a or 2^20 - a relative to a n. So drawing a point with
 probability proportional to exp(-epsilon u / (2 D)) has privacy epsilon at delta 0 (McSherry and Talwar 2007,
 https://doi.org/10.1109/FOCS.2007.66; for quantiles Smith 2011, https://arxiv.org/abs/0807.1277).
 
-In a program: distances are cut at 88 ln 2 D / epsilon, which moves no more than before. So the weights, which are
-rounded to whole numbers near 2^108 exp(-epsilon u / (2 D)), are at least 2^64, and off by a factor of at most 1 +-
-2^-65. A number of 256 random bits chooses among them, which is off by less than 2^-140 of each probability. So a ratio
-of two probabilities is off by a factor below e^(2^-62), for which epsilon is lowered by 2^-50 first.
+In the program, distances are cut at 88 ln 2 D / epsilon, which does not increase the change. So the weights, integers
+near 2^108 exp(-epsilon u / (2 D)), are at least 2^64, and off by a factor of at most 1 +- 2^-65. A random number of 256
+bits chooses among them, which changes each probability by less than a factor of 1 +- 2^-140. So a ratio of two
+probabilities is off by a factor below e^(2^-62), and epsilon is lowered by 2^-50 in advance to cover it.
 
-With a probability of at least 1 - error, u is at most 2 D / epsilon times ln(points / error), because some point has a
-u of 0.
+With a probability of at least 1 - error, u is at most 2 D / epsilon times ln(points / error), because some point has
+u = 0.
 """
 
 import bisect
@@ -36,7 +36,7 @@ from dpx.statistics.released import Release, StatisticRequest, bounds_of, record
 from dpx.values import described, names_arguments, require_floats, require_open_fraction, require_whole
 
 SHARES = 2**20
-_BITS, _FALL = 108, 44  # of the largest weight, and by how much the smallest one is less
+_BITS, _FALL = 108, 44  # of the largest weight, and how many fewer the smallest has
 _SPARE = 2.0**-50  # of epsilon
 
 
@@ -44,17 +44,17 @@ _SPARE = 2.0**-50  # of epsilon
 class Quantiles(Release):
     """Released quantiles: `value` is float64 (quantiles,), ascending.
 
-    scale: float64 (quantiles,), what the logarithm of the error probability is multiplied by. points: int.
+    scale: float64 (quantiles,), the factor of ln(points / error) in the rank error. points: int.
     """
 
     scale: np.ndarray = field(repr=False)
     points: int
 
     def rank_error(self, confidence: float = 0.95) -> np.ndarray:
-        """By how many values the rank of each answer is off at most, float64 (quantiles,), each with this confidence.
+        """Bounds the rank error of each answer, in values, at this confidence for each; float64 (quantiles,).
 
-        It counts the noise, and not that the records are a sample, nor that values are rounded to points.
-        confidence: in (0, 1). Raises ValueError for other numbers.
+        It covers the noise, but neither sampling error nor the rounding of values to points.
+        confidence: in (0, 1). Raises ValueError outside this range.
         """
         error = 1 - require_open_fraction("confidence", confidence)
         return self.scale * math.log(self.points / error)
@@ -74,16 +74,16 @@ def release_quantiles(
     ledger: Any = None,
     part: str | None = None,
 ) -> "Quantiles":
-    """Quantiles of the values, each clipped to [low, high], at delta 0. Missing values (NaN) are left out.
+    """Releases quantiles of the values, each clipped to [low, high], at delta 0. Missing values (NaN) are left out.
 
-    data: (N,), or a `dpx.UserData` of one.
-    quantiles: float (quantiles,), in [0, 1], ascending. Each is a release of its own.
-    low, high: public, finite. points: int, the possible answers, evenly spaced from low to high; for whole numbers,
-        high - low + 1 of them.
-    noise_multiplier: 1 / epsilon of each quantile; or a `dpx.Budget` for all of them, times its steps.
+    data: (N,), or a `dpx.UserData` of such an array.
+    quantiles: float (quantiles,), in [0, 1], ascending. Each is a separate release.
+    low, high: public and finite. points: int, the number of possible answers, evenly spaced from low to high; for
+        integer data, high - low + 1.
+    noise_multiplier: 1 / epsilon of each quantile; or a `dpx.Budget`, each of whose steps covers all of them.
     The other arguments and errors are those of `dpx.statistics`; the noise is that of the exponential mechanism.
-    `rank_error` bounds how many values each answer is off by. A bound in the unit of the values would be one more
-    release, so ask for the quantiles at the shares that this number allows.
+    `rank_error` bounds how many ranks each answer is off by. A bound in the unit of the values would be another
+    release, so ask for the quantiles at the ends of that range of ranks.
     """
     asked = StatisticRequest(words, key, noise_multiplier, "laplace", ledger, part)
     records = records_of(data)
@@ -118,7 +118,7 @@ def _event_of_quantiles(multiplier: float, quantiles: int) -> DpEvent:
 
 
 def nearest_point_counts(values: np.ndarray, low: float, high: float, points: int) -> np.ndarray:
-    """How many values are nearest to each point, int64 (points,)."""
+    """Counts the values nearest to each point, int64 (points,)."""
     there = np.clip(values[~np.isnan(values)], low, high)
     places = np.rint((there - low) / (high - low) * (points - 1)).astype(np.int64)
     return np.bincount(np.clip(places, 0, points - 1), minlength=points)
@@ -132,7 +132,7 @@ def rank_distances(counts: np.ndarray, share: int) -> np.ndarray:
 
 
 def weights_of(far: np.ndarray, share: int, epsilon: float, most: int) -> list[int]:
-    """The weights of the points, whole numbers. far: of `rank_distances`. most: values of one unit."""
+    """The integer weights of the points. far: from `rank_distances`. most: the most values that one unit has."""
     with localcontext(prec=60) as context:
         rate = Decimal(epsilon) / (2 * max(share, SHARES - share) * most)
         last = min(int(_FALL * context.ln(Decimal(2)) / rate), 2**62)  # farther than 2^36 values of 2^20 shares
@@ -144,7 +144,7 @@ def weights_of(far: np.ndarray, share: int, epsilon: float, most: int) -> list[i
 
 
 def _weighted_draw(key: jax.Array, weights: list[int]) -> int:
-    """The place of a weight, with a probability proportional to it."""
+    """Draws the index of a weight with probability proportional to it."""
     ends = list(itertools.accumulate(weights))
     (a, b), (c, d) = random_words(key, 2).tolist()
     bits = a << 192 | b << 128 | c << 64 | d

@@ -1,4 +1,4 @@
-"""What a statistic is asked for, the record of what was released, and the records that it is computed from."""
+"""The request for a statistic, the records that it is computed from, and the record of its release."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,14 +29,14 @@ from dpx.values import (
 )
 
 RELATION = "zero_out"
-_LARGEST_USUAL, _SMALL_DELTA = 10.0, 1e-6  # the epsilon of one statistic, and at which delta
-_ANSWERED: dict[int, int] = {}  # the mark of the noise of what each key has released, by the mark of the key
+_LARGEST_USUAL, _SMALL_DELTA = 10.0, 1e-6  # a larger epsilon of one statistic at this delta warns
+_ANSWERED: dict[int, int] = {}  # mark of a key -> mark of the noise that it has released
 
 
 class StatisticRecords(NamedTuple):
-    """The records of a statistic. values: (rows, columns). vector: whether they were given in columns.
+    """The records of a statistic. values: (rows, columns). vector: whether the caller's array had a column axis.
 
-    units: int, how many examples or users there are, which is public. most: int, the records of one of them. unit: what
+    units: int, the public number of examples or users. most: int, the most records that one of them has. unit: what
     epsilon protects, in words.
     """
 
@@ -48,24 +48,24 @@ class StatisticRecords(NamedTuple):
 
     @property
     def most_rows(self) -> int:
-        """A public bound of the number of records."""
+        """A public bound on the number of records."""
         return self.units * self.most
 
     @property
     def public(self) -> "StatisticRecords":
-        """What remains with a release, which anyone may see: no values."""
+        """These facts without the values, so that a release may keep them."""
         return self._replace(values=np.empty((0, self.values.shape[1]), self.values.dtype))
 
     def shaped(self, found: np.ndarray) -> Any:
-        """Numbers of the columns, (..., columns), or without that axis where the values have none; floats where ()."""
+        """Drops the column axis of (..., columns) if the caller's array had none, and turns a scalar into a float."""
         found = found if self.vector else found[..., 0]
         return float(found) if found.ndim == 0 else found
 
 
 def records_of(data: Any, *, numbers: bool = True) -> StatisticRecords:
-    """The records of one example or user each. data: an array, (N,) or (N, columns), or a `dpx.UserData` of one.
+    """The records of each example or user. data: an array, (N,) or (N, columns), or a `dpx.UserData` of one.
 
-    numbers: whether they must be numbers, which become float64. Raises ValueError for other data.
+    numbers: whether to require numbers and convert them to float64. Raises ValueError for other data.
     """
     users = isinstance(data, UserData)
     values = data.kept if users else data
@@ -76,7 +76,7 @@ def records_of(data: Any, *, numbers: bool = True) -> StatisticRecords:
     if numbers:
         require_arrays(values)
     elif not hasattr(values, "dtype"):
-        # Of a list, one record would decide how all others are read: one 2 makes numbers of all bools.
+        # In a list, one record would decide how all are read: a single 2 turns every bool into a number.
         raise ValueError(
             "data must be an array whose dtype does not depend on the records, such as numpy.array(words, str), got "
             f"{type(values)}"
@@ -98,7 +98,7 @@ def records_of(data: Any, *, numbers: bool = True) -> StatisticRecords:
 def bounds_of(low: ArrayLike, high: ArrayLike, records: StatisticRecords) -> tuple[np.ndarray, np.ndarray]:
     """The bounds of each column, float64 (columns,). Raises ValueError unless low < high, both finite."""
     columns = records.values.shape[1]
-    # Arrays are not shown, because data may stand in a wrong place.
+    # Arrays are not shown, because someone may have passed data by mistake.
     got = f"{low=}, {high=}" if {type(low), type(high)} <= {int, float} else "other bounds"
     low, high = (require_floats(name, value) for name, value in (("low", low), ("high", high)))
     if any(bound.shape not in ((), (columns,)) for bound in (low, high)):
@@ -114,10 +114,10 @@ def bounds_of(low: ArrayLike, high: ArrayLike, records: StatisticRecords) -> tup
 class Release:
     """What was released, which anyone may see.
 
-    value: float, or float64 (...). words: what it is. unit: what epsilon protects, such as "example", for nulls in
-        place of one.
-    event: what the release costs. numbers: int, how many noisy numbers it counts for the arithmetic of Gaussian noise.
-    noise: "gaussian", "laplace" or "exponential". noise_multiplier: float, of this noise.
+    value: float, or float64 (...). words: what it is. unit: what epsilon protects, such as "example"; neighbors have a
+        null in place of one.
+    event: what the release costs. numbers: int, how many elements the cost of Gaussian noise's arithmetic is for.
+    noise: "gaussian", "laplace" or "exponential". noise_multiplier: float, the multiplier of this noise.
     """
 
     value: Any
@@ -129,7 +129,7 @@ class Release:
     noise_multiplier: float
 
     def epsilon(self, *, delta: float) -> float:
-        """An upper bound on epsilon at `delta`, in [0, 1), for this release alone; inf at 0 for Gaussian noise."""
+        """Returns an upper bound on epsilon at `delta`, in [0, 1), for this release; inf at 0 for Gaussian noise."""
         if delta == 0:
             return event_epsilon(self.event, delta=0, relation=RELATION)
         return profile_of_run(self.event, relation=RELATION, numbers=self.numbers).epsilon(require_delta(delta))
@@ -137,23 +137,23 @@ class Release:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Statistic(Release):
-    """A released statistic with its error."""
+    """A released statistic with its error bounds."""
 
     interval_at: Callable[[float], Any] = field(repr=False)
 
     def interval(self, confidence: float = 0.95) -> tuple[Any, Any]:
-        """Bounds on the true statistic of these records, each a float or float64 (...), like `value`.
+        """Returns bounds on the true statistic of these records, each a float or float64 (...), like `value`.
 
-        They cover the noise and the rounding of the release, but not that the records are a sample of a population: for
-        that, add the variance of the sample. The confidence is that of each number by itself.
+        They cover the noise and the rounding of the release, but not sampling error: if the records are a sample of a
+        population, add its variance. The confidence holds for each element separately.
 
-        confidence: in (0, 1). Raises ValueError for other numbers.
+        confidence: in (0, 1). Raises ValueError outside this range.
         """
         return self.interval_at(1 - require_open_fraction("confidence", confidence))
 
 
 class _CalibrationTarget(NamedTuple):
-    """What `calibrate` asks of a mechanism."""
+    """What `calibrate` needs from a mechanism."""
 
     event: Callable[[int], DpEvent]
     sampling: FullBatch
@@ -161,7 +161,7 @@ class _CalibrationTarget(NamedTuple):
 
 @dataclass(frozen=True)
 class StatisticRequest:
-    """How a statistic is released: the arguments that all of them take (`dpx.statistics`)."""
+    """The arguments that every statistic takes (`dpx.statistics`)."""
 
     words: str
     key: jax.Array = field(repr=False)
@@ -187,7 +187,7 @@ class StatisticRequest:
             )
 
     def noise_for(self, records: StatisticRecords, effect: UnitSensitivity, size: int) -> tuple[Noise, float]:
-        """The noise on `size` numbers, and its multiplier; of both kinds, the one that deviates less."""
+        """The noise on `size` elements and its multiplier; where both kinds may be used, the one that deviates less."""
         kinds: list[Any] = [self.noise or "gaussian"]
         if self.noise is None and isinstance(self.noise_multiplier, Budget) and self.ledger is None:
             kinds = ["laplace", "gaussian"]
@@ -200,7 +200,7 @@ class StatisticRequest:
         return min(found, key=lambda each: each[0].deviation)
 
     def multiplier(self, records: StatisticRecords, event: Callable[[float], DpEvent], numbers: int) -> float:
-        """The noise multiplier, of a budget the least one. event: noise multiplier -> the event of one release."""
+        """The noise multiplier; for a budget, the least one. event: noise multiplier -> the event of one release."""
         budget = self.noise_multiplier
         if not isinstance(budget, Budget):
             return float(budget)
@@ -218,9 +218,9 @@ class StatisticRequest:
     def noisy(
         self, records: StatisticRecords, sums: np.ndarray, effect: UnitSensitivity, low: int, high: int, *, query: str
     ) -> tuple[np.ndarray, Noise, dict[str, Any]]:
-        """The sums, int64 (...), with noise, float64 (...); the noise; and the fields of its `Statistic`.
+        """Adds noise to sums, int64 (...). Returns float64 (...), the noise, and the fields of its `Statistic`.
 
-        effect: of one record. low, high: public bounds of the sums. query: what is asked, with all public arguments.
+        effect: of one record. low, high: public bounds on the sums. query: the question, with all public arguments.
         """
         effect = UnitSensitivity(
             effect.one * records.most, effect.two * records.most, min(sums.size, effect.moves * records.most)
@@ -243,8 +243,8 @@ class StatisticRequest:
         query: str,
         sums: np.ndarray,
     ) -> tuple[DpEvent, jax.Array]:
-        """The event of a release, which is now paid for, and the key of its noise. Raises ValueError for a key that was
-        used, and as the ledger does, which pays for all records of a person: k of them move k times as much."""
+        """Charges a release to the ledger, for all k records of a person, who changes the sums k times as much. Returns
+        its event and the key of its noise. Raises ValueError for a key that was used, and where the ledger does."""
         own = key_of_query(self.key, query, sums)
         mark, answer = int(keys.mark_of_key(self.key)), int(keys.mark_of_key(own))
         if _ANSWERED.get(mark, answer) != answer:
@@ -273,7 +273,7 @@ class StatisticRequest:
 
 
 def _warn_of_large_cost(noise_multiplier: float, event: DpEvent) -> None:
-    """Warns the user of a statistic if a number, perhaps meant as epsilon, makes it cost more than is usual."""
+    """Warns the user if a noise multiplier, perhaps meant as epsilon, makes a statistic unusually expensive."""
     if noise_multiplier < 1 and (cost := event_epsilon(event, delta=_SMALL_DELTA, relation=RELATION)) > _LARGEST_USUAL:
         warn_user(
             f"noise_multiplier = {noise_multiplier:g} gives epsilon = {cost:.3g} at delta = {_SMALL_DELTA:g}, which "
@@ -283,23 +283,23 @@ def _warn_of_large_cost(noise_multiplier: float, event: DpEvent) -> None:
 
 
 def mark_of_answer(key: jax.Array) -> int:
-    """The mark of the noise of what a key has released, which tells apart releases of other sums or bounds."""
+    """The mark of the noise that a key has released, which differs between releases of different sums or bounds."""
     return _ANSWERED[int(keys.mark_of_key(key))]
 
 
 def event_of_noise(kind: str, noise_multiplier: float) -> DpEvent:
-    """The event of one release: of Gaussian noise, or of a pure mechanism of epsilon 1 / noise_multiplier."""
+    """The event of one release: Gaussian, or a pure mechanism with epsilon 1 / noise_multiplier."""
     return GaussianDpEvent(noise_multiplier) if kind == "gaussian" else PureDpEvent(1 / noise_multiplier)
 
 
 def weighted_mean_bounds(
     cells: np.ndarray, weights: tuple[float, ...], noise: Noise, error: float, off: float
 ) -> tuple:
-    """Bounds of sum_i w_i S_i / sum_i S_i, in [0, 1], float64 (...) each, from noisy cells of the sums S.
+    """Bounds on sum_i w_i S_i / sum_i S_i, in [0, 1], float64 (...) each, from noisy cells of the sums S.
 
-    The true ratio f has sum_i (w_i - f) S_i = 0, so sum_i (w_i - f) cells_i is noise alone, whose half width is known
-    for every f: its set of f holds the true one with a probability of at least 1 - error (Fieller 1954,
-    https://doi.org/10.1111/j.2517-6161.1954.tb00159.x). Where the set is not an interval, the bounds are 0 and 1.
+    The true ratio f has sum_i (w_i - f) S_i = 0, so sum_i (w_i - f) cells_i is pure noise of a known half width. The f
+    that are consistent with it include the true one with a probability of at least 1 - error (Fieller 1954,
+    https://doi.org/10.1111/j.2517-6161.1954.tb00159.x). If they are not an interval, the bounds are 0 and 1.
 
     cells: float64 (number of weights, ...). weights: in [0, 1]. off: the most that rounding moves the weighted sum.
     """
@@ -329,6 +329,6 @@ def weighted_mean_bounds(
 
 
 def safe_ratio(top: np.ndarray, bottom: np.ndarray, otherwise: float) -> np.ndarray:
-    """top / bottom, cut to [0, 1]; `otherwise` where bottom is not above 0."""
+    """top / bottom, clipped to [0, 1]; `otherwise` where bottom is not positive."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(bottom > 0, np.clip(top / bottom, 0, 1), otherwise)

@@ -1,16 +1,16 @@
-"""Counts, sums, means, histograms and scales, each a sum of whole numbers with noise.
+"""Counts, sums, means, histograms and scales: integer sums with noise.
 
-A record is rounded to a public grid before it is summed, and spreads its quanta over the numbers of the release:
+A record is rounded to a public grid before it is summed, and spreads its quanta over the cells of the release:
 
-    count        one number, 2^10 quanta for a value that is there
-    sum          one number, up to 2^24 quanta
-    mean         two numbers, k and 2^24 - k quanta: their sum is the count
-    scale        three numbers, about (1 - a)^2, 2 a (1 - a) and a^2 of 2^24 quanta: count, mean and variance
-    histogram    one number a bin, 2^10 quanta for the bin of the value
+    count        one cell, 2^10 quanta for a value that is present
+    sum          one cell, up to 2^24 quanta
+    mean         two cells, k and 2^24 - k quanta, which add up to the count
+    scale        three cells, about (1 - a)^2, 2 a (1 - a) and a^2 of 2^24 quanta, for count, mean and variance
+    histogram    one cell per bin, 2^10 quanta in the value's bin
 
-So a record moves the sum of all absolute values by its quanta at most, and the 2-norm by no more, although a mean needs
-two numbers and a variance three. A missing value (NaN) has no quanta: it moves nothing, and is not counted. Values
-beyond the bounds, also infinite ones, count as the bounds.
+So a record's effect has a 1-norm, and therefore a 2-norm, of at most its quanta, although a mean needs two cells and a
+variance three. A missing value (NaN) has no quanta: it changes nothing and is not counted. Values beyond the bounds,
+including infinite ones, are clipped to them.
 """
 
 import math
@@ -36,7 +36,7 @@ from dpx.statistics.released import (
 )
 from dpx.values import described, names_arguments, require_bool
 
-WHOLE, QUANTA = 2**10, 2**24  # of a value that is counted, and of one that is added
+WHOLE, QUANTA = 2**10, 2**24  # quanta of a value that is counted, and the most of one that is summed
 _LARGEST_VARIANCE = 0.25  # of values in [0, 1]
 
 
@@ -51,10 +51,10 @@ def release_count(
     ledger: Any = None,
     part: str | None = None,
 ) -> Statistic:
-    """How many values there are, not counting those that are missing (NaN); of a bool array, how many are True.
+    """Releases the number of values that are not missing (NaN), or the number of True values in a bool array.
 
-    data: an array, (N,), or (N, columns) for a count of each column; or a `dpx.UserData` of one.
-    The other arguments and errors are those of `dpx.statistics`. The count may be negative, because it is unbiased.
+    data: an array, (N,), or (N, columns) for a count per column; or a `dpx.UserData` of such an array.
+    The other arguments and errors are those of `dpx.statistics`. The count is unbiased, so it may be negative.
 
         >>> tall = dpx.statistics.release_count(data[1] > 0.5, noise_multiplier=10.0, key=dpx.secret_key())
         >>> tall.epsilon(delta=1e-5)
@@ -85,15 +85,15 @@ def release_histogram(
     ledger: Any = None,
     part: str | None = None,
 ) -> Statistic:
-    """How many values are in each bin, float64 (bins,).
+    """Releases the number of values in each bin, float64 (bins,).
 
-    data: an array, (N,), of numbers, or of words for `categories`; or a `dpx.UserData` of one. A value outside all
-        bins, or a missing one (NaN), is not counted.
-    edges: float (bins + 1,), ascending, public. Bin i has edges[i] <= value < edges[i + 1]; the last one has its upper
-        edge too. Edges may be infinite.
-    categories: (bins,), the distinct values of the bins, all numbers or all words, in place of edges. They must be
-        public: a list of the values that occur in the data is not.
-    The other arguments and errors are those of `dpx.statistics`. Counts may be negative, because they are unbiased.
+    data: an array, (N,), of numbers, or of words for `categories`; or a `dpx.UserData` of such an array. Missing values
+        (NaN) and values outside all bins are not counted.
+    edges: float (bins + 1,), ascending and public, possibly infinite. Bin i holds edges[i] <= value < edges[i + 1]; the
+        last bin includes its upper edge.
+    categories: (bins,), one distinct value per bin, all numbers or all words, in place of edges. They must be public: a
+        list of the values that occur in the data is not.
+    The other arguments and errors are those of `dpx.statistics`. Counts are unbiased, so they may be negative.
     """
     asked = StatisticRequest(words, key, noise_multiplier, noise, ledger, part)
     if (edges is None) == (categories is None):
@@ -137,7 +137,7 @@ def _release_noisy_counts(
     query: str,
     shaped: Any,
 ) -> Statistic:
-    """Counts, which are sums of WHOLE for each."""
+    """Releases counts, given as sums of WHOLE quanta per counted value."""
     most = WHOLE * records.most_rows
     noisy, added, facts = asked.noisy(records, sums, effect, 0, most, query=query)
     value = noisy / WHOLE
@@ -162,10 +162,10 @@ def release_sum(
     ledger: Any = None,
     part: str | None = None,
 ) -> Statistic:
-    """The sum of the values, each clipped to [low, high]; a missing one (NaN) adds 0.
+    """Releases the sum of the values, each clipped to [low, high]; missing values (NaN) add 0.
 
-    data: (N,), or (N, columns) for a sum of each column; or a `dpx.UserData` of one.
-    low, high: public, finite, numbers or one for each column. The noise grows with the larger of their absolute values.
+    data: (N,), or (N, columns) for a sum per column; or a `dpx.UserData` of such an array.
+    low, high: public and finite, one number or one per column. The noise is proportional to max(|low|, |high|).
     The other arguments and errors are those of `dpx.statistics`.
     """
     asked = StatisticRequest(words, key, noise_multiplier, noise, ledger, part)
@@ -184,7 +184,7 @@ def _sum_in_quanta(
     offset: ArrayLike,
     query: str,
 ) -> Statistic:
-    """offset + size times the sums of quanta, int64 (rows, columns), each at most QUANTA in size."""
+    """Releases offset + size * (column sums of quanta). quanta: int64 (rows, columns), each in [-QUANTA, QUANTA]."""
     columns, most = quanta.shape[1], QUANTA * records.most_rows
     effect = UnitSensitivity(QUANTA * columns, QUANTA * math.sqrt(columns), columns)
     records = records.public
@@ -199,7 +199,7 @@ def _sum_in_quanta(
 
 
 def _in_quanta(shares: np.ndarray) -> np.ndarray:
-    """Shares in [-1, 1] in quanta, int64; 0 for NaN."""
+    """Converts shares in [-1, 1] to quanta, int64; NaN becomes 0."""
     return np.clip(np.rint(np.nan_to_num(shares) * QUANTA), -QUANTA, QUANTA).astype(np.int64)
 
 
@@ -217,15 +217,15 @@ def release_mean(
     ledger: Any = None,
     part: str | None = None,
 ) -> Statistic:
-    """The mean of the values that are not missing, each clipped to [low, high].
+    """Releases the mean of the values that are not missing (NaN), each clipped to [low, high].
 
     One release gives numerator and denominator, each with about the noise of a count: sums of k and of 2^24 - k quanta,
-    which together are the count. If the noise leaves no count, the mean is the middle of the bounds.
+    which add up to the count. If the noisy count is not positive, the mean is the middle of the bounds.
 
-    data: (N,), or (N, columns) for a mean of each column; or a `dpx.UserData` of one, for the mean over all records.
-    low, high: public, finite, numbers or one for each column.
+    data: (N,), or (N, columns) for a mean per column; or a `dpx.UserData` of such an array, for the mean over all
+        records. low, high: public and finite, one number or one per column.
     complete: True promises that no value is missing. The divisor is then N, and the noise is smaller by a factor of 1.4
-        to 2. A missing value would count as the middle of the bounds. Not for `dpx.UserData`, whose number of records
+        to 2. A missing value would count as the middle of the bounds. False for `dpx.UserData`, whose number of records
         is private.
     The other arguments and errors are those of `dpx.statistics`.
 
@@ -259,7 +259,7 @@ def release_mean(
 
 
 def _cut_to_bounds(found: Statistic, records: StatisticRecords, low: np.ndarray, high: np.ndarray) -> Statistic:
-    """A mean and its intervals, cut to the bounds of the values."""
+    """Clips a mean and its intervals to the bounds of the values."""
 
     def cut(value: Any) -> Any:
         return records.shaped(np.clip(np.reshape(value, low.shape), low, high))
@@ -274,9 +274,9 @@ def _cut_to_bounds(found: Statistic, records: StatisticRecords, low: np.ndarray,
 def noisy_bernstein_cells(
     asked: StatisticRequest, records: StatisticRecords, low: np.ndarray, high: np.ndarray, degree: int, query: str
 ) -> tuple[np.ndarray, Noise, dict[str, Any]]:
-    """The sums of the quanta that a record spreads, (degree + 1, columns), released as by `asked.noisy`: the basis of
-    Bernstein's polynomials, whose terms are at least 0 and add up to 1, so that the quanta of a record that is there
-    add up to QUANTA."""
+    """Spreads each record's quanta over `degree + 1` cells, and releases the sums by `asked.noisy`, (degree + 1,
+    columns). The shares are Bernstein polynomials, which are nonnegative and add up to 1, so the quanta of a record
+    that is present add up to QUANTA."""
     there = ~np.isnan(records.values)
     share = (np.clip(np.where(there, records.values, low), low, high) - low) / (high - low)
     last = _in_quanta(share**degree)
@@ -289,7 +289,7 @@ def noisy_bernstein_cells(
 
 @dataclass(frozen=True, eq=False)
 class Scaling:
-    """Means and scales that were released: call it on features, one example or many, before a model reads them.
+    """Released means and scales. Call it on the features of one example or many before a model reads them.
 
     low, high, mean, scale: float64 (columns,), or floats for one column. released: the `Statistic` of mean and scale,
     float64 (2, ...). Everything here is public.
@@ -302,7 +302,7 @@ class Scaling:
     released: Statistic
 
     def __call__(self, features: Any) -> jax.Array:
-        """(clip(features) - mean) / scale, float32 (..., columns), and 0 for a missing value (NaN)."""
+        """Returns (clip(features) - mean) / scale, float32 (..., columns), with 0 for missing values (NaN)."""
         features = jnp.asarray(features, jnp.float32)
         parts = (self.low, self.high, self.mean, self.scale)
         low, high, mean, scale = (jnp.broadcast_to(np.asarray(x, np.float32), features.shape) for x in parts)
@@ -323,12 +323,12 @@ def standardize(
     ledger: Any = None,
     part: str | None = None,
 ) -> Scaling:
-    """The mean and the standard deviation of each feature, from one release, for a model that reads scaled features.
+    """Releases the mean and standard deviation of each feature at once, and returns the `Scaling` that applies them.
 
     data: (N, columns) or (N,), or a `dpx.UserData` of such an array. Missing values (NaN) are left out.
-    low, high: public and finite; one number, or one for each column. Values are clipped to this range, here and in the
-    model. The other arguments and errors are those of `dpx.statistics`. A scale is never below the one that noise alone
-    would show, so no feature is divided by almost nothing.
+    low, high: public and finite, one number or one per column. Values are clipped to this range, here and by `Scaling`.
+    The other arguments and errors are those of `dpx.statistics`. A scale is never below what noise alone would give, so
+    no feature is divided by almost nothing.
 
         >>> scaling = dpx.statistics.standardize(data[0], low=0, high=2, noise_multiplier=5.0, key=dpx.secret_key())
         >>> scaling(data[0]).shape
