@@ -1,7 +1,7 @@
-"""The ledger of a data set: one file that programs share, and one budget for all that they release.
+"""The ledger of a data set: one file that programs share, with one budget for everything they release.
 
-`entries.py` has the lines of the file, `ledger.py` what may be released and the page for a data owner. The proof that
-releases may be chosen by what was released before is in `dpx/accounting/filters.py`.
+`entries.py` defines the lines of the file; `ledger.py` decides what may be released and prints the data owner's page.
+`dpx/accounting/filters.py` proves that a release may be chosen based on earlier ones.
 """
 
 from dpx.ledgers.entries import Entry as Entry

@@ -1,4 +1,4 @@
-"""The lines of a ledger's file: each is one JSON object, in which every float is exact."""
+"""The lines of a ledger's file: each is one JSON object that stores floats exactly."""
 
 import dataclasses
 import sys
@@ -16,15 +16,15 @@ from dpx.values import described
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What was reserved for one release, such as a statistic or a whole run.
+    """The record of one release, such as a statistic or a whole run, from when it is reserved.
 
-    number: int, its place in the ledger. event: what it costs, an event of dp-accounting or of dpx. words: what it is.
-    date: when it was reserved, in UTC, such as "2026-01-31". part: of the data, a name, or None for all of them.
-    numbers: int, the most that one release of the event has. in_integers: whether a TPU may draw its noise.
+    number: int, its index in the ledger. event: its cost, an event of dp-accounting or of dpx. words: what it is.
+    date: the UTC date on which it was reserved, such as "2026-01-31". part: name of the part of the data, None for all.
+    numbers: int, the most elements in one release of the event. in_integers: whether a TPU may draw its noise.
     marks: ints that tell its keys apart without revealing them. planned: whether it was reserved before anything was
-        released. charge: what it costs in the unit of the filter; nothing if it was planned.
-    made: whether it may have been released. holder: a mark of the folder whose run it is, "" for none.
-    steps: int, after how many steps its run was ended, or None. credit: what that gave back, and its coins.
+        released. charge: its cost in the unit of the filter; nothing if it was planned.
+    made: whether it may have been released. holder: mark of the folder of its run, "" for none.
+    steps: int, the number of steps after which its run ended, or None. credit: what ending early gave back, with coins.
     """
 
     number: int
@@ -52,13 +52,13 @@ class Entry:
 
 
 def entries_of(lines: list[dict[str, Any]]) -> list[Entry]:
-    """The entries that the lines after the first one make. Raises ValueError for a line of another kind."""
+    """Reads the entries from all lines but the first. Raises ValueError for a line of another kind."""
     entries: list[Entry] = []
     for line in lines:
         if "event" in line:
             given = line | {"event": decode_value(line["event"]), "charge": Spent(*decode_value(line["charge"]))}
             entries.append(Entry(**given | {"marks": tuple(line["marks"])}))
-            if line["number"] != len(entries) - 1:  # the lines that follow would be of other entries
+            if line["number"] != len(entries) - 1:  # later lines would refer to the wrong entries
                 raise ValueError(
                     "the lines of a ledger must be those of one file, in their order, but some are missing or from "
                     f"another ledger: entry {line['number']} is in place {len(entries) - 1}"
@@ -75,7 +75,7 @@ def entries_of(lines: list[dict[str, Any]]) -> list[Entry]:
 
 
 def encode_value(value: Any) -> Any:
-    """An event, or a value in it, as JSON can hold it: floats in hexadecimal. Raises ValueError for other values."""
+    """Encodes an event, or a value in it, for JSON, with hexadecimal floats. Raises ValueError for other values."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -90,7 +90,7 @@ def encode_value(value: Any) -> Any:
 
 
 def decode_value(value: Any) -> Any:
-    """What `encode_value` was given, with tuples for lists and arrays. Raises ValueError for an unknown name."""
+    """Inverts `encode_value`; lists and arrays become tuples. Raises ValueError for an unknown class name."""
     if isinstance(value, list):
         return tuple(decode_value(part) for part in value)
     if not isinstance(value, dict):
@@ -109,12 +109,12 @@ def _fields(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _known_classes() -> dict[str, type]:
-    """The events and samplings, by name: all classes that a line may name."""
+    """All classes that a line may name: events and samplings, by class name."""
     found: dict[str, type] = {}
     left: list[type] = [DpEvent, Sampling]
     while left:
         kind = left.pop()
-        # attrs makes a class anew to give it slots, and the first one is a subclass until it is collected as garbage.
+        # attrs recreates a class to give it slots; the original stays in __subclasses__ until it is garbage-collected.
         if getattr(sys.modules.get(kind.__module__), kind.__name__, kind) is kind:
             found[kind.__name__] = kind
         left += kind.__subclasses__()

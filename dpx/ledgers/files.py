@@ -1,4 +1,4 @@
-"""Small files that only their owner can read, and that a kill or a loss of power leaves whole."""
+"""Small files that only their owner can read, and that stay intact if the process is killed or power is lost."""
 
 import json
 import os
@@ -9,16 +9,16 @@ from filelock import FileLock, Timeout
 
 
 def make_folder(path: Path):
-    """Makes a folder that only its owner can read or enter; if it exists, takes away the rights of others."""
+    """Makes a folder that only its owner can read or enter; if it exists, removes everyone else's permissions."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.stat().st_mode & 0o077:
         path.chmod(0o700)
 
 
 def acquire_lock(path: Path) -> FileLock:
-    """Takes and returns the lock of a folder, which the program holds until it releases it or ends.
+    """Acquires and returns the lock of a folder. The program holds it until it releases it or exits.
 
-    Raises ValueError if another program has it.
+    Raises ValueError if another program holds it.
     """
     lock = FileLock(path / "lock", timeout=0, mode=0o600)
     try:
@@ -32,14 +32,14 @@ def acquire_lock(path: Path) -> FileLock:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds."""
+    """Returns the content of a JSON file."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def replace_file(path: Path, text: str):
-    """Replaces the file at once, by one that only its owner can read and that survives a loss of power."""
+    """Replaces the file atomically. Only its owner can read the new one, which survives a loss of power."""
     part = path.with_name(f"{path.name}.part")
-    part.unlink(missing_ok=True)  # of a program that was killed; others may be able to read it
+    part.unlink(missing_ok=True)  # left by a killed program, perhaps readable by others
     with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -49,7 +49,7 @@ def replace_file(path: Path, text: str):
 
 
 def fsync_folder(folder: Path):
-    """Ensures that a loss of power brings no older file back under a name in the folder."""
+    """Ensures that no older file reappears under a name in the folder after a loss of power."""
     if hasattr(os, "O_DIRECTORY"):
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         os.fsync(opened)

@@ -1,4 +1,4 @@
-"""`PrivacyLedger`: what may be released, under one budget, by all programs that use a data set; and its page."""
+"""`PrivacyLedger`: keeps what all programs release about a data set within one budget, and prints its page."""
 
 import json
 import math
@@ -31,13 +31,13 @@ from dpx.states.record import unit_mark
 from dpx.values import described, names_arguments, require_path, require_text, require_whole, rounded_up, unit_in_words
 from dpx.xla.place import current_place
 
-_MOST_NOISE, _FINE = 1e4, 1e-3  # of `least_noise`
-_PATIENCE = 300.0  # seconds for other programs to write their lines
+_MOST_NOISE, _FINE = 1e4, 1e-3  # largest noise multiplier and relative precision of `least_noise`
+_PATIENCE = 300.0  # seconds to wait for other programs to write their lines
 
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerTerms:
-    """The first line of a ledger, which never changes. Fields as for `PrivacyLedger`."""
+    """The first line of a ledger, which never changes. The fields are as for `PrivacyLedger`."""
 
     epsilon: float
     delta: float
@@ -58,13 +58,13 @@ class LedgerTerms:
 
     @property
     def owner(self) -> str:
-        """Whom epsilon is for, in words."""
+        """Whom epsilon protects, in words."""
         return unit_in_words(self.records, self.unit)
 
 
 @names_arguments
 class PrivacyLedger:
-    """The ledger of a data set: one file that keeps everything that programs release about it within one budget.
+    """The ledger of a data set: a shared file that keeps everything programs release about the data within one budget.
 
         >>> from dp_accounting import GaussianDpEvent
         >>> ledger = dpx.PrivacyLedger(f"{tempfile.mkdtemp()}/ledger.jsonl", epsilon=2.0, delta=1e-5)
@@ -72,19 +72,19 @@ class PrivacyLedger:
         >>> ledger.epsilon
         0.16...
 
-    `spend` writes a line before a release is made, and refuses what the budget does not allow. A program that is killed
-    after the line has paid for it. What is released next, with how much noise, and when it ends, may depend on
-    everything that was released before: all of it together is (epsilon, delta)-private (`dpx/accounting/filters.py`).
-    `reserve` plans a release. Those that are planned before the first one is made are composed exactly; for the others,
-    the proof needs a fifth of delta, and about 1 % of epsilon for a long run.
+    `spend` writes a line before a release is made, and refuses what the budget does not allow. A release stays charged
+    if its program is killed after that line. What to release next, with how much noise, and when to stop may depend on
+    everything released before: all of it together is (epsilon, delta)-private (`dpx/accounting/filters.py`).
+    `reserve` plans a release. Releases that are all reserved before the first one is made are composed exactly; for
+    others, the proof needs a fifth of delta, and about 1 % of epsilon for a long run.
 
-    path: of the file, which only its owner can read, and which is created if missing. It holds no data and no key.
-    epsilon, delta: of the budget, for all programs; None takes those of the file.
-    unit: what epsilon protects, in words: "user" if the data hold users (`dpx.UserData`).
-    records: int, at least 1, the most of these that the protected person owns.
+    path: the file, which only its owner can read, and which is created if missing. It holds no data and no key.
+    epsilon, delta: the budget for all programs; None takes the file's.
+    unit: what epsilon protects, in words, such as "user" for `dpx.UserData`.
+    records: int, at least 1, the most units that the protected person owns.
     relation: how neighboring data sets differ, for every release.
 
-    Raises ValueError for numbers outside these ranges, a new file without a budget, and a file with another one.
+    Raises ValueError for arguments outside these ranges, a new file without a budget, and a file with a different one.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class PrivacyLedger:
         part: str | None = None,
         unit: str | None = None,
     ) -> Entry:
-        """Writes down a release that will be made later, and pays for it. Arguments and errors as for `spend`."""
+        """Records a future release and charges the budget for it. Arguments and errors are as for `spend`."""
         return self._add_entry(event, key, words, numbers, part, unit, made=False, holder="")
 
     def spend(
@@ -141,31 +141,31 @@ class PrivacyLedger:
         unit: str | None = None,
         holder: str = "",
     ) -> Entry:
-        """Writes down, before a release is made, that it is made, and pays for it unless it was reserved.
+        """Records a release just before it is made, and charges the budget for it unless it was reserved.
 
-        event: what it costs: of dp-accounting or of dpx, true for the ledger's unit, records and relation.
-        key: of its noise, (), used for no other release; of several, such as those of noise and batches, a list.
-        words: what it is, in one line, for the report.
-        numbers: int, at most 2^32, how many numbers one release of the event has at most.
-        part: the name of a part of the data that it is computed from, of a partition that is public and has each unit
-            in one part alone. Releases of other parts cost its members nothing.
-        unit: what the data hold, in words, to compare with the ledger's; None does not compare.
-        holder: a mark of the folder whose run it is. The run may continue there, and pays once.
+        event: its cost, an event of dp-accounting or of dpx that holds for the ledger's unit, records and relation.
+        key: scalar key of its noise, used for no other release; or a list of keys, such as those of noise and batches.
+        words: one line that says what it is, for the report.
+        numbers: int, at most 2^32, the most elements in one release of the event.
+        part: name of the part of the data that it reads. The partition must be public, with each unit in one part only.
+            Releases about other parts cost its members nothing.
+        unit: what the data hold, in words, to compare with the ledger's unit; None skips the check.
+        holder: mark of the folder of its run. The run may continue there without being charged again.
 
-        Raises ValueError for an event that the budget does not allow, or that has no bound; a key that was used before;
-            another unit; and parts where neighbors differ by replacing one, because a member may be replaced by one of
-            another part, or in the records of a person, who may have some in two parts.
+        Raises ValueError for an event that the budget does not allow or that has no bound; for a key that was used
+            before; for another unit; for a part if neighbors differ by replacement, because a replacement may be in
+            another part; and for a part if persons own several records, because these may be in two parts.
         """
         return self._add_entry(event, key, words, numbers, part, unit, made=True, holder=holder)
 
     def end(self, entry: Entry, event: DpEvent, *, steps: int) -> Entry:
-        """Ends a run early, and gives back what its other steps would have cost; nothing unless they are Gaussians on
-        all data or on Poisson samples, and nothing for several records, for which noise is counted in few values.
+        """Ends a run early and gives back the cost of its remaining steps, if these are Gaussians on all data or on
+        Poisson samples. Gives nothing back for several records, because their noise multipliers are rounded to a few.
 
-        Whatever decided where it ends, such as a private evaluation that the ledger has paid for, no step may follow.
+        Whatever decides where it ends, such as a private evaluation that the ledger has paid for, no step may follow.
 
-        entry: of the run, made. event: of the steps that were made. steps: their number, int. If the run has ended
-        there before, nothing changes. Raises ValueError if it ended elsewhere, and for an event of other steps.
+        entry: the run's entry, already made. event: the event of the steps taken. steps: int, how many were taken. Does
+        nothing if the run already ended there. Raises ValueError if it ended elsewhere, or for other steps.
         """
         with self._lock:
             stored = self.entries[entry.number]
@@ -183,10 +183,10 @@ class PrivacyLedger:
 
     @property
     def odometer(self) -> float:
-        """Epsilon at the ledger's delta of what was reserved or made so far, at every moment at once.
+        """Epsilon at the ledger's delta of everything reserved or made so far, valid at all times simultaneously.
 
-        It holds for whoever stops reading at a moment that depends on what was released. It is larger than `epsilon`,
-        which is for a moment that was chosen in advance and counts what was given back, and at most the budget.
+        It holds even for a reader whose stopping time depends on what was released. It is at most the budget, and above
+        `epsilon`, which is for a time chosen in advance and subtracts what was given back.
         """
         return min(self.terms.epsilon, max(self._odometer(group) for group in _by_part(self.entries)))
 
@@ -199,26 +199,26 @@ class PrivacyLedger:
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """All entries, in the order in which they were reserved."""
+        """All entries, in the order of their reservation."""
         return tuple(entries_of(self._lines()[1:]))
 
     @property
     def epsilon(self) -> float:
-        """Epsilon at the ledger's delta of all that is reserved or made, had it been chosen in advance.
+        """Epsilon at the ledger's delta of everything reserved or made, as if it had all been chosen in advance.
 
-        If it was chosen by what was released, the budget bounds it, and `odometer`.
+        If earlier releases decided later ones, rely on the budget or on `odometer` instead.
         """
         return self._epsilon_of(self.entries)
 
     def _epsilon_of(self, entries: Sequence[Entry]) -> float:
-        # Delta has a share for what was given back, and before other releases use that, it may cost more than it is.
+        # The coins of a credit take a share of delta. Until other releases use it, that may cost more than it saves.
         ways = ((group, _without_credits(group)) for group in _by_part(entries))
         return max(min(map(self._epsilon, both if both[0] != both[1] else both[:1])) for both in ways)
 
     def affords(self, event: DpEvent, *, numbers: int = LARGEST_RELEASE, part: str | None = None) -> bool:
-        """Whether the budget still allows a release. Arguments as for `spend`.
+        """Whether the budget still allows a release. The arguments are as for `spend`.
 
-        Raises ValueError for a part or a number that `spend` refuses whatever the budget is.
+        Raises ValueError for arguments that `spend` would refuse under any budget.
         """
         event = self._hashable(event, "asked", numbers, part, None)
         try:
@@ -228,7 +228,7 @@ class PrivacyLedger:
         return True
 
     def __str__(self) -> str:
-        """One page for a data owner: the budget, what was spent, and every release."""
+        """A page for the data owner: the budget, what was spent, and every release."""
         return as_text(f"Privacy ledger {self.path.name}", sections_of(self))
 
     def _repr_markdown_(self) -> str:
@@ -237,10 +237,10 @@ class PrivacyLedger:
     def least_noise(
         self, event: Callable[[float], DpEvent], *, numbers: int = LARGEST_RELEASE, part: str | None = None
     ) -> float:
-        """The least noise multiplier of which the ledger affords event(noise multiplier), to 1e-3, rounded up.
+        """Finds the least noise multiplier whose event the ledger affords, to 1e-3 relative, rounded up.
 
         event: such as `lambda noise: sampling.event(np.full(steps, noise))`; the noise of every release must grow with
-        the number. numbers, part: as for `spend`. Raises ValueError if 1e4 is not enough.
+        the multiplier. numbers, part: as for `spend`. Raises ValueError if 1e4 is not enough.
         """
         given: Any = {"numbers": numbers, "part": part}
         found = least_number(lambda noise: self.affords(event(noise), **given), most=_MOST_NOISE, fine=_FINE)
@@ -269,7 +269,7 @@ class PrivacyLedger:
         return entry
 
     def _hashable(self, event: Any, words: Any, numbers: Any, part: Any, unit: Any) -> DpEvent:
-        """`event` as a line holds it. Raises ValueError for what the ledger's terms do not allow."""
+        """`event` in hashable form. Raises ValueError for arguments that the ledger's terms do not allow."""
         event = as_hashable(event)
         checks.numbers_per_release(numbers)
         if not isinstance(event, DpEvent):
@@ -295,7 +295,7 @@ class PrivacyLedger:
         return event
 
     def _next(self, entries: Sequence[Entry], **given: Any) -> Entry:
-        """The entry of one more release. Raises ValueError if the budget does not allow it."""
+        """The entry for one more release. Raises ValueError if the budget does not allow it."""
         facts = {"in_integers": current_place().platform == "tpu", "date": datetime.now(UTC).date().isoformat()}
         fixed = Entry(number=len(entries), planned=True, charge=NOTHING, **facts, **given)
         planned = not any(entry.made for entry in entries) and self._compose([*entries, fixed])
@@ -321,7 +321,7 @@ class PrivacyLedger:
         return chosen
 
     def _allows(self, entries: Sequence[Entry]) -> bool:
-        """Whether the budget allows them. Coins need their share of delta where something was not planned."""
+        """Whether the budget allows these entries. Unless all were planned, coins take their share of delta."""
         most = self.terms.filter.most
         for group in _by_part(entries):
             spent, coins = _total_spent(group), 0.0 if all(entry.planned for entry in group) else most.delta
@@ -332,7 +332,7 @@ class PrivacyLedger:
         return True
 
     def _compose(self, entries: Sequence[Entry]) -> bool:
-        """Whether dpx knows what the planned ones cost together, and beside a Gaussian."""
+        """Whether dpx knows the joint cost of the planned entries, and their cost composed with a Gaussian."""
         fixed = [entry for entry in entries if entry.planned]
         try:
             self._profile(fixed, self.terms.filter.most.precision)
@@ -341,7 +341,7 @@ class PrivacyLedger:
         return all(from_event(entry.event).readable for entry in fixed)
 
     def _epsilon(self, group: Sequence[Entry], coins: float | None = None) -> float:
-        """Epsilon of the entries that count for one part. coins: their probability, or None for what was spent."""
+        """Epsilon of the entries that count for one part. coins: their probability, or None for that of the entries."""
         fixed, spent = [entry for entry in group if entry.planned], _total_spent(group)
         spent = spent if coins is None else spent._replace(delta=coins)
         if not fixed:
@@ -349,7 +349,7 @@ class PrivacyLedger:
         return self._profile(fixed, spent.precision).epsilon(self.terms.delta - spent.delta)
 
     def _profile(self, entries: Sequence[Entry], precision: float = 0.0, *, curve: bool = False) -> Profile:
-        """The profile of entries, composed with a Gaussian of this precision, mu^2."""
+        """The profile of the entries, composed with a Gaussian of precision mu^2."""
         events = [entry.event for entry in entries]
         events += [GaussianDpEvent(precision**-0.5)] if precision > 0 else []
         event = events[0] if len(events) == 1 else dp_accounting.ComposedDpEvent(events)
@@ -357,7 +357,7 @@ class PrivacyLedger:
         return profile_of_run(event, relation=self.terms.relation, numbers=numbers, curve=curve)
 
     def _lines(self) -> list[dict[str, Any]]:
-        """Raises ValueError for a file that is no ledger."""
+        """Reads all lines. Raises ValueError if the file is not a ledger."""
         try:
             lines = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
             assert "ledger" in lines[0]
@@ -366,24 +366,24 @@ class PrivacyLedger:
         return lines
 
     def _append(self, lines: Iterable[dict[str, Any]]) -> None:
-        """Adds lines, all at once; when it returns, they survive a loss of power. Under the lock."""
+        """Appends lines atomically and durably. The caller holds the lock."""
         text = self.path.read_text(encoding="utf-8")
         replace_file(self.path, text + "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _by_part(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """For each part of the data, the entries that count for its members."""
+    """Groups the entries by part: for each part of the data, those that count for its members."""
     parts = {entry.part for entry in entries} - {None} or {None}
     return [[entry for entry in entries if entry.part in (None, part)] for part in parts]
 
 
 def _without_credits(entries: Sequence[Entry]) -> list[Entry]:
-    """As if nothing had been given back, which is true as well."""
+    """The entries without what was given back: their cost is also an upper bound."""
     return [replace(entry, credit=NOTHING) for entry in entries]
 
 
 def _total_spent(entries: Sequence[Entry]) -> Spent:
-    """What the entries cost in the unit of the filter, with what was given back; rounded up."""
+    """The cost of the entries in the unit of the filter, less what was given back; rounded up."""
     charged = math.fsum(entry.charge.precision for entry in entries) * (1 + 1e-12)
     precision = charged - math.fsum(entry.credit.precision for entry in entries) * (1 - 1e-12)
     coins = math.fsum(entry.charge.delta + entry.credit.delta for entry in entries)
@@ -391,7 +391,7 @@ def _total_spent(entries: Sequence[Entry]) -> Spent:
 
 
 def _remaining_event(event: DpEvent, made: DpEvent) -> DpEvent:
-    """The event of the releases of `event` that are not in `made`. Raises ValueError if some of `made` are others."""
+    """The event of the releases in `event` but not in `made`. Raises ValueError if `made` has others."""
     planned, left = from_event(event), dict(from_event(event).counts)
     for loss, count in from_event(made).counts.items():
         left[loss] = left.get(loss, 0) - count
@@ -403,10 +403,10 @@ def _remaining_event(event: DpEvent, made: DpEvent) -> DpEvent:
 def _known_entry(
     entry: Entry, event: DpEvent, marks: tuple[int, ...], part: str | None, holder: str, numbers: int
 ) -> Entry:
-    """The entry of a key that the ledger has: one that was reserved, or the run of the same folder.
+    """The existing entry for a key: a matching reservation, or a run that continues in its own folder.
 
-    Raises ValueError for any other, because its noise would be that of an earlier release, and for one of more numbers
-    or drawn in integers, because that costs more than was paid.
+    Raises ValueError for anything else, because it would repeat the noise of an earlier release; and for more numbers,
+    or noise drawn in integers, than was paid for, because that costs more.
     """
     dearer = numbers > entry.numbers or (current_place().platform == "tpu" and not entry.in_integers)
     if dearer or (entry.event, entry.marks, entry.part) != (event, marks, part):
@@ -433,7 +433,7 @@ _OUTSIDE = (
 
 
 def sections_of(ledger: Any) -> tuple[Section, ...]:
-    """The sections of the page of a `PrivacyLedger`."""
+    """The sections of a `PrivacyLedger`'s page."""
     terms, entries = ledger.terms, ledger.entries
     delta, pending = rounded_up(terms.delta, 6), [entry for entry in entries if not entry.made]
     sentences = (
@@ -459,7 +459,7 @@ def sections_of(ledger: Any) -> tuple[Section, ...]:
 
 
 def _words(entry: Entry) -> str:
-    """An entry, in one sentence."""
+    """An entry in one sentence."""
     charged, returned = (f"{spent.precision**0.5:.3g}" for spent in (entry.charge, entry.credit))
     parts = [entry.words, *([f"of part {entry.part!r}"] if entry.part is not None else [])]
     parts += [from_event(entry.event).in_one_line(), *([] if entry.made else ["reserved, not made"])]
