@@ -277,9 +277,17 @@ def require_bool(name: str, value: Any) -> bool:
     return value
 
 
-def require_function(name: str, value: Any) -> Callable:
+def require_function(name: str, value: Any, argument: str = "") -> Callable:
+    """Returns `value`. Raises ValueError unless it is a function, of one argument if that is named."""
     if not callable(value):
         raise ValueError(f"{name} must be a function, got {described(value)}")
+    if argument:
+        try:
+            inspect.signature(value).bind(argument)
+        except TypeError as error:
+            raise ValueError(f"{name} must be a function of {argument} alone: {error}") from None
+        except ValueError:  # some functions of other languages have no signature
+            pass
     return value
 
 
@@ -377,6 +385,8 @@ def bound_arguments(
     if unknown and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
         homes = [f"{n!r}, which is what it returns" if n == name else _home_of(n, parameters) for n in unknown]
         words = f"got an unexpected argument {', and '.join(homes)}"
+        if name == "epsilon" and "noise_multiplier" in unknown:
+            words = "reads these numbers from a mechanism; dpx.accounting.dp_sgd_epsilon takes them as arguments"
     raise TypeError(f"{name}() {words}; its arguments are {', '.join(parameters)}")
 
 

@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import dpx
+from dpx.fitting.progress import Metrics
 from dpx.values import described
 
 WORDS = np.array([2654435769, 2135587861], np.uint32)
@@ -276,7 +277,7 @@ def printed():
     unreleased = dpx.gradients.Unreleased(data[:, 0], data[:, 0], {"aux": data})
     report = dpx.privacy_report(MECHANISM, 3, delta=1e-5)
     bill = dpx.accounting.best_of((MECHANISM, 3), trials=2, score_on="public")
-    yield dpx.fitting.Progress(3, 0.5, params, STATE, {"accuracy": 0.75}, NUMBER, unreleased, data[:, 0] > 0)
+    yield dpx.fitting.Progress(3, 0.5, params, STATE, Metrics(accuracy=0.75), NUMBER, unreleased, data[:, 0] > 0)
     yield dpx.fitting.FitResult(params, STATE, 3, 0.5, 1e-5, report, [{"step": 3, "unreleased_loss": NUMBER}])
     yield dpx.gradients.PrivateUpdates(params, STATE, unreleased)
     yield dpx.Batch(data, np.ones(40, bool))
@@ -310,6 +311,22 @@ def test_a_wrong_keyword_of_a_method_names_the_nearest():
         dpx.methods.d2p2_sgd(noise_multiplier=1.0, sampling=SAMPLING, key=KEY)
 
 
+def test_names_and_values_that_are_nearly_right_say_what_there_is():
+    with pytest.raises(AttributeError, match=r"there is release_accuracy, .*\(a median is a quantile\)"):
+        dpx.statistics.release_median  # noqa: B018
+    progress = next(printed())
+    with pytest.raises(AttributeError, match=r"no 'private_metric'; metrics: \['accuracy'\]"):
+        progress.private_metric  # noqa: B018
+    with pytest.raises(KeyError, match=r"no metric is called 'loss'; there are \['accuracy'\]"):
+        progress.metrics["loss"]
+    with pytest.raises(ValueError, match="users must be the owner of each example, .* got one string"):
+        dpx.UserData(np.zeros((4, 3)), "user", most=2)
+    with pytest.raises(ValueError, match=r"folder must not be a file, which report.save\(path\) writes"):
+        dpx.privacy_report(MECHANISM, 3, delta=1e-5).write("report.html")
+    with pytest.raises(ValueError, match="metric must be a function of params alone: missing a required argument: 'x'"):
+        dpx.statistics.PrivateMetric(lambda params, x: x, noise_multiplier=1.0, key=KEY)
+
+
 OF_OTHERS = {  # an argument of another library, or of another function, in a call of dpx: what the message says of it
     "'l2_norm_clip', which is clip_norm here": lambda: dpx.dp_sgd(l2_norm_clip=1.0),
     r"'seed', which is key = dpx.secret_key\(seed\) here": lambda: dpx.dp_sgd(seed=3),
@@ -320,6 +337,7 @@ OF_OTHERS = {  # an argument of another library, or of another function, in a ca
     r"batch_size = rate \* examples here": lambda: dpx.PoissonSampling(examples=9, sample_rate=0.1),
     "'n', which is examples here, and 'size'": lambda: dpx.PoissonSampling(n=9, size=3),
     "'batch_size', did you mean 'batch_sizes'": lambda: dpx.plan_noise(examples=9, epsilon=1.0, batch_size=3),
+    "dpx.accounting.dp_sgd_epsilon takes them": lambda: dpx.epsilon(noise_multiplier=0.8, batch_size=4, delta=1e-5),
     "'epsilon', which is what it returns; its": lambda: dpx.epsilon(MECHANISM, 3, epsilon=1.0),
     "argument 'clip_norm'; its arguments are rank": lambda: dpx.methods.d2p2_sgd(clip_norm=1.0, sampling=SAMPLING),
     r"'seed', which is key = .* here; its arguments are freeze_rate": lambda: dpx.coordinates.random_freeze(seed=0),

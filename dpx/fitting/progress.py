@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,17 @@ class Progress(NamedTuple):
     unreleased_included: Any
 
     __repr__ = repr_with_shapes
+
+    def __getattr__(self, name: str) -> NoReturn:
+        fields = ", ".join(self._fields)
+        raise AttributeError(f"a run's progress has {fields}, and no {name!r}; metrics: {list(self.metrics)}")
+
+
+class Metrics(dict):
+    """What was measured, by name."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise KeyError(f"no metric is called {name!r}; there are {list(self)}")
 
 
 class FitResult(NamedTuple):
@@ -140,13 +151,13 @@ class RunMonitor:
         if `every` is invalid, or for more evaluations than the budget of a private metric has steps."""
         evaluate, callbacks = users["evaluate"], users["callbacks"]
         if evaluate is not None:
-            require_function("evaluate", evaluate)
+            require_function("evaluate", evaluate, "params")
             if isinstance(evaluate, PrivateMetric):
                 raise ValueError("evaluate must read public data: pass a PrivateMetric as evaluate_private instead")
         if not isinstance(callbacks, list | tuple):
             raise ValueError(f"callbacks must be a list of functions, got {described(callbacks)}")
         for callback in callbacks:
-            require_function("each of the callbacks", callback)
+            require_function("each of the callbacks", callback, "progress")
         if every is None:
             sampling = run.optimizer.sampling
             every = max(round(sampling.examples / sampling.divisor), math.ceil(run.steps / MOST_EVALUATIONS))
@@ -200,7 +211,8 @@ class RunMonitor:
         if not self.callbacks:
             return False
         unreleased, included = jax.tree.map(as_local_array, (batch.unreleased, batch.included))
-        progress = Progress(step, epsilon, params, fresh_copy(carry.state), metrics, loss, unreleased, included)
+        at_step = step, epsilon, params, fresh_copy(carry.state), Metrics(metrics)
+        progress = Progress(*at_step, loss, unreleased, included)
         with processes.raising_together():
             asked = [_asks_to_stop(callback(progress)) for callback in self.callbacks]  # a list, so that all are called
         return any(processes.from_every_process(any(asked)))

@@ -130,6 +130,8 @@ class PrivacyReport:
 
     def write(self, folder: str | Path, *, name: str = "privacy_report") -> tuple[Path, Path]:
         """Writes `name`.json and `name`.md into a folder, which is created if missing, and returns their paths."""
+        if Path(folder).suffix in (".html", ".json", ".md"):
+            raise ValueError(f"folder must not be a file, which report.save(path) writes; got {str(folder)!r}")
         return self.save(Path(folder) / f"{name}.json"), self.save(Path(folder) / f"{name}.md")
 
 

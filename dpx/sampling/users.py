@@ -121,9 +121,8 @@ def owner_array(users: Any) -> np.ndarray:
     # A list as numpy reads it would turn a missing owner among strings into the string "nan".
     owners = np.asarray(users, None if hasattr(users, "dtype") else object)
     if owners.ndim != 1 or len(owners) == 0:
-        raise ValueError(
-            f"users must be the owner of each example, (N,) with N of at least 1; got shape {owners.shape}"
-        )
+        found = "one string: pass the column itself" if isinstance(users, str) else f"shape {owners.shape}"
+        raise ValueError(f"users must be the owner of each example, (N,) with N of at least 1; got {found}")
     types = set(map(type, owners.tolist()))
     if owners.dtype.kind in "OT" and any(all(issubclass(t, one) for t in types) for one in ((int, np.integer), str)):
         if any("\0" in owner for owner in owners.tolist() if isinstance(owner, str)):

@@ -80,7 +80,7 @@ class PrivateMetric:
         ledger: Any = None,
         part: str | None = None,
     ):
-        self._metric = require_function("metric", metric)
+        self._metric = require_function("metric", metric, "params")
         self._key = keys.warn_if_guessable(keys.require_key(key))
         budget = noise_multiplier if isinstance(noise_multiplier, Budget) else None
         self.most = None if budget is None else budget.steps
