@@ -1,12 +1,12 @@
 """Which examples take part in a step: records that draw the batches and state their cost; batches; users.
 
-A batch comes about in this order: schemes.py (`Sampling`, which says what examples take part and what that costs, and
-whose `take`, `batches` and `draw_ahead` read the step from the optimizer state), batch.py (coins and permutations on
-the host, and `Batch`), loading.py (the user's data as rows, and batches loaded ahead). users.py makes a user the unit,
-and chooses records of several owners.
+In the order in which a batch is made: schemes.py has `Sampling`, which says which examples take part and what that
+costs, and whose `take`, `batches` and `draw_ahead` read the step from the optimizer state; batch.py has `Batch`, and
+the coins and permutations; loading.py reads the user's rows and loads batches ahead. users.py makes a user the privacy
+unit, and chooses which records to keep when a record has several owners.
 
-To add one: a frozen dataclass with the fields and methods of `Sampling` in schemes.py, or in varying.py if chance
-decides the size of its batches, and a line in `dpx/catalog.py`.
+To add one, write a frozen dataclass that extends `Sampling`, in schemes.py, or in varying.py if the size of its batches
+is random, and add a line to `dpx/catalog.py`.
 """
 
 from dpx.sampling.batch import Batch as Batch

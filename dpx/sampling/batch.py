@@ -1,5 +1,5 @@
-"""A batch, which says which of its rows count, so that padding cannot be forgotten; and how one is drawn on the host:
-checks of sizes, coins and permutations from a key, arrays of fixed shapes."""
+"""Batches, which say which of their rows count, so that padding cannot be forgotten; and helpers that draw one on the
+host: checks of sizes, coins and permutations from a key, and padding to fixed shapes."""
 
 import functools
 import math
@@ -19,14 +19,14 @@ from dpx.values import Tree, batch_size, described, repr_with_shapes, require_wh
 
 
 class Batch(NamedTuple):
-    """Examples, and which of them count.
+    """A batch of examples, with a mask that says which of them count.
 
     examples: pytree of arrays, with the B examples on axis 0 of each. A sampling fills padding with zeros.
-    included: bool (B,), True where the row counts, False for padding; None says that all B rows count.
-    drawn:    a `DrawRecord`, set by the sampling. A run has no known cost if it uses the batch twice, at another step,
-              with another number of rows that count, or with a mechanism of another sampling. To change the examples,
-              use `batch._replace(examples=...)`, which keeps this field. Each new row must depend on its own old row
-              alone: no mixup, no statistics of the batch. Nothing can check that.
+    included: bool (B,), True where the row counts, False for padding; None means that all B rows count.
+    drawn:    a `DrawRecord`, set by the sampling. A run has no known cost if it uses the batch twice or at another
+              step, changes how many rows count, or uses a mechanism with another sampling. To change the examples,
+              call `batch._replace(examples=...)`, which keeps this field. Each new row may depend only on the old row
+              in its place: no mixup, no batch statistics. dpx cannot check that.
 
         >>> padded = dpx.Batch(np.ones((4, 3)), included=np.array([True, True, True, False]))
         >>> padded._replace(examples=2 * padded.examples).examples.shape
@@ -41,7 +41,7 @@ class Batch(NamedTuple):
 
 
 def require_batch(batch: Any) -> Batch:
-    """`batch` unchanged. Raises ValueError if it does not say which rows count, or holds no arrays of as many rows."""
+    """Returns `batch`. Raises ValueError if it does not say which rows count, or its arrays differ in their rows."""
     if isinstance(batch, Batch):
         batch_size(batch.examples)
         return batch
@@ -52,14 +52,14 @@ def require_batch(batch: Any) -> Batch:
     )
 
 
-MISSING = object()  # the default of `included`; None already says that all rows count
+MISSING = object()  # the default of `included`, because None already means that all rows count
 
 
 def included_rows(size: int, included: Any, sampling: Any) -> jax.Array:
-    """Which of `size` rows count, bool (size,). None and MISSING mean all of them.
+    """Returns which of `size` rows count, bool (size,). None and MISSING mean all of them.
 
-    Raises ValueError for another shape or dtype, for MISSING if the sampling's batches may hold padding, and for all
-    rows if the sampling draws no batch of `size` rows.
+    Raises ValueError for another shape or dtype, for MISSING if the sampling's batches may hold padding, and if all
+    rows count but the sampling never draws `size` examples.
     """
     if included is MISSING and sampling.pads:
         raise ValueError(f"included must be given, bool (B,): batches of {sampling} hold padding")
@@ -77,9 +77,9 @@ def included_rows(size: int, included: Any, sampling: Any) -> jax.Array:
 
 
 class Draw(NamedTuple):
-    """The rows of one batch.
+    """Which rows of the data one batch holds.
 
-    indices: int32 (size,), the rows of the data, 0 for padding. included: bool (size,), False for padding.
+    indices: int32 (size,), positions in the data, 0 for padding. included: bool (size,), False for padding.
     """
 
     indices: np.ndarray
@@ -89,7 +89,7 @@ class Draw(NamedTuple):
 
 
 def zero_excluded_rows(rows: jax.Array, included: jax.Array | np.ndarray) -> jax.Array:
-    """`rows`, (B, ...), but zeros where `included`, bool (B,), is False."""
+    """Returns `rows`, (B, ...), with zeros in the rows where `included`, bool (B,), is False."""
     if jnp.issubdtype(rows.dtype, jax.dtypes.prng_key):
         words = zero_excluded_rows(jax.random.key_data(rows), included)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(rows))
@@ -99,11 +99,11 @@ def zero_excluded_rows(rows: jax.Array, included: jax.Array | np.ndarray) -> jax
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, repr=False)
 class DrawnBatches:
-    """The rows of many batches of one run, for a loop inside jit. `jax.lax.scan` over it gives one row after another.
+    """The draws of many steps of one run, for a loop inside jit. `jax.lax.scan` over it yields the draw of each step.
 
-    indices: int32 (steps, size), the rows of the data, 0 for padding. included: bool (steps, size), False for padding.
-    drawn: `Batch.drawn` of each step, uint32 (steps,) each. examples: int, the size of the data set.
-    A row of it, the draw of one step, has the same fields without the axis of the steps.
+    indices: int32 (steps, size), positions in the data, 0 for padding. included: bool (steps, size), False for padding.
+    drawn: `Batch.drawn` of each step, whose fields are uint32 (steps,). examples: int, the size of the data set.
+    The draw of one step has the same fields without their first axis.
     """
 
     indices: Any
@@ -114,11 +114,11 @@ class DrawnBatches:
     __repr__ = repr_with_shapes
 
     def batch(self, data: Tree) -> Batch:
-        """The batch of a row, with zeros as padding. data: a pytree of arrays with the `examples` examples on axis 0.
+        """Returns the batch of one step, padded with zeros. data: pytree of arrays with the examples on axis 0 of each.
 
-        Raises ValueError for data of another length, and for the draws of several steps.
+        Raises ValueError for data of another length, and if this object holds the draws of several steps.
         """
-        # Inside of jit, an index beyond the end would silently be that of the last example.
+        # Inside jit, an index past the end would silently read the last example.
         if (length := batch_size(data)) != self.examples:
             raise ValueError(f"data must hold the {self.examples} examples of the sampling, got {length}")
         if jnp.ndim(self.indices) != 1:
@@ -129,13 +129,13 @@ class DrawnBatches:
 
 
 def record_draw(sampling: Any, key: jax.Array, step: int, included: np.ndarray, unit: str) -> DrawRecord:
-    """How the batch of one step was drawn. included: bool (size,). unit: the name of what a row holds."""
+    """Records how the batch of one step was drawn. included: bool (size,). unit: the name of what a row holds."""
     marks = keys.mark_of_key(key), 0, fingerprint(sampling), unit_mark(unit)
     return DrawRecord(*map(np.uint32, (step, included.sum(), *marks)))
 
 
 def normalize_sizes(sampling: Any, *, whole: bool = False):
-    """Stores both sizes as Python numbers, so that equal records print alike. Raises ValueError for wrong sizes."""
+    """Stores both sizes as Python numbers, so that equal records print alike. Raises ValueError for invalid sizes."""
     examples, size = require_whole("examples", sampling.examples), sampling.batch_size
     number = int | np.integer if whole else int | float | np.integer | np.floating
     if isinstance(size, bool) or not isinstance(size, number):
@@ -150,7 +150,7 @@ def normalize_sizes(sampling: Any, *, whole: bool = False):
 
 
 def require_not_traced(key: jax.Array, *others: Any):
-    """Raises ValueError if jax traces one of them, or anything else at this moment."""
+    """Raises ValueError if an argument is traced, or if jax is tracing anything at all at this moment."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves([keys.stream(key, "sampling"), *others])):
         raise ValueError(
             "batches are drawn outside of jit, because chance decides their number of rows; but the key, the step or "
@@ -161,7 +161,7 @@ def require_not_traced(key: jax.Array, *others: Any):
 
 
 def require_step(key: jax.Array, step: Any) -> int:
-    """`step` as an int. Raises ValueError unless it is a whole number of at least 0, and if it or `key` is traced."""
+    """Returns `step` as an int. Raises ValueError unless it is a whole number >= 0, and if it or `key` is traced."""
     require_not_traced(key, step)
     whole = isinstance(step, jax.Array | np.ndarray) and jnp.shape(step) == () and step.dtype.kind in "iu"
     whole |= isinstance(step, int | np.integer) and not isinstance(step, bool)
@@ -176,31 +176,31 @@ def step_key(key: jax.Array, step: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def toss_coins(key: jax.Array, examples: int, probability: float) -> jax.Array:
-    """Which examples take part, bool (examples,): each with `probability`, rounded down to a multiple of 2^-64.
+    """Draws which examples take part, bool (examples,): each with `probability` rounded down to a multiple of 2^-64.
 
-    So the billed rate, `probability`, is at least that of the coin. The divisor stays the public one.
+    The cost assumes `probability`, which is therefore at least the rate of the coin. The divisor stays the public one.
     """
     if probability == 1:
         return jnp.ones(examples, bool)
     high, low, _, _ = streams.draw_bits(keys.key_words(key), examples)
-    # Exact, because the product with a power of 2 is.
+    # Exact, because multiplying by a power of 2 is exact.
     heads_high, heads_low = map(np.uint32, divmod(math.floor(probability * 2**64), 2**32))
     return (high < heads_high) | (high == heads_high) & (low < heads_low)
 
 
 def toss_every_step(key: jax.Array, steps: int, rate: float) -> jax.Array:
-    """One coin at each step, bool (steps,)."""
+    """Tosses one coin per step, bool (steps,)."""
     return jax.vmap(lambda step: toss_coins(keys.fold_in(key, step), 1, rate)[0])(jnp.arange(steps))
 
 
 def draw_epoch_steps(key: jax.Array, steps: int, epoch: int, places: int, size: int = 1) -> jax.Array:
-    """The step of one of `places` places in each epoch, drawn anew, of which a step has `size`; bool (steps,)."""
+    """Draws one of `places` positions in each epoch, `size` of them to a step: True at its step, bool (steps,)."""
     drawn = jax.random.randint(keys.public_key(key), (-(-steps // epoch), 1), 0, places) // size
     return (jnp.arange(epoch)[None] == drawn).reshape(-1)[:steps]
 
 
 def require_enough_rows(drawn: np.ndarray, size: int):
-    """Raises ValueError unless `size` rows hold the drawn examples."""
+    """Raises ValueError unless the drawn examples fit into `size` rows."""
     if len(drawn) > size:
         raise ValueError(
             f"size must hold the whole batch of {len(drawn)} examples, got {size}; a cut batch has no known cost"
@@ -208,12 +208,12 @@ def require_enough_rows(drawn: np.ndarray, size: int):
 
 
 def padded_row_count(drawn: int, usual: int) -> int:
-    """The usual rows of a batch of varying size, or, if it is larger, the next multiple of 1/8 of them."""
+    """Returns the usual row count of a batch of varying size or, for a larger batch, the next multiple of 1/8 of it."""
     return usual if drawn <= usual else round_up(drawn, max(1, usual // 8))
 
 
 def pad_examples(drawn: np.ndarray, size: int) -> Draw:
-    """The drawn examples in arrays of `size` rows. Raises ValueError if they are more."""
+    """Puts the drawn examples into arrays of `size` rows. Raises ValueError if there are more than `size`."""
     require_enough_rows(drawn, size)
     indices = np.zeros(size, np.int32)
     indices[: len(drawn)] = drawn
@@ -221,11 +221,12 @@ def pad_examples(drawn: np.ndarray, size: int) -> Draw:
 
 
 def scatter_examples(drawn: np.ndarray, size: int, key: jax.Array) -> Draw:
-    """The drawn examples in uniformly random rows of arrays of `size` rows, which are at least as many.
+    """Puts the drawn examples into uniformly random rows of arrays of `size` rows; `size` must be large enough.
 
-    That keeps the rounding of sums private. If a coin leaves an example out, the others are in the same rows with the
-    same probability, and its row is padding. So nothing but this row differs (`dpx.sums.float_pair`). In the first
-    rows, all later examples would move by one row, and with them the last bits of their gradients and of every sum.
+    This keeps the rounding of sums private. If a coin leaves an example out, all other examples are in the same rows
+    with the same probability, and its row becomes padding, so only this row differs (`dpx.sums.float_pair`). If the
+    examples filled the first rows instead, all later ones would move up by one row, which changes the last bits of
+    their gradients and of every sum.
     """
     rows = random_order(key, size, len(drawn)) if len(drawn) else np.zeros(0, np.int32)
     indices, included = np.zeros(size, np.int32), np.zeros(size, bool)
@@ -234,17 +235,17 @@ def scatter_examples(drawn: np.ndarray, size: int, key: jax.Array) -> Draw:
 
 
 def pad_draw(draw: Draw, size: int) -> Draw:
-    """`draw` with padding behind it, in arrays of `size` rows."""
+    """Returns `draw` in arrays of `size` rows, with padding at the end."""
     more = size - len(draw.indices)
     return Draw(np.pad(draw.indices, (0, more)), np.pad(draw.included, (0, more)))
 
 
-LARGE = 1e-9  # the probability that a batch has more rows than a drawn batch usually has
+LARGE = 1e-9  # the probability that a batch needs more rows than usual
 
 
 @functools.lru_cache
 def usual_row_count(examples: int, probability: float) -> int:
-    """Rows that a batch of coins exceeds with a probability below 1e-9: a multiple of 8, or all the examples."""
+    """Returns a row count that a Poisson-sampled batch exceeds with probability below 1e-9: a multiple of 8, or N."""
     mean = examples * probability
     sizes = np.arange(round_up(mean, 8), mean + 10 * math.sqrt(mean) + 80, 8)
     tails = scipy.special.betainc(sizes + 1, np.maximum(examples - sizes, 1), probability)
@@ -260,22 +261,22 @@ draw_bits = jax.jit(streams.draw_bits, static_argnums=1)
 
 
 def random_order(key: jax.Array, examples: int, count: int) -> np.ndarray:
-    """The first `count` of a uniformly random order of the examples, int32 (count,).
+    """Returns the first `count` examples of a uniformly random order, int32 (count,).
 
-    The order is that of 128 random bits for each example. It is uniform unless two examples have the same bits, with a
-    probability below N^2 / 2^129: 2^-67 for the 2^31 examples that an index counts.
+    Each example draws 128 random bits, by which they are sorted. The order is uniform unless two examples draw the same
+    bits, which has a probability below N^2 / 2^129: 2^-67 for 2^31 examples, the most that an index can count.
     """
     words = list(map(np.asarray, draw_bits(keys.key_words(key), examples)))
     high = words[0].astype(np.uint64) << np.uint64(32) | words[1]
-    candidates = np.flatnonzero(high <= np.partition(high, count - 1)[count - 1])  # sorting all takes longer
-    sorted_by = words[3][candidates], words[2][candidates], high[candidates]  # the last one first
+    candidates = np.flatnonzero(high <= np.partition(high, count - 1)[count - 1])  # faster than sorting all
+    sorted_by = words[3][candidates], words[2][candidates], high[candidates]  # the last one sorts first
     return candidates[np.lexsort(sorted_by)][:count].astype(np.int32)
 
 
 def permutation(key: jax.Array, examples: int) -> np.ndarray:
-    """A uniformly random order of the examples, int32 (examples,).
+    """Returns a uniformly random order of the examples, int32 (examples,).
 
-    The last two orders are kept in memory, because every step of an epoch needs the same one.
+    The last two orders stay in memory, because every step of an epoch needs the same one.
     """
     return _permutation_of_words(np.asarray(keys.key_words(key)).tobytes(), examples)
 

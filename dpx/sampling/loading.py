@@ -1,11 +1,11 @@
-"""Reads rows of a data set, from arrays or a source that gives one example at a time, and loads the batches of a run
-ahead of its steps: their chunks, their devices, and the thread that reads them.
+"""Reads rows of a data set, from arrays or from a source that gives one example at a time, and loads the batches of a
+run ahead of its steps: cuts them into chunks, puts them on devices, and runs the thread that reads them.
 
-A row is a function of its number, or of its number, the step and the key of the batches, and of nothing else. Then no
-coin of one example moves the row of another, and a step that is made again, after a kill or an exception, has the rows
-that it had. Nothing can prove that of a source, so some rows are read again, each alone and the last one first.
+A row may depend only on its number or, for random items, also on the step and the key of the batches. Then the coins of
+one example cannot change the row of another, and a step that is repeated after a kill or an exception reads the same
+rows. dpx cannot prove this of a source, so it reads some rows a second time, each one alone and the last one first.
 
-Every process of several draws the same batches from the key, and reads the rows of its own devices.
+With several processes, each draws the same batches from the key, and reads only the rows for its own devices.
 """
 
 import atexit
@@ -39,23 +39,22 @@ from dpx.values import (
     require_whole,
 )
 
-Rows = Callable[[np.ndarray, np.ndarray, int], Tree]  # from indices, int32 (B,), `included`, bool (B,), and a step
+Rows = Callable[[np.ndarray, np.ndarray, int], Tree]  # (indices int32 (B,), `included` bool (B,), step) -> rows
 
-AGAIN = 16  # readings, in which a fair coin shows both sides, but with probability 2^-16
-FIRST, EVERY = 64, 256  # AGAIN readings a call for the first 64 rows of a source, later one reading for 256 rows
-MARKED, MARKED_ITEMS = 64, 8  # rows of arrays, and items of a source, evenly spaced
-_READ: dict[int, list[int]] = {}  # how many rows of a source were read, by its id while it lives
+AGAIN = 16  # repeated readings: a random item flipped by a fair coin escapes them with probability 2^-16
+FIRST, EVERY = 64, 256  # AGAIN readings per call for the first 64 rows of a source, then one reading per 256 rows
+MARKED, MARKED_ITEMS = 64, 8  # how many rows of arrays, or items of a source, the mark reads, evenly spaced
+_READ: dict[int, list[int]] = {}  # source id -> number of rows read so far, while the source is alive
 
 
 def rows_of(data: Any, examples: int, key: jax.Array) -> Rows:
-    """A function from indices, int32 (B,), `included`, bool (B,), and a step to these rows of `data`: a pytree of
-    arrays with the B rows on axis 0, which are zeros where a row is not included. So no program sees an example that is
-    not drawn.
+    """Returns a function (indices int32 (B,), `included` bool (B,), step) -> rows of `data`, a pytree of arrays with
+    the B rows on axis 0, and zeros in the rows that are not included. So no program sees an example that was not drawn.
 
     data: a pytree of arrays with the examples on axis 0 of each, or a source as `Sampling.take` describes it.
-    key: of the batches, ().
-    Raises ValueError unless `data` holds this number of examples. The function raises it for unlike items of a source,
-    and for rows that are others when they are read again.
+    key: scalar key of the batches.
+    Raises ValueError unless `data` holds `examples` examples. The returned function raises ValueError if the items of a
+    source differ in structure, shape or dtype, and if a row differs when it is read again.
     """
     if (length := length_of(data)) != examples:
         users = ": for users, give the sampling examples=len(users)"
@@ -64,7 +63,7 @@ def rows_of(data: Any, examples: int, key: jax.Array) -> Rows:
     if _is_data_source(data):
         read = _checking_repeats(data, _items_of(data, key))
     elif others := [leaf for leaf in jax.tree.leaves(data) if not isinstance(leaf, jax.Array | np.ndarray)]:
-        # in files, or made when they are asked for
+        # arrays in files, or computed when they are indexed
         read = _checking_repeats(
             others[0], lambda numbers, step: jax.tree.map(lambda leaf: read_rows(leaf, numbers), data)
         )
@@ -85,7 +84,7 @@ def rows_of(data: Any, examples: int, key: jax.Array) -> Rows:
 
 
 class CheckedData:
-    """The examples of a run. rows: of `rows_of`, whose arguments and errors these are. unit: of `unit_of`."""
+    """The examples of a run. rows: from `rows_of`, whose arguments and errors apply here. unit: from `unit_of`."""
 
     def __init__(self, data: Any, examples: int, key: jax.Array):
         self.data, self.examples, self.key = data, examples, key
@@ -96,7 +95,7 @@ class CheckedData:
 
     @functools.cached_property
     def some_rows(self) -> Tree:
-        """MARKED rows of arrays, or MARKED_ITEMS of a source, which may take long to read one; on axis 0."""
+        """Returns MARKED rows of arrays, or MARKED_ITEMS of a source, whose items may be slow to read; on axis 0."""
         source = _is_data_source(self.data)
         places = np.unique(np.linspace(0, self.examples - 1, MARKED_ITEMS if source else MARKED).astype(np.int32))
         if source:
@@ -104,11 +103,11 @@ class CheckedData:
         return jax.tree.map(lambda leaf: read_rows(leaf, places), self.data)
 
     def mark(self) -> int:
-        """A mark of some rows, and of who owns the rows of a source, which says nothing to those who do not know `key`.
-        Two data sets that differ there have different marks, except with probability 2^-32.
+        """A keyed hash of some rows, and of who owns the rows of a source; it reveals nothing without `key`.
+        Two data sets that differ in these have different marks, except with probability 2^-32.
 
-        This tells apart processes that loaded a part each or the rows in another order, and a run that continues with
-        other data, which would show the difference without noise.
+        It detects processes that loaded different parts of the data or another order, and a run that continues with
+        other data, which would reveal the difference without noise.
         """
         rows = jax.tree.leaves(self.some_rows)
         leaves = [np.asarray(jax.random.key_data(leaf) if keys.is_key(leaf) else leaf) for leaf in rows]
@@ -120,10 +119,10 @@ class CheckedData:
 
 
 def _checking_repeats(source: Any, read: Callable[[np.ndarray, int], Tree]) -> Callable[[np.ndarray, int], Tree]:
-    """`read`, of which some rows are read again. source: by which it is known what was read of it before."""
+    """Wraps `read` to read some rows a second time. source: the object by which earlier readings are counted."""
     count = _READ.get(id(source), [0])
     if id(source) not in _READ:
-        with contextlib.suppress(TypeError):  # it has no weak references
+        with contextlib.suppress(TypeError):  # raised if it does not support weak references
             weakref.finalize(source, _READ.pop, id(source), None)
             _READ[id(source)] = count
 
@@ -147,11 +146,11 @@ def _checking_repeats(source: Any, read: Callable[[np.ndarray, int], Tree]) -> C
 
 
 def generators_of_items(key: jax.Array, step: int) -> Callable[[int], np.random.Generator]:
-    """The random numbers of an item by its number, for one step of a run.
+    """Returns a function from an item's number to its random generator, for one step of a run.
 
-    They are those of numpy's Philox. Its key of 128 bits is that of the "items" stream of `key`, (), and the step, and
-    each item has 2^192 blocks of its own. So they do not depend on which items are read, when and where, and they are
-    public: the stream draws nothing else, and says nothing of `key` or of its other streams.
+    The generator is numpy's Philox, with the 128-bit key of the "items" stream of the scalar `key` at this step; each
+    item has its own 2^192 blocks. So the random numbers do not depend on which items are read, when or where. They may
+    be public, because nothing else uses the stream, and it reveals nothing about `key` or its other streams.
     """
     words = np.asarray(keys.key_words(keys.stream(key, "items", step))).astype(">u4").tobytes()
     return lambda number: np.random.Generator(np.random.Philox(key=int.from_bytes(words), counter=number << 192))
@@ -161,7 +160,7 @@ _taken = jax.jit(lambda array, indices, included: zero_excluded_rows(array[indic
 
 
 def _zero_excluded_in_place(rows: Any, included: np.ndarray) -> Any:
-    """The same; in place for an array of numpy, which nobody else holds."""
+    """Returns `zero_excluded_rows`; changes a numpy array in place, so the caller must hold the only reference."""
     if isinstance(rows, jax.Array):
         return zero_excluded_rows(rows, included)
     rows[~included] = 0
@@ -169,18 +168,18 @@ def _zero_excluded_in_place(rows: Any, included: np.ndarray) -> Any:
 
 
 def length_of(data: Any) -> int:
-    """How many examples `data` holds, as arrays or as a source. Raises ValueError for anything else."""
+    """Returns how many examples `data`, arrays or a source, holds. Raises ValueError for anything else."""
     return len(data) if _is_data_source(data) else batch_size(data)
 
 
 def unit_of(data: Any) -> str:
-    """The name of what an item of `data` is: its `privacy_unit`, as of `dpx.UserData`, or "example"."""
+    """Returns the name of what one item of `data` is: its `privacy_unit`, which `dpx.UserData` has, or "example"."""
     unit = getattr(data, "privacy_unit", "example")
     return unit if isinstance(unit, str) else "example"
 
 
 def _is_data_source(data: Any) -> bool:
-    """Whether `data` is asked for examples one at a time. Raises ValueError unless it is that or holds arrays."""
+    """Whether `data` is a source, read one item at a time. Raises ValueError unless it is one or holds arrays."""
     iterator = hasattr(data, "__next__")
     if not iterator:
         require_arrays(data)
@@ -200,21 +199,21 @@ def _is_data_source(data: Any) -> bool:
 
 
 def read_rows(array: Any, indices: np.ndarray) -> Any:
-    """The rows of one array of jax, of numpy or in a file."""
+    """Reads rows of one array: a jax or numpy array, or one in a file."""
     if isinstance(array, jax.Array) or type(array) is np.ndarray:
         return array[indices]
-    ascending, inverse = np.unique(indices, return_inverse=True)  # because files are read faster in order, or only so
+    ascending, inverse = np.unique(indices, return_inverse=True)  # files read faster in order, or only then
     return np.asarray(array[ascending])[inverse]
 
 
 def _copied(leaf: Any) -> np.ndarray:
-    """An array of its own, because a source may reuse its buffer. (torch's tensors warn of `np.array`.)"""
+    """Returns a copy, because a source may reuse its buffer. (torch tensors warn if they are given to `np.array`.)"""
     refuse_mask(leaf)
     return np.asarray(leaf).copy()
 
 
 def _items_of(source: Any, key: jax.Array) -> Callable[[np.ndarray, int], Tree]:
-    """How the items of a source are read. Reads item 0 at once, because all others must be like it."""
+    """Returns the function that reads items of a source. Reads item 0 at once, because all items must be like it."""
     chance, several = getattr(source, "random_item", None), getattr(source, "__getitems__", None)
     first = source[0] if chance is None else chance(0, generators_of_items(key, 0)(0))
     expected = _describe(jax.tree.map(np.asarray, first))
@@ -256,13 +255,13 @@ def _in_words(description: tuple[Any, list]) -> str:
     return str(jax.tree.unflatten(structure, [f"{dtype}{list(shape)}" for shape, dtype in leaves]))
 
 
-Piece = tuple[Draw, DrawRecord, bool]  # rows of a batch or chunk, how it was drawn, and whether its step ends with it
-SETTINGS = ("enable_x64", "default_device")  # of jax, which `with` sets for one thread alone
+Piece = tuple[Draw, DrawRecord, bool]  # rows of a batch or chunk, how it was drawn, and whether it ends its step
+SETTINGS = ("enable_x64", "default_device")  # jax settings that `with` sets for the current thread only
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """How batches are loaded; the arguments of `Sampling.batches`. Raises ValueError for those that do not fit."""
+    """How batches are loaded: arguments of `Sampling.batches`. Raises ValueError if they contradict each other."""
 
     chunk_size: int | None
     sharding: jax.sharding.Sharding | None
@@ -292,17 +291,17 @@ class Loading:
 
     @property
     def shards(self) -> int:
-        """The number of parts that the rows are cut into."""
+        """The number of parts into which the rows are cut."""
         if self.sharding is None:
             return 1
         return self.sharding.num_devices // self.sharding.shard_shape((self.sharding.num_devices,))[0]
 
 
 def batches(sampling: Any, data: Any, key: jax.Array, steps: range, loading: Loading) -> Generator[Any]:
-    """The batches of `steps`, drawn by a sampling record; with a chunk size, an iterator of chunks for each.
+    """Yields the batches of `steps`, drawn by a sampling record, or an iterator of chunks for each if chunked.
 
-    Raises ValueError for data of another length than the sampling's, and if several processes load a batch together,
-    but not with one sampling, data and key from one step on.
+    Raises ValueError if the data's length is not the sampling's, and if processes that load a batch together differ in
+    their sampling, data, key or steps.
     """
     examples = CheckedData(data, sampling.examples, key)
     require_same_run_in_processes(sampling, examples, steps, loading.sharding)
@@ -321,8 +320,8 @@ def batches(sampling: Any, data: Any, key: jax.Array, steps: range, loading: Loa
 def require_same_run_in_processes(
     sampling: Any, examples: CheckedData, steps: range, sharding: jax.sharding.Sharding | None
 ):
-    """Raises ValueError unless all processes have the same sampling, data, key and steps, if their devices share a
-    batch: otherwise one example could be in the rows of two processes, and count twice."""
+    """Raises ValueError if the processes whose devices share a batch differ in their sampling, data, key or steps:
+    then two of them could load the same example, which would count twice."""
     if sharding is None or len({device.process_index for device in sharding.device_set}) < max(2, jax.process_count()):
         return
     own = {"key": int(keys.mark_of_key(examples.key)), "first step": steps.start, "end": steps.stop}
@@ -337,7 +336,7 @@ def require_same_run_in_processes(
 
 
 def split_draw(draw: Draw, drawn: DrawRecord, loading: Loading) -> Iterator[Piece]:
-    """What is loaded at once: the whole draw of a step, or its chunks, of equal sizes and at least one."""
+    """Yields what is loaded at once: the whole draw of a step, or its chunks, at least one, all of the same size."""
     if loading.chunk_size is None:
         yield pad_draw(draw, round_up(len(draw.indices), loading.shards)), drawn, True
         return
@@ -349,7 +348,7 @@ def split_draw(draw: Draw, drawn: DrawRecord, loading: Loading) -> Iterator[Piec
 
 
 def on_devices(rows: Rows, draw: Draw, drawn: DrawRecord, sharding: jax.sharding.Sharding | None) -> Batch:
-    """The batch on its devices. Of a sharded one, the rows of the devices of this process are read."""
+    """Loads a batch onto its devices. If it is sharded, this process reads only the rows for its own devices."""
     if sharding is None:
         return jax.device_put(Batch(rows(*draw, int(drawn.step)), draw.included, drawn))
     size = len(draw.indices)
@@ -374,13 +373,13 @@ def on_devices(rows: Rows, draw: Draw, drawn: DrawRecord, sharding: jax.sharding
 
 
 def whole_batches(loaded: Generator[tuple[Batch, bool]]) -> Generator[Batch]:
-    """The batches, which end together with what loads them."""
+    """Yields the batches, and closes what loads them when it ends."""
     with contextlib.closing(loaded):
         yield from (batch for batch, _ in loaded)
 
 
 def batch_chunks(loaded: Generator[tuple[Batch, bool]], steps: int) -> Generator[Iterator[Batch]]:
-    """The chunks of each step. Raises ValueError where some of a step were left out, because they are paid for too."""
+    """Yields the chunks of each step. Raises ValueError if a step's chunks are not all used: the cost counts them."""
 
     complete = False
 
@@ -401,7 +400,7 @@ def batch_chunks(loaded: Generator[tuple[Batch, bool]], steps: int) -> Generator
 
 
 def prefetched(items: Iterator[Any], depth: int) -> Generator[Any]:
-    """`items`, of which a thread makes up to `depth` before they are asked for. It ends with this generator."""
+    """Yields `items`; a thread prepares up to `depth` of them ahead, and stops when this generator is closed."""
     ready, room, stopped = queue.SimpleQueue(), threading.Semaphore(depth), threading.Event()
     end = object()
     settings = {name: getattr(jax.config, f"jax_{name}") for name in SETTINGS}
@@ -415,7 +414,7 @@ def prefetched(items: Iterator[Any], depth: int) -> Generator[Any]:
                     ready.put((item := next(items, end), None))
                     if item is end:
                         return
-        except BaseException as error:  # raised again where the item is asked for
+        except BaseException as error:  # raised again by the consumer
             ready.put((end, error))
 
     thread = threading.Thread(target=fill_queue, name="dpx batches", daemon=True)
@@ -423,7 +422,7 @@ def prefetched(items: Iterator[Any], depth: int) -> Generator[Any]:
     def stop():
         stopped.set()
         room.release()
-        if thread is not threading.current_thread():  # as it is if the garbage collector runs there
+        if thread is not threading.current_thread():  # false if the garbage collector runs there
             thread.join(timeout=5)  # seconds, for an item that is being read
 
     thread.start()
@@ -438,6 +437,6 @@ def prefetched(items: Iterator[Any], depth: int) -> Generator[Any]:
                 return
             yield item
     finally:
-        if not stopped.is_set():  # as it is when Python exits, where modules are gone
+        if not stopped.is_set():  # already set when Python exits, and modules are gone
             atexit.unregister(stop)
             stop()

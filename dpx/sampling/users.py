@@ -1,16 +1,16 @@
-"""Users in place of examples: groups the rows of each user, so that a sampling draws users and epsilon protects users.
+"""User-level privacy: groups the rows of each user, so that a sampling draws users and epsilon protects users.
 
-The cost holds if each person is in one item alone, and if an item depends on the rows of its own user alone. So the
-padding is zero, and the user's own number of rows decides which of them are kept.
+The cost holds if each person is in only one item, and if an item depends only on its own user's rows. So the padding is
+zero, and which rows are kept depends only on how many rows the user has.
 
-# Records with several owners each: which of them to keep, so that nobody owns more than some of those that are kept
+# Records with several owners: which to keep, so that nobody owns more than a given number of the kept records
 
 Who owns which record is PUBLIC here ("fixed graph", Ganesh et al. 2025, https://arxiv.org/abs/2503.03622). Neighbors
-differ by a null in place of every record that one person owns, alone or with others; the places and the owners of all
-records stay. Then both neighbors keep the same records, of which at most k are nulled: `dpx.epsilon(..., records=k)`.
+differ by nulls in place of all records that one person owns, alone or with others; every record keeps its place and its
+owners. Then both neighbors keep the same records, and at most k of them are nulls: `dpx.epsilon(..., records=k)`.
 
-If owners were private too, no guarantee would follow. Without a person's records, other records fit that did not fit
-before, and these displace others again: one record can exchange all that is kept of a chain of any length.
+If the owners were private too, there would be no guarantee. Removing a person's records makes room for records that did
+not fit before, and these displace further records: one record can change what is kept along a chain of any length.
 """
 
 import hashlib
@@ -24,30 +24,31 @@ from dpx.sampling.loading import read_rows
 from dpx.states.record import unit_mark
 from dpx.values import Tree, batch_size, names_arguments, require_whole, warn_user
 
-MISSING = {"", "nan", "NaN", "None", "NaT", "<NA>"}  # as numpy and pandas write a missing string
-FEW, SHARE = 10, 0.1  # owners that may differ; the share of all rows that nobody should have
+MISSING = {"", "nan", "NaN", "None", "NaT", "<NA>"}  # how numpy and pandas write a missing string
+FEW, SHARE = 10, 0.1  # with more than FEW owners, warns if one has more than this SHARE of all rows
 First = Literal["order", "fewest_owners"]
 
 
 @names_arguments
 class UserData:
-    """A source with one item for each user, for `sampling.take` and `sampling.batches`, from rows with their owners.
+    """Turns rows with owners into a source with one item per user, for `sampling.take` and `sampling.batches`.
 
-    The item of a user is (examples, included): the arrays of `data` with the user's rows on axis 0, in the order of the
+    A user's item is (examples, included): the arrays of `data` with the user's rows on axis 0, in the order of the
     data, padded with zeros to `most` rows; and bool (most,), False for the padding. `len(user_data)` is the
-    number of users, which is the `examples` of the sampling. Item i is that of the i-th of the sorted distinct `users`.
+    number of users, and the `examples` of the sampling. Item i belongs to the i-th of the sorted distinct `users`.
     Rows are read when a batch is drawn, so no padded copy of the data is made.
 
     data:  pytree of arrays (jax, numpy or a memory map) with the N examples on axis 0 of each.
     users: integers or strings, (N,), the owner of each example: a person, a patient, a household, a device.
-    most:  int, the rows of an item. A user with more keeps `most` of them, evenly spaced in the order of the data. The
-           order of a user's rows must not depend on other users: shuffle each user alone, or not at all. None: the
-           largest count of a user. It becomes public with every shape that is made from it; your own number does not.
+    most:  int, the rows of an item. A user with more rows keeps `most` of them, evenly spaced in the order of the data.
+           The order of a user's rows must not depend on other users: shuffle each user's rows alone, or not at all.
+           None takes the largest row count of any user, which all shapes then make public; your own number reveals
+           nothing.
     unit:  a word for what a user is, such as "patient", for the report.
 
-    Raises ValueError unless there is one owner for each example, at least one, of integers or of strings (a missing
-    owner would make one unit of many people), for a `most` below 1, and for an empty `unit`. Warns if one of more than
-    10 owners has more than a tenth of all rows, because it may be a word for a missing owner.
+    Raises ValueError unless every example has one owner, an integer or a string (all rows with a missing owner would
+    become one unit), for no examples, for a `most` below 1, and for an empty `unit`. With more than 10 owners, warns
+    if one has more than a tenth of all rows, because that owner may stand for a missing value.
 
         >>> users = dpx.UserData(np.arange(5.0), ["ann", "bob", "ann", "eve", "ann"], most=2)
         >>> len(users)
@@ -70,7 +71,7 @@ class UserData:
             )
         self.most = int(counts.max()) if most is None else require_whole("most", most)
         self._data = jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, data)
-        self._order = np.argsort(numbers, kind="stable")  # the rows of user 0 first, and the order of the data in each
+        self._order = np.argsort(numbers, kind="stable")  # grouped by user, in the order of the data
         self._first, self._counts = np.cumsum(counts) - counts, counts
 
     def __len__(self) -> int:
@@ -80,10 +81,10 @@ class UserData:
         return f"UserData({len(self)} of unit {self.privacy_unit!r}, at most {self.most} rows each)"
 
     def __getitem__(self, number: int) -> tuple[Tree, np.ndarray]:
-        return self.__getitems__([range(len(self))[number]])[0]  # a range raises IndexError beyond its end
+        return self.__getitems__([range(len(self))[number]])[0]  # a range raises IndexError past its end
 
     def __getitems__(self, numbers: list[int]) -> list[tuple[Tree, np.ndarray]]:
-        """The items of some users, whose rows are read together."""
+        """Returns the items of several users, with all their rows read at once."""
         rows = self._rows(numbers)
         included = np.arange(self.most) < np.minimum(self._counts[numbers], self.most)[:, None]  # (users, most)
 
@@ -97,7 +98,7 @@ class UserData:
         return [(jax.tree.map(lambda leaf, i=i: leaf[i], examples), mask) for i, mask in enumerate(included)]
 
     def _rows(self, numbers: Any) -> np.ndarray:
-        """The rows of the data that the items of some users hold, one item after another, int64 (rows,)."""
+        """Returns which rows of the data the items of these users hold, item after item, int64 (rows,)."""
         counts = self._counts[numbers]
         kept = np.minimum(counts, self.most)
         starts, counts, first, each = (
@@ -106,19 +107,19 @@ class UserData:
         return self._order[first + (np.arange(len(first)) - starts) * counts // each]
 
     def identity_of_units(self) -> tuple:
-        """Which rows each item holds and whose they are, as plain values; digests of the owners and their rows."""
+        """Which rows each item holds and who owns them, as plain values: digests of the owners and their rows."""
         arrays = self._owners, self._order, self._counts
         return "users", len(self), self.most, *(hashlib.sha256(array.tobytes()).hexdigest() for array in arrays)
 
     @property
     def kept(self) -> Tree:
-        """The rows that all users' items hold, item by item and without padding: `data` with fewer rows."""
+        """Returns the rows that the items hold, item after item and without padding: `data` with fewer rows."""
         return jax.tree.map(lambda leaf: np.asarray(read_rows(leaf, self._rows(slice(None)))), self._data)
 
 
 def owner_array(users: Any) -> np.ndarray:
-    """The owners as an array that can be sorted, (N,). Raises ValueError for other types, and for none."""
-    # A list as numpy reads it would turn a missing owner among strings into the string "nan".
+    """Returns the owners as a sortable array, (N,). Raises ValueError for other types, and for no owners."""
+    # Given a list, numpy would turn a missing owner among strings into the string "nan".
     owners = np.asarray(users, None if hasattr(users, "dtype") else object)
     if owners.ndim != 1 or len(owners) == 0:
         found = "one string: pass the column itself" if isinstance(users, str) else f"shape {owners.shape}"
@@ -146,21 +147,21 @@ def owner_array(users: Any) -> np.ndarray:
 
 @names_arguments
 def records_to_keep(owners: Any, *, most_records: int, first: First = "order") -> np.ndarray:
-    """The records to keep, int64 (kept,), sorted, so that each owner has at most `most_records` of them.
+    """Chooses records to keep, int64 (kept,), sorted, so that nobody owns more than `most_records` of them.
 
-    Greedy: a record is kept if each of its owners has fewer than `most_records` so far. So no record that
-    is left out could be added. The choice depends on the owners alone, which must be public: a label or a text that
-    decides about owners makes them private, and the choice then leaks it. Compute its cost with `records=most_records`.
+    It is greedy: a record is kept if each of its owners has fewer than `most_records` so far, so none of the others
+    could be added. The choice depends only on the owners, which must be public. If a private label or text decides who
+    owns a record, the choice leaks it. Compute the cost of a run with `records=most_records`.
 
-    owners: a sequence with the owners of each record, each a collection of integers or of strings, which is not empty;
-        or a pair of arrays (owners, starts): the owners of record i are owners[starts[i]:starts[i + 1]], with starts
-        int, (N + 1,), from 0 to the number of owners. An owner that is named twice counts once.
+    owners: a sequence with a non-empty collection of integers or strings for each record; or a pair of arrays (owners,
+        starts): record i is owned by owners[starts[i]:starts[i + 1]], where starts, int (N + 1,), goes from 0 to the
+        number of owners. An owner that is named twice counts once.
     most_records: int, at least 1.
-    first: "order" tries the records in their order, which must not depend on private data either; "fewest_owners" those
-        with the fewest owners before the others, which keeps more records, and fewer of those with many owners.
+    first: "order" tries the records in their order, which must not depend on private data either. "fewest_owners" tries
+        those with the fewest owners first, which keeps more records, but fewer of those with many owners.
 
-    Raises ValueError for a record without an owner (nobody would be protected there), for missing owners, for starts
-    that do not rise from 0 to the number of owners, and for other arguments outside of their domains.
+    Raises ValueError for a record without an owner (it would protect nobody), for missing owners, for starts that do
+    not rise from 0 to the number of owners, and for other arguments outside their domains.
     """
     require_whole("most_records", most_records)
     if first not in ("order", "fewest_owners"):
@@ -170,7 +171,7 @@ def records_to_keep(owners: Any, *, most_records: int, first: First = "order") -
     of_each = [set(numbers[begin:end].tolist()) for begin, end in zip(starts[:-1], starts[1:], strict=True)]
     order = range(len(of_each))
     if first == "fewest_owners":
-        order = sorted(order, key=lambda record: len(of_each[record]))  # stable: equal ones in their order
+        order = sorted(order, key=lambda record: len(of_each[record]))  # a stable sort keeps the order of ties
     owned, kept = np.zeros(numbers.max() + 1, np.int64).tolist(), []
     for record in order:
         if all(owned[owner] < most_records for owner in of_each[record]):
@@ -181,9 +182,9 @@ def records_to_keep(owners: Any, *, most_records: int, first: First = "order") -
 
 
 def _rows_by_owner(owners: Any) -> tuple[Any, np.ndarray]:
-    """All owners in one sequence, and where those of each record begin, int64 (N + 1,)."""
+    """Returns all owners in one sequence, and where each record's owners begin, int64 (N + 1,)."""
     if isinstance(owners, tuple) and len(owners) == 2 and all(hasattr(part, "dtype") for part in owners):
-        flat, starts = owners[0], np.asarray(owners[1])  # not as a plain array, which would lose a mask
+        flat, starts = owners[0], np.asarray(owners[1])  # `flat` as it is: np.asarray would drop a mask
         rising = (
             starts.dtype.kind in "iu" and starts.ndim == 1 and len(starts) > 1 and np.all(starts[1:] >= starts[:-1])
         )

@@ -1,7 +1,6 @@
-"""Samplings that leave the size of a batch to chance, by a coin or a place for each example.
-
-A coin at every step is Poisson sampling, on request with public weights, or a limit of the rows. A place is a step of
-every epoch (random allocation), or one of the groups that take turns (cyclic Poisson sampling).
+"""Samplings with random batch sizes: Poisson sampling tosses a coin for each example at every step, optionally with
+public weights or a limit on the rows; random allocation draws a step of every epoch for it; cyclic Poisson sampling
+puts it into one of several groups, which take turns.
 """
 
 import functools
@@ -40,14 +39,14 @@ from dpx.sampling.batch import (
 from dpx.sampling.schemes import Sampling, compose_events, compose_releases, count_multipliers, is_constant
 from dpx.values import described, names_arguments, require_floats, require_number, require_whole, warn_user
 
-_ROWS, _KEPT = 1, 2  # the numbers of the keys of a step: of the rows of its examples, and of those that are kept
-_TOGETHER = 2**20  # examples whose steps are drawn at once: 16 MiB. The steps depend on this number.
-_PARTS = 2**32 - 1  # the number of the key of the parts; those below 2^31 are of the rows of each step
+_ROWS, _KEPT = 1, 2  # fold-in numbers for the keys of a step: which rows its examples get, which examples are kept
+_TOGETHER = 2**20  # how many examples' steps are drawn at once: 16 MiB. The steps depend on this number.
+_PARTS = 2**32 - 1  # fold-in number for the key of the parts; numbers below 2^31 are for the rows of each step
 
 
 @dataclass(frozen=True, kw_only=True)
 class VaryingSize(Sampling):
-    """A sampling that leaves the size of a batch to chance: no batch is cut, and its examples are in random rows."""
+    """A sampling with random batch sizes: batches are not cut, and their examples are in random rows."""
 
     @property
     def pads(self) -> bool:
@@ -62,9 +61,9 @@ class VaryingSize(Sampling):
         return usual_row_count(self.examples, self.divisor / self.examples)
 
     def scattered(self, drawn: np.ndarray, size: int | None, key: jax.Array) -> Draw:
-        """The drawn examples in arrays of `size` rows; None takes the usual ones, or more where they do not suffice.
+        """Puts the drawn examples into random rows of `size` rows; None takes the usual size, or more if needed.
 
-        key: of the rows, ().
+        key: scalar key for choosing the rows.
         """
         if size is None:
             size = padded_row_count(len(drawn), self.usual_rows)
@@ -73,9 +72,9 @@ class VaryingSize(Sampling):
 
 
 class PublicWeights:
-    """A public weight for each example, which records with equal numbers share: they are equal and print alike.
+    """A public weight for each example. Objects with the same weights are equal and print alike.
 
-    values: float64 (examples,), finite, at least 0, of a positive sum. Raises ValueError for others.
+    values: float64 (examples,). Raises ValueError unless they are finite and at least 0, with a positive sum.
     """
 
     def __init__(self, values: Any, examples: int):
@@ -85,7 +84,7 @@ class PublicWeights:
         if weights.shape != (examples,):
             raise ValueError(f"weights must be one number for each of the {examples} examples, got {weights.shape}")
         if wrong := int((~(np.isfinite(weights) & (weights >= 0))).sum()):
-            raise ValueError(f"weights must be finite and at least 0, got {wrong} others")  # and shows none of them
+            raise ValueError(f"weights must be finite and at least 0, got {wrong} others")  # shows no weight
         if not 0 < weights.sum() < np.inf:
             raise ValueError(f"weights must have a positive sum, got {weights.sum()}")
         weights.flags.writeable = False
@@ -108,12 +107,12 @@ class PublicWeights:
         return f"<{len(self.values)} from {self.values.min():.6g} to {self.values.max():.6g}, {self.digest}>"
 
     def rate(self, weight: Any, batch_size: float) -> Any:
-        """The sampling rate of a weight, min(1, batch_size weight / sum of weights); float64, as `weight`."""
+        """Returns the rate of a weight, min(1, batch_size * weight / sum of weights); float64, shaped like `weight`."""
         return np.minimum(1.0, batch_size * weight / self.values.sum())
 
 
 class CoinThresholds(NamedTuple):
-    """Below which number, of 64 bits, a coin is heads: two words, uint32 (examples,), and where it always is, bool."""
+    """A coin is heads if its 64 bits are below two words, uint32 (examples,), or if `always`, bool (examples,)."""
 
     high: np.ndarray
     low: np.ndarray
@@ -121,15 +120,15 @@ class CoinThresholds(NamedTuple):
 
 
 def coin_thresholds(rates: np.ndarray) -> CoinThresholds:
-    """The largest multiples of 2^-64 that are at most the rates, float64 (examples,)."""
+    """Rounds rates, float64 (examples,), down to multiples of 2^-64."""
     always = rates >= 1
-    limits = np.where(always, 0.0, rates * 2.0**64).astype(np.uint64)  # the product is exact, and rounded down
+    limits = np.where(always, 0.0, rates * 2.0**64).astype(np.uint64)  # an exact product, rounded down
     return CoinThresholds((limits >> np.uint64(32)).astype(np.uint32), limits.astype(np.uint32), always)
 
 
 @jax.jit
 def toss_weighted_coins(key: jax.Array, heads: CoinThresholds) -> jax.Array:
-    """Which examples take part, bool (examples,). At equal rates, these are the coins of `toss_coins`."""
+    """Draws which examples take part, bool (examples,). If all rates are equal, the coins are those of `toss_coins`."""
     high, low, _, _ = streams.draw_bits(keys.key_words(key), len(heads.high))
     return (high < heads.high) | (high == heads.high) & (low < heads.low) | heads.always
 
@@ -141,28 +140,28 @@ class PoissonSampling(VaryingSize):
 
     examples:   size of the data set; a public number.
     batch_size: the EXPECTED batch size, in (0, examples]; the divisor.
-    most_rows:  int in [batch_size, examples]: if the coins choose more examples, a uniformly random subset of this many
+    most_rows:  int in [batch_size, examples]. If the coins choose more examples, a uniformly random subset of this size
                 takes part. All batches are then arrays of exactly `most_rows` rows: one shape, one compilation.
-                One example may displace another, so a run costs more, and much more for `most_rows` near batch_size;
+                One example may displace another, so a run costs more, and much more if `most_rows` is near batch_size;
                 from about batch_size + 5 sqrt(batch_size) on, it costs the same (`dpx.check_setup` says how much). The
-                divisor stays batch_size. By default, inf: a batch is never cut.
+                divisor stays batch_size. The default, inf, never cuts a batch.
     weights:    PUBLIC numbers of at least 0, (examples,). Example i then takes part with probability
-                q_i = min(1, batch_size w_i / sum w), and the divisor is sum q_i, which is below batch_size where rates
-                are capped at 1. The cost is at the largest rate, for every example; `dpx.epsilon(..., weight=w)` is
-                that of the examples of weight w and less. Weights that were computed from labels or other private data
-                are private: no cost covers them. Dividing a clipped gradient by q_i lets an example move the sum by
-                C / q_i, which no cost covers either.
+                q_i = min(1, batch_size w_i / sum w), and the divisor is sum q_i, which is below batch_size if some
+                rates are capped at 1. The cost holds for every example, at the largest rate;
+                `dpx.epsilon(..., weight=w)` is the cost for examples with weight at most w. Weights that were computed
+                from labels or other private data are private, and no cost covers them. Do not divide clipped gradients
+                by q_i: an example could then move the sum by C / q_i, which no cost covers either.
 
-    Without `most_rows`, the rows of a drawn batch are the least multiple of 8 that a batch exceeds with a probability
-    below 1e-9. A larger batch is not cut: its rows are the next multiple of 1/8 of these (docs/exact.md).
+    Without `most_rows`, a drawn batch has the smallest multiple of 8 rows that a batch exceeds with probability below
+    1e-9. A larger batch is not cut: its size is rounded up to a multiple of 1/8 of that (docs/exact.md).
 
-    Neighbors differ by a null in place of one example, which keeps its place and does not count. The cost is that of
-    adding or removing an example. But a deleted row would move all later ones, and so the rounding of their sum. The
-    cost does not cover the size of a batch: whoever sees it, for example in the time of a step, learns about the coins.
+    Neighbors differ by a null in place of one example, which keeps its place and does not count. The cost equals that
+    of adding or removing an example, but a deleted row would move all later ones, and change the rounding of their sum.
+    The cost does not cover the size of a batch: whoever sees it, perhaps by timing a step, learns about the coins.
 
-    Raises ValueError for other sizes. Its event is that of Abadi et al. 2016, https://arxiv.org/abs/1607.00133; with
-    `most_rows`, dp-accounting's `TruncatedSubsampledGaussianDpEvent`, and the proof is in
-    `dpx/accounting/limited_samples.py`.
+    Raises ValueError for sizes outside these domains. The event is that of Abadi et al. 2016,
+    https://arxiv.org/abs/1607.00133; with `most_rows`, it is dp-accounting's `TruncatedSubsampledGaussianDpEvent`,
+    proved in `dpx/accounting/limited_samples.py`.
 
         >>> sampling = dpx.PoissonSampling(examples=1_000, batch_size=50)
         >>> batch = sampling.take(data, key, state)  # 50 rows are expected to count, of 96
@@ -199,18 +198,18 @@ class PoissonSampling(VaryingSize):
 
     @property
     def probability(self) -> float:
-        """The largest rate of an example."""
+        """The largest sampling rate of any example."""
         return self.batch_size / self.examples if self.weights is None else float(self.rates.max())
 
     @functools.cached_property
     def rates(self) -> np.ndarray:
-        """The rate of each example, float64 (examples,)."""
+        """The sampling rate of each example, float64 (examples,)."""
         if self.weights is None:
             return np.full(self.examples, self.probability)
         return self.weights.rate(self.weights.values, self.batch_size)
 
     def rate_of(self, weight: float) -> float:
-        """The rate of an example of this weight. Raises ValueError without weights, and for one above all of them."""
+        """Returns the rate of this weight. Raises ValueError without weights, or if it exceeds them all."""
         if self.weights is None:
             words = f"because the examples of {self} have no weights"
             raise ValueError(f"weight must be left out, {words}; got {described(weight)}")
@@ -221,7 +220,7 @@ class PoissonSampling(VaryingSize):
 
     @property
     def plain(self) -> bool:
-        """Whether the coins, of one rate, decide alone."""
+        """Whether only the coins decide who takes part, and all have the same rate."""
         return self.weights is None and not self.truncates
 
     @property
@@ -238,16 +237,16 @@ class PoissonSampling(VaryingSize):
 
     @property
     def truncates(self) -> bool:
-        """Whether batches have a limit of rows. The event is then not that of Poisson sampling."""
+        """Whether the rows of a batch are limited. The event is then not that of Poisson sampling."""
         return self.most_rows != math.inf
 
     @property
     def participation(self) -> float:
-        """The largest probability of an example to take part: less than that of its coin, where batches are cut."""
+        """The largest probability that an example takes part, which is below its coin's rate if batches are cut."""
         if not self.truncates:
             return self.probability
         sizes = np.arange(self.most_rows)
-        short = scipy.special.bdtr(sizes, self.examples, self.probability).sum()  # of the mean of min(size, most_rows)
+        short = scipy.special.bdtr(sizes, self.examples, self.probability).sum()  # most_rows - E[min(size, most_rows)]
         return float(self.most_rows - short) / self.examples
 
     @functools.cached_property
@@ -258,7 +257,7 @@ class PoissonSampling(VaryingSize):
     def usual_rows(self) -> int:
         if self.truncates:
             return int(self.most_rows)
-        # With several rates, a batch is not larger than of one rate with the same mean (Hoeffding 1956).
+        # Different rates do not make large batches more likely than one rate with the same mean (Hoeffding 1956).
         return usual_row_count(self.examples, self.divisor / self.examples)
 
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
@@ -286,26 +285,26 @@ class PoissonSampling(VaryingSize):
 
 
 def _random_subset(drawn: np.ndarray, count: int, key: jax.Array, fitting: int) -> np.ndarray:
-    """A uniformly random subset of the drawn examples, int (count,), rising.
+    """Draws a uniformly random subset of the drawn examples, int (count,), sorted.
 
-    The first of the drawn would be those of the lowest numbers, for which no cost is known.
-    fitting: at least as many as are drawn; of few values, because a program is compiled for each.
+    Keeping the first `count` instead would always favor the lowest numbers, for which no cost is known.
+    fitting: at least the number of drawn examples, rounded up to few values, because each compiles a program.
     """
-    places = random_order(key, fitting, fitting)  # a random order of more places is one of the first of them
+    places = random_order(key, fitting, fitting)  # a random order of more places also orders the first ones randomly
     return np.sort(drawn[places[places < len(drawn)][:count]])
 
 
 @attrs.frozen
 class RandomAllocationDpEvent(DpEvent):
-    """The Gaussian releases of the first steps of one epoch, of which one random step has the example.
+    """Gaussian releases of the first steps of one epoch, in which an example takes part in one random step.
 
-    noise_multiplier: pairs (noise multiplier, number of steps), rising; of the released steps of the epoch.
-    steps_per_epoch: t, int, the number of steps among which the step of an example is drawn. If fewer are released,
-        the epoch ended early, after a number of steps that was fixed in advance.
+    noise_multiplier: rising pairs (noise multiplier, number of steps), for the released steps of the epoch.
+    steps_per_epoch: t, int, the number of steps from which each example's step is drawn. If fewer are released, the
+        epoch ended early, after a number of steps that was fixed in advance.
 
-    It is true for one example more or fewer, and for a null in its place, with independent steps of all examples.
-    Epochs compose, if each draws new steps. The order inside of an epoch does not matter. dp-accounting's accountants
-    refuse this event; the cost is in `dpx/accounting/allocation.py`.
+    It holds for one example more or fewer and for a null in its place, if the examples' steps are independent. Epochs
+    compose if each draws new steps. The order within an epoch does not matter. dp-accounting's accountants refuse this
+    event; its cost is in `dpx/accounting/allocation.py`.
     """
 
     noise_multiplier: tuple[tuple[float, int], ...]
@@ -315,22 +314,23 @@ class RandomAllocationDpEvent(DpEvent):
 @names_arguments
 @dataclass(frozen=True, kw_only=True)
 class RandomAllocation(VaryingSize):
-    """Every example exactly once an epoch, in a uniformly random step of it, independently of all others.
+    """Every example takes part exactly once an epoch, in a uniformly random step, independently of all others.
 
     examples:        size of the data set, below 2^31; a public number.
-    steps_per_epoch: t, in [1, examples]. The divisor is examples / t, the expected batch size. The sizes of batches
-                     vary as much as those of `PoissonSampling`.
+    steps_per_epoch: t, in [1, examples]. The divisor is examples / t, the expected batch size. Batch sizes vary as much
+                     as with `PoissonSampling`.
 
-    The step of an example is 64 bits of a cipher of (key, epoch, example), modulo t. No step has a probability above
-    1/t by more than the factor 1 + t 2^-64, which adds less than t 2^-64 to the epsilon of an epoch; no
-    cost counts it. An epoch is made once, as a list of the examples of each step. It takes 4 bytes of the host for each
-    example (4 GB for 10^9), and is made from parts of 2^20 examples.
+    The step of an example is 64 cipher bits of (key, epoch, example), modulo t. No step has a probability above
+    (1 + t 2^-64) / t. The excess adds less than t 2^-64 to the epsilon of an epoch, which no cost counts. An epoch is
+    drawn once, as a list of the examples of each step, from parts of 2^20 examples. It takes 4 bytes of host memory for
+    each example (4 GB for 10^9).
 
-    Neighbors differ by a null in place of one example, as for `PoissonSampling`. No cost of replacing an example is
-    known. All batches of a run must be drawn with one key, because several keys would give several allocations. An
-    epoch that ends early costs less, if its last step was fixed in advance; a stop that looks at releases costs the
-    planned number of steps. The cost does not cover the size of a batch. Its event is `RandomAllocationDpEvent`, and
-    the proof is in `dpx/accounting/allocation.py`. Raises ValueError for other sizes.
+    Neighbors differ by a null in place of one example, as for `PoissonSampling`. The cost of replacing an example is
+    not known. All batches of a run must be drawn with one key, because several keys would give several allocations. An
+    epoch that ends early costs less if its last step was fixed in advance; if releases decide when to stop, the run
+    costs its planned number of steps. The cost does not cover the size of a batch. The event is
+    `RandomAllocationDpEvent`, proved in `dpx/accounting/allocation.py`. Raises ValueError for sizes outside these
+    domains.
     """
 
     steps_per_epoch: int = field()  # pyrefly: ignore[bad-override]
@@ -387,9 +387,9 @@ class RandomAllocation(VaryingSize):
 
 @functools.lru_cache(maxsize=1)
 def allocate_examples(words: bytes, examples: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """The examples in the order of their steps, int32 (examples,), and where each step begins, int64 (steps + 1,).
+    """Returns the examples in the order of their steps, int32 (examples,), and where each begins, int64 (steps + 1,).
 
-    It is kept in memory, because every step of an epoch needs the same one.
+    The result stays in memory, because every step of an epoch needs it.
     """
     counts = np.zeros(steps, np.int64)
     for _, own in _steps_of_examples(words, examples, steps):
@@ -406,9 +406,9 @@ def allocate_examples(words: bytes, examples: int, steps: int) -> tuple[np.ndarr
 
 
 def _steps_of_examples(words: bytes, examples: int, steps: int) -> Iterator[tuple[int, np.ndarray]]:
-    """The first example of each part of 2^20, int, and the steps of the examples in it, int64 (examples of the part,).
+    """Yields, for each part of 2^20 examples, its first example, int, and its examples' steps, int64 (examples,).
 
-    Each part has a key of its own, that of its number.
+    Each part has its own key, derived from its number.
     """
     parts, together = keys.fold_in(key_of_words(words), _PARTS), min(examples, _TOGETHER)
     for number in range(-(-examples // together)):
@@ -425,20 +425,20 @@ class CyclicPoissonSampling(VaryingSize):
 
     examples:   size of the data set, below 2^31; a public number.
     batch_size: the EXPECTED batch size, the divisor. The coins have the rate bands * batch_size / examples.
-    bands:      b, int of at least 1, with b * batch_size <= examples. 1 is Poisson sampling.
+    bands:      b, int, at least 1, with b * batch_size <= examples. 1 is Poisson sampling.
 
-    Step t uses group t mod b. The group of an example is drawn once for the run, by 64 bits of a cipher of the key and
-    of the example alone. So an example takes part at most every b steps, which noise that is correlated over b steps
-    needs (https://arxiv.org/abs/2306.08153, theorem 4). All batches of a run must be drawn with one key.
+    Step t uses group t mod b. The group of an example is drawn once for the run, by 64 cipher bits that depend only on
+    the key and the example. So an example takes part at most once in b steps, as noise that is correlated over b steps
+    requires (https://arxiv.org/abs/2306.08153, theorem 4). All batches of a run must be drawn with one key.
 
-    The cost of T steps with independent noise is that of ceil(T / b) Poisson-sampled Gaussians of this rate, of each b
-    steps the one with the least noise. Proof: let the groups of all examples be public. Neighbors differ by a null in
-    place of one example, and their sums differ in the steps of its group alone, at most one of each b; there, its coin
-    is independent of all that was released. The other steps are post-processing. The groups are independent of each
-    other, so it is true for one example more or fewer as well. It costs more than Poisson sampling: use it with plain
-    noise to compare.
+    With independent noise, T steps cost ceil(T / b) Poisson-sampled Gaussians of this rate, each at the least noise
+    multiplier of its b steps. Proof: let all groups be public. Neighbors differ by a null in place of one example, so
+    their sums differ only in the steps of its group, at most one in b, where its coin is independent of everything
+    released before. The other steps are post-processing. The groups are independent of each other, so the cost also
+    holds for one example more or fewer. It is higher than that of Poisson sampling: use plain noise here only to
+    compare.
 
-    Raises ValueError for other sizes.
+    Raises ValueError for sizes outside these domains.
     """
 
     batch_size: float
@@ -458,7 +458,7 @@ class CyclicPoissonSampling(VaryingSize):
 
     @property
     def probability(self) -> float:
-        """The rate of the coins, in the steps of an example's group."""
+        """The rate of an example's coins, in the steps of its group."""
         return min(1.0, self.bands * self.batch_size / self.examples)
 
     @property
@@ -470,7 +470,7 @@ class CyclicPoissonSampling(VaryingSize):
         return self.batch_size
 
     def group(self, key: jax.Array, number: int) -> np.ndarray:
-        """The examples of one group, int32 (of the group,), rising. key: of the run, (). number: int, below `bands`."""
+        """Returns one group's examples, int32 (members,), sorted. key: scalar key of the run. number: int < `bands`."""
         words = np.asarray(keys.key_words(step_key(key, 0))).tobytes()
         members, starts = allocate_examples(words, self.examples, self.bands)
         return members[starts[number] : starts[number + 1]]
