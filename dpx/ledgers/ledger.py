@@ -25,7 +25,7 @@ from dpx.accounting.profiles import least_number
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.ledgers.entries import Entry, decode_value, encode_value, entries_of
 from dpx.ledgers.files import replace_file
-from dpx.reports.pages import Section, as_markdown, as_text
+from dpx.reports.rendering import Section, as_markdown, as_text
 from dpx.sampling.schemes import compose_events
 from dpx.states.record import unit_mark
 from dpx.values import described, names_arguments, require_path, require_text, require_whole, rounded_up, unit_in_words

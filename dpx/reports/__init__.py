@@ -1,12 +1,12 @@
-"""What people read about a privacy cost: a report to publish, what an attacker can learn, curves, and plans of a run.
+"""What people read about a privacy cost: a report to publish, bounds on attacks, curves, and plans for a run.
 
 * A report to publish beside a model: `privacy_report`.
 * What the cost means for an attacker: `attack_bounds`, `plot_attack_bounds`.
 * Epsilon after each step, delta at each epsilon, and the trade-off function, as arrays and plots: `curves`.
 * The noise that a budget needs for many batch sizes and epochs, as a table and a plot: `plan_noise`; for each sampling:
-  `plan_samplings`. Which size of model, batch and number of steps: `fit_scale_law`, from small runs of your own.
+  `plan_samplings`. The model size, batch size and number of steps to choose, from your own small runs: `fit_scale_law`.
 
-`dpx.accounting` has the numbers. Nothing here changes them, and every printed bound is rounded up.
+`dpx.accounting` computes the numbers. Nothing here changes them, and every printed bound is rounded up.
 """
 
 from dpx.reports import curves
@@ -37,5 +37,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The public names, without the files that hold them."""
+    """Lists the public names, without the files that define them."""
     return __all__

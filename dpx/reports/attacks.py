@@ -11,30 +11,30 @@ from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Profile, Relation
 from dpx.accounting.compose import Composition
 from dpx.accounting.cost import cost_of_run
-from dpx.reports.pages import draw_guessing_line, labeled_axes
+from dpx.reports.rendering import draw_guessing_line, labeled_axes
 from dpx.values import described, for_whom, require_floats, rounded_up, unit_in_words
 
-# Any set of epsilons gives bounds. With these, rates and mu are within 1 % of the exact ones of a Gaussian.
+# Any set of epsilons gives valid bounds. With these, the rates and mu of a Gaussian are within 1 % of the exact values.
 _EPSILONS = 96
 _SMALLEST_SHARE = 0.01  # the smallest positive epsilon, as a share of the largest
-_LARGEST_EPSILON = 500.0  # beyond it nothing is promised, and e^epsilon is not a float
-_ROUNDING = 1e-9  # by which mu is rounded up, relative to 1 + mu
+_LARGEST_EPSILON = 500.0  # a larger epsilon promises nothing, and its exponential may overflow
+_ROUNDING = 1e-9  # how far mu is rounded up, relative to 1 + mu
 
-FALSE_POSITIVE_RATES = (0.01, 0.001)  # at which a report states the true positive rate
-CURVE_RATES = tuple(10.0 ** (tenth / 10) for tenth in range(-40, 1))  # at which it draws it
+FALSE_POSITIVE_RATES = (0.01, 0.001)  # a report states the true positive rate at these
+CURVE_RATES = tuple(10.0 ** (tenth / 10) for tenth in range(-40, 1))  # and draws it at these
 
 
 class AttackBounds(NamedTuple):
     """How well any attacker who knows the release and all other examples can tell whether one example took part.
 
-    With several `records`, all records of one person take the place of one example.
+    With several `records`, the question is about all records of one person instead of one example.
 
     advantage: float, the largest true positive rate minus the false positive rate; 0 is guessing, 1 is certainty.
-    false_positive_rates: n floats, how often the attacker claims an example that did not take part.
-    true_positive_rates: n floats, for each of them an upper bound on how often the attacker claims one that did.
-    mu: float. At every false positive rate a, mu-Gaussian differential privacy bounds the true positive rate, by Phi(mu
-        - Phi^-1(1 - a)), plus delta.
-    delta: float, of mu. records: int, the most records that the person owns; 1 is one unit that the sampling draws.
+    false_positive_rates: n floats, how often the attacker says "took part" about an example that did not.
+    true_positive_rates: n floats, upper bounds on how often the attacker then says so about an example that did.
+    mu: float. The run satisfies mu-Gaussian differential privacy up to delta: at every false positive rate a, the true
+        positive rate is at most Phi(mu - Phi^-1(1 - a)) + delta.
+    delta: float, the slack of mu. records: int, the most records that the person owns; 1 is one unit of the sampling.
     """
 
     advantage: float
@@ -45,7 +45,7 @@ class AttackBounds(NamedTuple):
     records: int = 1
 
     def sentences(self, unit: str | None = None) -> tuple[str, ...]:
-        """The bounds in words, rounded up. unit: whom they are for, in words; None is an example, or a person."""
+        """States the bounds in words, rounded up. unit: whom they protect, in words; None: one example, or a person."""
         unit = unit_in_words(self.records) if unit is None else unit
         rates = zip(self.false_positive_rates, self.true_positive_rates, strict=True)
         return (
@@ -71,18 +71,18 @@ def attack_bounds(
     relation: Relation | None = None,
     records: int | None = None,
 ) -> AttackBounds:
-    """Bounds on every attack that asks whether one example took part, from the privacy profile of a run.
+    """Bounds every attack that asks whether one example took part, from the privacy profile of a run.
 
-    run: a mechanism, with `steps_or_state` as for `dpx.epsilon`, or a `Composition`, without it.
+    run: a mechanism, with `steps_or_state` as for `dpx.epsilon`; or a `Composition`, without it.
     delta: in (0, 1), the slack of `mu`. Without slack, Poisson sampling would not lower mu, because sampling does not
         thin the farthest tail.
-    false_positive_rates: floats in [0, 1]. accountant, relation, records: as for `dpx.epsilon`. Above 1 record, the
-        attack is on a person with that many.
+    false_positive_rates: floats in [0, 1]. accountant, relation, records: as for `dpx.epsilon`. With more than 1
+        record, the attack is on a person who owns that many.
 
-    Guarantee: with delta(e) the run's delta at epsilon e, the true positive rate at a false positive rate a is at most
-    delta(e) + exp(e) a, and at most 1 - exp(-e) (1 - delta(e) - a), for every e >= 0; the advantage is at most
-    delta(0). The bounds are the least over a grid of e. mu is the least for which the convex hull of that grid is at
-    most delta_mu(e) + delta for every e >= 0, where delta_mu is that of mu-GDP.
+    Guarantee: let delta(e) be the run's delta at epsilon e. For every e >= 0, the true positive rate at a false
+    positive rate a is at most delta(e) + exp(e) a, and at most 1 - exp(-e) (1 - delta(e) - a). The advantage is at most
+    delta(0). The bounds are the least over a grid of e. mu is the smallest for which the convex hull of that grid is at
+    most delta_mu(e) + delta for every e >= 0, where delta_mu is the profile of mu-GDP.
     Raises ValueError as `dpx.epsilon` does, and for rates outside [0, 1].
     Source: Dong, Roth and Su 2022, https://arxiv.org/abs/1905.02383.
 
@@ -108,7 +108,7 @@ def attack_bounds(
 
 
 def attack_bounds_of_profile(profile: Profile, delta: float, false_positive_rates: Sequence[float]) -> AttackBounds:
-    """The bounds of a profile; see `attack_bounds`."""
+    """Computes the bounds of a privacy profile; see `attack_bounds`."""
     epsilons, deltas = _epsilon_delta_grid(profile, delta)
     growth, rates = np.exp(epsilons), np.array(false_positive_rates, np.float64)[:, None]
     least = np.minimum(deltas + growth * rates, 1 - (1 - deltas - rates) / growth).min(axis=1)
@@ -122,7 +122,7 @@ def attack_bounds_of_profile(profile: Profile, delta: float, false_positive_rate
 
 
 def bounds_and_curve(profile: Profile, delta: float) -> tuple[AttackBounds, tuple[tuple[float, float], ...]]:
-    """What a report states, and its curve: pairs (false positive rate, bound of the true positive rate)."""
+    """Returns the bounds that a report states, and its curve: pairs (false positive rate, bound on the true one)."""
     bounds, stated = (
         attack_bounds_of_profile(profile, delta, (*FALSE_POSITIVE_RATES, *CURVE_RATES)),
         len(FALSE_POSITIVE_RATES),
@@ -133,10 +133,10 @@ def bounds_and_curve(profile: Profile, delta: float) -> tuple[AttackBounds, tupl
 
 
 def plot_attack_bounds(bounds: AttackBounds, *, axes: Any = None, label: str | None = None) -> Any:
-    """Draws the largest true positive rate at each false positive rate, and guessing, both axes logarithmic.
+    """Draws the largest true positive rate at each false positive rate, and guessing, on logarithmic axes.
 
-    bounds: with many rates, such as `numpy.geomspace(1e-4, 1, 50)`. axes: of matplotlib, new ones by default; returned.
-    label: of the curve, in a legend.
+    bounds: with many rates, such as `numpy.geomspace(1e-4, 1, 50)`. axes: matplotlib axes, which are returned; None
+        makes new ones. label: the curve's label in a legend.
     """
     right = f"true positive rate of any attack (upper bound){for_whom(bounds.records)}"
     axes = labeled_axes(axes, "false positive rate", right)
@@ -146,7 +146,7 @@ def plot_attack_bounds(bounds: AttackBounds, *, axes: Any = None, label: str | N
 
 
 def _epsilon_delta_grid(profile: Profile, delta: float) -> tuple[np.ndarray, np.ndarray]:
-    """Rising epsilons from 0, and an upper bound on delta at each, float64 (n,); if it can, the last is `delta`."""
+    """Returns rising epsilons from 0, and bounds on delta at each, float64 (n,), which end at `delta` if possible."""
     top = profile.epsilon(delta)
     if top == 0:
         return np.zeros(1), np.array([min(delta, profile.delta(0.0))])
@@ -159,34 +159,34 @@ def _epsilon_delta_grid(profile: Profile, delta: float) -> tuple[np.ndarray, np.
 
 
 def _symmetrized_deltas(growth: np.ndarray, deltas: np.ndarray) -> np.ndarray:
-    """Deltas, float64 (n,), of at most `deltas`, which are an upper bound on the same profile; growth is e^epsilon.
+    """Tightens `deltas`, float64 (n,), to smaller upper bounds on the same profile. growth: e^epsilon, float64 (n,).
 
     Proof: (epsilon, delta) for both orders of the neighbors says that the true positive rate at a false positive rate
     a is at most delta + x a and 1 - (1 - delta - a) / x, with x = e^epsilon. The lines cross at
-    a = (1 - delta) / (1 + x), where both are 1 - a. There the least of both, minus y a, is largest, for every y in
-    [1, x]. So the delta at the epsilon ln y is at most 1 - (1 + y) (1 - delta) / (1 + x).
+    a = (1 - delta) / (1 + x), where both are 1 - a. For every y in [1, x], the smaller of both, minus y a, is largest
+    there. So the delta at the epsilon ln y is at most 1 - (1 + y) (1 - delta) / (1 + x).
     """
     crossings = np.maximum.accumulate(((1 - deltas) / (1 + growth))[::-1])[::-1]
     return np.minimum(deltas, 1 - (1 + growth) * crossings)
 
 
 def _mu(growth: np.ndarray, deltas: np.ndarray, slack: float) -> float:
-    """The least mu for which the lines 1 - delta - e^epsilon a prove a run mu-GDP up to `slack`; rounded up.
+    """Returns the least mu, rounded up, for which the lines 1 - delta - e^epsilon a prove mu-GDP up to `slack`.
 
-    growth: e^epsilon, rising from 1; deltas: falling; float64 (n,).
+    growth: e^epsilon, float64 (n,), rising from 1. deltas: float64 (n,), falling.
 
     Proof: L(a), the largest of the lines, is a lower bound on the type II error at a type I error a. So the run's delta
     at any epsilon >= 0 is at most the largest 1 - L(a) - e^epsilon a. L is convex, its last slope is -1, and
-    e^epsilon >= 1, so that is attained at a corner of L or at a = 0. Let G(a) = Phi(Phi^-1(1 - a) - mu) be the
+    e^epsilon >= 1, so the maximum is at a corner of L or at a = 0. Let G(a) = Phi(Phi^-1(1 - a) - mu) be the
     trade-off function of mu-GDP. Where L(a) >= G(a) - slack, 1 - L(a) - e^epsilon a is at most
-    1 - G(a) - e^epsilon a + slack, and thus at most delta_mu(epsilon) + slack. At a = 0 that holds, because
-    L(0) = 1 - deltas[-1]; at the corners mu is chosen so.
+    1 - G(a) - e^epsilon a + slack, and thus at most delta_mu(epsilon) + slack. At a = 0 this holds because
+    L(0) = 1 - deltas[-1]; mu is chosen so that it holds at the corners.
     """
     if deltas[0] <= slack:
         return 0.0
     if deltas[-1] > slack:
         return math.inf
-    hull: list[int] = []  # the lower convex hull of the points (growth, delta): all other lines are nowhere the largest
+    hull: list[int] = []  # lower convex hull of the points (growth, delta): no other line is the largest anywhere
     for point in range(len(growth)):
         while len(hull) > 1 and _slope(growth, deltas, *hull[-2:]) >= _slope(growth, deltas, hull[-1], point):
             hull.pop()

@@ -1,7 +1,7 @@
 """Privacy curves of a mechanism: epsilon over the steps, delta over epsilon, and the trade-off function.
 
-The three functions give arrays. `plot_epsilon_over_steps` and its like draw them with matplotlib, which is imported
-when one is called.
+The three functions return arrays. `plot_epsilon_over_steps`, `plot_delta_over_epsilon` and `plot_trade_off` draw them
+with matplotlib, which they import when called.
 """
 
 import math
@@ -14,19 +14,19 @@ from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.cost import cost_of_run, records_per_unit_of_run
 from dpx.accounting.pld.losses import BUCKETS
 from dpx.reports.attacks import attack_bounds_of_profile
-from dpx.reports.pages import draw_guessing_line, labeled_axes
+from dpx.reports.rendering import draw_guessing_line, labeled_axes
 from dpx.values import for_whom, repr_with_shapes, require_floats, require_whole, rounded_up
 
-_BUCKETS = 64  # distinct releases in each point of a curve over steps: about a second a point at 10,000 releases
+_BUCKETS = 64  # distinct releases in each point of a curve over steps: about a second per point for 10,000 releases
 _NEGLIGIBLE_DELTA = 1e-6  # a smaller delta cannot be seen in a trade-off curve
 
 
 class EpsilonOverSteps(NamedTuple):
-    """Epsilon after each of some numbers of steps.
+    """Epsilon as a function of the number of steps.
 
-    steps: int64 (points,), increasing. epsilon: float64 (points,), an upper bound on the epsilon that they spend.
-    delta: float, at which. by_epoch: bool, whether the first step of an epoch costs as much as the epoch; then the
-        steps are the first one and the ends of epochs, and between two of them the run spends the later epsilon.
+    steps: int64 (points,), increasing. epsilon: float64 (points,), upper bounds on the epsilon of so many steps.
+    delta: float, the delta of these epsilons. by_epoch: bool, whether the first step of an epoch costs as much as the
+        whole epoch; then the steps are the first one and the ends of epochs, and in between the later epsilon is spent.
     records: int, the most records of the person whom epsilon protects; 1 is one unit that the sampling draws.
     """
 
@@ -40,10 +40,10 @@ class EpsilonOverSteps(NamedTuple):
 
 
 class DeltaOverEpsilon(NamedTuple):
-    """Delta at each of some epsilons.
+    """Delta as a function of epsilon.
 
     epsilon: float64 (points,), as given. delta: float64 (points,), an upper bound at each epsilon.
-    records: int, the most records of the person that they are for; 1 is one unit that the sampling draws.
+    records: int, the most records of the person whom they protect; 1 is one unit that the sampling draws.
     """
 
     epsilon: np.ndarray
@@ -78,21 +78,21 @@ def epsilon_over_steps(
     records: int | None = None,
     points: int = 40,
 ) -> EpsilonOverSteps:
-    """The epsilon spent at `delta`, an upper bound after each of at most `points` numbers of steps in 1 .. steps.
+    """Computes upper bounds on the epsilon spent at `delta`, at up to `points` numbers of steps from 1 to `steps`.
 
-    If the first step of an epoch costs as much as the whole epoch, as with `dpx.ShuffledEpochs`, the steps are the ends
-    of epochs (for `CyclicPoissonSampling`, of the turns of its groups).
+    If the first step of an epoch costs as much as the whole epoch, as with `dpx.ShuffledEpochs`, the points are at the
+    ends of epochs (with `CyclicPoissonSampling`, of rounds in which each group has one turn).
 
     mechanism: a `dpx.Mechanism`. steps: int, at least 1. delta: in (0, 1).
-    points: int, at least 2; keep it small, because every point composes its own event. The last point is the result of
-        `dpx.epsilon`. Those before it use at most 64 distinct releases.
+    points: int, at least 2; keep it small, because every point composes its own event. The last point equals
+        `dpx.epsilon`; earlier points use at most 64 distinct releases.
     accountant: "tightest", "pld" or "rdp". relation: None takes the sampling's. records: the most examples that one
         person owns, as for `dpx.epsilon`.
-    Raises ValueError for steps or points below these, and as `dpx.epsilon` does.
+    Raises ValueError for too few steps or points, and as `dpx.epsilon` does.
     """
     steps, points = require_whole("steps", steps), require_whole("points", points, minimum=2)
     sampling = mechanism.sampling
-    epoch = max(sampling.groups, sampling.epoch)  # of an epoch, or a turn of cyclic groups, that is paid for at once
+    epoch = max(sampling.groups, sampling.epoch)  # steps of an epoch or of a round of groups
     epoch = epoch if epoch > 1 and sampling.event(np.ones(1)) == sampling.event(np.ones(epoch)) else 1
     ends = np.linspace(1, steps, points) if epoch == 1 else np.linspace(math.ceil(steps / epoch), 1, points - 1)
     steps_shown = np.unique(np.append(1, np.minimum(ends.round().astype(np.int64) * epoch, steps)))
@@ -101,7 +101,7 @@ def epsilon_over_steps(
         cost = cost_of_run(mechanism, step, relation, records=records)
         profile = cost.profile(accountant, buckets=BUCKETS if step == steps else _BUCKETS)
         spent.append(profile.epsilon(delta))
-    spent = np.minimum.accumulate(spent[::-1])[::-1]  # fewer steps cost no more
+    spent = np.minimum.accumulate(spent[::-1])[::-1]  # fewer steps cannot cost more
     return EpsilonOverSteps(
         steps_shown, spent, checks.require_delta(delta), epoch > 1, records_per_unit_of_run(mechanism, records)
     )
@@ -116,11 +116,11 @@ def delta_over_epsilon(
     relation: Relation | None = None,
     records: int | None = None,
 ) -> DeltaOverEpsilon:
-    """delta at each of `epsilons`, upper bounds within 0.1 % of `dpx.accounting.delta`.
+    """Computes upper bounds on delta at each of `epsilons`, within 0.1 % of `dpx.accounting.delta`.
 
-    epsilons: float (points,), at least 0. A curve is quick, because one composition answers for many neighboring
-        epsilons. The other arguments are as for `dpx.accounting.delta`. Raises ValueError for a negative epsilon, and
-        as `dpx.accounting.delta` does.
+    epsilons: float (points,), at least 0. Many points cost little, because nearby epsilons share one composition.
+    The other arguments are as for `dpx.accounting.delta`. Raises ValueError for a negative epsilon, and as
+    `dpx.accounting.delta` does.
     """
     given = np.atleast_1d(require_floats("epsilons", epsilons))
     values = np.array([checks.require_epsilon(value) for value in given])
@@ -140,10 +140,10 @@ def trade_off(
     records: int | None = None,
     points: int = 101,
 ) -> TradeOff:
-    """A lower bound on the type II error of every test, at type I errors from 0 to 1: no test has smaller errors.
+    """Computes a lower bound on the type II error of every test, at type I errors from 0 to 1.
 
-    f(a) = max over epsilon of (1 - delta(epsilon) - e^epsilon a, e^-epsilon (1 - delta(epsilon) - a)), with delta an
-    upper bound (Dong, Roth and Su 2022, https://arxiv.org/abs/1905.02383). Perfect privacy is f(a) = 1 - a.
+    f(a) = max over epsilon of (1 - delta(epsilon) - e^epsilon a, e^-epsilon (1 - delta(epsilon) - a)), where delta is
+    an upper bound (Dong, Roth and Su 2022, https://arxiv.org/abs/1905.02383). Perfect privacy is f(a) = 1 - a.
 
     points: int, at least 2. The other arguments are as for `dpx.accounting.delta`.
     Raises ValueError for fewer points, and as `dpx.accounting.delta` does.
@@ -158,7 +158,7 @@ def trade_off(
 def plot_epsilon_over_steps(curve: EpsilonOverSteps, *, axes: Any = None, label: str | None = None) -> Any:
     """Draws the curve on matplotlib `axes`, new ones by default, and returns them.
 
-    An epoch that is paid for at once is a stair. label: of the curve, in a legend.
+    It is a staircase if the first step of an epoch costs the whole epoch. label: the curve's label in a legend.
     """
     axes = labeled_axes(
         axes, "steps of the run", f"epsilon spent at delta {rounded_up(curve.delta, 6)}{for_whom(curve.records)}"
@@ -170,9 +170,9 @@ def plot_epsilon_over_steps(curve: EpsilonOverSteps, *, axes: Any = None, label:
 
 
 def plot_delta_over_epsilon(curve: DeltaOverEpsilon, *, axes: Any = None, label: str | None = None) -> Any:
-    """Draws the curve, delta on a logarithmic axis, on matplotlib `axes`, new ones by default, and returns them.
+    """Draws the curve on matplotlib `axes`, new ones by default, with a logarithmic delta axis, and returns them.
 
-    label: of the curve, in a legend.
+    label: the curve's label in a legend.
     """
     axes = labeled_axes(axes, f"epsilon{for_whom(curve.records)}", "delta (upper bound)")
     axes.semilogy(curve.epsilon, np.maximum(curve.delta, 1e-300), label=label)
@@ -180,9 +180,9 @@ def plot_delta_over_epsilon(curve: DeltaOverEpsilon, *, axes: Any = None, label:
 
 
 def plot_trade_off(curve: TradeOff, *, axes: Any = None, label: str | None = None) -> Any:
-    """Draws the curve and guessing, 1 - type I error, on matplotlib `axes`, new ones by default, and returns them.
+    """Draws the curve, and guessing (1 - type I error), on matplotlib `axes`, new by default, and returns them.
 
-    label: of the curve, in a legend.
+    label: the curve's label in a legend.
     """
     of_type_one = f"type I error (false positive rate){for_whom(curve.records)}"
     axes = labeled_axes(axes, of_type_one, "type II error (false negative rate)")

@@ -1,4 +1,4 @@
-"""Tables to choose the batch size, the epochs and the sampling from, before any run: no data are read."""
+"""Tables for choosing the batch size, the epochs and the sampling before any run; they read no data."""
 
 import functools
 import math
@@ -13,14 +13,14 @@ from dpx.accounting.budget import calibrate_schedule, least_noise_within
 from dpx.accounting.checks import Accountant
 from dpx.accounting.cost import event_for_unit, profile_of_run
 from dpx.keys.noise import LARGEST_RELEASE
-from dpx.reports.pages import labeled_axes
+from dpx.reports.rendering import labeled_axes
 from dpx.sampling.schemes import FixedOrder, FixedSizeSampling, FullBatch, Sampling, ShuffledEpochs
 from dpx.sampling.varying import CyclicPoissonSampling, PoissonSampling, RandomAllocation
 from dpx.values import described, for_whom, names_arguments, require_number, require_whole, rounded_up
 
-_TOLERANCE_OF_TABLE = 1e-3  # relative, of epsilon
-_ALIKE = 0.01  # a share of the noise that decides nothing
-_DEVIATIONS = (0, 2, 3, 5)  # most_rows above the batch size, in standard deviations of a Poisson batch's size
+_TOLERANCE_OF_TABLE = 1e-3  # relative tolerance of epsilon
+_ALIKE = 0.01  # noise multipliers that differ by at most this share are equally good
+_DEVIATIONS = (0, 2, 3, 5)  # most_rows minus the batch size, in standard deviations of a Poisson batch's size
 _BANDS = 8
 
 WORDS: dict[type[Sampling], str] = {
@@ -47,8 +47,8 @@ OF_SEVERAL = (
 class PlannedSampling(NamedTuple):
     """One row of the plan.
 
-    sampling: the record. steps: int, of the epochs. noise_multiplier: float, the least for the budget. epsilon: float,
-        with the noise multiplier of Poisson sampling. rows: int, the rows computed for a batch, padding included.
+    sampling: the record. steps: int, in the planned epochs. noise_multiplier: float, the least for the budget. epsilon:
+        float, at Poisson sampling's noise multiplier. rows: int, the rows computed for a batch, padding included.
     """
 
     sampling: Sampling
@@ -59,15 +59,15 @@ class PlannedSampling(NamedTuple):
 
     @property
     def noise_of_run(self) -> float:
-        """The noise in the mean gradient of the whole run, in clip norms."""
+        """The noise in the mean gradient over the whole run, in clip norms."""
         return self.noise_multiplier / self.sampling.divisor / math.sqrt(self.steps)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SamplingPlan:
-    """What a budget needs with each sampling; `str` is a table, a recommendation, and what is refused.
+    """The noise that a budget needs with each sampling; `str` has a table, a recommendation and what dpx refuses.
 
-    runs: Poisson sampling first. epochs: float. epsilon, delta: floats, the budget of each single run.
+    runs: one for each sampling, Poisson first. epochs: float. epsilon, delta: floats, the budget of each single run.
     records: int, the most examples that one person owns.
     """
 
@@ -79,7 +79,7 @@ class SamplingPlan:
 
     @property
     def recommended(self) -> PlannedSampling:
-        """The least noise among samplings whose neighbors differ by a null; Poisson sampling if it is almost least."""
+        """The run with the least noise whose neighbors differ by a null; Poisson sampling if it is nearly as good."""
         first = self.runs[0]
         least = min((run for run in self.runs if run.sampling.relation == "zero_out"), key=lambda run: run.noise_of_run)
         return first if least.noise_of_run > (1 - _ALIKE) * first.noise_of_run else least
@@ -101,7 +101,7 @@ class SamplingPlan:
         return "\n".join([head, titles, *map(_line_of_run, self.runs), "", *self.sentences()])
 
     def sentences(self) -> list[str]:
-        """The recommendation, what fixed shapes cost, and the combinations that are refused."""
+        """States the recommendation, what fixed shapes cost, and which combinations dpx refuses."""
         best, first = self.recommended, self.runs[0]
         words = f"Take {_name_of_run(best)}: "
         if self.records > 1:
@@ -124,12 +124,12 @@ class SamplingPlan:
 
 
 def _round_up_noise(noise: float) -> float:
-    """Rounded up to the four digits that are printed."""
+    """Rounds up to the four printed decimals."""
     return math.ceil(1e4 * noise) / 1e4
 
 
 def _name_of_run(run: PlannedSampling) -> str:
-    """The record, with what distinguishes it from others of its class."""
+    """Names the sampling, with what distinguishes it from others of its class."""
     words = type(run.sampling).__name__
     if run.sampling.truncates:
         return f"{words}(most_rows={run.sampling.most_rows})"
@@ -171,19 +171,18 @@ def plan_samplings(
     records: int = 1,
     numbers: int = LARGEST_RELEASE,
 ) -> SamplingPlan:
-    """For each sampling: the least noise for a budget, the epsilon at equal noise, and the rows of a batch.
+    """Computes, for each sampling, the least noise for a budget, the epsilon at equal noise, and the rows of a batch.
 
         print(dpx.reports.plan_samplings(examples=60_000, batch_size=256, epochs=10, epsilon=2.0, delta=1e-5))
 
-    examples: int, of the data set. batch_size: int, expected, in [1, examples]. epochs: float, positive.
+    examples: int, size of the data set. batch_size: int, the expected size, in [1, examples]. epochs: float, positive.
     epsilon, delta: the budget. accountant: as for `dpx.epsilon`.
     records: int, at least 1, the most examples that one person owns, as for `dpx.Budget`. Above 1, the table
         has only Poisson sampling, because the cost of the others is not known.
     numbers: int, the most numbers that a step releases, as for `dpx.Budget`.
 
-    It reads no data. Noise multipliers are those of independent noise that has the same size at every step. Sizes and
-    steps differ a little if a sampling needs a whole number of steps in an epoch. Raises ValueError for arguments
-    outside these ranges.
+    It reads no data. The noise is independent, with the same multiplier at every step. Samplings that need a whole
+    number of steps in an epoch get slightly different sizes. Raises ValueError for arguments outside these ranges.
     """
     require_whole("examples", examples)
     if require_whole("batch_size", batch_size) > examples:
@@ -204,7 +203,7 @@ def plan_samplings(
 
 
 def _checked_budget(epsilon: Any, delta: Any, accountant: Any, records: Any, numbers: Any) -> dict[str, Any]:
-    """The arguments that both plans share, checked and converted. Raises ValueError for one outside its range."""
+    """Checks and converts the arguments that both plans share. Raises ValueError for one outside its range."""
     checks.require_accountant(accountant)
     return {
         "epsilon": checks.require_positive_epsilon(epsilon),
@@ -218,7 +217,7 @@ def _checked_budget(epsilon: Any, delta: Any, accountant: Any, records: Any, num
 def _epsilon_of_noise(
     sampling: Sampling, steps: int, *, epsilon: float, delta: float, accountant: Accountant, records: int, numbers: int
 ) -> Callable[[float], float]:
-    """(noise multiplier) -> epsilon of this many steps, for a person with up to `records` records."""
+    """Returns (noise multiplier) -> epsilon of this many steps, for a person with up to `records` records."""
     relation = checks.require_relation(sampling.relation)
 
     def spent(noise: float) -> float:
@@ -228,18 +227,18 @@ def _epsilon_of_noise(
     return spent
 
 
-_SMALLEST_BATCH = 256  # of the default batch sizes, which are powers of two up to half of the examples, and all of them
-_HARDLY = 1.25  # a noise of the run that is at most this many times the least one is good enough
-_TOLERANCE = 1e-4  # of epsilon, relative, for several records, and for Poisson sampling beside others
-_MOST_LABELS = 8  # batch sizes below a plot; more would overlap
+_SMALLEST_BATCH = 256  # default batch sizes are the powers of two from this to half of the examples, and all of them
+_HARDLY = 1.25  # a noise of the run of at most this many times the least is good enough
+_TOLERANCE = 1e-4  # relative tolerance of epsilon for several records, and for Poisson sampling in the table
+_MOST_LABELS = 8  # batch sizes that label a plot; more would overlap
 
 
 class PlannedRun(NamedTuple):
     """One row of a plan. Noise is a standard deviation of each coordinate, divided by the clip norm.
 
-    batch_size: int, expected. epochs: float, as asked. steps: int, of these epochs. noise_multiplier: float, the least.
-    step_noise, epoch_noise, noise_of_run: floats, the noise in the private gradient of one step, in the mean over the
-        steps of one epoch, and in the mean over all steps.
+    batch_size: int, expected. epochs: float, as requested. steps: int, in these epochs. noise_multiplier: float, the
+        least for the budget. step_noise, epoch_noise, noise_of_run: floats, the noise in the private gradient of one
+        step, in its mean over the steps of one epoch, and in its mean over all steps.
     """
 
     batch_size: int
@@ -253,11 +252,11 @@ class PlannedRun(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class NoisePlan:
-    """The noise that a budget needs, for several batch sizes and epochs; `str` is a table, and one of the samplings.
+    """The noise that a budget needs, for several batch sizes and epochs; `str` has that table, and one of samplings.
 
-    runs: by epochs, then by batch size. examples: int. epsilon, delta: floats, the budget of each single run.
-    accountant: by which the noise was found. records: int, the most examples that one person owns.
-    numbers: int, the most of one release.
+    runs: sorted by epochs, then by batch size. examples: int. epsilon, delta: floats, the budget of each single run.
+    accountant: the accountant that found the noise. records: int, the most examples that one person owns.
+    numbers: int, the most numbers in one release.
     """
 
     examples: int
@@ -270,9 +269,9 @@ class NoisePlan:
 
     @property
     def suggested(self) -> PlannedRun:
-        """The least batch size, at the first epochs, whose noise of the run is at most 1.25 times the least one.
+        """The smallest batch, at the first number of epochs, whose noise of the run is at most 1.25 times the least.
 
-        The whole data set is suggested only if no other size was asked for.
+        The whole data set is suggested only if no other size was requested.
         """
         first = [run for run in self.runs if run.epochs == self.runs[0].epochs]
         runs = [run for run in first if run.batch_size < self.examples] or first
@@ -281,7 +280,7 @@ class NoisePlan:
 
     @functools.cached_property
     def samplings(self) -> SamplingPlan:
-        """Which sampling, at the suggested batch size; takes a second or two."""
+        """Compares the samplings at the suggested batch size; takes a second or two."""
         batch_size, epochs = self.suggested[:2]
         budget: Any = {"epsilon": self.epsilon, "delta": self.delta, "accountant": self.accountant}
         sizes: Any = {"examples": self.examples, "batch_size": batch_size, "epochs": epochs}
@@ -312,9 +311,9 @@ class NoisePlan:
         return "\n".join([head, titles, *rows, "", str(self.samplings)])
 
     def plot(self, *, axes: Any = None) -> Any:
-        """Draws the noise of the run over the batch size, a line for each number of epochs, on matplotlib `axes`.
+        """Draws the noise of the run over the batch size, one line for each number of epochs, on matplotlib `axes`.
 
-        New axes by default; returns them. Batch sizes whose labels would overlap have none.
+        Makes new axes by default; returns them. Leaves out labels of batch sizes that would overlap.
         """
         axes = labeled_axes(axes, "expected batch size", "noise of the run, in clip norms")
         groups: dict[float, list[PlannedRun]] = {}
@@ -350,23 +349,23 @@ def plan_noise(
     records: int = 1,
     numbers: int = LARGEST_RELEASE,
 ) -> NoisePlan:
-    """The least noise for each batch size and number of epochs.
+    """Computes the least noise that a budget needs for each batch size and number of epochs.
 
         >>> plan = dpx.plan_noise(examples=60_000, epsilon=2.0, delta=1e-5, epochs=10, batch_sizes=[256, 1024, 4096])
         >>> plan.suggested.batch_size  # and print(plan) shows a table of all of them
         1024
 
-    examples: int, of the data set. epsilon, delta: the budget. epochs: one number or several, positive.
+    examples: int, size of the data set. epsilon, delta: the budget. epochs: one number or several, positive.
     batch_sizes: one int or several, in [1, examples]; by default the powers of two from 256 on, and the whole data set.
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
     records: int, the most examples that one person owns, and numbers: int, the most numbers that a step releases, as
         for `dpx.Budget`.
 
-    Every step is a Poisson-sampled Gaussian release, and with all examples a Gaussian one.
+    Every step is a Poisson-sampled Gaussian release, or a plain Gaussian one if the batch is the whole data set.
 
-    The noise of the run falls as batches grow, and so does the number of steps. A good choice is the smallest batch
-    size beyond which the noise of the run hardly falls. For it, the printed plan also says what each sampling needs,
-    and recommends one; `dpx.reports.plan_samplings` does that for any size. No data are read, so it costs no privacy.
+    As batches grow, the noise of the run falls, and so does the number of steps. A good choice is the smallest batch
+    size beyond which the noise hardly falls. For it, the printed plan also says what each sampling needs, and
+    recommends one; `dpx.reports.plan_samplings` does that for any size. It reads no data, so it costs no privacy.
     Raises ValueError for arguments outside these ranges.
     """
     examples = require_whole("examples", examples)
@@ -380,12 +379,12 @@ def plan_noise(
     if not many:
         raise ValueError(f"epochs must be at least one number, got {described(epochs)}")
     if not sizes or not all(require_whole("batch_size", size) <= examples for size in sizes):
-        plain = isinstance(batch_sizes, list | tuple | int) and all(type(size) is int for size in sizes)  # no key's
+        plain = isinstance(batch_sizes, list | tuple | int) and all(type(size) is int for size in sizes)  # no keys
         got = ", ".join(map(described, sizes[:3])) or "none" if plain else described(batch_sizes)
         raise ValueError(f"batch_sizes must be in [1, {examples}], because there are {examples} examples; got {got}")
 
     def run(epochs: float, size: int) -> PlannedRun:
-        steps = PoissonSampling(examples=examples, batch_size=size).steps(epochs=epochs)  # as of a run
+        steps = PoissonSampling(examples=examples, batch_size=size).steps(epochs=epochs)  # as in a run
         noise = _least_noise(examples, size, steps, budget)
         step_noise = noise / size
         epoch_noise, noise_of_run = step_noise / math.sqrt(examples / size), step_noise / math.sqrt(steps)
@@ -395,7 +394,7 @@ def plan_noise(
 
 
 def _least_noise(examples: int, size: int, steps: int, budget: dict[str, Any]) -> float:
-    """The least noise multiplier of this many Gaussians on Poisson samples, or on all examples."""
+    """Returns the least noise multiplier for this many Gaussians on Poisson samples, or on all examples."""
     epsilon, records = budget["epsilon"], budget["records"]
     if records == 1:
         of_one = {name: value for name, value in budget.items() if name != "records"}

@@ -1,4 +1,4 @@
-"""How reports are written and drawn: sections as text, Markdown or HTML, an SVG for the latter, and axes of plots."""
+"""Renders reports: sections as text, Markdown or HTML, an SVG curve for the HTML page, and the axes of plots."""
 
 import html
 import math
@@ -7,16 +7,16 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-_LEFT, _TOP, _WIDTH, _HEIGHT = 80, 30, 520, 360  # of the square of the rates, in pixels
-_DECADES = 4  # of both axes, which end at a rate of 1
-_LINE, _GUESS = "#0072b2", "#444"  # blue and grey differ for every eye, and in print; guessing is dotted too
+_LEFT, _TOP, _WIDTH, _HEIGHT = 80, 30, 520, 360  # the plotting area of the SVG, in pixels
+_DECADES = 4  # that both axes span; they end at a rate of 1
+_LINE, _GUESS = "#0072b2", "#444"  # blue and grey: distinct for the color-blind and in print; guessing is also dotted
 
 
 def attack_curve(curve: Sequence[tuple[float, float]], unit: str) -> str:
-    """A picture of the largest true-positive rate at each false-positive rate, and of guessing; both axes logarithmic.
+    """Draws, as an SVG, the largest true-positive rate at each false-positive rate, and guessing, on logarithmic axes.
 
-    curve: at least two pairs (false-positive rate, bound of the true-positive rate), in (0, 1], rising. A rate below
-        1e-4 is not drawn. unit: whom epsilon protects, in words.
+    curve: at least two rising pairs (false-positive rate, bound on the true-positive rate), in (0, 1]. Rates below 1e-4
+        are not drawn. unit: whom epsilon protects, in words.
     """
     drawn = [pair for pair in curve if min(pair) >= 10.0**-_DECADES]
     points = " ".join(f"{_x_of_rate(wrong):.1f},{_y_of_bound(right):.1f}" for wrong, right in drawn)
@@ -48,7 +48,7 @@ def _x_of_rate(rate: float) -> float:
 
 
 def _y_of_bound(rate: float) -> float:
-    """Rounded up, so that what is drawn is not below the bound."""
+    """Returns the y pixel of a bound, rounded up so that the curve is not drawn below the bound."""
     return math.floor(10 * (_TOP - _HEIGHT * math.log10(rate) / _DECADES)) / 10
 
 
@@ -68,9 +68,9 @@ _STYLE = (
 class Section(NamedTuple):
     """One section of a page.
 
-    title: of the section. sentences: one paragraph each. rows: (name, value) pairs, a table. code: lines as they are.
-    picture: an SVG, which the page of HTML shows. There, form "box" draws a frame around the section, and form "folded"
-    shows its title only, until a reader opens it.
+    title: str. sentences: one paragraph each. rows: (name, value) pairs, shown as a table. code: shown verbatim.
+    picture: an SVG, shown only in HTML. form, also only in HTML: "box" draws a frame around the section, and "folded"
+    shows only its title until a reader opens it.
     """
 
     title: str
@@ -81,7 +81,7 @@ class Section(NamedTuple):
     form: Literal["open", "box", "folded"] = "open"
 
 
-_AROUND = {  # what stands before a section, around its title, and behind the section
+_AROUND = {  # per form: the HTML before a section, the tag of its title, and the HTML after it
     "open": ("", "h2", ""),
     "box": ('<div class="box">', "h2", "</div>"),
     "folded": ("<details>", "summary", "</details>"),
@@ -89,7 +89,7 @@ _AROUND = {  # what stands before a section, around its title, and behind the se
 
 
 def as_text(title: str, sections: Sequence[Section]) -> str:
-    """Lines of at most 100 characters, except code."""
+    """Formats a page as plain text, in lines of at most 100 characters, except code."""
     lines = [title, "=" * len(title)]
     for section in sections:
         lines += ["", section.title, "-" * len(section.title)]
@@ -104,7 +104,7 @@ def as_text(title: str, sections: Sequence[Section]) -> str:
 
 
 def as_markdown(title: str, sections: Sequence[Section]) -> str:
-    """A page of Markdown. The words are escaped; of HTML, nothing is left that a browser would read."""
+    """Formats a page as Markdown. Its words are escaped, so no HTML remains that a browser would interpret."""
     parts = [f"# {_escaped(title)}"]
     for section in sections:
         parts.append(f"## {_escaped(section.title)}")
@@ -116,7 +116,7 @@ def as_markdown(title: str, sections: Sequence[Section]) -> str:
 
 
 def as_html(title: str, sections: Sequence[Section]) -> str:
-    """A whole page of HTML, which loads nothing from elsewhere."""
+    """Formats a complete HTML page that loads nothing from elsewhere."""
     parts = [f"<h1>{html.escape(title)}</h1>"]
     for section in sections:
         before, heading, behind = _AROUND[section.form]
@@ -137,14 +137,14 @@ def _escaped(words: str) -> str:
     return re.sub(r"([\\|*<`\[]|\b_|_\b)", r"\\\1", " ".join(words.split()))
 
 
-# Okabe and Ito's colors differ for the color-blind, and the lines differ in print too.
+# The color-blind can tell Okabe and Ito's colors apart, and the line styles also differ in print.
 _COLORS, _LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7"), ("-", "--", "-.", (0, (5, 1, 1, 1, 1, 1)))
 
 
 def labeled_axes(axes: Any, x: str, y: str) -> Any:
-    """matplotlib axes with the names of both quantities, new ones for None; matplotlib is imported here.
+    """Labels both axes of a matplotlib plot, or of a new one for None; imports matplotlib only here.
 
-    In axes without lines, curves will differ in color and in line, unless the user has chosen another cycle.
+    If the axes are empty, gives curves different colors and line styles, unless the user has set another cycle.
     """
     import matplotlib
 
@@ -160,7 +160,7 @@ def labeled_axes(axes: Any, x: str, y: str) -> Any:
 
 
 def draw_guessing_line(axes: Any, x: Any, y: Any):
-    """A dotted line for an attacker who guesses, once in these axes. x, y: float (points,)."""
+    """Draws a dotted line for an attacker who guesses, once per axes. x, y: float (points,)."""
     if all(line.get_label() != "guessing" for line in axes.lines):
         axes.plot(x, y, "k:", linewidth=1, label="guessing")
     axes.legend()

@@ -1,4 +1,4 @@
-"""The privacy report to publish beside a private model: its cost, all assumptions behind that, and its limits."""
+"""The privacy report to publish beside a private model: its cost, every assumption behind it, and its limits."""
 
 import contextlib
 import importlib.metadata
@@ -17,32 +17,32 @@ from dpx.accounting.compose import Selection
 from dpx.accounting.cost import RunCost, cost_of_run, require_billable
 from dpx.accounting.ledger import from_event
 from dpx.reports.attacks import AttackBounds, bounds_and_curve
-from dpx.reports.pages import Section, as_html, as_markdown, as_text, attack_curve
+from dpx.reports.rendering import Section, as_html, as_markdown, as_text, attack_curve
 from dpx.states.record import unit_mark
 from dpx.sums.float_pair import ETA
 from dpx.values import described, for_whom, names_arguments, require_text, rounded_up, unit_in_words
 
-_PACKAGES = ("dpx-jax", "jax", "optax", "dp-accounting", "numpy", "scipy")  # whose versions a report states
+_PACKAGES = ("dpx-jax", "jax", "optax", "dp-accounting", "numpy", "scipy")  # a report states their versions
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PrivacyReport:
-    """A privacy statement, with all its assumptions; `str` is a page that begins with plain words for a data owner.
+    """A privacy statement with all its assumptions; `str` is a page that begins with plain words for a data owner.
 
-    mechanism: the printed pipeline. steps: how many steps epsilon covers; made: how many were made; ending: which steps
-        epsilon covers, in words, if a run did not end where it planned to.
+    mechanism: the printed pipeline. steps: how many steps epsilon covers; made: how many were taken; ending: which
+        steps epsilon covers, in words, if a run did not end as planned.
     unit: what epsilon protects, in words: one record of the data set, or a person with up to `records` of them.
     relation: how neighboring data sets differ. sampling: the printed sampling record. delta: in (0, 1).
-    epsilon: an upper bound by each accountant, so the smallest is the guarantee; None if an accountant does not apply.
-    arithmetic: what the finitely many values of the noise add to epsilon and delta, and the share of the clip norm by
-        which rounding can lengthen a sum; floats, by "epsilon", "delta" and "eta". If this delta allows no epsilon,
-        "least delta" is about the least that does.
-    budget: the `dpx.Budget` that the noise was calibrated to, the target, or that of the search; None without one.
+    epsilon: an upper bound from each accountant, None if one does not apply. The smallest is the guarantee.
+    arithmetic: dict of floats. "epsilon" and "delta": what is added because the noise has finitely many values. "eta":
+        the share of the clip norm by which rounding can lengthen a sum. If no epsilon holds at this delta, "least
+        delta" is about the smallest at which one does.
+    budget: the target, the `dpx.Budget` to which the noise or the search was calibrated; None without one.
     attacks: what epsilon means for an attacker. attack_curve: pairs (false positive rate, largest true positive rate of
         any attack) of floats, at 41 rates. tuning: whether epsilon covers the choice of hyper-parameters, in words.
-    events: the releases, one sentence each. versions: by package. conditions: what must hold, which the run could not
-        check. caveats: what the guarantee does not cover.
-    date: of the report, in UTC, such as "2026-01-31". name: of the run, in one line, or None.
+    events: the releases, one sentence each. versions: by package name. conditions: what the guarantee requires and the
+        run could not check. caveats: what the guarantee does not cover.
+    date: the day of the report in UTC, such as "2026-01-31". name: the run's name, in one line, or None.
     dataset: the name of the data, in one line, or None. rows: int, how many units the sampling draws from.
 
     `dataclasses.replace(report, name="...")` names the run afterwards. Raises ValueError for names of several lines.
@@ -77,7 +77,7 @@ class PrivacyReport:
 
     @property
     def spent(self) -> float:
-        """The epsilon that counts: the least of the bounds."""
+        """The epsilon that counts: the smallest bound."""
         return min(value for value in self.epsilon.values() if value is not None)
 
     @property
@@ -94,7 +94,7 @@ class PrivacyReport:
         return as_text(self.title, sections_of(self))
 
     def to_json(self) -> str:
-        """The report as valid JSON; an infinite epsilon is the string "inf"."""
+        """Returns the report as valid JSON; an infinite epsilon is the string "inf"."""
 
         def number_for_json(value: Any) -> Any:
             if isinstance(value, dict):
@@ -105,20 +105,20 @@ class PrivacyReport:
         return json.dumps(number_for_json(fields), indent=2, allow_nan=False)
 
     def to_markdown(self) -> str:
-        """The report as a Markdown page; a notebook shows it."""
+        """Returns the report as a Markdown page, which notebooks display."""
         return as_markdown(self.title, sections_of(self))
 
     def to_html(self) -> str:
-        """The report as a whole page of HTML with the attack curve, to hand to someone without tools."""
+        """Returns the report as a complete HTML page with the attack curve, which anyone can open in a browser."""
         return as_html(self.title, sections_of(self))
 
     _repr_markdown_ = to_markdown
 
     def save(self, path: str | Path) -> Path:
-        """Writes the report as one page, and returns the path; its folder is created if missing.
+        """Writes the report as one page, creates its folder if needed, and returns the path.
 
-        path: ends in ".html", with the attack curve as a picture, which needs no other library; in ".md", with the
-            curve as a table; or in ".json". Raises ValueError for another ending.
+        path: ends in ".html" (draws the attack curve, without any other library), ".md" (has the curve as a table) or
+            ".json". Raises ValueError for another ending.
         """
         path = Path(path)
         forms = {".html": self.to_html, ".md": self.to_markdown, ".json": lambda: self.to_json() + "\n"}
@@ -129,7 +129,7 @@ class PrivacyReport:
         return path
 
     def write(self, folder: str | Path, *, name: str = "privacy_report") -> tuple[Path, Path]:
-        """Writes `name`.json and `name`.md into a folder, which is created if missing, and returns their paths."""
+        """Writes `name`.json and `name`.md into a folder, creates it if needed, and returns their paths."""
         if Path(folder).suffix in (".html", ".json", ".md"):
             raise ValueError(f"folder must not be a file, which report.save(path) writes; got {str(folder)!r}")
         return self.save(Path(folder) / f"{name}.json"), self.save(Path(folder) / f"{name}.md")
@@ -148,23 +148,23 @@ def privacy_report(
     name: str | None = None,
     dataset: str | None = None,
 ) -> PrivacyReport:
-    """The report of a mechanism after some steps: epsilon by "pld" and by "rdp", and all assumptions.
+    """Reports on a mechanism after some steps: epsilon by "pld" and by "rdp", and every assumption behind them.
 
     steps_or_state: a number of steps (int, at least 0), or an optimizer state, as for `dpx.epsilon`.
-    delta: in (0, 1), ideally far below 1 divided by the number of examples. A larger one warns.
-    unit: what the sampling draws and epsilon protects, in words: "user" if it draws users. None takes it from the
-        state, which knows "example" and "user" (`dpx.UserData`), or is "example" for a number of steps.
-    records: int, at least 1, the most units that one person owns; None takes it from the mechanism's `dpx.Budget`,
-        and is 1 without one. Above 1, the report is about such a person, as for `dpx.epsilon`.
+    delta: in (0, 1), ideally far below 1 divided by the number of examples. Warns if it is larger than that.
+    unit: what the sampling draws and epsilon protects, in words: "user" if it draws users. None reads it from the
+        state, which knows "example" and "user" (`dpx.UserData`); for a number of steps, it is "example".
+    records: int, at least 1, the most units that one person owns. None takes it from the mechanism's `dpx.Budget`, or
+        is 1 without one. Above 1, the report is about such a person, as for `dpx.epsilon`.
     numbers: int, the most numbers that a step releases, as for `dpx.epsilon`.
-    tuning: how hyper-parameters were chosen. "public": without any run on the private data. A `Selection` (of
+    tuning: how hyper-parameters were chosen. "public": without any run on the private data. A `Selection` (from
         `dpx.accounting.best_of` or `dpx.tuning.search`): this run is the winner, and the report states the cost of the
         search. None: the report says that the cost of the choice is not included.
-    name: of the run, such as "cancer model, May", in one line. None: the report has none. dataset: the name of the
-        data, such as "patients of 2024", in one line.
+    name: one line, such as "cancer model, May", or None for no name. dataset: the name of the data, in one line, such
+        as "patients of 2024".
 
     Raises ValueError as `dpx.epsilon` does, for a unit that differs from the state's, if neither accountant knows the
-    cost of the event, for another tuning or other names, and for a run that costs more than a trial of the search.
+    cost of the event, for any other `tuning` or names, and for a run that costs more than a trial of the search.
 
         >>> dpx.privacy_report(mechanism, 200, delta=1e-5, name="a trial")
         PrivacyReport(name='a trial', unit='one example', epsilon=4.765..., delta=1e-05, steps=200)
@@ -219,13 +219,13 @@ def privacy_report(
 
 
 def require_one_line_names(name: str | None, dataset: str | None):
-    """Raises ValueError unless each is None, or words in one line."""
+    """Raises ValueError unless each name is None or a single line of text."""
     for argument, words in (("name", name), ("dataset", dataset)):
         require_text(argument, "none" if words is None else words)
 
 
 def _unit_of(recorded: int, unit: str | None) -> str:
-    """The unit in words. recorded: its mark, or 0 if it is not known. Raises ValueError if they do not agree."""
+    """Returns the unit in words. recorded: its mark, 0 if unknown. Raises ValueError if `unit` contradicts it."""
     known = {0: "example"} | {unit_mark(name): name for name in ("example", "user")}
     if unit is not None:
         unit_mark(unit)  # raises ValueError unless it is a name
@@ -240,7 +240,7 @@ def _unit_of(recorded: int, unit: str | None) -> str:
 
 
 def _covered_steps_in_words(made: int, steps: int, planned: bool, unit: str) -> str:
-    """Which steps epsilon covers, in words, if the run ended before its plan or had no plan."""
+    """Says which steps epsilon covers, if the run ended early or had no plan."""
     if made < steps:
         words = f"{made} of {steps} planned steps were taken, and epsilon covers all {steps}, because what the run"
         return f"{words} showed of one {unit} may have decided where it ended"
@@ -249,7 +249,7 @@ def _covered_steps_in_words(made: int, steps: int, planned: bool, unit: str) -> 
 
 
 def _with_tuning(cost: RunCost, tuning: Any, unit: str) -> tuple[RunCost, str]:
-    """The cost that is stated, and whether that includes the choice of hyper-parameters, in words."""
+    """Returns the cost to state, and a sentence on whether it includes the choice of hyper-parameters."""
     if isinstance(tuning, Selection):
         if (tuning.relation, tuning.records) != (cost.relation, cost.records) or not tuning.allows_trial(cost.event):
             raise ValueError(f"the run must be one that the search counted, got {cost.event}; {tuning}")
@@ -260,16 +260,16 @@ def _with_tuning(cost: RunCost, tuning: Any, unit: str) -> tuple[RunCost, str]:
 
 
 def version_of(package: str) -> str:
-    """The version of an installed package, in words."""
+    """Returns the version of an installed package, in words."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return "not installed as a package"
 
 
-# The words. The sections before "How much is spent" are for a data owner, who reads no code.
+# The text of the report. The sections before "How much is spent" are for a data owner, who does not read code.
 
 
-_RELATIONS = {  # how neighboring data sets differ: as a question, as the alternative to one unit, and in full
+_RELATIONS = {  # how neighboring data sets differ: as a question, as "with one unit or ...", and in full
     "add_or_remove": ("whether or not one {unit} is in the data", "without it", "by the presence of one {unit}"),
     "zero_out": (
         "whether or not one {unit} contributes to the run",
@@ -328,7 +328,7 @@ _TUNING = {
 
 
 def conditions(drawn: str, records: int) -> tuple[str, ...]:
-    """What the guarantee rests on and the run could not check, one sentence each. drawn, records: as of `caveats`."""
+    """States what the guarantee requires and the run could not check, one sentence each. Arguments as in `caveats`."""
     unit = unit_in_words(records, drawn)
     of_persons = () if records == 1 else (_ALL_OF_A_PERSON,)
     of_units = () if drawn == "example" else (_NOT_EXAMPLES,)
@@ -336,10 +336,10 @@ def conditions(drawn: str, records: int) -> tuple[str, ...]:
 
 
 def caveats(drawn: str, relation: str, records: int, *, on_a_tpu: bool = False) -> tuple[str, ...]:
-    """What lies outside of the guarantee, one sentence each, and how neighboring data sets differ.
+    """States what the guarantee does not cover, one sentence each, and how neighboring data sets differ.
 
-    drawn: what the sampling draws, in words. records: the most of them that the unit owns. on_a_tpu: whether a step
-    was made there.
+    drawn: what the sampling draws, in words. records: the most of these that one person owns. on_a_tpu: whether the run
+    took a step on a TPU.
     """
     unit = unit_in_words(records, drawn)
     differ = _RELATIONS[relation][2].format(unit=unit)
@@ -349,7 +349,7 @@ def caveats(drawn: str, relation: str, records: int, *, on_a_tpu: bool = False) 
 
 
 def sections_of(report: PrivacyReport) -> tuple[Section, ...]:
-    """All facts of a report, in the order in which they are read. Printed bounds are rounded up."""
+    """Arranges all facts of a report in reading order. Printed bounds are rounded up."""
     unit = report.unit.removeprefix("one ")
     if report.records > 1:
         whole, others = ": all of these records together, whichever they are", "all other records"
@@ -381,9 +381,9 @@ def sections_of(report: PrivacyReport) -> tuple[Section, ...]:
 
 
 def _guarantee_as_bet(report: PrivacyReport, unit: str) -> tuple[str, ...]:
-    """The guarantee as a bet on a coin: of 100 guesses, (1 + advantage) / 2 are right at most; rounded up.
+    """States the guarantee as a bet on a coin: of 100 guesses, at most 50 (1 + advantage), rounded up, are right.
 
-    The advantage is a distance between what is released with and without, so two of them bound that of two.
+    The advantage is a distance between the releases with and without one unit, so for two units it at most doubles.
     """
     right, of_two = (math.ceil(50 * (1 + min(1.0, times * report.attacks.advantage))) for times in (1, 2))
     if right >= 100:
@@ -405,7 +405,7 @@ def _guarantee_as_bet(report: PrivacyReport, unit: str) -> tuple[str, ...]:
 
 
 def _strength(report: PrivacyReport, unit: str) -> tuple[str, ...]:
-    """What epsilon and delta are, and how strong such an epsilon is called."""
+    """Explains epsilon and delta, and says how strong such an epsilon is called."""
     if math.isinf(report.spent):
         return ()
     grades = ((1, "strong"), (10, "reasonable"), (math.inf, "weak"))

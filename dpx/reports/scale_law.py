@@ -1,4 +1,4 @@
-"""A scale law: which size of model, batch and number of steps a budget pays for, by the losses of small runs."""
+"""Scale laws: predict from the losses of small runs which model size, batch size and steps suit a privacy budget."""
 
 import itertools
 import math
@@ -18,8 +18,8 @@ _NAMES = ("parameters", "steps", "step_noise")
 class MeasuredRun(NamedTuple):
     """A run whose loss is known.
 
-    parameters: int, how many are trained. steps: int. step_noise: float, the noise multiplier over the expected batch
-    size, as `PlannedRun.step_noise`. loss: float.
+    parameters: int, how many are trained. steps: int. step_noise: float, the noise multiplier divided by the expected
+    batch size, as in `PlannedRun.step_noise`. loss: float.
     """
 
     parameters: int
@@ -29,7 +29,7 @@ class MeasuredRun(NamedTuple):
 
 
 class ScaledRun(NamedTuple):
-    """One row of a plan. parameters: int. run: of the `NoisePlan`. loss: float, by the law."""
+    """One row of a plan. parameters: int. run: from the `NoisePlan`. loss: float, predicted by the law."""
 
     parameters: int
     run: PlannedRun
@@ -38,24 +38,24 @@ class ScaledRun(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScaleLaw:
-    """Predicts the loss of a run from its parameters, steps and step noise, between those of the measured runs.
+    """Predicts the loss of a run from its parameters, steps and step noise, within the range of the measured runs.
 
-    levels: three tuples, the rising parameters, steps and step noises that were measured. losses: float (levels of
-    each). Between them, the loss is linear in the logarithms.
+    levels: three rising tuples, the measured parameters, steps and step noises. losses: float, one axis for each.
+    Between the levels, the loss is linear in the logarithms.
     """
 
     levels: tuple[tuple[float, ...], ...]
     losses: np.ndarray
 
     def loss(self, *, parameters: float, steps: float, step_noise: float) -> float:
-        """The loss that the law predicts. Raises ValueError for a number outside the measured range."""
+        """Returns the predicted loss. Raises ValueError for a number outside the measured range."""
         numbers = parameters, steps, step_noise
         if outside := self._extrapolation_in_words(numbers):
             raise ValueError(outside)
         return _interpolated_training_loss(self.levels, self.losses, numbers)
 
     def _extrapolation_in_words(self, numbers: Sequence[float]) -> str:
-        """In words, the first number that is outside of the measured ones; "" if there is none."""
+        """Names the first number that is outside its measured range; "" if there is none."""
         for name, number, levels in zip(_NAMES, numbers, self.levels, strict=True):
             if not levels[0] <= number <= levels[-1]:
                 return f"{name} must be in the measured [{levels[0]:g}, {levels[-1]:g}], got {number:g}"
@@ -63,7 +63,7 @@ class ScaleLaw:
 
     @property
     def error(self) -> float:
-        """How far the law is from a level that is left out: the root mean square, NaN with two levels of each."""
+        """The root mean square error of the law at levels that are left out; NaN if there are only two of each."""
         missed = []
         for axis, levels in enumerate(self.levels):
             for place in range(1, len(levels) - 1):
@@ -78,11 +78,11 @@ class ScaleLaw:
     def plan(
         self, noise: NoisePlan, *, parameters: Sequence[int] | None = None, compute: float = math.inf
     ) -> "ScalePlan":
-        """The expected loss of models of several sizes, for each batch size and number of epochs of `noise`.
+        """Predicts the loss of models of several sizes, for each batch size and number of epochs of `noise`.
 
-        noise: of `dpx.plan_noise`. parameters: sizes of the models; None takes those that were measured. compute: the
-        most that a run may take of parameters x batch size x steps. Raises ValueError for sizes below 1, and if no run
-        is within `compute` and between the measured ones.
+        noise: from `dpx.plan_noise`. parameters: model sizes; None takes the measured ones. compute: the largest
+        allowed parameters x batch size x steps of a run. Raises ValueError for sizes below 1, and if no run is both
+        within `compute` and within the measured range.
         """
         sizes = self.levels[0] if parameters is None else [require_whole("parameters", size) for size in parameters]
         within = [
@@ -105,9 +105,9 @@ class ScaleLaw:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ScalePlan:
-    """The runs that a budget pays for, the least expected loss first; `str` is a table.
+    """The runs that a budget allows, the least predicted loss first; `str` is a table.
 
-    law, noise: what it is made of. runs: of `ScaledRun`. beyond: int, how many runs are not between the measured ones.
+    law, noise: the inputs. runs: tuple of `ScaledRun`. beyond: int, how many runs are outside the measured range.
     """
 
     law: ScaleLaw
@@ -117,7 +117,7 @@ class ScalePlan:
 
     @property
     def best(self) -> ScaledRun:
-        """The run of the least expected loss. Runs whose losses differ by less than `law.error` are as good."""
+        """The run with the least predicted loss. Runs within `law.error` of it are as good."""
         return self.runs[0]
 
     def __repr__(self) -> str:
@@ -136,21 +136,21 @@ class ScalePlan:
 
 
 def fit_scale_law(runs: Iterable[MeasuredRun]) -> ScaleLaw:
-    """The law of small runs, to choose the size of a model, its batch and its steps for a budget.
+    """Fits a law to small runs, from which to choose the model size, batch size and steps for a budget.
 
         law = dpx.reports.fit_scale_law(runs)
         print(law.plan(dpx.plan_noise(examples=10**6, epsilon=2.0, delta=1e-7)))
 
-    runs: a loss for every combination of at least two numbers of parameters, of steps and step noises. If several have
-        the same three numbers, such as with several learning rates, the least loss counts. One run gives a loss after
-        each of several numbers of steps.
+    runs: one loss for every combination of at least two values each of parameters, steps and step noise. If several
+        runs have the same three values, perhaps with different learning rates, the least loss counts. One training run
+        can give losses at several numbers of steps.
 
-    What a batch does to a private run is mostly its noise. So a small run needs no large batch: give it the step noise
-    of the large run, as the noise multiplier `step_noise * batch_size`. Make the runs on public data of the same kind,
-    or pay for them, because their losses read the data. Raises ValueError for numbers that are not positive, and for
-    combinations that are missing.
+    Batch size affects a private run mostly through its noise. So a small run needs no large batch: give it the step
+    noise of the large run, as the noise multiplier `step_noise * batch_size`. Use public data of the same kind, or
+    count the cost of these runs, because their losses read the data. Raises ValueError for values that are not
+    positive, and for missing combinations.
     Source: McKenna et al. 2025, "Scaling Laws for Differentially Private Language Models",
-    https://arxiv.org/abs/2501.18914, whose law takes these three numbers too, and is read off measurements.
+    https://arxiv.org/abs/2501.18914, whose law has the same three inputs, and also interpolates measurements.
     """
     found: dict[tuple[float, ...], float] = {}
     for run in runs:
