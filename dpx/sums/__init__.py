@@ -1,6 +1,6 @@
-"""The clipped sum of the rows of a batch: one proof that rounding lets an example add little more than its clip norm.
+"""Computes the clipped sum of a batch, with a proof that rounding lets an example add barely more than its clip norm.
 
-`float_pair.py` has the proof, its bounds, and pairs of float32 numbers, also in float64; `clipped_sum.py` adds rows in
-blocks and parts of a batch, as the proof allows; the norms of `norms.py` are never below the true ones. Nothing else
-adds what examples contribute.
+`float_pair.py` holds the proof, its bounds, and sums as pairs of float32 numbers; `clipped_sum.py` adds rows in blocks
+and microbatches, as the proof allows; `norms.py` computes norms that are never below the true ones. No other code adds
+what examples contribute.
 """

@@ -1,4 +1,4 @@
-"""The clipped sum over per-example gradients, of all examples or one microbatch after another: the only place that sums
+"""The clipped sum of per-example gradients, for a whole batch or one microbatch after another. Only this module sums
 raw data, except for `dpx.gradients.ghost`, which computes the same sums without the gradients."""
 
 import functools
@@ -29,12 +29,12 @@ from dpx.xla.place import current_place
 
 # The largest norm of a gradient that contributes. The squares of larger ones, or their sums, would overflow float32.
 LARGEST = 2.0**63
-LONG_VECTOR = 2**14  # numbers
-SMALL_SUMS = 2**16  # numbers: up to here all block sums are made at once, because a loop takes longer to compile
-MOST_PARTS, SMALL_PARTS = 16, 2**12  # of the rows, and numbers of a smaller row, on a TPU
-REGISTER = 8  # rows of a TPU's register
-AT_ONCE = 2**20  # the same where a matrix unit rounds: a kernel there takes as long as 10^5 numbers do
-AT_ONCE_ON_A_GPU = 2**24  # whose turns have five kernels, which do not begin before the last one has ended
+LONG_VECTOR = 2**14  # elements
+SMALL_SUMS = 2**16  # elements: smaller sums of blocks are computed all at once, because a loop takes longer to compile
+MOST_PARTS, SMALL_PARTS = 16, 2**12  # on a TPU: parts of the rows, and elements of a row; smaller rows are not split
+REGISTER = 8  # rows in a TPU's register
+AT_ONCE = 2**20  # SMALL_SUMS where a matrix unit rounds: a kernel there takes as long as 10^5 elements do
+AT_ONCE_ON_A_GPU = 2**24  # a turn there has five kernels, and each waits until the one before it has ended
 UNROLLED_MICROBATCHES = 64  # at most; compiling more takes longer than unrolling saves (benchmarks/step.py)
 SEGMENT_NUMBERS = 2**24  # float32 numbers of gradients in one segment, 64 MiB (benchmarks/coordinates.py)
 LARGEST_SEGMENTS = 8  # at most; a CPU compiles each separately
@@ -44,15 +44,15 @@ EXACT = jax.lax.Precision.HIGHEST  # float32 products, even where the hardware w
 def sum_contributions(
     mechanism: Any, grads: Tree, state: Tree, included: jax.Array
 ) -> tuple[tuple[FloatPair, ...], Tree]:
-    """sum_i f(|z_i|) z_i for each factor f, over gradients [B, ...]; and the norms |z_i|.
+    """Returns sum_i f(|z_i|) z_i for each factor f, over gradients [B, ...], and the norms |z_i|.
 
-    mechanism: a `dpx.Mechanism`. state: of the mechanism. included: bool (B,).
-    grads: like the parameters, any real dtype, with the B examples on axis 0 of every leaf.
+    mechanism: a `dpx.Mechanism`. state: its state. included: bool (B,).
+    grads: shaped like the parameters, any real dtype, with the B examples on axis 0 of every leaf.
 
-    Returns one `FloatPair` for each factor, like the encoded gradient of one example; and the computed norms, float32
-    (B,) in each leaf, also of rows that are not included. An example contributes zero if it is not included, or if its
-    norm is not finite or above LARGEST. Norms, factors and sums are float32, at full precision where the hardware would
-    round products, because a rounded product could exceed the bound.
+    Returns one `FloatPair` for each factor, shaped like the encoded gradient of one example; and the computed norms,
+    float32 (B,) in each leaf, including those of excluded rows. An example contributes zero if it is not included, or
+    if its norm is not finite or above LARGEST. Norms, factors and sums are float32, at full precision even where the
+    hardware would round products, because a rounded product could exceed the bound.
     """
 
     def sum_encoded(rows):
@@ -73,13 +73,13 @@ def sum_contributions(
 
 
 def zero_excluded(rows: jax.Array, included: jax.Array) -> jax.Array:
-    """`rows`, (B, ...), but 0 where `included`, bool (B,), is False."""
+    """`rows`, (B, ...), with zeros where `included`, bool (B,), is False."""
     return jax.lax.select(repeat_to_shape(included, rows.shape), rows, jnp.zeros_like(rows))
 
 
 def rows_with_excluded_zeroed(factors: jax.Array, rows: Tree) -> Tree:
-    """`rows`, (B, ...), but 0 where the factor, float32 (B,), is 0, because an excluded example may hold NaN. Called
-    for the rows of one block, because a loop over blocks would keep such a copy of all rows."""
+    """`rows`, (B, ...), with zeros where the factor, float32 (B,), is 0, because an excluded example may hold NaN. Call
+    it for the rows of one block, because a loop over blocks would keep such a copy of all rows."""
 
     def select_rows(rows):
         return zero_excluded(rows, factors != 0) if jnp.issubdtype(rows.dtype, jnp.floating) else rows
@@ -88,23 +88,23 @@ def rows_with_excluded_zeroed(factors: jax.Array, rows: Tree) -> Tree:
 
 
 def repeat_to_shape(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`x`, repeated along the axes of `shape` after its own: one operation where `x[:, None] * y` has four."""
+    """Repeats `x` along the later axes of `shape`, in one operation where `x[:, None] * y` takes four."""
     return jax.lax.broadcast_in_dim(x, shape, tuple(range(x.ndim)))
 
 
 def weighted_sum(factors: jax.Array, rows: jax.Array, *, apart: bool = False) -> jax.Array:
-    """sum_i f_i z_i, float32 (...), of factors float32 (B,), 0 if excluded, and rows float32 (B, ...). apart: bool,
-    whether the rows are matrices that XLA has written one after another.
+    """Returns sum_i f_i z_i, float32 (...). factors: float32 (B,), 0 for excluded rows. rows: float32 (B, ...), for B
+    up to `most_float32_rows`; they are added in blocks, as in `dpx.sums.float_pair`. apart: whether the rows are
+    matrices that XLA has written one after another.
 
-    B is at most `most_float32_rows`; rows are added in blocks, as in `dpx.sums.float_pair`.
+    XLA compiles a separate kernel for each product of a vector and a matrix, but compiles equal sums of vectors only
+    once. On a CPU such a sum, a fused reduction, is slower than the product for long vectors, and much slower for
+    larger arrays. The vectors of a bias are its layer's cotangents. The sum for the layer's weights also starts with
+    their product with the factors, written the same way, because XLA compiles equal kernels twice if they differ in
+    form.
 
-    XLA compiles a separate kernel for each product of a vector and a matrix, but equal sums of vectors only once. Such
-    a sum, a fused reduction, is slower on a CPU than the product for long vectors, and much slower for larger arrays.
-    The vectors of a bias are its layer's cotangents. The sum of the layer's weights also starts with their product with
-    the factors, written the same way, because XLA compiles equal kernels twice if they differ in form.
-
-    On other platforms all sums are reductions, which memory binds, because a matrix unit would round the products. The
-    sums of all blocks are made at once there, because they are few beside the rows.
+    On other platforms all sums are reductions, limited by memory bandwidth, because a matrix unit would round the
+    products. The sums of all blocks are computed at once there, because they are few compared with the rows.
     """
     on_cpu = current_place().platform == "cpu"
     if not on_cpu or (rows.ndim == 2 and rows.shape[1] <= LONG_VECTOR):
@@ -125,8 +125,8 @@ def weighted_sum(factors: jax.Array, rows: jax.Array, *, apart: bool = False) ->
     if blocks == 1 or devices > 1:
         product = functools.partial(jnp.tensordot, axes=1, precision=EXACT)
         return sum_in_blocks(lambda some: product(*some), (factors, rows), math.prod(rows.shape[1:]))
-    # One product with a matrix that has the factors of each block in a row, because XLA would copy slices. For few
-    # blocks this is about as fast as the product with a vector, because both read all rows once.
+    # One product with a matrix whose rows hold the factors of each block, because XLA would copy slices. For few blocks
+    # this is about as fast as the product with a vector, because both read all rows once.
     block_of = jnp.arange(size) * blocks // size
     in_block = block_of[None, :] == jnp.arange(blocks)[:, None]
     parts = jnp.tensordot(jnp.where(in_block, factors[None], 0), rows, 1, precision=EXACT)
@@ -134,9 +134,9 @@ def weighted_sum(factors: jax.Array, rows: jax.Array, *, apart: bool = False) ->
 
 
 def _parts_of_rows(factors: jax.Array, rows: jax.Array, *, apart: bool = False) -> list[tuple[jax.Array, jax.Array]]:
-    """The factors and rows of a block in parts of equal size, which a TPU adds element by element, because it reads
-    several arrays at a time: a sum along the rows alone takes 2.6 times the cycles. But rows that fill one register of
-    it may lie there side by side, unless they are `apart`, and then a row alone takes as long to read as all."""
+    """Splits the factors and rows of a block into parts of equal size, which a TPU adds elementwise, because it reads
+    several arrays at a time: a sum along the rows alone takes 2.6 times the cycles. Rows that fit into one register may
+    lie there side by side, unless they are `apart`; reading one row then takes as long as reading all."""
     large = current_place().platform == "tpu" and math.prod(rows.shape[1:]) >= SMALL_PARTS
     if not large or (len(rows) <= REGISTER and not apart) or (count := math.gcd(len(rows), MOST_PARTS)) == 1:
         return [(factors, rows)]
@@ -144,27 +144,28 @@ def _parts_of_rows(factors: jax.Array, rows: jax.Array, *, apart: bool = False) 
 
 
 def scaled_rows(factors: jax.Array, rows: jax.Array) -> jax.Array:
-    """factors[i] * rows[i], float32 (B, ...), always finite; of factors float32 (B,) and finite rows (B, ...). In
-    `dpx.gradients.ghost`, rows are inputs or cotangents, and an input whose cotangent is 0 may have any size."""
+    """Returns factors[i] * rows[i], float32 (B, ...), clamped to finite values. factors: float32 (B,). rows: finite,
+    (B, ...). In `dpx.gradients.ghost`, rows are inputs or cotangents, and an input whose cotangent is 0 may have any
+    size."""
     product = rows.astype(jnp.float32) * repeat_to_shape(factors, rows.shape)
     return jax.lax.clamp(np.finfo(np.float32).min, product, np.finfo(np.float32).max)
 
 
 def in_range(norms: Tree) -> jax.Array:
-    """Which examples may contribute, bool (B,): every norm, float32 (B,) in each leaf, is at most LARGEST, not NaN."""
+    """Which examples may contribute, bool (B,): all their norms, float32 (B,) in each leaf, are at most LARGEST."""
     return functools.reduce(jnp.logical_and, [norm <= LARGEST for norm in jax.tree.leaves(norms)])
 
 
 def count_devices_of_rows(rows: int) -> int:
-    """Over how many devices the rows may be evenly sharded; 1 if they are not, or if there are too many devices."""
+    """The number of devices over which the rows may be evenly sharded; 1 if they are not, or if there are too many."""
     place = current_place()
     devices = place.row_devices or place.devices
     return devices if devices > 1 and rows % devices == 0 and most_float32_rows(devices, place.unit) >= devices else 1
 
 
 def total_of_rows(sum_few: Callable[[Tree], Tree], rows: Tree) -> FloatPair:
-    """The sum of all rows, a tree of arrays (r, ...). sum_few: the float32 sum of up to `most_float32_rows` of them.
-    More rows are added part by part. Each part takes equally many from every device, so that no row moves."""
+    """Adds all rows of a tree of arrays (r, ...). sum_few: computes the float32 sum of up to `most_float32_rows` rows.
+    More rows are added part by part, with equally many from every device, so that no row moves between devices."""
     size = jax.tree.leaves(rows)[0].shape[0]
     devices = count_devices_of_rows(size)
     most = most_float32_rows(devices, current_place().unit)
@@ -192,8 +193,9 @@ def add_in_turns(
     axis: int = 0,
     begin: Callable[[Any], Any] = lambda total: total,
 ) -> Any:
-    """Adds what `sum_part` makes of the `first` rows, then of `width` more at a time in a loop, then of the rest. rows:
-    a tree of arrays, cut along `axis`. add: (total, of a part) -> total. begin: the total of the first part."""
+    """Adds up `sum_part` of the `first` rows, then of `width` rows at a time in a loop, then of the remaining rows.
+    rows: a tree of arrays, split along `axis`. add: (total, sum of a part) -> total. begin: turns the first sum into a
+    total."""
     size = jax.tree.leaves(rows)[0].shape[axis]
     turns, left = divmod(size - first, width)
 
@@ -208,8 +210,8 @@ def add_in_turns(
 
 
 def sum_in_blocks(sum_block: Callable[[Tree], Any], rows: Tree, numbers: int, unit: MatrixUnit = FLOAT32) -> Any:
-    """The float32 sum of up to `most_float32_rows` rows. numbers: how many numbers the sum has. sum_block: computes the
-    float32 sum of up to `MOST_ROWS` rows, in any order, with the additions of `unit`."""
+    """The float32 sum of up to `most_float32_rows` rows. numbers: how many elements the sum has. sum_block: computes
+    the float32 sum of up to `MOST_ROWS` rows, in any order, with the additions of `unit`."""
     size = jax.tree.leaves(rows)[0].shape[0]
     devices = count_devices_of_rows(size)
     blocks, small = count_blocks(size, devices, unit), AT_ONCE if unit.rounds else SMALL_SUMS
@@ -222,20 +224,20 @@ def sum_in_blocks(sum_block: Callable[[Tree], Any], rows: Tree, numbers: int, un
     if size % blocks == 0 and (devices > 1 or blocks * numbers <= small):
         parts = jax.vmap(sum_block)(jax.tree.map(lambda x: x.reshape(blocks, -1, *x.shape[1:]), rows))
         return jax.tree.map(lambda part: jnp.sum(part, 0), jax.lax.optimization_barrier(parts))
-    # A loop, so that one block's sum is in memory at a time. Without it, a step that adds three blocks writes twice the
-    # parameters more, and fresh memory takes longer than the additions (benchmarks/step.py).
+    # A loop keeps one block's sum in memory at a time. Without it, a step that adds three blocks writes twice the size
+    # of the parameters more, and fresh memory takes longer than the additions (benchmarks/step.py).
     width = size // blocks
     first = size - width * (blocks - 1)
     if not current_place().unit.rounds:
         return add_in_turns(sum_block, rows, first, width, plus_finished)
-    # A matrix unit could begin a block's product with the total, but not if it is multiplied before. The product, which
-    # is by 1 for every number, and the addition are then one kernel, which reads and writes the total once.
+    # A matrix unit could start a block's product from the total, but not if the product is then multiplied. That
+    # multiplication, by 1 for every element, and the addition form one kernel, which reads and writes the total once.
     one = jnp.where(opaque_false(jax.tree.leaves(rows)[-1]), jnp.float32(2), jnp.float32(1))
     return add_in_turns(sum_block, rows, first, width, lambda *sums: jax.tree.map(lambda x, y: x + one * y, *sums))
 
 
 def plus_finished(total: Tree, more: Tree) -> Tree:
-    """`total` plus `more`, float32 arrays; the barrier keeps a matrix product in `more` from starting with `total`."""
+    """Adds two trees of float32 arrays; the barrier keeps a matrix product in `more` from starting with `total`."""
     return jax.tree.map(jnp.add, total, jax.lax.optimization_barrier(more))
 
 
@@ -250,15 +252,15 @@ def sum_over_microbatches(
 ) -> tuple[Tree, Tree]:
     """Calls `function(ordered, rows) -> (sums, outputs)` for every microbatch; adds the sums, concatenates the outputs.
 
-    `FloatPair`s are added in float32 within groups of microbatches, and the groups as pairs, or in float32 too where
-    that is exact enough: see `dpx.sums.float_pair`.
+    `FloatPair`s are added in float32 within groups of microbatches. The groups are added as pairs, or in float32 where
+    that is exact enough (`dpx.sums.float_pair`).
 
     rows: a pytree of arrays with the examples on axis 0; `function` gets at most `microbatch_size` of them.
     ordered: returns its argument unchanged, but makes this microbatch start after the previous one.
-    unroll: compile up to 64 microbatches separately instead of in a loop, whose inputs XLA copies on a CPU.
-    in_loop: makes, from the jaxpr of a microbatch, the function that a loop calls.
-    like: arrays, some with the shapes of the sums. A loop starts from them instead of from zeros, for which XLA would
-        compile a program of each shape, and drops their numbers in its first turn.
+    unroll: whether to compile up to 64 microbatches separately. XLA copies the inputs of a loop on a CPU.
+    in_loop: turns the jaxpr of a microbatch into the function that a loop calls.
+    like: arrays, some with the shapes of the sums. A loop starts from these and drops their values in its first turn.
+    To start from zeros, XLA would compile a program for each shape.
     """
     size = jax.tree.leaves(rows)[0].shape[0]
     if 0 < size <= microbatch_size:
@@ -271,7 +273,7 @@ def sum_over_microbatches(
     group = most_float32_turns(microbatch_size, unit)
 
     def add_microbatch(groups, start):
-        """`groups` of sums, with one more microbatch in the last of them, or in a new one."""
+        """Adds one more microbatch to the last of the `groups` of sums, or starts a new group."""
         some = jax.tree.map(lambda leaf: leaf[start : start + microbatch_size], rows)
         sums, output = function(lambda tree: compute_after([group[1] for group in groups], tree), some)
         outputs.append(output)
@@ -289,12 +291,12 @@ def sum_over_microbatches(
         more, output = _sum_in_loop(add_in_loop, shapes[0], rows, like)
         return add(sums, more), output
 
-    # (how many sums, their sum): the last group, and one for all before it
+    # Pairs of (number of sums, their sum): one group for all but the last, and the last group.
     groups: list[tuple[float, Tree]] = []
     looped = whole > 1 and not (unroll and whole <= UNROLLED_MICROBATCHES)
     stop = whole * microbatch_size if looped else 0
     if looped:
-        # As many in each group as the proof allows, but equally many in all, because the groups are a loop too.
+        # As many in each group as the proof allows, but the same number in each, because the groups are a loop too.
         each = whole if whole <= group else next(n for n in range(group, 0, -1) if whole % n == 0)
         shape = (each, microbatch_size) if each == whole else (whole // each, each, microbatch_size)
         head = jax.tree.map(lambda leaf: leaf[:stop].reshape(*shape, *leaf.shape[1:]), rows)
@@ -316,13 +318,13 @@ def sum_over_microbatches(
 def _sum_in_loop(
     add: Callable[[Tree, Tree], tuple[Tree, Tree]], shapes: Tree, rows: Tree, like: Tree
 ) -> tuple[Tree, Tree]:
-    """The sums, of these shapes, and the stacked outputs of `add(sums, rows) -> (sums, output)`, in a loop from 0."""
+    """Loops `add(sums, rows) -> (sums, output)` from zeros of these shapes; returns the sums and stacked outputs."""
     alike: dict[tuple, list[tuple]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(like):
         alike.setdefault((leaf.shape, leaf.dtype), []).append((path, leaf))
 
     def first(path, x):
-        """Of two parameters of one shape, the one that is summed, because they may be sharded differently."""
+        """Picks, among parameters of one shape, the one that is summed, because they may be sharded differently."""
         fitting = alike.get((x.shape, x.dtype), [((), jnp.zeros(x.shape, x.dtype))])
         return next((leaf for of, leaf in fitting if path[len(path) - len(of) :] == of), fitting[0][1])
 
@@ -338,12 +340,12 @@ def _sum_in_loop(
 
 
 def _sum_of_groups(groups: list) -> list:
-    """The sum of all groups, as one group to which no microbatch is added."""
+    """Merges all groups into one group, to which no microbatch is added."""
     return groups if len(groups) < 2 else [(math.inf, _plus_pairs(groups[0][1], groups[1][1]))]
 
 
 def _plus_pairs(sums: Tree, more: Tree) -> Tree:
-    """The sum of two: `FloatPair`s as two float32 numbers, other arrays as they are."""
+    """Adds two trees: `FloatPair`s as pairs, other arrays as they are."""
 
     def add(one, other):
         return add_pairs(with_low(one), other) if is_float_pair(one) else one + other
@@ -352,16 +354,16 @@ def _plus_pairs(sums: Tree, more: Tree) -> Tree:
 
 
 def _with_low(sums: Tree) -> Tree:
-    """The sums, with two numbers for each coordinate of every `FloatPair`."""
+    """The sums, with two float32 numbers for each coordinate of every `FloatPair`."""
     return jax.tree.map(
         lambda one: FloatPair(one.high, one.high) if is_float_pair(one) else one, sums, is_leaf=is_float_pair
     )
 
 
 def sum_in_segments(function: Callable[[Tree], tuple[Tree, Tree]], rows: Tree) -> tuple[Tree, Tree]:
-    """`function(rows) -> (sums, outputs)` over the examples; large batches in up to 8 segments, one after another. This
-    saves memory, because what `function` computes for each example exists for one segment at a time. On several devices
-    there are no segments, because the examples may be sharded over them."""
+    """Returns `function(rows) -> (sums, outputs)` of all examples, in up to 8 segments, one after another, if the batch
+    is large. This saves memory, because what `function` computes for each example exists for one segment at a time. On
+    several devices there are no segments, because the examples may be sharded over them."""
     segments = min(LARGEST_SEGMENTS, sum(leaf.size for leaf in jax.tree.leaves(rows)) // SEGMENT_NUMBERS)
     if segments < 2 or current_place().devices > 1:
         return function(rows)

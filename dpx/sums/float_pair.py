@@ -1,12 +1,12 @@
-"""A sum as two float32 numbers for each coordinate, and sums of rows in blocks, whose rounding is proved small.
+"""Sums as two float32 numbers for each coordinate, and sums of rows in blocks, with a proved bound on their rounding.
 
-A rounded sum depends on what it is added to. So the rounding of a sum of clipped gradients is part of what one example
-can change, and an attacker who chooses the data can make it large (Casacuberta et al. 2022, arXiv:2207.10635). `ETA`
-bounds it, relative to the clip norm C:
+A rounded sum depends on what it is added to. So rounding adds to what one example can change, and an attacker who
+chooses the data can make it large (Casacuberta et al. 2022, arXiv:2207.10635). `ETA` bounds it, relative to the clip
+norm C:
 
     if one row is replaced by zeros in its place, the computed sum moves by at most C (1 + ETA) in 2-norm.
 
-A coin of Poisson sampling does just that when it leaves an example out, because the others stay in their rows
+A coin of Poisson sampling does exactly that when it leaves an example out, because the others stay in their rows
 (`dpx.sampling.batch.scatter_examples`). Amplification by sampling needs both.
 
 PROOF, for rows z_1 ... z_r whose computed contributions have norms of at most C, and u = 2^-24.
@@ -22,13 +22,13 @@ and with the input of a layer are `PRODUCTS` = 2 more roundings:
     chain(r, more) = sqrt(r ((r - 1 + more)^2 + sum_{j = 1 .. r - 1} (j + more)^2)),   error <= u C chain(r, PRODUCTS).
 
 On a matrix unit, operands are rounded once as a part of the gradient, and their products are exact
-(`dpx.xla.matrix_units`). An instruction adds up to k of them, and moves by up to 2 c u M in place of 2 u M, with M as
-there. So D_ik counts instructions, and ceil(r / k), ..., 1, each k times, is the largest: between two runs, such a
-block moves by at most
+(`dpx.xla.matrix_units`). An instruction adds up to k products, and moves by up to 2 c u M in place of 2 u M, with M as
+defined there. So D_ik counts instructions, and is largest for ceil(r / k), ..., 1, each k times: between two runs, such
+a block moves by at most
 
     2 c u C sqrt(r sum_{j = 1 .. r} ceil(j / k)^2).
 
-What stands below is added in float32, behind a barrier or as a product with an opaque 1.
+The following sums are added in float32, behind a barrier or as a product with an opaque 1.
 
 Blocks. The sums of g blocks of b rows have norms of at most b C, and are rounded to float32 before they are added (the
 barrier). So their sum, in any order, adds at most u b C chain(g, 0), and its product with the scale of a mask at most u
@@ -37,20 +37,20 @@ program. So the sum moves by at most
 
     C + 2 u C (chain(b, PRODUCTS) + b chain(g, 0) + g b)
 
-(with the block's bound of a matrix unit in place of 2 u C chain(b, PRODUCTS)), which is `rounding_share(b, g)`
-more than C. Zeros are added exactly, also in the other blocks and on other devices. `MOST_ROWS`
-bounds b, and `most_float32_rows` the rows that are added in float32, so that this is at most ETA - RESERVE.
+(with the matrix unit's bound for a block in place of 2 u C chain(b, PRODUCTS)). `rounding_share(b, g)` is the excess
+over C. Adding zeros is exact, also in the other blocks and on other devices. `MOST_ROWS` bounds b, and
+`most_float32_rows` bounds the rows that are added in float32, so that the excess is at most ETA - RESERVE.
 
 Microbatches. A loop adds the sums of g microbatches of n rows, with norms of at most n C, one after another, so the
 order is the same for all coordinates, and the first j add up to j n C or less. Their additions are off by at most
 
     u n C (2 + 3 + ... + g) = u n C ordered(g),   ordered(g) = g (g + 1) / 2 - 1,
 
-and a mask has scaled each sum before. A loop over h such loops adds u g n C ordered(h). `most_float32_turns` is the
+and each sum was scaled by a mask before. A loop over h such loops adds u g n C ordered(h). `most_float32_turns` is the
 largest g.
 
-Sums of more rows, of more groups of microbatches, and of chunks are two float32 numbers (`FloatPair`), high + low.
-Adding a float32 sum to such a pair is two_sum and a renormalization, which rounds once, by 2^-47 of the sum so far;
+Sums of more rows, of more groups of microbatches, and of chunks are pairs of float32 numbers (`FloatPair`), high + low.
+Adding a float32 sum to such a pair takes two_sum and a renormalization, which rounds once, by 2^-47 of the sum so far;
 adding two pairs, by 2^-46. For m additions of N rows in all that is up to 2^-46 m N C. For N = 65,536 and m = 4,096 it
 is RESERVE, 2^-18 C. With more additions, of b rows each, it is 2^-14 C / b, and `rounding_share` is below ETA by more
 than that for b <= 16.
@@ -60,15 +60,15 @@ margin for the rounding of the clip factor.
 
 NOT covered: more than 4,096 chunks in one step, if some have more than 16 rows.
 
-IN FLOAT64, a `FloatPair` has a value, a norm, and a way back to two float32 numbers; with v = 2^-53:
+IN FLOAT64, a `FloatPair` has a value, a norm, and a way back to a pair; with v = 2^-53:
 
-`as_float64` is exact for what `as_float_pair` made, because high and low are parts of one float64 number.
-`as_float_pair` is off by 2^-48 = 32 v of every number: high by 2^-24 of it, and low by 2^-24 of that (and by less than
-    2^-125, where float32 ends). A cast to float32 and back would not do, because XLA may drop both.
-`norm_of_pair` is off by 32 v of it, for up to 2^32 numbers: a square is rounded once, then in sums of 16 and of 8,
-    which leave fewer than 2^26 numbers, with up to 22 from the end of every array, and then in up to 13 sums of 4. That
-    is 1 + 15 + 7 + 39 roundings, which count half in the root, plus the root's own. One long sum would round a square
-    2^32 times. Sums of 16 and 8 stay within one array, so few numbers move where it is sharded.
+`as_float64` is exact for results of `as_float_pair`, because high and low are parts of one float64 number.
+`as_float_pair` has a relative error of 2^-48 = 32 v for every element: high is off by 2^-24, and low by 2^-24 of that
+    (and by less than 2^-125, where float32 ends). A cast to float32 and back would not do, because XLA may drop both.
+`norm_of_pair` has a relative error of 32 v, for up to 2^32 elements: a square is rounded once, then in sums of 16 and
+    of 8, which leave fewer than 2^26 sums, with up to 22 elements from the end of every array, and then in up to 13
+    sums of 4. That is 1 + 15 + 7 + 39 roundings, which count half in the root, plus the root's own. One long sum would
+    round a square 2^32 times. Sums of 16 and 8 stay within one array, so few elements move where it is sharded.
 
 Call these inside `jax.enable_x64(True)`, also in a program that is otherwise 32-bit.
 """
@@ -89,7 +89,7 @@ RESERVE = 2.0**-18
 UNIT = 2.0**-24  # the largest relative error of a float32 rounding
 PRODUCTS = 2  # roundings of a term before it is added
 MOST_ROWS = 96  # in a block
-FIRST, SECOND, NEXT = 16, 8, 4  # numbers in a sum of `norm_of_pair`
+FIRST, SECOND, NEXT = 16, 8, 4  # elements in a sum of `norm_of_pair`
 
 
 class FloatPair(NamedTuple):
@@ -103,7 +103,7 @@ class FloatPair(NamedTuple):
 
 
 def as_pair(sums: Any) -> FloatPair:
-    """A `FloatPair` as it is, and any other tree of float32 arrays as high numbers."""
+    """Returns a `FloatPair` as it is, and any other tree of float32 arrays as a pair without `low`."""
     return sums if isinstance(sums, FloatPair) else FloatPair(sums)
 
 
@@ -112,7 +112,7 @@ def is_float_pair(node: Any) -> bool:
 
 
 def pair_of_trees(totals: Tree) -> FloatPair:
-    """One `FloatPair` made from a tree that has one for each array."""
+    """Combines a tree with a `FloatPair` for each array into one `FloatPair`."""
     high = jax.tree.map(lambda total: total.high, totals, is_leaf=is_float_pair)
     found = jax.tree.leaves(totals, is_leaf=is_float_pair)
     if all(total.low is None for total in found):
@@ -122,9 +122,9 @@ def pair_of_trees(totals: Tree) -> FloatPair:
 
 
 def add_pairs(total: FloatPair, more: FloatPair | Tree) -> FloatPair:
-    """The sum of two, as two float32 numbers that do not overlap."""
+    """Adds two sums, as two float32 numbers that do not overlap."""
     total, more = as_pair(total), as_pair(more)
-    # The barrier: with a product in `more`, each addition could become a fused multiply-add, of different numbers.
+    # The barrier keeps a product in `more` from fusing into the additions, whose operands would differ.
     high, low = jax.lax.optimization_barrier((more.high, more.low))
     parts = [total.high, high, *(part for part in (total.low, low) if part is not None)]
     pairs = [_sum_with_error(*leaves) for leaves in zip(*map(jax.tree.leaves, parts), strict=True)]
@@ -133,7 +133,7 @@ def add_pairs(total: FloatPair, more: FloatPair | Tree) -> FloatPair:
 
 
 def with_low(total: FloatPair) -> FloatPair:
-    """`total` with two numbers for each coordinate, which is the structure of a longer sum."""
+    """`total` with both numbers for each coordinate, which gives it the structure of a longer sum."""
     return total if total.low is not None else FloatPair(total.high, jax.tree.map(jnp.zeros_like, total.high))
 
 
@@ -149,14 +149,14 @@ def _sum_with_error(high: jax.Array, more: jax.Array, *lows: jax.Array) -> tuple
 
 @functools.cache
 def error_of_chained_sum(terms: int, more: int) -> float:
-    """sqrt(n sum of D^2) for a chain of n = `terms`, each rounded `more` times before, as in the proof."""
+    """sqrt(n sum of D^2) for a chain of n = `terms`, each already rounded `more` times, as in the proof."""
     squares = (terms - 1 + more) ** 2 + sum((depth + more) ** 2 for depth in range(1, terms))
     return math.sqrt(terms * squares)
 
 
 @functools.cache
 def block_error(rows: int, unit: MatrixUnit = FLOAT32) -> float:
-    """What the additions in a block of `rows` rows move, in units of 2 u C, by the worst adder that `unit` may have."""
+    """How far rounding moves a block of `rows` rows, in units of 2 u C, with the worst adder that `unit` may have."""
 
     def rounding_of_adder(adder):
         if adder.products == 1:
@@ -167,8 +167,8 @@ def block_error(rows: int, unit: MatrixUnit = FLOAT32) -> float:
 
 
 def rounding_share(rows: int, blocks: int = 1, loops: tuple[int, ...] = (), unit: MatrixUnit = FLOAT32) -> float:
-    """What rounding adds to the move of a sum of blocks of `rows` rows, relative to C. loops: the numbers of turns of
-    the loops over these sums, innermost first. unit: what makes the blocks."""
+    """How far rounding moves a sum of blocks of `rows` rows beyond C, relative to C. loops: the number of turns of each
+    loop over these sums, innermost first. unit: the matrix unit that computes the blocks."""
     roundings = block_error(rows, unit) + rows * blocks
     if blocks > 1:
         roundings += rows * error_of_chained_sum(blocks, 0)
@@ -181,7 +181,7 @@ def rounding_share(rows: int, blocks: int = 1, loops: tuple[int, ...] = (), unit
 
 @functools.cache
 def most_float32_rows(devices: int, unit: MatrixUnit = FLOAT32) -> int:
-    """How many rows at most are added in float32 alone, in blocks: a multiple of `devices`; 0 for too many."""
+    """The most rows that are added in float32 alone, in blocks: a multiple of `devices`; 0 for too many devices."""
     fitting = [
         rows * blocks
         for blocks in range(devices, 6 * devices + 1, devices)
@@ -192,8 +192,8 @@ def most_float32_rows(devices: int, unit: MatrixUnit = FLOAT32) -> int:
 
 
 def count_blocks(rows: int, devices: int, unit: MatrixUnit = FLOAT32, more: float = 1.5) -> int:
-    """The number of blocks for up to `most_float32_rows` rows, a multiple of `devices`: the fewest, or up to `more`
-    times as many if that makes all blocks equal."""
+    """The number of blocks for up to `most_float32_rows` rows, a multiple of `devices`: the fewest possible, or up to
+    `more` times as many if that makes all blocks equal."""
     counts = range(devices, max(1, rows) + devices, devices)
     fitting = [blocks for blocks in counts if may_add_in_float32(max(1, math.ceil(rows / blocks)), blocks, unit=unit)]
     return next((blocks for blocks in fitting if blocks <= more * fitting[0] and rows % blocks == 0), fitting[0])
@@ -201,43 +201,43 @@ def count_blocks(rows: int, devices: int, unit: MatrixUnit = FLOAT32, more: floa
 
 @functools.cache
 def most_float32_turns(rows: int, unit: MatrixUnit = FLOAT32) -> int:
-    """How many float32 sums of this many rows a loop adds in float32: at least 1."""
+    """How many float32 sums of `rows` rows each a loop may add in float32: at least 1."""
     fitting = [turns for turns in range(1, 513) if may_add_in_float32(rows, loops=(turns,), unit=unit)]
     return max(fitting, default=1)
 
 
 def may_add_in_float32(rows: int, blocks: int = 1, loops: tuple[int, ...] = (), unit: MatrixUnit = FLOAT32) -> bool:
-    """Whether a sum of such blocks is as exact as `ETA` says: see `rounding_share`."""
+    """Whether a sum of such blocks keeps the bound `ETA`: see `rounding_share`."""
     return rows <= MOST_ROWS and rounding_share(rows, blocks, loops, unit) <= ETA - RESERVE
 
 
 def float64_constants(numbers: Iterable[float]) -> jax.Array:
-    """Numbers as float64 (n,), written into the program: an array that it closes over becomes float32 where the program
-    is called outside of `jax.enable_x64`, as in `dpx.fit`."""
+    """Writes numbers into the program as float64 (n,). An array that the program closes over would become float32 if
+    the program is called outside of `jax.enable_x64`, as in `dpx.fit`."""
     return jax.lax.concatenate([jax.lax.full((1,), float(number), jnp.float64) for number in numbers], 0)
 
 
 def as_float64(total: FloatPair) -> Tree:
-    """high + low, float64, in the shapes of the total."""
+    """Returns high + low as float64, in the shapes of the total."""
     if total.low is None:
         return jax.tree.map(lambda high: high.astype(jnp.float64), total.high)
     return jax.tree.map(lambda high, low: high.astype(jnp.float64) + low.astype(jnp.float64), total.high, total.low)
 
 
 def as_float_pair(exact: Tree) -> FloatPair:
-    """The `FloatPair` nearest to a tree of float64 arrays in the range of float32."""
+    """The nearest `FloatPair` to a tree of float64 arrays in the range of float32."""
     rounded = jax.tree.map(lambda x: jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23), exact)
     low = jax.tree.map(lambda x, high: (x - high).astype(jnp.float32), exact, rounded)
     return FloatPair(jax.tree.map(lambda high: high.astype(jnp.float32), rounded), low)
 
 
 def difference_to_total(released: Tree, total: FloatPair) -> FloatPair:
-    """A tree of float32 arrays minus a total, rounded once and then as by `as_float_pair`."""
+    """Subtracts a total from a tree of float32 arrays, rounding once in float64 and then as `as_float_pair` does."""
     return as_float_pair(jax.tree.map(lambda r, before: r.astype(jnp.float64) - before, released, as_float64(total)))
 
 
 def norm_of_pair(total: FloatPair) -> jax.Array:
-    """The root of the sum of the squares of a total of two numbers, float64 ()."""
+    """The 2-norm of a `FloatPair`, as a float64 scalar."""
     parts = [jnp.zeros(1, jnp.float64)]
     for high, low in zip(*map(jax.tree.leaves, total), strict=True):
         rows, rest = zip(*(_in_rows(x.reshape(-1), FIRST) for x in (high, low)), strict=True)
@@ -252,7 +252,7 @@ def norm_of_pair(total: FloatPair) -> jax.Array:
 
 
 def _in_rows(x: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-    """A vector as rows, (n, width), and the numbers that are left over."""
+    """Splits a vector into rows, (n, width), and the remaining elements."""
     whole = x.size - x.size % width
     return x[:whole].reshape(-1, width), x[whole:]
 

@@ -1,13 +1,14 @@
-"""2-norms that are never below the true ones, of arrays of any size.
+"""Computes 2-norms that are never below the true ones, for arrays of any size.
 
-A float32 sum of n squares in an order that XLA chooses may be below the true sum by n 2^-24 of it, because squares
-below half a unit in the last place of the sum so far are lost. So more than `SINGLE` squares are added in short sums of
-`WIDTH` or a few more, these again in short sums, and so on; barriers keep XLA from joining them. The root is multiplied
-by 1 + (roundings / 2 + MARGIN) 2^-24, where no square is rounded more than `roundings` times: at most 3e-5 for 10^3
-numbers, 8e-6 for 10^4, 2e-5 for 10^7. MARGIN covers the root, the factor computed from it, and rescaled ghost norms.
+A float32 sum of n squares, in an order that XLA chooses, may fall short of the true sum by a share n 2^-24, because
+squares below half a unit in the last place of the sum so far are lost. So more than `SINGLE` squares are added in short
+sums of `WIDTH` or a few more, those again in short sums, and so on; barriers keep XLA from joining them. The root is
+multiplied by 1 + (roundings / 2 + MARGIN) 2^-24, where no square is rounded more than `roundings` times: this adds at
+most 3e-5 for 10^3 elements, 8e-6 for 10^4, 2e-5 for 10^7. MARGIN covers the root, the factor computed from it, and
+rescaled ghost norms.
 
-On a TPU, a kernel takes 1,800 cycles at least. So there, a barrier stands only between two sums, and single numbers,
-such as the norms of all parameters, are squared and added one after another, in one kernel with what makes them.
+A kernel on a TPU takes at least 1,800 cycles. So there, barriers stand only between two sums, and scalars, such as the
+norms of all parameters, are squared and added one after another, in the kernel that computes them.
 """
 
 import functools
@@ -21,17 +22,17 @@ from jax import lax  # `jnp` takes longer to trace
 from dpx.sums.float_pair import UNIT
 from dpx.xla.place import current_place
 
-WIDTH = 128  # numbers in a sum
-SINGLE = 1024  # up to here one sum, because more sums take longer to compile
-FEW, SHORTEST = 32, 8  # rows that a CPU adds element by element, and numbers in each
-WIDEST = 512  # numbers in a sum along rows that divide an array, because other arrays must be padded
-MOST_PARTS = 16  # of an array on a TPU; 8 take a tenth longer (estimated for a v5e)
+WIDTH = 128  # elements in a sum
+SINGLE = 1024  # elements: up to this size one sum, because more sums take longer to compile
+FEW, SHORTEST = 32, 8  # rows that a CPU adds elementwise, and elements in each
+WIDEST = 512  # elements in a sum along rows that divide an array evenly, because other arrays must be padded
+MOST_PARTS = 16  # parts of an array on a TPU; 8 take a tenth longer (estimated for a v5e)
 SHORT = 64  # rows of a long array that a TPU adds; a multiple of its registers' 8
-MARGIN = 16  # units
+MARGIN = 16  # units in the last place
 
 
 def norm(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.Array:
-    """The root of the sum of the squares of real arrays as float32, float32 (). scales: factors of the arrays; or
+    """The 2-norm of real arrays, computed in float32, as a float32 scalar. scales: arrays that multiply them, or
     None."""
     parts, roundings, devices, on_tpu = [], 0, current_place().devices, current_place().platform == "tpu"
     for number, x in enumerate(arrays):
@@ -69,13 +70,13 @@ def norm(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.
 
 
 def raised_by_roundings(norm: jax.Array, roundings: int) -> jax.Array:
-    """A number of at least `norm`, float32, the root of a sum whose squares were rounded up to `roundings` times."""
+    """Raises a float32 norm, whose squares were rounded up to `roundings` times, to at least the true norm."""
     return lax.mul(norm, lax.full_like(norm, 1 + (roundings / 2 + MARGIN) * UNIT))
 
 
 def _sum_squares_along_axes(x: jax.Array, scale: jax.Array | None, devices: int) -> tuple[jax.Array, int]:
-    """The sum of the squares, float32 (1,), one axis after another; and how often a square is rounded at most. Axes are
-    not merged, because XLA would gather an array that is sharded along the second of them. A long axis is cut into a
+    """Adds the squares, float32 (1,), one axis after another; also returns how often a square is rounded at most. Axes
+    are not merged, because XLA would gather an array that is sharded along the second one. A long axis is split into a
     multiple of `devices` parts, so that each device adds its own."""
     x = lax.convert_element_type(lax.optimization_barrier(x), np.float32)
     squares, roundings = lax.square(x if scale is None else x * scale), 0
@@ -93,7 +94,7 @@ def _sum_squares_along_axes(x: jax.Array, scale: jax.Array | None, devices: int)
 
 
 def _number_of_parts(shape: tuple[int, ...]) -> int:
-    """In how many parts a TPU squares the rows along the last axis. Their sizes are multiples of its registers' 8."""
+    """Into how many parts a TPU splits the rows along the last axis. Their sizes are multiples of its registers' 8."""
     rows = math.prod(shape[:-1])
     if current_place().platform != "tpu":
         return 1
@@ -104,10 +105,10 @@ def _number_of_parts(shape: tuple[int, ...]) -> int:
 
 
 def _sum_squares_in_parts(x: jax.Array, count: int) -> tuple[list[jax.Array], int]:
-    """The sums of the squares along all axes but the last: of one part plus the next, element by element, and then
-    along WIDEST rows or fewer, or SHORT rows of long parts; the rows that are left are apart. Also how often a square
-    is rounded at most. A TPU reads several parts at a time. Sums along the last axis take it three times as long, and
-    rows of another length, which it writes first, seven times as long for an array of 50,257 x 768."""
+    """Adds the squares along all axes but the last: first elementwise over the parts, and then along at most WIDEST
+    rows, or SHORT rows of long parts; remaining rows are added separately. Also returns how often a square is rounded
+    at most. A TPU reads several parts at a time. Sums along the last axis take it three times as long, and rows of
+    another length, which it writes first, seven times as long for an array of 50,257 x 768."""
     rows = x.size // x.shape[-1]
     width = rows // count if rows <= WIDEST * count else SHORT
     whole = rows - rows % (count * width)
@@ -126,9 +127,9 @@ def _sum_squares_in_parts(x: jax.Array, count: int) -> tuple[list[jax.Array], in
 
 
 def _row_width(size: int) -> tuple[int, int]:
-    """How many numbers a row has: all of few; otherwise a number that divides the size, if there is one. And along
-    which axis rows are added: a CPU adds up to FEW short rows of few numbers element by element, in one kernel, where
-    it has three for a sum along a row."""
+    """How many elements a row has: all of a small array; otherwise a divisor of the size, if there is one. Also the
+    axis along which rows are added: a CPU adds up to FEW short rows elementwise, in one kernel, where a sum along each
+    row takes three."""
     if size <= SINGLE:
         rows = next((rows for rows in range(FEW, 1, -1) if size % rows == 0 and size >= SHORTEST * rows), 0)
         return (size // rows, 0) if rows and current_place().platform == "cpu" else (size, 1)
@@ -137,7 +138,7 @@ def _row_width(size: int) -> tuple[int, int]:
 
 
 def _in_rows(x: jax.Array, width: int) -> jax.Array:
-    """`x` in rows, (n, width), padded with zeros."""
+    """Reshapes `x` into rows, (n, width), padded with zeros."""
     missing = -x.size % width
     flat = lax.reshape(x, (x.size,))
     flat = lax.pad(flat, np.float32(0), [(0, missing, 0)]) if missing else flat
