@@ -416,4 +416,4 @@ def test_user_data_are_printed_without_data():
     assert repr(users) == "UserData(3 of unit 'patient', at most 3 rows each)"
     wanted = pytest.raises(ValueError, match=r"Draw from dpx.UserData\(..., unit='patient'\)")
     with wanted, pytest.warns(UserWarning, match="the state has taken no step"):
-        dpx.privacy_report(MECHANISM, MECHANISM.init(PARAMS).with_facts(unit=2**31), delta=1e-5, unit="patient")
+        dpx.privacy_report(MECHANISM, MECHANISM.init(PARAMS).with_fields(unit=2**31), delta=1e-5, unit="patient")

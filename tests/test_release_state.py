@@ -131,7 +131,7 @@ def test_precision_of_long_runs():
         release = run(ReleaseState.empty(), jnp.float32(noise))
         assert float(release.precision[0]) == pytest.approx(1e5 * float(np.float32(noise)) ** -2, rel=1e-6)
     mechanism = dp_sgd(noise_multiplier=5.1)
-    state = mechanism.init(PARAMS).with_facts(noise_key=dpx.keys.mark_of_key(mechanism.key), order=release.order)
+    state = mechanism.init(PARAMS).with_fields(noise_key=dpx.keys.mark_of_key(mechanism.key), order=release.order)
     state = state._replace(step=release.step, precision=release.precision)
     assert dpx.epsilon(mechanism, state, delta=1e-5) > 0
     with pytest.raises(ValueError, match="other noise"):
@@ -160,7 +160,7 @@ def test_a_stored_record_is_read_or_refused_by_its_version():
     assert jax.tree.map(np.array_equal, reading.release_state(made), STORED) == ReleaseState(*[True] * 3)
     assert dpx.epsilon(mechanism, STORED, delta=1e-5) == pytest.approx(0.9946841476, rel=1e-6)
     for version in (RECORD_VERSION + 1, 0):
-        other = STORED.with_facts(version=version)
+        other = STORED.with_fields(version=version)
         for read in (dpx.accounting.steps_taken, lambda state: sampling.take(data, key, state)):
             with pytest.raises(ValueError, match=f"record of version 2, which this dpx reads, got {version}: finish"):
                 read(other)
@@ -244,7 +244,7 @@ def state_after(multipliers, mechanism):
     def run(multipliers):
         zeros = jax.tree.map(jnp.zeros_like, PARAMS)
         record = mechanism.release_once((zeros,), mechanism.init(PARAMS), PARAMS, jnp.int32(0))[1]
-        empty = mechanism.init(PARAMS).with_facts(noise_key=record.noise_key)
+        empty = mechanism.init(PARAMS).with_fields(noise_key=record.noise_key)
         return jax.lax.scan(lambda state, sigma: (state.after(sigma), None), empty, multipliers)[0]
 
     return jax.jit(run)(jnp.asarray(multipliers, jnp.float32))

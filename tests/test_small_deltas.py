@@ -218,7 +218,7 @@ def test_fewer_numbers_never_cost_more(noise, delta):
 )
 def test_numbers_that_are_not_heard_of_are_the_most(known, drawn, billed_for):
     """Jax has traced the release before, in part: fewer numbers than are known, or none, are billed as 2^32."""
-    before = ReleaseState.empty().with_facts(numbers=known)
+    before = ReleaseState.empty().with_fields(numbers=known)
 
     def release():
         for numbers in drawn:

@@ -108,7 +108,7 @@ def test_the_step_for_large_tables_is_the_method(size, microbatch):
         np.testing.assert_allclose(leaf, other, rtol=1e-3, atol=1e-6)
     assert int(state.inner.numbers) == 4 * (D + 2) + V + 7 + 2 * D
     assert int(found.state.inner.numbers) == int(state.inner.numbers) + 1  # of 27 counts, which need 14 pairs
-    same = expected.state.inner.with_facts(numbers=found.state.inner.numbers)
+    same = expected.state.inner.with_fields(numbers=found.state.inner.numbers)
     assert jax.tree.all(jax.tree.map(jnp.array_equal, found.state.inner, same))
     np.testing.assert_allclose(found.unreleased.losses, expected.unreleased.losses, rtol=1e-5)
 

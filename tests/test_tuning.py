@@ -403,7 +403,7 @@ def test_trials_of_one_key_are_refused():
 
     def train(trial):
         params, state = Searcher.train(search, trial)
-        return params, state.with_facts(batch_key=dpx.keys.mark_of_key(jax.random.key(8)))
+        return params, state.with_fields(batch_key=dpx.keys.mark_of_key(jax.random.key(8)))
 
     search.train = train
     with pytest.raises(ValueError, match="must train its own optimizer, and draw its batches with the key"):

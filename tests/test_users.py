@@ -245,7 +245,7 @@ def test_the_report_says_the_unit_that_the_state_records():
         ("home", None, "user"),
         ("example", "one example", "user"),
     ):
-        state = mechanism.init(PARAMS).with_facts(unit=unit_mark(recorded))
+        state = mechanism.init(PARAMS).with_fields(unit=unit_mark(recorded))
         assert dpx.privacy_report(mechanism, state, delta=1e-3, unit=recorded).unit == f"one {recorded}"
         if said is not None:
             assert dpx.privacy_report(mechanism, state, delta=1e-3).unit == said

@@ -1,1 +1,1 @@
-"""What a state has paid for. `record`: the counts and checks of every release. `reading`: reads them for the cost."""
+"""The record of a run inside its state. `record`: counts and checks every release. `reading`: reads it for the cost."""

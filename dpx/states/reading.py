@@ -1,5 +1,5 @@
-"""Finds the record of the releases in an optimizer state, and refuses one without a true cost; and the public part of a
-state: everything but its `unreleased` and `unreleased_*` fields."""
+"""Finds the record of the releases in an optimizer state, and refuses one without a true cost. Also returns the public
+part of a state: everything but its `unreleased` and `unreleased_*` fields."""
 
 import functools
 import math
@@ -26,15 +26,15 @@ from dpx.states.record import (
 from dpx.values import Tree, require_whole
 
 _TRACED = "state must be known, got one that jax is tracing: read its steps and its cost outside of jit"
-TOLERANCE = 1e-5  # relative, between the precisions of a state and a mechanism, because float32 rounds
+TOLERANCE = 1e-5  # relative, between the precisions of a state and its mechanism, because float32 rounds
 
 
 def release_state(state: Tree) -> ReleaseState:
-    """The one ReleaseState in an optimizer state in which the mechanism comes first and nothing wraps it.
+    """Returns the one ReleaseState in an optimizer state, where the mechanism must come first and be unwrapped.
 
-    state: of a mechanism, of `dpx.chain` or `optax.chain`, of `optax.lookahead`, or an object that holds one, such as
-        flax's TrainState or nnx.Optimizer. Raises ValueError for none, for several, and if a transform before the
-        mechanism or a wrapper around it can change how much one example moves the release.
+    state: the state of a mechanism, of `dpx.chain` or `optax.chain`, or of `optax.lookahead`, or an object that holds
+        one, such as flax's TrainState or nnx.Optimizer. Raises ValueError if it holds none or several, or if a
+        transform before the mechanism or a wrapper around it can change how much one example moves the release.
     """
     if isinstance(state, jax.core.Tracer):
         raise ValueError(_TRACED)
@@ -62,7 +62,7 @@ def release_state(state: Tree) -> ReleaseState:
 
 
 def _find_release_states(node: Tree, holders: tuple) -> list[tuple[ReleaseState, tuple]]:
-    """Every ReleaseState in `node`, with the nodes that hold it, the outermost first, and the key in each."""
+    """Finds every ReleaseState in `node`, with the nodes that hold it, outermost first, and its key in each of them."""
     if isinstance(node, ReleaseState):
         return [(node, holders)]
     children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda part: part is not node)
@@ -70,7 +70,7 @@ def _find_release_states(node: Tree, holders: tuple) -> list[tuple[ReleaseState,
 
 
 def _require_unwrapped(node: Any, key: Any) -> None:
-    """Raises ValueError if `node`, which holds the mechanism's state at `key`, is a wrapper's or another chain's."""
+    """Raises ValueError if `node`, which holds the mechanism's state at `key`, is of a wrapper or another chain."""
     holder = type(node)
     if hasattr(node, "_fields") and holder.__module__.split(".")[0] == "optax" and not _is_lookahead(node):
         raise ValueError(
@@ -90,7 +90,7 @@ def _require_unwrapped(node: Any, key: Any) -> None:
 
 
 def _is_state_of_transform(state: Tree) -> bool:
-    """Whether `state` may belong to a transformation, because it is empty or of optax."""
+    """Whether `state` may belong to a transformation, because it is empty or contains a type from optax."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node).__module__.startswith("optax"))
     return not nodes or any(type(node).__module__.startswith("optax") for node in nodes)
 
@@ -111,10 +111,9 @@ def _is_lookahead(node: Any) -> bool:
 
 
 def steps_taken(state: Tree) -> int:
-    """How many releases an optimizer state has made, an int.
+    """Returns the number of releases that an optimizer state has made, as an int.
 
-    Raises ValueError unless the state holds the releases of exactly one mechanism, and if something wraps that
-    mechanism.
+    Raises ValueError unless the state holds the releases of exactly one mechanism, and nothing wraps that mechanism.
 
         >>> dpx.accounting.steps_taken(state)  # of optimizer.init(params)
         0
@@ -123,19 +122,19 @@ def steps_taken(state: Tree) -> int:
 
 
 class RunFacts(NamedTuple):
-    """What a number of steps, or an optimizer state, says about its run.
+    """The facts about a run, read from a number of steps or from an optimizer state.
 
-    steps: ints, those that the cost covers; made: of them, those that were made. planned: whether a plan says that the
-        run ends there, or later.
-    numbers: int, the most that a release has; None where it is not known. in_integers: whether a TPU drew the noise.
-    batch_key, unit: the marks of the key that drew the batches, and of what these hold, ints; 0 where not known.
-    state: the optimizer state; None for a number of steps.
+    steps: int, how many steps the cost covers; made: int, how many were made. planned: whether a plan says that the run
+        ends there, or later.
+    numbers: int, the most values in one release; None if unknown. in_integers: whether a TPU drew the noise.
+    batch_key, unit: ints, the marks of the key that drew the batches and of the privacy unit; 0 if unknown.
+    state: the optimizer state; None if a number of steps was given.
 
-    The decision to end a run may depend on the data: on the releases themselves, if a callback or a person looks at
-    them. Then there is no proof for only the steps that were made, but there is one for all steps that the run could
-    make, because the run is a function of their releases. So a run costs its plan, which with a budget is the whole
-    budget, because someone could plan fewer steps, look, and then plan more. Without a plan, nobody knows where the run
-    could have ended, and it costs the steps that were made.
+    The decision to end a run may depend on the data, because a callback or a person may look at the releases. Then no
+    proof covers only the steps that were made, but one covers all steps that the run could make, because the run is a
+    function of their releases. So a run costs its plan, which with a budget is the whole budget, because someone could
+    plan fewer steps, look, and then plan more. Without a plan, nobody knows where the run could have ended, and it
+    costs the steps that were made.
     """
 
     steps: int
@@ -149,7 +148,7 @@ class RunFacts(NamedTuple):
 
 
 def read_run(steps_or_state: Any) -> RunFacts:
-    """Raises ValueError for a number of steps that is not whole, and as `release_state` does."""
+    """Reads a number of steps or a state. Raises ValueError for a fractional number, and as `release_state` does."""
     if not isinstance(steps_or_state, bool | int | float | np.generic):
         release = release_state(steps_or_state)
         made, plan = int(release.step), int(release.plan)
@@ -168,9 +167,9 @@ def read_run(steps_or_state: Any) -> RunFacts:
 
 
 def next_steps(state: Tree, sampling: Any, steps: int | None, *, beyond_budget: bool) -> range:
-    """The numbers of the next `steps` steps; if `steps` is None, of all that are left of the budget.
+    """Returns the numbers of the next `steps` steps, or of all remaining steps of the budget if `steps` is None.
 
-    Raises ValueError if one of them is beyond the budget, and for the state of another sampling.
+    Raises ValueError if a step is beyond the budget, or if the state belongs to another sampling.
     """
     release = release_state(state)
     if int(release.sampling) != fingerprint(sampling):
@@ -191,7 +190,7 @@ def next_steps(state: Tree, sampling: Any, steps: int | None, *, beyond_budget: 
 
 
 def require_state_of_mechanism(state: Tree, mechanism: Any, multipliers: np.ndarray) -> None:
-    """Raises ValueError unless `mechanism` made the releases of `state`, with these noise multipliers in order.
+    """Raises ValueError unless `mechanism` made the releases of `state` with these noise multipliers, in this order.
 
     multipliers: float64 (steps,), one for each release.
     """
@@ -213,7 +212,7 @@ def require_state_of_mechanism(state: Tree, mechanism: Any, multipliers: np.ndar
 
 
 def _require_recorded_multipliers(release: ReleaseState, multipliers: np.ndarray, advice: str) -> None:
-    """Raises ValueError unless the record has these noise multipliers, float64 (steps,), in this order."""
+    """Raises ValueError unless the record holds these noise multipliers, float64 (steps,), in this order."""
     with np.errstate(divide="ignore"):
         expected = float(np.sum(np.minimum(multipliers**-2.0, LARGEST_PRECISION)))
     precision = float(release.precision[0]) - float(release.precision[1])
@@ -235,15 +234,15 @@ def _require_recorded_multipliers(release: ReleaseState, multipliers: np.ndarray
 
 
 def publishable_state(state: Tree) -> Tree:
-    """`state` with None for its `unreleased` and `unreleased_*` fields, so that it may be shown or shared.
+    """Returns `state` with None for its `unreleased` and `unreleased_*` fields, so that it may be shown or shared.
 
-    state: any pytree, or dataclasses and mappings of pytrees. The other fields depend on released values only.
+    state: any pytree, or dataclasses and mappings of pytrees. The remaining fields depend on released values only.
 
     A value becomes None if the name of its field, key or type contains "unreleased" in any case, also in flattened
-    states, whose keys are tuples or strings such as ".unreleased_error['w']". So does an `Unreleased`. Functions and
-    optimizers become None, because their closures may hold a key, and so do PRNG keys: typed ones, and raw ones, uint32
-    (..., 2) or (..., 4), where a name contains "key" or "rng" in any case. Raises ValueError for a container of an
-    unknown type, a pytree registered without the names of its parts, and an array of objects.
+    states, whose keys are tuples or strings such as ".unreleased_error['w']". An `Unreleased` becomes None too. So do
+    functions and optimizers, whose closures may hold a key, and PRNG keys: typed ones, and raw ones, uint32 (..., 2) or
+    (..., 4), under a name that contains "key" or "rng" in any case. Raises ValueError for a container of an unknown
+    type, a pytree registered without the names of its parts, and an array of objects.
 
         >>> norms = {"clip_norm": 1.0, "feedback_norm": 1.0, "outer_clip_norm": 1.1}
         >>> feedback = dpx.methods.dice_sgd(noise_multiplier=1.0, sampling=sampling, key=dpx.secret_key(), **norms)
@@ -274,14 +273,14 @@ def publishable_state(state: Tree) -> Tree:
 
 
 def _public_part_of_container(key: Any, part: Tree, kind: type) -> Tree:
-    """A part of a container that jax knows. If it has no name, its key is a number from jax."""
+    """The public part of an element of a container that jax knows; jax numbers the elements that have no names."""
     if isinstance(key, jax.tree_util.FlattenedIndexKey):
         raise ValueError(f"state must name its parts: register {kind} with jax.tree_util.register_pytree_with_keys")
     return _public_part(key, part)
 
 
 def _public_part(name: Any, part: Tree) -> Tree:
-    """The public part of what has a name."""
+    """The public part of a value that is stored under `name`."""
     if _is_unreleased(name):
         return None
     if any(word in str(name).lower() for word in ("key", "rng")):
@@ -290,12 +289,12 @@ def _public_part(name: Any, part: Tree) -> Tree:
 
 
 def _may_be_raw_keys(leaf: Any) -> bool:
-    """Whether a leaf has the dtype and the shape of the words of PRNG keys."""
+    """Whether a leaf has the dtype and shape of raw PRNG keys."""
     return getattr(leaf, "dtype", None) == np.uint32 and jnp.shape(leaf)[-1:] in ((2,), (4,))
 
 
 def _public_leaf(state: Any) -> Any:
-    """An array or a number; None for typed PRNG keys."""
+    """Returns an array or a number; None for typed PRNG keys."""
     if isinstance(state, jax.Array) and jnp.issubdtype(state.dtype, jax.dtypes.prng_key):
         return None
     if isinstance(state, np.ndarray | np.generic) and (state.dtype.hasobject or state.dtype.names):

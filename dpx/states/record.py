@@ -1,7 +1,7 @@
-"""The record of the releases that a state has made: what it counts, and what it checks before each release.
+"""The record of the releases that a state has made, and the checks before each release.
 
-It keeps samplings and events as fingerprints of their identities, which are plain values: two records are the same if
-their identities are equal, whatever they print.
+It stores samplings and events as fingerprints of their identities, which are plain values: two records are the same if
+their identities are equal, however they print.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ from dpx.keys.streams import key_words
 from dpx.values import Tree, described, map_nodes_of_type
 from dpx.xla.place import current_place
 
-RECORD_VERSION = 2  # raise it with the form or the meaning of a record, so that stored states are refused by name
-LARGEST_PRECISION = 1e30  # of one release, noise_multiplier^-2; a multiplier below 1e-15 counts as 1e-15
-SEVERAL_KEYS = np.uint32(1)  # in place of the mark of a key, which is larger
-LARGEST_WEIGHT = 255  # of `noise_order_hash`
-# Why a run has no cost. The record keeps the place of a reason in this list, from 1.
+RECORD_VERSION = 2  # raise it when the form or meaning of a record changes, so stored states are refused by version
+LARGEST_PRECISION = 1e30  # of one release, noise_multiplier^-2; multipliers below 1e-15 count as 1e-15
+SEVERAL_KEYS = np.uint32(1)  # replaces the mark of a key, which is always larger
+LARGEST_WEIGHT = 255  # the largest weight in `noise_order_hash`
+# Why a run has no cost. The record stores a reason's position in this list, counted from 1.
 REASONS = {
     "mechanism": "its releases were made by mechanisms of different samplings or events",
     "most rows": "a batch had more rows that count than its sampling draws",
@@ -48,14 +48,14 @@ REASONS = {
 
 
 class DrawRecord(NamedTuple):
-    """How a batch was drawn, set by the sampling; each uint32 (), or (steps,) in the draws of many steps.
+    """How a batch was drawn, as the sampling states it. Fields are uint32 (), or (steps,) for the draws of many steps.
 
-    step:      the number of steps before, for which the batch was drawn.
+    step:      how many steps came before the one for which the batch was drawn.
     rows:      how many of its rows count.
     key:       the mark of the key that drew it (`keys.mark_of_key`).
     first_row: 0; for a chunk of a batch, how many rows the chunks before it have.
     sampling:  a fingerprint of the sampling.
-    unit:      a fingerprint of the name of what it holds: "example", or the `privacy_unit` of the data.
+    unit:      a fingerprint of the name of what a row holds: "example", or the `privacy_unit` of the data.
     """
 
     step: Any
@@ -66,7 +66,7 @@ class DrawRecord(NamedTuple):
     unit: Any
 
 
-# The places of the facts of a record. `version` stays first, so that a later dpx finds it.
+# The fields of a record, in order. `version` stays first, so that a later dpx finds it.
 FACTS = (
     *("version", "sampling", "event", "planned_steps", "plan", "numbers", "in_integers"),
     *("order", "noise_key", "batch_key", "unit", "problem"),
@@ -74,26 +74,26 @@ FACTS = (
 
 
 class ReleaseState(NamedTuple):
-    """The record of the releases so far; the state of every mechanism holds exactly one. All of it is public.
+    """The record of the releases so far; the state of every mechanism holds exactly one. Every part of it is public.
 
     step:      int32 (), how many releases were made.
-    precision: float32 (2,), the sum of noise_multiplier^-2 over them, and the amount by which rounding made that
-               sum too large (Kahan's compensation).
-    facts:     uint32 (12,), of which each has a name in FACTS. With an array for each, the step of a small MLP took
-               1.3 times as long, because every array that goes in and out takes about 2 us.
+    precision: float32 (2,), the sum of noise_multiplier^-2 over the releases, and the amount by which rounding made
+               that sum too large (Kahan's compensation).
+    facts:     uint32 (12,), the fields named in FACTS. With a separate array for each, the step of a small MLP took 1.3
+               times as long, because every array that goes in and out takes about 2 us.
 
     version:         RECORD_VERSION.
     sampling, event: fingerprints of the sampling record, and of the event without its noise multipliers.
     planned_steps:   the steps of the budget that the noise was calibrated for; 0 without a budget.
     plan:            the steps that the run planned, which all count (`reading.RunFacts`); 0 if nobody planned any, or
                      if public information alone decides where the run ends.
-    numbers:         the most numbers that a release has, as the cost assumes; 0 is 2^32.
+    numbers:         the largest number of values in a release that the cost assumes; 0 means 2^32.
     in_integers:     1 after a release whose noise was drawn in integers, as on a TPU; otherwise 0.
-    order:           the sum of `noise_order_hash` over the releases, which another order of the multipliers changes.
+    order:           the sum of `noise_order_hash` over the releases, which depends on the order of the multipliers.
     noise_key:       the mark of the key of the noise (`keys.mark_of_key`); 0 before the first release.
-    batch_key:       the mark of the key that draws the batches; 0 while not known, 1 after several keys.
-    unit:            the mark of what a batch holds (`unit_mark`); 0 while it is not known.
-    problem:         0; after a release without a true cost, the place of the reason in REASONS, from 1.
+    batch_key:       the mark of the key that draws the batches; 0 if unknown, 1 after several keys.
+    unit:            the mark of the privacy unit of the rows (`unit_mark`); 0 if unknown.
+    problem:         0; after a release without a true cost, the position of the reason in REASONS, from 1.
     """
 
     step: jax.Array
@@ -104,17 +104,17 @@ class ReleaseState(NamedTuple):
     def empty(cls, params: Tree = None) -> "ReleaseState":
         """The record before the first release. `Mechanism.init` sets the fingerprints and the planned steps.
 
-        params: of the shapes of what a release will hold. None if unknown, which costs 2^32 numbers. Every array has
-            its own buffer, because a jitted step that donates the state cannot donate one twice.
+        params: pytree shaped like what a release will hold; None if unknown, which costs 2^32 values. Every array has
+            its own buffer, because a jitted step that donates the state cannot donate one buffer twice.
         """
         shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
         known = {"version": RECORD_VERSION, "numbers": _as_uint32(count_numbers_with_cost(shapes)) if shapes else 0}
-        with jax.ensure_compile_time_eval():  # the numbers are known also inside of jit
+        with jax.ensure_compile_time_eval():  # so that the facts are known inside of jit too
             facts = jnp.array([known.get(name, 0) for name in FACTS], jnp.uint32)
         return cls(jnp.zeros((), jnp.int32), jnp.zeros(2, jnp.float32), facts)
 
     def __getattr__(self, name: str) -> Any:
-        """A fact, uint32 of the axes of `step`."""
+        """Returns a field in FACTS, uint32 with the axes of `step`."""
         if name not in FACTS:
             raise AttributeError(f"a ReleaseState has no {name!r}: a state must be of the same optimizer")
         place = FACTS.index(name)
@@ -123,11 +123,11 @@ class ReleaseState(NamedTuple):
         return jax.lax.index_in_dim(self.facts, place, axis=-1, keepdims=False)
 
     def on_host(self) -> "ReleaseState":
-        """The record with its facts in NumPy, so that to read one runs no program."""
+        """The record with its facts in NumPy, so that reading one runs no program."""
         return self._replace(facts=np.asarray(self.facts))
 
-    def with_facts(self, **changed: Any) -> "ReleaseState":
-        """The record with other facts: each a uint32, or an int, of the axes of `step`."""
+    def with_fields(self, **changed: Any) -> "ReleaseState":
+        """Returns the record with new values for some fields in FACTS: uint32s or ints, with the axes of `step`."""
         facts, given = self.facts, {FACTS.index(name): fact for name, fact in changed.items()}
         if any(isinstance(each, jax.core.Tracer) for each in (facts, *changed.values())):
             for place, fact in given.items():  # `jnp.where` has twice as many equations
@@ -138,19 +138,19 @@ class ReleaseState(NamedTuple):
         facts = np.array(facts)
         for place, fact in given.items():
             facts[..., place] = fact
-        if getattr(self.facts, "committed", False):  # arrays of a mesh stay there, as the step is compiled for
+        if getattr(self.facts, "committed", False):  # arrays on a mesh stay there, because the step is compiled for it
             return self._replace(facts=jax.device_put(facts, self.facts.sharding))
         return self._replace(facts=jnp.array(facts))
 
     def after(self, noise_multiplier: jax.Array | float) -> "ReleaseState":
-        """The record after one more release with this noise multiplier, float32 ()."""
+        """Returns the record after one more release, with this float32 scalar noise multiplier."""
         multiplier = jnp.asarray(noise_multiplier, jnp.float32)
         total, rounding = self.precision
         term = jnp.minimum(multiplier**-2, LARGEST_PRECISION) - rounding
         longer = total + term
         hashed = noise_order_hash(jax.lax.bitcast_convert_type(multiplier, jnp.uint32), self.step)
         in_integers = {"in_integers": 1} if current_place().platform == "tpu" else {}
-        return self._replace(step=self.step + 1, precision=jnp.stack([longer, (longer - total) - term])).with_facts(
+        return self._replace(step=self.step + 1, precision=jnp.stack([longer, (longer - total) - term])).with_fields(
             order=self.order + hashed, **in_integers
         )
 
@@ -158,9 +158,9 @@ class ReleaseState(NamedTuple):
 def noise_order_hash(bits: Any, step: Any) -> Any:
     """What a release adds to `ReleaseState.order`, modulo 2^32: its noise multiplier times a weight of its step.
 
-    bits: uint32 (...), of the float32 noise multiplier. They grow about as its logarithm, by 2^23 for a factor of 2.
-        The last 6 are dropped, so a relative change by 2^-18, or 64 roundings, changes the others by at most 1.
-    step: int32 (...). Arrays of numpy or of jax.
+    bits: uint32 (...), the bits of the float32 noise multiplier. They grow about as its logarithm, by 2^23 for a factor
+        of 2. The last 6 are dropped, so a relative change of 2^-18, or 64 roundings, changes the rest by at most 1.
+    step: int32 (...). Both are arrays of numpy or of jax.
 
     The weight of a step is +-(128 .. 255), mixed from its bits. So the same multipliers in another order have another
     sum. If all multipliers agree up to rounding, the sums of T steps differ by at most 255 T, and by at most 255
@@ -175,9 +175,9 @@ def noise_order_hash(bits: Any, step: Any) -> Any:
 
 
 def stamp_state(state: Tree, fingerprints: np.ndarray, budget: Any) -> Tree:
-    """A new `state` with the fingerprints of what its releases will cost, uint32 (2,): `fingerprints_of`.
+    """Returns a new `state` with fingerprints, uint32 (2,), of what its releases will cost (`fingerprints_of`).
 
-    budget: the `dpx.Budget`, which plans the run, or None. Raises ValueError if releases will have more numbers than it
+    budget: the `dpx.Budget` that plans the run, or None. Raises ValueError if releases will have more values than it
         states.
     """
     steps, numbers = (0, None) if budget is None else (budget.steps, budget.numbers)
@@ -185,22 +185,22 @@ def stamp_state(state: Tree, fingerprints: np.ndarray, budget: Any) -> Tree:
 
     def stamp_one(node: ReleaseState) -> ReleaseState:
         if numbers is None:
-            return node.with_facts(**stamp)
+            return node.with_fields(**stamp)
         if not isinstance(node.facts, jax.core.Tracer):
             _require_fewer(int(node.on_host().numbers), numbers)
-        return node.with_facts(**stamp, numbers=_as_uint32(numbers))
+        return node.with_fields(**stamp, numbers=_as_uint32(numbers))
 
     state = map_nodes_of_type(stamp_one, state, ReleaseState)
     return with_plan(state, 0 if budget is None or budget.public_stop else steps)
 
 
 def with_plan(state: Tree, steps: int) -> Tree:
-    """`state` with `steps` as the plan of its run; 0 is for a run without a plan."""
-    return map_nodes_of_type(lambda node: node.with_facts(plan=steps), state, ReleaseState)
+    """Sets the plan of a run to `steps`; 0 means no plan."""
+    return map_nodes_of_type(lambda node: node.with_fields(plan=steps), state, ReleaseState)
 
 
 def _require_fewer(own: int, numbers: int) -> None:
-    """Raises ValueError if a release has more numbers than the budget states."""
+    """Raises ValueError if a release has more values than the budget states."""
     if own > numbers:
         raise ValueError(
             f"a release must have at most the {numbers} numbers of the dpx.Budget, for which its noise was found, got "
@@ -209,14 +209,14 @@ def _require_fewer(own: int, numbers: int) -> None:
 
 
 def release_and_count(release: Callable, *given: Any, budget: Any) -> tuple[Tree, Tree]:
-    """The updates and the state from `release(*given)`; the state counts the numbers that were drawn, if they are more.
+    """Returns the updates and state from `release(*given)`. The state's count of values grows if more were drawn.
 
-    Numbers that jax traced before are not seen: if fewer are than the state knows, or none, 2^32 are counted. budget
-    and errors: as for `stamp_state`.
+    Values that an earlier trace drew are not seen: if fewer are counted than the state knows, or none, 2^32 are
+    recorded. budget and errors: as for `stamp_state`.
     """
     with counting_releases() as drawn:
         updates, state = release(*given)
-    several = [2 * count_pairs(one) for one in drawn] if len(drawn) > 1 else drawn  # each ends with whole pairs
+    several = [2 * count_pairs(one) for one in drawn] if len(drawn) > 1 else drawn  # each draws whole pairs
     numbers = min(sum(several), 2**32)
     stated = budget is not None and budget.numbers is not None
     if stated:
@@ -224,24 +224,24 @@ def release_and_count(release: Callable, *given: Any, budget: Any) -> tuple[Tree
     own, one, most = np.uint32((numbers - 1) % 2**32), np.uint32(1), np.uint32(2**32 - 1)
 
     def of_release(node: ReleaseState) -> ReleaseState:
-        known = node.numbers - one  # 0, which is 2^32, is the largest
-        return node.with_facts(numbers=jnp.where((own < known) & (not stated), most, jnp.maximum(known, own)) + one)
+        known = node.numbers - one  # 0, which means 2^32, becomes the largest
+        return node.with_fields(numbers=jnp.where((own < known) & (not stated), most, jnp.maximum(known, own)) + one)
 
     return updates, map_nodes_of_type(of_release, state, ReleaseState)
 
 
 def _as_uint32(numbers: int) -> np.uint32:
-    """2^32 is 0."""
+    """Stores 2^32 as 0."""
     return np.uint32(min(numbers, 2**32) % 2**32)
 
 
 def check_batch(
     state: Tree, mechanism: Any, sums: Tree, rows: jax.Array, drawn: DrawRecord | None, *, ordered: Any = True
 ) -> Tree:
-    """Checks a batch against what the mechanism's cost assumes. If it does not fit, marks the state as without a cost.
+    """Checks a batch against what the mechanism's cost assumes. If it does not fit, marks the state as having no cost.
 
-    sums: of the batch. rows: int (), how many of its rows count. ordered: bool (), whether the sums are of the chunks
-        of one batch, each once and in order, under this state.
+    sums: the sums of the batch. rows: int (), how many of its rows count. ordered: bool (), whether the sums are those
+        of the chunks of one batch, each once and in order, under this state.
     """
     sampling, own, noise_key = mechanism.sampling, mechanism.fingerprints, mechanism.noise_key
     most = int(min(sampling.most_rows, 2**31 - 1))
@@ -278,30 +278,30 @@ def check_batch(
             if reason in wrong:
                 problem = jax.lax.select(wrong[reason], jnp.uint32(place), problem)  # `jnp.where` takes longer to trace
         known = node.problem
-        return node.with_facts(**found, problem=jax.lax.select(known == 0, problem, known))
+        return node.with_fields(**found, problem=jax.lax.select(known == 0, problem, known))
 
     return map_nodes_of_type(check, state, ReleaseState)
 
 
 @jax.custom_batching.custom_vmap
 def _shares_noise(noise: jax.Array) -> jax.Array:
-    """Whether another run under `jax.vmap` has the same noise, bool (...). noise: uint32 (..., n), which tells it.
+    """Whether another run under `jax.vmap` has the same noise, bool (...). noise: uint32 (..., n), which identifies it.
 
-    A branch that the data of a run choose gives every run a copy of one key, so nothing sees that before they run."""
+    If the data of the runs choose a branch, every run gets a copy of one key, so this shows only while they run."""
     return jnp.zeros(noise.shape[:-1], bool)
 
 
 @_shares_noise.def_vmap
 def _share_noise_of_runs(count, _, noise):
     rows = noise.reshape(-1, noise.shape[-1])
-    order = jnp.lexsort(rows.T)  # of many runs, as in an audit
+    order = jnp.lexsort(rows.T)  # with many runs, as in an audit
     same = jnp.all(rows[order[1:]] == rows[order[:-1]], 1)
     found = jnp.zeros(len(rows), bool).at[order].set(jnp.pad(same, (0, 1)) | jnp.pad(same, (1, 0)))
     return found.reshape(noise.shape[:-1]) | _shares_noise(noise), True  # again, for a `jax.vmap` around this one
 
 
 def _share_noise(axes: tuple[str, ...], noise: jax.Array, sums: Tree) -> jax.Array:
-    """Whether another device of these axes has the same noise for other sums, bool (). noise: as above."""
+    """Whether another device along these axes has the same noise for other sums, bool (). noise: as above."""
 
     def checksum(x):
         bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32).reshape(-1)
@@ -313,14 +313,14 @@ def _share_noise(axes: tuple[str, ...], noise: jax.Array, sums: Tree) -> jax.Arr
 
 
 def _marks_differ(known: jax.Array, mark: Any) -> jax.Array:
-    """Whether a mark, uint32 (), differs from the known one; 0 is not known."""
+    """Whether a mark, uint32 (), differs from the known one; a known mark of 0 is unknown and never differs."""
     return (known != 0) & (known != mark)
 
 
 def unit_mark(unit: str) -> int:
-    """A fingerprint of the name of what a batch holds, such as "example" or "user", in [2^31, 2^32).
+    """A fingerprint, in [2^31, 2^32), of the name of the privacy unit, such as "example" or "user".
 
-    Raises ValueError unless it is a nonempty string: a fingerprint of anything else, such as a key, is public.
+    Raises ValueError unless it is a nonempty string, because a fingerprint of a secret, such as a key, would be public.
     """
     if not isinstance(unit, str) or not unit:
         raise ValueError(f'unit must be the name of what epsilon protects, such as "user", got {described(unit)}')
@@ -336,14 +336,14 @@ _PLAIN = (str, int, float)  # and bool, which is an int
 
 
 def identity_of(value: Any, *, without: str = "") -> Any:
-    """`value` as nested tuples of None, bools, ints, floats and strings.
+    """Returns the identity of `value`: nested tuples of None, bools, ints, floats and strings.
 
-    A record has the name of its type and its fields, or what its method `identity()` returns. Of an array, it is the
-    shape, the dtype and a digest. without: the name of a field that is left out.
+    A record becomes the name of its type and its fields, or what its method `identity()` returns. An array becomes its
+    shape, dtype and digest. without: the name of a field to leave out.
 
     Raises ValueError for other objects, such as functions.
     """
-    if type(value) is tuple:  # a program is mostly tuples in tuples
+    if type(value) is tuple:  # a program consists mostly of nested tuples
         return tuple([identity_of(part, without=without) for part in value])
     if value is None or isinstance(value, _PLAIN):
         return value
@@ -364,7 +364,7 @@ def identity_of(value: Any, *, without: str = "") -> Any:
 
 
 def identity_by_fields(record: Any, *, without: str = "") -> tuple:
-    """The identity of a dataclass or an event by the name of its type and its fields, but for one that is left out."""
+    """The identity of a dataclass or an event: the name of its type and its fields, except for the one left out."""
     kind = type(record)
     fields = attrs.fields(kind) if attrs.has(kind) else dataclasses.fields(record)
     names = [field.name for field in fields if field.name != without]
@@ -372,6 +372,6 @@ def identity_by_fields(record: Any, *, without: str = "") -> tuple:
 
 
 def fingerprint(value: Any, *, without: str = "") -> int:
-    """A number in [2^31, 2^32) that differs for values of different identities, except by chance, 2^-31."""
+    """A number in [2^31, 2^32), which differs for values of different identities except with probability 2^-31."""
     words = json.dumps(identity_of(value, without=without))
     return zlib.crc32(words.encode()) | 2**31  # neither 0, which is unknown, nor 1
