@@ -1,8 +1,8 @@
-"""Adaptive clipping: a clip norm that follows a quantile of the norms, which is estimated privately.
+"""Adaptive clipping: a clip norm that follows a privately estimated quantile of the gradient norms.
 
-Beside its clipped gradient, every example contributes an indicator: 1/2 if its norm is at most the clip norm, and -1/2
+Besides its clipped gradient, every example contributes an indicator: 1/2 if its norm is at most the clip norm, and -1/2
 otherwise. One inner Gaussian mechanism of clip norm 1 releases both. With z the noise multiplier and s the standard
-deviation of the noise on the sum of the indicators, the indicator has the norm z / (2 s), and the gradient at most
+deviation of the noise on the sum of the indicators, the indicator has norm z / (2 s), and the gradient has norm at most
 sqrt(1 - (z / (2 s))^2).
 
 Proof of the cost: in units of its own noise, an example moves the sum of gradients by at most 1/z_g, and the sum of
@@ -26,7 +26,7 @@ from dpx.schedules import ScalarOrSchedule, value_at, values_over
 from dpx.sums.float_pair import as_pair
 from dpx.values import Tree, float32_like, require_number, require_open_fraction
 
-SMALLEST, LARGEST = SMALLEST_CLIP_NORM, 1 / SMALLEST_CLIP_NORM  # of the moving clip norm, in units of the gradient
+SMALLEST, LARGEST = SMALLEST_CLIP_NORM, 1 / SMALLEST_CLIP_NORM  # bounds on the moving clip norm
 
 
 class AdaptiveClippingState(NamedTuple):
@@ -55,19 +55,19 @@ def adaptive_clipping(
 
     C <- C exp(-clip_learning_rate (b - quantile)),  b = 1/2 + (sum_i (1[|g_i| <= C] - 1/2) + N(0, s^2)) / B
 
-    Guarantee: a step costs as much as one Gaussian release of `noise_multiplier` z (the module has the proof).
+    Guarantee: a step costs as much as one Gaussian release of `noise_multiplier` z (the module docstring proves it).
 
     initial_clip_norm: C at step 0, in [2^-40, 2^40], the range that C never leaves.
     quantile: in (0, 1), the share of norms that should be at most C. clip_learning_rate: at least 0, how fast C moves.
-    indicator_noise: s > 0, the standard deviation of the noise on the sum of the indicators; the paper's is B / 20.
-    noise_multiplier: z, or the `dpx.Budget` that it is calibrated to. Above 0 and below 2 s at every step, because
+    indicator_noise: s > 0, the standard deviation of the noise on the sum of the indicators; the paper uses B / 20.
+    noise_multiplier: z, or the `dpx.Budget` to which it is calibrated. Above 0 and below 2 s at every step, because
         otherwise the indicator alone would cost more.
-    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
-    Raises ValueError for a number outside its domain; for a schedule, at step 0 and when the cost of later steps is
+    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret scalar PRNG key of this run alone.
+    Raises ValueError for an argument outside its domain; a schedule is checked at step 0, and again when its cost is
     computed.
     """
     initial_clip_norm = require_number("initial_clip_norm", initial_clip_norm, minimum=SMALLEST, maximum=LARGEST)
-    # As floats, because a small integer of numpy with a minus, or twice one, is another number.
+    # Floats, because negating or doubling a small numpy integer can overflow.
     clip_learning_rate = require_number("clip_learning_rate", clip_learning_rate, minimum=0)
     indicator_noise = require_number("indicator_noise", indicator_noise, minimum=0, exclusive=True)
     quantile = require_open_fraction("quantile", quantile)
@@ -120,13 +120,13 @@ def adaptive_clipping(
 def _clip_norm_shares(
     noise_multiplier: ScalarOrSchedule, indicator_noise: float, step: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The shares of the inner clip norm of 1 that the gradient and the indicator take, float32 () each."""
+    """The shares of the inner clip norm of 1 that the gradient and the indicator take, as float32 scalars."""
     indicator = value_at(noise_multiplier, step) / (2 * indicator_noise)
     return jnp.sqrt(1 - indicator**2), indicator
 
 
 def _require_gradient_share(multipliers: np.ndarray, indicator_noise: float):
-    """Raises ValueError unless, at every noise multiplier, the gradient's share of the norm is not 0 in float32."""
+    """Raises ValueError if, at some noise multiplier, the gradient's share of the norm is 0 in float32."""
     wrong = np.flatnonzero(~((multipliers > 0) & (multipliers < 2 * indicator_noise * (1 - 2**-20))))
     for step in wrong[:1]:
         domain = f"above 0 and below 2 indicator_noise = {2 * indicator_noise:g}"

@@ -1,4 +1,4 @@
-"""The idea of dpx: a method is a way of writing gradients, wrapped around one Gaussian mechanism.
+"""The idea of dpx: a method chooses how to write gradients, and one Gaussian mechanism does the rest.
 
     one example:  g --encode--> z ;  n = |z| ;  f = clip_factors(n)   contribution = f * z    (|f * z| <= C)
     the batch:    sum of contributions                             stacked gradients, microbatches
@@ -9,8 +9,8 @@
 * One pair of schedules (clip norm, noise multiplier) feeds the clip, the noise and the cost, and the number of steps is
   read from the state. So a reported epsilon cannot drift from the run. Next read `dp_sgd.py`.
 
-At the end is the printed pipeline: `Mechanism.stages` names the computations in order. In dpx, the stage before `SUM`
-bounds every example and the stage after it adds the noise, which shows a wrapper where its own stages belong.
+`Mechanism.stages` is the printed pipeline: it names the computations in order. In dpx, the stage before `SUM` bounds
+every example and the stage after it adds the noise, which shows a wrapper where to insert its own stages.
 """
 
 import dataclasses
@@ -46,31 +46,31 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     `init(params) -> state` and `update(grads, state, params, *, included=..., drawn=None) -> (updates, state)`:
     grads:    like `params`, with the B examples on axis 0 of every leaf; any real dtype
     included: bool (B,), False for padding; optional where the sampling never pads
-    drawn:    `batch.drawn` of a batch of `sampling.take`, which shows if a batch is used twice; or None
+    drawn:    `batch.drawn` for a batch of `sampling.take`, which reveals that a batch is used twice; or None
     updates:  like `params`, in their dtypes; the private gradient
 
-    `private_updates` uses these fields directly:
+    `private_updates` uses these fields directly (float32 () is a float32 scalar):
     begin:    (params) -> state before the first release, which holds one ReleaseState
     encode:   (grad, state) -> encoded; one example, float32, without a batch axis
     norm:     (encoded) -> norms; float32 (), or one for each group (a pytree prefix of `encoded`)
     clip_factors: (norms, state) -> tuple of factors, each with the structure of the norms
     bound:    (state) -> the largest norm, float32 (), of a contribution by the first factor; one for each norm
-    release:  (sums, state, params) -> (updates, state); one `dpx.sums.float_pair.FloatPair` or float32 tree for each
-              factor. Adds noise by `keys.release`, (1 + ETA) times the stated deviation. `params`: arrays or their
-              shapes
+    release:  (sums, state, params) -> (updates, state). `sums` has one `dpx.sums.float_pair.FloatPair` or float32 tree
+              for each factor. Adds noise by `keys.release`, (1 + ETA) times the stated deviation. `params`: arrays or
+              their shapes
     event:    (steps) -> DpEvent; the cost of the first `steps` releases, sampling included
     sampling: how the batches must be drawn for `event` to be true
     noise_multiplier: a number or a schedule; `release` adds this noise, and records it in the ReleaseState
-    key:      the secret PRNG key of the noise, (); `dpx.compose_runs` refuses two runs with one key
+    key:      the secret scalar PRNG key of the noise; `dpx.compose_runs` refuses two runs with one key
     stages:   the pipeline in words, printed by `str(mechanism)`; nothing else reads them
     supports_ghost_norms: whether `encode` only scales coordinates or drops leaves, and `norm` is the 2-norm of each
               group of leaves, so that `dpx.gradients.ghost` can compute the norms without the gradients
     encode_whole_batch: whether each call of `encode` draws large arrays, so that one call for all examples is cheapest
-    forward:  (function, params, state) -> ((value, aux), encoded), for function(params) -> (value, aux) of one example:
-              the encoded gradient by forward-mode derivatives, without the gradient; or None
-    correlated: the `dpx.strategies.Strategy` that correlates the noise over steps, so that coordinates must be
+    forward:  (function, params, state) -> ((value, aux), encoded), for function(params) -> (value, aux) of one example.
+              Computes the encoded gradient by forward-mode derivatives, without the gradient; or None
+    correlated: the `dpx.strategies.Strategy` that correlates the noise over steps, which requires coordinates that are
               `Coordinates.fixed`; or None
-    budget:   the `dpx.Budget` that the noise was calibrated to, in steps, or None
+    budget:   the `dpx.Budget` to which the noise was calibrated, in steps, or None
 
         >>> mechanism.sampling, mechanism.noise_multiplier, mechanism.budget
         (PoissonSampling(examples=1000, batch_size=50), 1.0, None)
@@ -104,30 +104,30 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     def __iter__(self) -> Iterator[Callable]:
         return iter((self.init, self.update))  # as optax unpacks a transformation
 
-    __eq__, __hash__ = object.__eq__, object.__hash__  # a tuple's would compare the fields
+    __eq__, __hash__ = object.__eq__, object.__hash__  # the methods of a tuple would compare the fields
 
     def init(self, params: Tree) -> Tree:  # pyrefly: ignore[bad-override]
-        """The state before the first step, for these parameters."""
+        """Returns the state before the first step, for these parameters."""
         params = guards.checked_params(params, self)
         return stamp_state(self.begin(params), self.fingerprints, self.budget)
 
     def update(self, grads, state, params=None, *, included=MISSING, drawn=None, **extra_args):  # pyrefly: ignore
-        """One step, from the gradient of each example: (updates, state), as the class says."""
+        """Takes one step, from the gradient of each example. Returns (updates, state), as the class describes."""
         guards.require_no_extra_arguments(extra_args)
-        params = guards.require_per_example_gradients(grads, params)
+        params = guards.params_matching_gradients(grads, params)
         rows = included_rows(batch_size(grads), included, self.sampling)
         sums, _ = sum_contributions(self, grads, state, rows)
         return self.release_once(sums, state, params, jnp.sum(rows), drawn)
 
     def replace(self, **changes: Any) -> "Mechanism":
-        """A copy with some fields replaced. Raises ValueError for fields that would no longer fit the others."""
+        """Copies the mechanism with some fields replaced. Raises ValueError if the fields contradict each other."""
         guards.require_changes_fit_budget(changes, self.budget)
         if "encode" in changes:
             changes = {"forward": None} | changes
         return dataclasses.replace(self, **changes)  # pyrefly: ignore[bad-specialization]
 
     def wrap(self, **changes: Any) -> "Mechanism":
-        """A mechanism around this one, whose state keeps the state of this one in its field `inner`.
+        """Builds a mechanism around this one, whose state keeps this one's state in its field `inner`.
 
         changes: as for `replace`, with `begin` and `release`. Functions of the state that are not given read `inner`.
         """
@@ -137,11 +137,11 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
         return self.replace(**(within | changes))
 
     def contribute(self, grad: Tree, state: Tree) -> tuple[Tree, Tree, tuple[Tree, ...]]:
-        """What one example adds to the sums: (encoded, norms, factors), which means factor * encoded for each factor.
-        grad: one example's gradient, like the parameters, without a batch axis. state: of this mechanism."""
+        """Returns what one example adds to the sums: (encoded, norms, factors), meaning factor * encoded for each
+        factor. grad: one example's gradient, shaped like the parameters, without a batch axis. state: its state."""
         grad = jax.tree.map(lambda g: g.astype(jnp.float32), grad)
-        encoded = jax.tree.map(lambda z: z.astype(jnp.float32), self.encode(grad, state))  # with 64 bits on, too
-        encoded = jax.lax.optimization_barrier(encoded)  # norm and sum must read the same numbers
+        encoded = jax.tree.map(lambda z: z.astype(jnp.float32), self.encode(grad, state))  # also with 64 bits on
+        encoded = jax.lax.optimization_barrier(encoded)  # norm and sum must read the same values
         norms = self.norm(encoded)
         return encoded, norms, self.clip_factors(norms, state)
 
@@ -151,14 +151,14 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
         return fingerprints_of(self.event(1), self.sampling)
 
     def release_once(self, sums, state, params, rows, drawn=None, *, ordered=True) -> tuple[Tree, Tree]:
-        """`release` for the sums of one batch. rows: int (), how many rows count. The rest is as in `check_batch`. A
-        batch for which the event is not true leaves the state without a cost. Raises ValueError if differentiated."""
+        """Calls `release` for the sums of one batch. rows: int (), how many rows count. The other arguments are those
+        of `check_batch`. A batch that contradicts the event marks the state as having no cost. Refuses derivatives."""
         state = check_batch(state, self, sums, rows, drawn, ordered=ordered)
         sums = guards.refuse_shared_noise(self, sums)
         return release_and_count(self.release, sums, state, params, budget=self.budget)
 
     def event_matching(self, state: Tree, steps: int) -> DpEvent:
-        """The event of the first `steps` releases of the run of `state`. Raises ValueError for another run's state."""
+        """The event of the first `steps` releases of a run. Raises ValueError if `state` belongs to another run."""
         require_state_of_mechanism(state, self, values_over(self.noise_multiplier, steps_taken(state)))
         return self.event(steps)
 
@@ -166,31 +166,31 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
         pipeline, event = "\n  -> ".join(self.stages), self.event(1)
         added = finite_precision_cost(*from_event(event).released).epsilon(
             0.0
-        )  # the least by arithmetic, at the usual deltas
+        )  # the least that the arithmetic allows, at the usual deltas
         rounding = f"eta = {ETA:.3g} of the clip norm, by which the noise is larger, and {added:.2g} of epsilon in the "
         cost = f"cost of the first step: {event}\n  rounding: {rounding}first step"
         return f"Mechanism(\n     {pipeline}\n  drawn by {self.sampling}\n  {cost}\n)"
 
 
 def _of_inner(function: Callable) -> Callable:
-    """`function` of this state, applied to the state inside; the state is its last argument."""
+    """Wraps a function whose last argument is the state, so that it reads `state.inner`."""
     return lambda *given: function(*given[:-1], given[-1].inner)
 
 
 class Coordinates(NamedTuple):
-    """How to write one example's gradient. Coordinates see neither data nor cost.
+    """How to write one example's gradient. Coordinates see neither the data nor the cost.
 
     init:   (params) -> state
     encode: (grad, state) -> coordinates of one example's gradient, float32, without a batch axis
     decode: (released, state, like) -> (updates, next state); `like` has the shapes and dtypes that `encode` was given
-    name, undo: what `encode` and `decode` do, for the printed pipeline; undo is "" where the release stays as it is
+    name, undo: what `encode` and `decode` do, for the printed pipeline; undo is "" if the release stays as it is
     supports_ghost_norms: whether `encode` only scales coordinates (a mask) or drops leaves
     encode_whole_batch: whether each call of `encode` draws large arrays, so that one call for all examples is cheapest
     check:  (steps) -> None; raises ValueError if a schedule leaves its domain in the first `steps`
     fixed:  whether `encode` is the same function at every step
     transposed: whether `encode` is linear and `decode` its transpose
-    direction: (number, state, like) -> the transpose of `encode` at one unit vector: the direction, like the gradient,
-            whose derivative is coordinate `number`, int32 (). None if it is not cheap
+    direction: (number, state, like) -> the transpose of `encode` at one unit vector: the direction, shaped like the
+            gradient, along which the derivative is coordinate `number`, int32 (). None if it is expensive
     """
 
     init: Callable[[Tree], Tree]
@@ -207,7 +207,7 @@ class Coordinates(NamedTuple):
 
 
 class InCoordinatesState(NamedTuple):
-    """inner: state of the mechanism. coordinates: one state for each of the coordinates, the outermost first."""
+    """inner: the state of the mechanism. coordinates: the states of the coordinates, outermost first."""
 
     inner: Tree
     coordinates: tuple[Tree, ...]
@@ -215,10 +215,10 @@ class InCoordinatesState(NamedTuple):
 
 @names_arguments
 def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism:
-    """`mechanism` on gradients written in `coordinates`, applied in order and undone in reverse.
+    """Applies `mechanism` to gradients written in `coordinates`, which are applied in order and undone in reverse.
 
-    Bound, noise and cost stay those of `mechanism`. The coordinates of a step are a function of the key and of earlier
-    releases, and given those, `encode` maps each example's gradient by itself before the mechanism bounds it. So each
+    Bound, noise and cost remain those of `mechanism`. The coordinates of a step depend only on the key and on earlier
+    releases, and given those, `encode` maps each example's gradient separately before the mechanism bounds it. So each
     step is the mechanism on an adaptively chosen function, which the composition theorems allow, and `decode` reads
     only the release. Raises ValueError for arguments of other types.
 
@@ -275,7 +275,7 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
 def _coordinates_with_states(
     coordinates: tuple[Coordinates, ...], params: Tree, state: InCoordinatesState
 ) -> tuple[list, list]:
-    """Coordinates with their states; and the shapes of the gradient, and of what each of them makes of it."""
+    """Returns pairs of coordinates and their states, and the shapes of the gradient before and after each encoding."""
     likes, written = [float32_like(params)], list(zip(coordinates, state.coordinates, strict=True))
     for coordinate, coordinate_state in written:
         likes.append(jax.eval_shape(coordinate.encode, likes[-1], coordinate_state))
@@ -283,7 +283,7 @@ def _coordinates_with_states(
 
 
 def _forward_in_coordinates(mechanism: Mechanism, coordinates: tuple[Coordinates, ...]) -> Callable | None:
-    """`Mechanism.forward` of a mechanism in coordinates: for the last, those before it being linear; or None."""
+    """`Mechanism.forward` for a mechanism in coordinates, if all but the last are linear; or None."""
     if not coordinates or coordinates[-1].direction is None or not all(c.transposed for c in coordinates[:-1]):
         return None
     direction_of = coordinates[-1].direction
@@ -304,10 +304,10 @@ def _forward_in_coordinates(mechanism: Mechanism, coordinates: tuple[Coordinates
 
 
 def derivatives_along(function: Callable, params: Tree, along: Callable, count: int) -> tuple[Tree, jax.Array]:
-    """function(params) -> (value, aux), and the derivatives of the value along `count` directions, float32 (count,).
+    """Returns function(params) -> (value, aux), and the value's derivatives in `count` directions, float32 (count,).
 
-    along: (number) -> a direction, like the parameters. One direction is in memory at a time, and nothing is kept for a
-    backward pass, so the memory is that of evaluating the function.
+    along: (number) -> a direction, shaped like the parameters. One direction is in memory at a time, and nothing is
+    kept for a backward pass, so this takes no more memory than evaluating the function.
     """
 
     def tangent(param, direction):
@@ -316,7 +316,7 @@ def derivatives_along(function: Callable, params: Tree, along: Callable, count: 
         return direction.astype(param.dtype)
 
     def next_direction(_, number):
-        # Without the barrier, XLA evaluates the function once for all directions, and keeps what is inside of it.
+        # Without the barrier, XLA evaluates the function once for all directions, and keeps its intermediate results.
         number, here = jax.lax.optimization_barrier((number, params))
         value, derivative, aux = jax.jvp(function, (here,), (jax.tree.map(tangent, params, along(number)),), True)
         return (value, aux), derivative.astype(jnp.float32)
@@ -337,7 +337,7 @@ SUM = "sum over the batch"
 def insert_around_sum(
     stages: tuple[str, ...], *, before_bound: tuple[str, ...] = (), before_noise: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
-    """`stages` with others inserted before the bound and before the noise; all of them first if there is no `SUM`."""
+    """Inserts stages before the bound and before the noise; if there is no `SUM`, puts all of them first."""
     if SUM not in stages:
         return (*before_bound, *before_noise, *stages)
     bound, noise = max(stages.index(SUM) - 1, 0), stages.index(SUM) + 1
@@ -345,7 +345,7 @@ def insert_around_sum(
 
 
 def describe(value: ScalarOrSchedule) -> str:
-    """A number, or the first number of a schedule, in words."""
+    """A number, or the first value of a schedule, in words."""
     return f"{values_over(value, 1)[0]:.6g} (at step 0 of a schedule)" if callable(value) else f"{value:.6g}"
 
 
@@ -358,6 +358,6 @@ def describe_period(every: int) -> str:
 
 
 def describe_groups(values: Tree, words: Callable[[Any], str] = describe) -> str:
-    """The values of the groups of layers in words, each after the path of its group; a single value has no path."""
+    """Describes the values of groups of layers, each after the path of its group; a single value has no path."""
     paths, _ = jax.tree_util.tree_flatten_with_path(values)
     return ", ".join(f"{path_of(path)} {words(leaf)}".strip() for path, leaf in paths)

@@ -5,7 +5,7 @@ norm n C / max(n, C), at most C. With groups of clip norms C_k, its norm is at m
 groups share no coordinate. Leaving the example out changes the sum by its contribution alone, so by at most C, and the
 computed sum by at most C (1 + ETA), whatever the data (`dpx.sums.float_pair`). The noise on every coordinate has
 standard deviation sigma C (1 + ETA), where sigma and C are functions of the step, so one release is the Gaussian
-mechanism of noise multiplier sigma. The division by B is post-processing.
+mechanism with noise multiplier sigma. The division by B is post-processing.
 
 `normalized` is automatic clipping, which normalizes every example's gradient, so that no clip norm must be chosen.
 """
@@ -27,7 +27,7 @@ from dpx.sums import norms
 from dpx.sums.float_pair import ETA
 from dpx.values import Tree, described, range_in_words, require_number
 
-# In the units of the gradient. The squares of smaller or larger norms, or sums of such squares, leave float32's range.
+# In the units of the gradient. The squares of norms outside this range, or sums of them, leave float32's range.
 SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM = 2.0**-40, 1e15
 SMALLEST_NOISE, LARGEST_NOISE = 2.0**-55, 2.0**45  # multipliers above 0: clip norm times noise is a normal float32
 
@@ -51,11 +51,11 @@ def dp_sgd(
     clip_norm: C, in the units of the gradient; a number in [2^-40, 1e15] or an optax schedule of the step. A pytree
         prefix of the gradients clips each group (layer) to its own norm; C is then sqrt(sum of the groups' squares).
     noise_multiplier: sigma, 0 or in [2^-55, 2^45], the standard deviation of the noise on the sum, divided by C; a
-        number, a schedule of the step, or a `dpx.Budget`, for which the least number is found. 0 costs infinity.
+        number, a schedule of the step, or a `dpx.Budget`, for which dpx finds the smallest sigma. 0 costs infinity.
     sampling: draws the batches, states B and wraps the event.
-    key: a secret jax PRNG key, (), of one run. Never reuse it: two runs with one key share their noise, and subtracting
-        their results removes it. Its "noise" stream is used, a different part at every step.
-    Raises ValueError for a number outside its domain (a schedule: when its cost is computed), a traced value, or no
+    key: a secret scalar PRNG key for one run. Never reuse it: two runs with one key share their noise, and subtracting
+        their results removes it. The mechanism uses its "noise" stream, a different part at every step.
+    Raises ValueError for an argument outside its domain (a schedule: when its cost is computed), a traced value, or no
     key.
 
         >>> sampling = dpx.PoissonSampling(examples=1_000, batch_size=50)
@@ -78,7 +78,7 @@ def dp_sgd(
     if isinstance(sampling, type) or not (hasattr(sampling, "event") and hasattr(sampling, "divisor")):
         raise ValueError(f"sampling must be a dpx sampling record such as PoissonSampling, got {described(sampling)}")
     noise_key = keys.stream(keys.warn_if_guessable(key), "noise")
-    # Of many groups, a float32 norm may be below the true one by more than ETA covers.
+    # With many groups, a float32 norm may fall below the true one by more than ETA covers.
     norm_of_groups = optax.tree.norm if jax.tree_util.all_leaves([clip_norm]) else tree_norm
 
     def clip_factors(found, state):
@@ -87,7 +87,7 @@ def dp_sgd(
     def release(sums, state, params):
         (total,), step = sums, state.step
         multiplier = value_at(noise_multiplier, step)
-        silent = not callable(noise_multiplier) and noise_multiplier == 0  # then no noise is drawn
+        silent = not callable(noise_multiplier) and noise_multiplier == 0  # in which case no noise is drawn
         deviation = 0.0 if silent else multiplier * norm_of_groups(_clip_norms_at_step(clip_norm, step)) * (1 + ETA)
         released = keys.release(noise_key, step, total, deviation)
         updates = jax.tree.map(lambda r: r / sampling.divisor, released)
@@ -118,12 +118,12 @@ def dp_sgd(
 
 
 def tree_norm(tree: Tree) -> jax.Array:
-    """The root of the sum of all squares of float32 arrays, float32 (), and never below it: see `dpx.sums.norms`."""
+    """The 2-norm of a tree of float32 arrays, as a float32 scalar, never below the true one (`dpx.sums.norms`)."""
     return norms.norm(jax.tree.leaves(tree))
 
 
 def _clip_norms_at_step(clip_norm: Tree, step: jax.Array) -> Tree:
-    """The clip norm of every group at one step, float32 () each."""
+    """The clip norms of all groups at one step, as float32 scalars."""
     return jax.tree.map(lambda c: value_at(c, step), clip_norm)
 
 
@@ -155,12 +155,12 @@ def _stages_of_pipeline(clip_norm: Tree, noise_multiplier: ScalarOrSchedule, sam
 
 
 def normalized(mechanism: Mechanism, *, stability: float = 0.01) -> Mechanism:
-    """`mechanism` on normalized gradients, g / (|g| + stability), of norm below 1 (per group, if it has groups).
+    """Applies `mechanism` to normalized gradients, g / (|g| + stability), with norms below 1 (per group, if any).
 
-    Guarantee: the inner clip still bounds the result, so the cost is the inner mechanism's for every clip norm. A clip
-    norm of 1 never clips, because the norms are below it.
+    Guarantee: the inner clip still bounds the result, so for every clip norm the cost is that of the inner mechanism. A
+    clip norm of 1 never clips, because the norms are below it.
 
-    stability: at least 1e-6, in the units of the gradient. Raises ValueError for a smaller number.
+    stability: at least 1e-6, in the units of the gradient. Raises ValueError for a smaller value.
     Source: automatic clipping, Bu et al. 2023, https://arxiv.org/abs/2206.07136.
     """
     stability = require_number("stability", stability, minimum=1e-6)

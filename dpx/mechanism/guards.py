@@ -14,7 +14,7 @@ from dpx.keys.noise import STAND_INS
 from dpx.values import Tree, batch_size, first_words, float32_like, path_of, require_arrays
 from dpx.xla.jaxprs import inputs_read
 
-FEW = 3  # parameters that a message names
+FEW = 3  # parameters that a message lists
 FLAX = (
     'Of a result of fit, take its params; of Flax Linen, model.init(...)["params"]; of Flax NNX, split the model: '
     "graphdef, params, rest = nnx.split(model, nnx.Param, ...)"
@@ -54,7 +54,7 @@ def require_real(tree: Tree):
 
 @jax.custom_jvp
 def refuse_differentiation(sums: Tree) -> Tree:
-    """`sums` unchanged. Raises ValueError if it is differentiated, because the derivative would have no noise."""
+    """Returns `sums` unchanged. Raises ValueError if differentiated, because the derivative would have no noise."""
     return sums
 
 
@@ -65,7 +65,7 @@ def _refuse_derivative(primals, tangents):
 
 
 def refuse_shared_noise(mechanism: Any, sums: Tree) -> Tree:
-    """`sums` unchanged. Raises ValueError if `jax.vmap` makes several of them with one key, so with one noise."""
+    """Returns `sums` unchanged. Raises ValueError if `jax.vmap` maps them with one key, and so with the same noise."""
     sums = refuse_differentiation(sums)
     silent = mechanism.noise_multiplier == 0 or STAND_INS.value.release is not None  # or an audit, which releases none
     return sums if silent else _with_one_key(mechanism.key, sums)
@@ -83,11 +83,11 @@ def _refuse_one_key(_, mapped, key, sums):
             "runs under jax.vmap must each build their optimizer with a key of their own, such as dpx.keys.fold_in("
             "key, run): with one key they have the same noise, and the difference of two of them has none"
         )
-    return _with_one_key(key, sums), mapped[1]  # again, for a `jax.vmap` around this one
+    return _with_one_key(key, sums), mapped[1]  # handles an outer `jax.vmap` too
 
 
 def require_keys_apart(name: str, build: Any):
-    """Raises ValueError if what `build`, the argument `name`, makes with two keys has one key. Others are not known."""
+    """Raises ValueError if `build`, the argument `name`, makes mechanisms with the same key from two different keys."""
     one, other = (getattr(build(secret_key(seed << 64)), "key", None) for seed in (1, 2))
     if one is not None and other is not None and same_key(one, other):
         raise ValueError(f"{name} must build its mechanism with the key that it is given: each run needs fresh noise")
@@ -103,8 +103,8 @@ def require_unmasked(tree: Tree):
 
 
 def checked_params(params: Tree, mechanism: Any) -> Tree:
-    """`params`, with arrays in place of Python numbers. Raises ValueError for masked nodes, models and other objects,
-    integers whose gradient the mechanism reads, complex numbers, and batch statistics."""
+    """Returns `params`, with arrays in place of Python numbers. Raises ValueError for masked nodes, models and other
+    objects, integers whose gradient the mechanism reads, complex numbers, and batch statistics."""
     require_unmasked(params)
     require_no_modules(params)
     require_numbers(params)
@@ -146,9 +146,9 @@ def as_arrays(params: Tree) -> Tree:
 
 
 def trained_mask(mechanism: Any, params: Tree) -> Tree:
-    """Whether the encoded gradient depends on each parameter's gradient: bools like `params`, arrays or shapes. Read
-    from the equations of the mechanism's `encode`, so it is the same at every step: a mask that changes between steps,
-    such as a random freeze, reads every gradient."""
+    """Whether the encoded gradient depends on each parameter's gradient: a tree of bools. params: arrays or shapes. The
+    answer comes from the equations of the mechanism's `encode`, so it is the same at every step: for a mask that
+    changes between steps, such as a random freeze, every parameter counts."""
     grad = float32_like(params)
     closed = jax.make_jaxpr(mechanism.encode)(grad, jax.eval_shape(mechanism.begin, grad))
     leaves, treedef = jax.tree.flatten(grad)
@@ -156,13 +156,13 @@ def trained_mask(mechanism: Any, params: Tree) -> Tree:
 
 
 def _package_of(node: Any) -> str:
-    """The package that `node` comes from, if there is advice about it; otherwise ""."""
+    """The package that `node` comes from, if `ADVICE` covers it; otherwise ""."""
     names = [kind.__module__.split(".")[0] for kind in type(node).__mro__]
     return next((name for name in names if name in ADVICE), "")
 
 
 def _leaf_kind(leaf: Any) -> str:
-    """ "float", "whole" (an integer or a bool), "other" (no array of numbers), or "odd" (complex numbers or keys)."""
+    """Returns "float", "whole" (integers, bools), "other" (no array of numbers), or "odd" (complex numbers, keys)."""
     try:
         dtype = None if _package_of(leaf) or isinstance(leaf, str | bytes) else jnp.result_type(leaf)
     except (TypeError, ValueError):
@@ -194,12 +194,12 @@ def require_no_modules(params: Tree):
 
 
 def _is_flax(node: Any, *names: str) -> bool:
-    """Whether the class of `node` is, or extends, one of these classes of Flax NNX."""
+    """Whether the class of `node` is, or extends, one of these Flax NNX classes."""
     return any(kind.__name__ in names and kind.__module__.startswith("flax.nnx") for kind in type(node).__mro__)
 
 
-def require_per_example_gradients(grads: Tree, params: Tree) -> Tree:
-    """`params` as arrays. Raises ValueError unless every leaf of `grads` has the shape (B, *shape of its parameter)."""
+def params_matching_gradients(grads: Tree, params: Tree) -> Tree:
+    """Returns `params` as arrays. Raises ValueError unless each leaf of `grads` has shape (B, *shape of its params)."""
     require_unmasked(grads)
     if params is None:
         raise ValueError("params must be given: update(grads, state, params); they give the shape of one gradient")
@@ -222,7 +222,7 @@ def require_per_example_gradients(grads: Tree, params: Tree) -> Tree:
 
 
 def require_changes_fit_budget(changes: dict[str, Any], budget: Any):
-    """Raises ValueError if a mechanism of this budget would have fields that contradict each other after `changes`."""
+    """Raises ValueError if `changes` would make fields of the mechanism, budget included, contradict each other."""
     for part, needs in (("key", "release"), ("noise_multiplier", "release"), ("sampling", "event")):
         if part in changes and needs not in changes:
             raise ValueError(f"{part} must not change without {needs}, which depends on it: build a new mechanism")

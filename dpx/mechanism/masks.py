@@ -1,7 +1,7 @@
-"""Masks: of the layers that the user trains, and of any coordinates, with an exact number of ones in the whole tree.
+"""Masks of trainable layers, and masks of coordinates with an exact number of ones in the whole tree.
 
-Instead of a sort, bisection on the bits finds the largest numbers: each of 32 passes counts the numbers above a bound,
-which fixes one bit of the smallest selected number.
+The largest elements are found by bisection on the bits instead of a sort: each of 32 passes counts the elements above a
+bound, which fixes one bit of the smallest selected element.
 """
 
 import math
@@ -17,25 +17,25 @@ from dpx.mechanism.base import Coordinates
 from dpx.schedules import ScalarOrSchedule, value_at
 from dpx.values import Tree, described, first_words, names_arguments, path_of
 
-# Added to a share before its product with d is rounded down, because 0.29 * 100 is 28.999... in floating point. Each
-# exceeds the rounding error of a share of at most 1 in that precision.
+# Added to a share before its product with d is rounded down, because 0.29 * 100 is 28.999... in floating point. Each is
+# larger than the rounding error of a share of at most 1 in its precision.
 FLOAT32_SLACK, FLOAT64_SLACK = 1e-7, 1e-12
 
 
 def random_mask(seed: jax.Array, kept: jax.Array, like: Tree) -> Tree:
-    """A uniformly random mask with `kept` ones, bool in the shapes of `like`. seed: uint32 (2,). kept: int32 ()."""
+    """Draws a uniform mask with `kept` ones, bool in the shapes of `like`. seed: uint32 (2,). kept: int32 scalar."""
     key = jax.random.wrap_key_data(seed, impl="threefry2x32")
     return mask_of_largest(optax.tree.random_like(key, like, jax.random.bits, jnp.uint32), kept)
 
 
 def masked(tree: Tree, mask: Tree) -> Tree:
-    """`tree` times `mask`, bool, in the dtypes of `tree`. inf and NaN become NaN where the mask is False, so that the
-    norm is not finite and the example contributes zero."""
+    """Multiplies `tree` by a bool `mask`, in the dtypes of `tree`. inf and NaN become NaN where the mask is False, so
+    that the norm is not finite and the example contributes zero."""
     return jax.tree.map(lambda x, m: x * m.astype(x.dtype), tree, mask)
 
 
 def number_of_share(share: ScalarOrSchedule, step: jax.Array, like: Tree) -> jax.Array:
-    """The number of coordinates in a share of all d at one step: floor(share d), but at least 1; int32 ()."""
+    """The number of coordinates in a share of all d at one step: floor(share d), at least 1, as an int32 scalar."""
     size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(like))
     if callable(share):
         number = jnp.floor((value_at(share, step) + FLOAT32_SLACK) * size).astype(jnp.int32)
@@ -49,13 +49,13 @@ def complement_of_rate(rate: ScalarOrSchedule) -> ScalarOrSchedule:
 
 
 def mask_of_largest(numbers: Tree, kept: jax.Array) -> Tree:
-    """A mask of the `kept` largest numbers of the whole tree: bool, like `numbers`. Of equal numbers the first count.
-    numbers: uint32 or float32. kept: int32 (), at least 1, may be traced."""
+    """Selects the `kept` largest elements of the whole tree, as bools shaped like `numbers`; ties go to the first ones.
+    numbers: uint32 or float32. kept: int32 scalar, at least 1, may be traced."""
     leaves, treedef = jax.tree.flatten(jax.tree.map(_order_preserving_bits, numbers))
     starts = np.cumsum([0, *[leaf.size for leaf in leaves]])
     size = int(starts[-1])
     threshold = _threshold(leaves, kept)
-    wanted = kept - _count_true([leaf > threshold for leaf in leaves])  # how many of those equal to the threshold
+    wanted = kept - _count_true([leaf > threshold for leaf in leaves])  # elements equal to the threshold
     places = [
         jnp.where(leaf == threshold, lax.iota(jnp.uint32, leaf.size).reshape(leaf.shape) + int(start), size)
         for leaf, start in zip(leaves, starts[:-1], strict=True)
@@ -67,13 +67,13 @@ def mask_of_largest(numbers: Tree, kept: jax.Array) -> Tree:
 
 
 def kth_largest(numbers: Tree, kept: jax.Array) -> jax.Array:
-    """The least of the `kept`, int32 (), largest numbers of a tree of non-negative float32; float32 ()."""
+    """The smallest of the `kept` largest elements of a tree of nonnegative float32 arrays. kept: int32 scalar."""
     words = [_bit_pattern(leaf) for leaf in jax.tree.leaves(numbers)]
     return lax.bitcast_convert_type(_threshold(words, kept), jnp.float32)
 
 
 def _threshold(words: list[jax.Array], kept: jax.Array) -> jax.Array:
-    """The least of the `kept` largest words, uint32 ()."""
+    """The smallest of the `kept` largest words, as a uint32 scalar."""
     return _bisect_greatest(lambda bound: _count_true([word >= bound for word in words]) >= kept, bits=32)
 
 
@@ -82,7 +82,7 @@ def _bit_pattern(x: jax.Array) -> jax.Array:
 
 
 def _order_preserving_bits(x: jax.Array) -> jax.Array:
-    """uint32 words in the order of the numbers in `x`."""
+    """Maps the elements of `x` to uint32 words in the same order."""
     if x.dtype == jnp.uint32:
         return x
     negative = _bit_pattern(x) >> 31 == 1
@@ -90,7 +90,7 @@ def _order_preserving_bits(x: jax.Array) -> jax.Array:
 
 
 def _bisect_greatest(fits: Callable[[jax.Array], jax.Array], *, bits: int) -> jax.Array:
-    """The greatest number below 2^bits that fits, uint32 (). 0 must fit, and so must all below one that fits."""
+    """The greatest uint32 number below 2^bits that fits. 0 must fit, and so must all numbers below one that fits."""
 
     def body(i, number):
         larger = number | (jnp.uint32(2 ** (bits - 1)) >> jnp.uint32(i))
@@ -100,7 +100,7 @@ def _bisect_greatest(fits: Callable[[jax.Array], jax.Array], *, bits: int) -> ja
 
 
 def _count_true(where: list[jax.Array]) -> jax.Array:
-    """The number of True elements, int32 (). Sums up to 2^24 are exact in float32, which is faster on a CPU."""
+    """Counts the True elements, as an int32 scalar. Sums up to 2^24 are exact in float32, which is faster on a CPU."""
     dtypes = [jnp.float32 if w.size < 2**24 else jnp.int32 for w in where]
     return sum((jnp.sum(w, dtype=d).astype(jnp.int32) for w, d in zip(where, dtypes, strict=True)), jnp.int32(0))
 
@@ -110,10 +110,10 @@ PRINTED = 6  # paths in the printed pipeline, and in a message
 
 @names_arguments
 def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
-    """Trains only the layers where `mask` is True; the others get no gradient, no noise and no update.
+    """Trains only the layers where `mask` is True; the rest get no gradient, no noise and no update.
 
-    The optax transforms behind it, in `dpx.chain`, see only the trainable layers. So weight decay and momentum do not
-    move the others, which have no optimizer state either.
+    Optax transforms placed after it, in `dpx.chain`, see only the trainable layers. So weight decay and momentum do not
+    move the frozen layers, which have no optimizer state either.
 
     mask: a pytree prefix of the parameters, with Python bools; or a function that says whether a path is trainable,
         such as `lambda path: "lora" in path` for the path "encoder/layer_0/lora_a/kernel". Use this instead of
@@ -129,7 +129,7 @@ def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
     all_kept = not by_path and all(jax.tree.leaves(mask))
 
     def flags_of(tree: Tree) -> Tree:
-        """True where a leaf is trainable, like `tree`."""
+        """A tree like `tree`, True where a leaf is trainable."""
         if by_path:
             flags = jax.tree_util.tree_map_with_path(lambda path, _: mask(path_of(path)), tree)
             _require_one_trained(flags)
@@ -165,7 +165,7 @@ def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
 
 
 def _require_one_trained(flags: Tree):
-    """Raises ValueError unless all leaves are Python bools, and one is True."""
+    """Raises ValueError unless all leaves are Python bools and at least one is True."""
     found = [(path_of(path), flag) for path, flag in jax.tree_util.tree_leaves_with_path(flags)]
     for path, flag in found:
         if not isinstance(flag, bool):
