@@ -6,7 +6,7 @@ A training run needs six of the names below:
     sampling = dpx.PoissonSampling(examples=60_000, batch_size=1024)
     mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=budget, sampling=sampling, key=key)
     optimizer = dpx.chain(mechanism, optax.adam(1e-3))
-    result = dpx.fit(loss, optimizer, params, data)                # loss(params, example), of one example
+    result = dpx.fit(loss, optimizer, params, data)                # loss(params, example) for one example
     result.params, result.epsilon, result.report
 
 or, with your own loop (docs/loops.md):
@@ -19,24 +19,24 @@ or, with your own loop (docs/loops.md):
 
 Mechanisms       Mechanism, dp_sgd, in_coordinates; more in `dpx.methods` (the papers) and `dpx.mechanisms`
 Coordinates      `dpx.coordinates`: ways to write a gradient, such as masks and projections
-Optimizers       chain: a mechanism, with optax transforms behind it
+Optimizers       chain: a mechanism followed by optax transforms
 Steps            private_updates, private_updates_in_chunks, private_updates_from; explain_norms, augmented;
-                 their results are in `dpx.gradients`
+                 the types that they return are in `dpx.gradients`
 Before a run     plan_noise, check_setup
 The whole run    fit; more in `dpx.fitting`
 Statistics       `dpx.statistics`: means, histograms, quantiles, scales, and metrics of private validation data
 Modules          `dpx.flax.replace_batch_norm`
-Tuning           `dpx.tuning`, a search for hyper-parameters that counts its privacy cost
+Tuning           `dpx.tuning`: a search for hyper-parameters that counts its privacy cost
 Samplings        PoissonSampling, ShuffledEpochs, FixedSizeSampling, FullBatch; Batch; more in `dpx.sampling`
 Units            UserData, to sample users instead of examples
 Privacy costs    Budget, epsilon, compose_runs; more in `dpx.accounting`
-One data set     PrivacyLedger, one budget for all that is released of it
+One data set     PrivacyLedger: one budget for everything that is released about it
 Reports          privacy_report; attack bounds, curves and plans in `dpx.reports`
 Secrets          secret_key, publishable_state; `dpx.keys`
 Schedules        `dpx.schedules`, and any optax schedule
-Audits           `dpx.audit.check_contract`: the privacy contract for any mechanism, yours included
+Audits           `dpx.audit.check_contract`: tests the privacy contract of any mechanism, including yours
 
-`import dpx.catalog` lists every method, coordinates, mechanism and sampling; docs/methods.md is its table.
+`dpx.catalog` lists all methods, coordinates, mechanisms and samplings; docs/methods.md is its table.
 """
 
 from types import ModuleType
@@ -128,5 +128,5 @@ def __getattr__(name: str) -> NoReturn:
 
 
 def __dir__() -> list[str]:
-    """The public names, without the files that hold them."""
+    """Lists the public names, without the files that define them."""
     return __all__

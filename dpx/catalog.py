@@ -1,7 +1,7 @@
 """The one list of the methods, coordinates, mechanisms and samplings of dpx.
 
-The contract tests, the trainer, the benchmarks and docs/methods.md read this list, so a new method needs only its
-folder, its import in `dpx/methods.py`, and a line here. `python -m dpx.catalog > docs/methods.md` writes the table.
+The contract tests, the trainer, the benchmarks and docs/methods.md all read it, so a new method needs only its folder,
+its import in `dpx/methods.py`, and a line here. `python -m dpx.catalog > docs/methods.md` writes the table.
 """
 
 import inspect
@@ -21,10 +21,10 @@ class Entry(NamedTuple):
     """One line of the list.
 
     build:     the public function or class; its docstring and signature describe it.
-    arguments: values to start with, for arguments without a default, or to replace the default.
+    arguments: initial values for arguments that have no default, or that replace one.
     proof:     the file, in dpx/, whose docstrings prove that one example moves the sum by no more than the cost
         assumes.
-    samplings: of a method, the short names of those that it takes, the usual one first; () for all.
+    samplings: short names of the samplings that a method takes, the usual one first; () for all.
     """
 
     build: Callable[..., Any]
@@ -38,12 +38,12 @@ class Entry(NamedTuple):
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """The arguments of `build` in their order, with their annotations and defaults."""
+        """The parameters of `build` in order, with their annotations and defaults."""
         return dict(inspect.signature(self.build, eval_str=True).parameters)
 
     @property
     def file(self) -> str:
-        """The path of the file of `build`, in dpx/."""
+        """The path, in dpx/, of the file that defines `build`."""
         return str(Path(sys.modules[self.build.__module__].__file__ or "").relative_to(Path(__file__).parent))
 
     @property
@@ -92,12 +92,12 @@ COORDINATES = (
     Entry(coordinates.counted_rows, {"threshold": 0.1, "most_rows": 4}, INNERMOST),
 )
 
-MECHANISMS = (  # those that wrap another
+MECHANISMS = (  # mechanisms that wrap another mechanism
     Entry(mechanisms.normalized),
     Entry(mechanisms.clip_then_project, SKETCH, "papers/d2p2_sgd/methods.py"),
 )
 
-SAMPLINGS = {  # by the short names of the trainer
+SAMPLINGS = {  # keyed by their short names in the trainer
     "poisson": Entry(sampling.PoissonSampling, {"batch_size": 256}, "accounting/limited_samples.py"),
     "shuffled": Entry(sampling.ShuffledEpochs, {"batch_size": 256}, RECORDS),
     "allocated": Entry(sampling.RandomAllocation, {"steps_per_epoch": 100}, "accounting/allocation.py"),
@@ -109,7 +109,7 @@ SAMPLINGS = {  # by the short names of the trainer
 
 
 def table() -> str:
-    """The text of docs/methods.md."""
+    """Returns the text of docs/methods.md."""
     lines = [
         "# Methods, coordinates, mechanisms, samplings",
         "",

@@ -1,4 +1,4 @@
-"""Coordinates: ways of writing one example's gradient. They see neither data nor cost.
+"""Coordinates: ways to write one example's gradient, independent of the data and the cost.
 
 trainable           some layers of the parameters
 
@@ -12,10 +12,10 @@ top_fraction        the largest coordinates of each example
 gradient_embedding  an embedding in a public subspace, and the residual (Yu et al. 2021)
 random_projection   fewer, random coordinates, of five kinds (D2P2-SGD, Jiang et al. 2025)
 random_directions   derivatives along random directions, without a gradient (DP-ZO, Tang et al. 2024)
-counted_rows        the rows of tables that a noisy count chooses (DP-AdaFEST, Ghazi et al. 2023); row_updates is a step
-                    for large tables, and public_rows looks up the rows of a public list, which alone are trained
+counted_rows        the table rows that a noisy count chooses (DP-AdaFEST, Ghazi et al. 2023); row_updates is its step
+                    for large tables, and public_rows trains only the rows of a public list
 
-To add one: a file in its paper's folder, its import below, and a line in `COORDINATES` of `dpx/catalog.py`
+To add one: write a file in its paper's folder, import it below, and add a line to `COORDINATES` in `dpx/catalog.py`
 (CONTRIBUTING.md).
 """
 

@@ -1,26 +1,26 @@
-"""Modules of Flax NNX made fit for gradients of one example. Flax is imported where it is used, so dpx needs none."""
+"""Prepares Flax NNX modules for per-example gradients. Flax is imported only when used, so dpx does not require it."""
 
 from typing import Any
 
 from dpx.values import require_whole
 
-SMALLEST = 4  # features of a group, where a layer has more than one
+SMALLEST = 4  # features in a group, unless the layer has only one group
 
 
 def replace_batch_norm(module: Any, *, groups: int = 32) -> Any:
-    """A copy of an NNX module with `nnx.GroupNorm` in place of every `nnx.BatchNorm`, so that no row changes another.
+    """Copies an NNX module with `nnx.GroupNorm` in place of every `nnx.BatchNorm`, so that no row affects another.
 
-    The copies keep the names, scales, biases, epsilons and dtypes of the layers, and drop their statistics. Layers that
-    share a BatchNorm share its GroupNorm. A GroupNorm takes axis 0 for the batch, as the models that have BatchNorm do:
-    the loss gives it a batch of one, `model(image[None])[0]`. A pretrained model must be trained further, because its
-    activations have other scales now. To keep public statistics instead, see docs/flax.md.
+    The new layers keep the names, scales, biases, epsilons and dtypes of the old ones, but not their statistics. Layers
+    that share a BatchNorm share its GroupNorm. GroupNorm treats axis 0 as the batch, as BatchNorm does, so the loss
+    passes a batch of one: `model(image[None])[0]`. A pretrained model needs further training, because the scales of its
+    activations change. To keep public statistics instead, see docs/flax.md.
 
-    module: an `nnx.Module`, which stays as it is. groups: int, at least 1; the most groups of a layer. Each layer gets
-        the largest number that divides its features and leaves at least four in a group (a single feature, without
-        pixels, is normalized to zero), or one group.
+    module: an `nnx.Module`, which is not changed. groups: int, at least 1, the most groups of a layer. Each layer gets
+        the largest number of groups that divides its features and leaves at least four in each, or one group. (A group
+        of one feature, without pixels, would always be normalized to zero.)
 
-    Raises ValueError for another module, for `groups` below 1, and for features that are not on the last axis, which
-    GroupNorm needs. Wu and He 2018, https://arxiv.org/abs/1803.08494.
+    Raises ValueError for any other kind of module, for `groups` below 1, and unless features are on the last axis, as
+    GroupNorm requires. Wu and He 2018, https://arxiv.org/abs/1803.08494.
 
         >>> from flax import nnx
         >>> layers = nnx.Linear(5, 8, rngs=nnx.Rngs(0)), nnx.BatchNorm(8, rngs=nnx.Rngs(0))

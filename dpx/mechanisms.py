@@ -1,4 +1,4 @@
-"""Mechanisms: each bounds every example, adds noise and states its cost. All but error feedback use the Gaussian one.
+"""Mechanisms: each bounds every example, adds noise and states its cost.
 
 dp_sgd             the sum of clipped gradients plus Gaussian noise (DP-SGD, Abadi et al. 2016)
 normalized         automatic clipping: normalize instead of choosing a clip norm (Bu et al. 2023)
@@ -6,12 +6,12 @@ adaptive_clipping  a clip norm that follows a quantile of the norms (Andrew et a
 
 From `dpx.papers`:
 
-correlated_noise   noise that cancels a part of earlier noise (BandMF, lambda-CGD, BISR)
+correlated_noise   noise that cancels part of earlier noise (BandMF, lambda-CGD, BISR)
 clip_then_project  project the clipped sum, once a step, instead of every example
-dice_sgd           add the error that clipping left to later releases (DiceSGD, Zhang et al. 2023)
+dice_sgd           add the clipping error to later releases (DiceSGD, Zhang et al. 2023)
 
-To add one: a file in `dpx/mechanism/` or of its paper, its import below, and a line in `MECHANISMS` of `dpx/catalog.py`
-(CONTRIBUTING.md).
+To add one: write a file in `dpx/mechanism/` or its paper's folder, import it below, and add a line to `MECHANISMS` in
+`dpx/catalog.py` (CONTRIBUTING.md).
 """
 
 from dpx.mechanism.adaptive_clipping import adaptive_clipping

@@ -1,7 +1,7 @@
 """Schedules: noise multipliers and clip norms that change over the steps of a run; any optax schedule may be one.
 
-A schedule is a function of the step, int32 (): the number of earlier releases. A mechanism and its cost read the same
-function, so the noise that is paid for is the noise that is added. The last four are those of the papers' methods.
+A schedule is a function of the step, a scalar int32 that counts earlier releases. A mechanism and its cost read the
+same function, so the cost is that of the noise that is added. The last four schedules belong to papers' methods.
 """
 
 import functools
@@ -24,7 +24,7 @@ ScalarOrSchedule = float | Schedule
 
 
 def value_at(value: ScalarOrSchedule, step: jax.Array) -> jax.Array:
-    """The value at one step, float32 (). Always compiled, also outside of jit, to be rounded as in `values_over`."""
+    """Returns the value at one step, a float32 scalar. Always compiled, so that it rounds as `values_over` does."""
     with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix floats and ints
         if callable(value):
             value = jax.jit(value if isinstance(value, Hashable) else lambda step, value=value: value(step))(step)
@@ -32,15 +32,14 @@ def value_at(value: ScalarOrSchedule, step: jax.Array) -> jax.Array:
 
 
 def values_over(value: ScalarOrSchedule, steps: int) -> np.ndarray:
-    """The values at steps 0 .. steps-1, float64 (steps,): exactly the float32 numbers of `value_at`, which the steps
-    use.
+    """Returns the values at steps 0 .. steps-1, float64 (steps,): exactly the float32 values that the steps use.
 
     A constant takes no memory: numpy repeats one value with stride 0. Raises ValueError for a schedule whose values
     depend on more than the step.
     """
     if not callable(value):
         return np.broadcast_to(np.float64(np.float32(value)), (steps,))
-    length = 2 ** max(4, (steps - 1).bit_length())  # so that many numbers of steps share one program
+    length = 2 ** max(4, (steps - 1).bit_length())  # so that runs of similar length share one program
     at_each = _at_each if isinstance(value, Hashable) else _at_each.__wrapped__
     with jax.ensure_compile_time_eval():
         numbers = at_each(value)(np.minimum(np.arange(length, dtype=np.int32), max(steps - 1, 0)))
@@ -51,33 +50,33 @@ def values_over(value: ScalarOrSchedule, steps: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def _at_each(schedule: Schedule) -> Callable[[np.ndarray], jax.Array]:
-    """The values of `value_at` at an array of steps, int32 (n,), compiled once for each n."""
+    """Returns `value_at` for an array of steps, int32 (n,), compiled once for each n."""
     return jax.jit(jax.vmap(lambda step: value_at(schedule, step)))
 
 
 def require_scalar_or_schedule(
     name: str, value: ScalarOrSchedule, *, minimum: float, maximum: float = math.inf
 ) -> ScalarOrSchedule:
-    """Returns a number as it is, and wraps a schedule so that jax caches it and its constants are frozen. Raises
-    ValueError for a number as `require_number` does, and for a function that depends on more than the step."""
+    """Returns a number as it is, and wraps a schedule so that jax caches it and its constants are frozen. For a number,
+    raises ValueError as `require_number` does; for a function, if it depends on more than the step."""
     if callable(value):
         return _with_fixed_constants(name, value)
     return require_number(name, value, minimum=minimum, maximum=maximum)
 
 
 def _with_fixed_constants(name: str, schedule: Schedule) -> Schedule:
-    """`schedule` as it is now, with copies of the NumPy arrays that it reads: a function that no other schedule equals.
+    """Freezes `schedule` as it is now, with copies of the NumPy arrays that it reads, as a new function.
 
-    Clip, noise and cost are compiled at different times, and jax keeps what it compiled for a function. So an array, a
+    Clip, noise and cost are compiled at different times, and jax caches what it compiles for a function. So an array, a
     variable or a list that changes in between would make them disagree. Raises ValueError unless the value is a real
-    number, (), and for what can still change: a callback into Python, or a reference that is read.
+    scalar, and if it can still change, by a callback into Python or a mutable reference.
     """
     needed = f"{name} must be a number, or a function of the step, int32 (), that jax traces to a real number, ()"
     try:
         with jax.numpy_dtype_promotion("standard"):
             traced = jax.make_jaxpr(lambda step: schedule(step))(jnp.int32(0))
     except ValueError:
-        raise  # it already says why, for example that a Budget is not a number
+        raise  # its message already says why, for example that a Budget is not a number
     except Exception as error:
         branches = isinstance(error, jax.errors.TracerBoolConversionError)
         words = ": for a Python if, take jnp.where" if branches else ""
@@ -88,11 +87,11 @@ def _with_fixed_constants(name: str, schedule: Schedule) -> Schedule:
     if traced.effects or not _CHANGING.isdisjoint(_primitives(traced.jaxpr)):
         raise ValueError(f"{needed}; got one that calls Python or reads a reference, whose value may change")
     numbers_at = jax.extend.core.jaxpr_as_fun(_copy_constants(traced))
-    # Float32 at once, because XLA rounds a bfloat16 that is the result of a program, but not one inside a program.
+    # Converted to float32 here, because XLA rounds a bfloat16 that a program returns, but not one within a program.
     return lambda step: jnp.asarray(numbers_at(jnp.asarray(step, jnp.int32))[0]).astype(jnp.float32)
 
 
-_CHANGING = {"pure_callback", "rng_uniform"}  # primitives without effects whose value differs at every call
+_CHANGING = {"pure_callback", "rng_uniform"}  # primitives without effects that return a new value at every call
 
 
 def _primitives(jaxpr: Any) -> set[str]:
@@ -101,13 +100,13 @@ def _primitives(jaxpr: Any) -> set[str]:
 
 
 def _copy_constants(value: Any) -> Any:
-    """A parameter or an operand of an equation, with copies of the NumPy arrays in it."""
+    """Copies the NumPy arrays in a parameter or an operand of an equation."""
     if isinstance(value, jax.extend.core.ClosedJaxpr) and value.jaxpr is not value:
         constants = [_copy_constants(constant) for constant in value.consts]
         return jax.extend.core.ClosedJaxpr(_copy_constants(value.jaxpr), constants)
     if isinstance(value, jax.extend.core.Jaxpr):
         changed = {"eqns": _copy_constants(value.eqns), "outvars": _copy_constants(value.outvars)}
-        if value is getattr(value, "jaxpr", None):  # from jax 0.11 on, a jaxpr has its constants
+        if value is getattr(value, "jaxpr", None):  # since jax 0.11, a jaxpr holds its constants
             changed["consts"] = _copy_constants(value.consts)
         return value.replace(**changed)
     if isinstance(value, jax.extend.core.JaxprEqn):
@@ -117,11 +116,11 @@ def _copy_constants(value: Any) -> Any:
         return jax.extend.core.Literal(_copy_constants(value.val), value.aval)
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return type(value)(_copy_constants(one) for one in value)
-    return value.copy() if isinstance(value, np.ndarray) else value  # keeps jax's own subclass, and so the dtype
+    return value.copy() if isinstance(value, np.ndarray) else value  # preserves jax's subclass, and so the dtype
 
 
 def require_fraction(name: str, value: ScalarOrSchedule, interval: Literal["(0, 1]", "[0, 1)"], steps: int = 0):
-    """Raises ValueError if the number, or the schedule at one of the first `steps`, is outside the interval."""
+    """Raises ValueError if the number, or the schedule at any of the first `steps`, is outside the interval."""
     if callable(value):
         numbers = values_over(value, steps)
     else:
@@ -133,7 +132,7 @@ def require_fraction(name: str, value: ScalarOrSchedule, interval: Literal["(0, 
 
 
 def inverse_power(*, init_value: float, power: float) -> Schedule:
-    """init_value / k^power at the k-th step, k = 1, 2, ...: the falling noise multiplier of D2P2-SGD.
+    """Returns init_value / k^power at the k-th step, k = 1, 2, ...: the falling noise multiplier of D2P2-SGD.
 
     init_value: above 0. power: at least 0; 1/2 in the paper's theorems, 1/4 per epoch (see `every`) in its experiments.
 
@@ -145,7 +144,7 @@ def inverse_power(*, init_value: float, power: float) -> Schedule:
 
 
 def every(schedule: Schedule, *, steps: int) -> Schedule:
-    """`schedule` with one value for each block of `steps` steps, such as an epoch: at step t, its value at t // steps.
+    """Holds `schedule` constant over blocks of `steps` steps, such as epochs: at step t, its value at t // steps.
 
     steps: int. Raises ValueError unless it is at least 1.
     """
@@ -157,7 +156,7 @@ def growing_mu(*, noise_multiplier: float, rho_mu: float, steps: int) -> Schedul
     """A noise multiplier that falls over the run: 1/mu_t for mu_t = rho_mu^(t/T) mu_0, t = 1..T.
 
     noise_multiplier: 1/mu_0, at least 0. steps: T, int, at least 1.
-    rho_mu: at least 1; the privacy parameter mu of the last step, mu_T, divided by mu_0.
+    rho_mu: mu_T / mu_0, at least 1, where mu_T is the privacy parameter of the last step.
 
     Raises ValueError outside these domains. Source: Dynamic DP-SGD, Du et al. 2021, https://arxiv.org/abs/2111.00173.
     """
@@ -175,7 +174,7 @@ def sensitivity_decay(*, clip_norm: float, rho_c: float, steps: int) -> Schedule
 
 
 def _geometric_decay(name: str, init_value: float, rho_name: str, rho: float, steps: int) -> Schedule:
-    """init_value * rho^(-t/T) at the t-th of T steps."""
+    """Returns init_value * rho^(-t/T) at the t-th of T steps."""
     require_number(name, init_value, minimum=0)
     require_number(rho_name, rho, minimum=1)
     steps = require_whole("steps", steps)

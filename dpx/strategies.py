@@ -1,15 +1,15 @@
-"""Strategies of correlated noise: the matrix C whose inverse correlates the noise of the steps of a run.
+"""Strategies for correlated noise: matrices C whose inverse correlates the noise over the steps of a run.
 
-A run of T steps releases A (G + C^-1 Z), where the rows of G are the clipped sums, A is the workload (what is wanted of
-them: prefix sums, or the parameters after each step), and Z is independent noise whose deviation grows with the
-sensitivity of C G. With C = I this is DP-SGD. With a better C, later noise cancels a part of earlier noise, so prefix
-sums have less of it, although each step alone has more.
+A run of T steps releases A (G + C^-1 Z). The rows of G are the clipped sums. A is the workload, what a run computes
+from them: prefix sums, or the parameters after each step. Z is independent noise whose standard deviation grows with
+the sensitivity of C G. With C = I this is DP-SGD. With a better C, later noise cancels part of earlier noise, so prefix
+sums have less noise, although each step has more.
 
-`dpx/papers/correlated_noise/strategy.py`, in numpy and scipy on the host and never traced by jax, has the record
-`Strategy`, its families, how far one example moves C G, and the error of a workload with the best banded C for it;
-`cost.py` there has the cost of a run.
+`dpx/papers/correlated_noise/strategy.py` has `Strategy`, families of strategies, how far one example moves C G, the
+error of a workload, and the best banded C. It runs in numpy and scipy on the host, and jax never traces it. `cost.py`
+beside it has the cost of a run.
 
-To add one: a function in `strategy.py` that returns a `Strategy`, and a line in `FAMILIES` of tests/test_strategies.py.
+To add one: write a function in `strategy.py` that returns a `Strategy`, and list it in tests/test_strategies.py.
 """
 
 from dpx.papers.correlated_noise.cost import cyclic_poisson_event, fixed_order_event

@@ -1,4 +1,4 @@
-"""Searches for hyper-parameters on private data, at a known cost: the best of a random, secret number of trials.
+"""Searches for hyper-parameters on private data at a known cost: returns the best of a secret random number of trials.
 
     def optimizer(configuration, key):
         mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=budget, sampling=sampling, key=key)
@@ -13,12 +13,12 @@
     )
     found.params, found.configuration, found.epsilon, found.report
 
-The cost covers the winner alone. How many trials there were, all other results, and anything that tells about them
-(logs, files, the time that the search took), are as secret as the data. Everything random comes from the key. So the
-same program with the same key continues a search that was interrupted: it has the same number of trials, with the same
-configurations and keys. A second search, with another key, costs as much again (`dpx.compose_runs`).
+The cost covers only the winner. The number of trials, all other results, and anything that reveals them (logs, files,
+how long the search took) are as secret as the data. Everything random comes from the key. So the same program with the
+same key continues an interrupted search: it has the same number of trials, with the same configurations and keys. A
+second search, with another key, costs as much again (`dpx.compose_runs`).
 
-With `budget=`, the noise of the trials is calibrated so that the whole search costs at most a total epsilon.
+`budget=` calibrates the noise of the trials so that the whole search costs at most the budget's epsilon.
 """
 
 import contextlib
@@ -71,14 +71,14 @@ from dpx.values import (
 )
 
 __all__ = ["NoisySum", "SearchResult", "Trial", "search"]
-_TOLERANCE = 1e-4  # relative, of the epsilon of a budget
+_TOLERANCE = 1e-4  # relative tolerance of a budget's epsilon
 
 
 class Trial(NamedTuple):
     """One trial of a search.
 
-    configuration: one of those given. optimizer: built for it, with its own key. key: for other randomness of the
-        trial, such as the first parameters, (). folder: for its checkpoints, or None; as sensitive as the data.
+    configuration: one of those searched. optimizer: the mechanism built for it, with its own key. key: scalar key for
+        other randomness, such as initial parameters. folder: for checkpoints, or None; as sensitive as the data.
     """
 
     configuration: Any
@@ -91,11 +91,11 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class NoisySum:
-    """A score on private data: the sum of one value in [0, 1] for each example, with Gaussian noise that costs privacy.
+    """A score on private data: the sum of one value in [0, 1] per example, with Gaussian noise whose cost is counted.
 
-    `score(params)` then returns the values, float (n,), such as whether each prediction is right; dpx clips them to [0,
-    1], and NaN counts 0. Each value must depend on one example (or user) alone, and each of them on at most one value,
-    so n is at most the number of examples of the sampling.
+    `score(params)` then returns the values, float (n,), such as whether each prediction is right. dpx clips them to
+    [0, 1], and counts NaN as 0. Each value must depend on only one example (or user), and each example may affect only
+    one value, so n is at most the sampling's number of examples.
 
     noise_multiplier: float, positive, the standard deviation of the noise on the sum.
     """
@@ -111,7 +111,7 @@ ScoreOn = Literal["public"] | NoisySum | DpEvent
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSettings:
-    """The arguments of `search` that decide what it costs, checked."""
+    """The checked arguments of `search` that determine its cost."""
 
     configurations: Sequence[Any]
     score: Callable
@@ -149,7 +149,7 @@ class SearchSettings:
             ) from error
 
     def build(self, configuration: Any, key: jax.Array, noise: float | None) -> Mechanism:
-        """The mechanism of a trial, with the budget of the search, which has the steps. noise: None without one."""
+        """Builds a trial's mechanism, with the search's budget, which sets the steps. noise: None without a budget."""
         given = {} if self.budget is None else {"noise_multiplier": noise}
         mechanism = self.optimizer(configuration, key, **given)
         require_mechanism(mechanism)
@@ -158,7 +158,7 @@ class SearchSettings:
         return mechanism if self.budget is None else mechanism.replace(budget=self.budget)
 
     def cost_of(self, mechanisms: list[Mechanism], steps: list[int]) -> Selection:
-        """What a search of these configurations costs."""
+        """Returns the cost of a search of these configurations."""
         noise = self.score_on
         if isinstance(noise, NoisySum):
             noise = GaussianDpEvent(noise.noise_multiplier)
@@ -166,13 +166,13 @@ class SearchSettings:
         return best_of(*runs, trials=self.trials, score_on=noise, distribution=self.distribution)
 
     def trial_noise_multipliers(self) -> list[float | None]:
-        """The noise multiplier of each configuration, with which the search costs at most its budget; None without one.
+        """Finds a noise multiplier for each configuration that keeps the search within its budget; None without one.
 
-        First each configuration gets the noise that it would need alone, because small batches need less than large
-        ones. A trial costs the worst of all configurations at every Renyi order, which may be more than the worst one,
-        so in the end all are scaled up together until the search is within its budget.
+        First, each configuration gets the noise that it would need alone, because small batches need less than large
+        ones. At every Renyi order, a trial costs as much as the worst configuration at that order, which may be more
+        than any single configuration. So all are then scaled up together until the search is within its budget.
 
-        Raises ValueError for a budget that no noise meets, and for mechanisms without a cost.
+        Raises ValueError if no noise meets the budget, and for mechanisms without a cost.
         """
         budget, own = self.budget, _trial_key(self.key, 0)
         if budget is None:
@@ -195,8 +195,8 @@ class SearchSettings:
                 ) from error
 
         at_one = built(self.configurations, [1.0] * len(self.configurations))
-        cost(at_one)  # refuses what has no cost
-        found: dict[Any, float] = {}  # for configurations that cost the same, such as several learning rates
+        cost(at_one)  # raises ValueError if a mechanism has no cost
+        found: dict[Any, float] = {}  # computed once for equal costs, as with several learning rates
         noises = []
         for each, mechanism in zip(self.configurations, at_one, strict=True):
             alike = as_hashable(mechanism.event(_steps_of(mechanism)))
@@ -209,7 +209,7 @@ class SearchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchPlan:
-    """What all trials need, and their cost. noises, mechanisms, steps: of each configuration, as paid for."""
+    """What all trials share, and their cost. noises, mechanisms, steps: one per configuration, as the cost assumes."""
 
     settings: SearchSettings
     noises: list[float | None]
@@ -220,7 +220,7 @@ class SearchPlan:
 
     @classmethod
     def from_settings(cls, settings: SearchSettings) -> "SearchPlan":
-        """Raises ValueError for settings that have no cost, or no noise that meets their budget."""
+        """Builds the plan. Raises ValueError if the settings have no cost, or no noise meets their budget."""
         noises, own, delta = settings.trial_noise_multipliers(), _trial_key(settings.key, 0), settings.delta
         pairs = zip(settings.configurations, noises, strict=True)
         mechanisms = [settings.build(each, own, noise) for each, noise in pairs]
@@ -240,7 +240,7 @@ class SearchPlan:
         return cls(settings=settings, noises=noises, mechanisms=mechanisms, steps=steps, delta=delta, cost=cost)
 
     def trial(self, number: int, folder: Path | None) -> tuple[Trial, int]:
-        """The trial of a number, and the most steps that it may make."""
+        """Returns the trial with this number, and the most steps that it may take."""
         key, configurations = self.settings.key, self.settings.configurations
         chosen = _uniform_below(len(configurations), keys.stream(key, "configuration", number))
         mechanism = self.settings.build(configurations[chosen], _trial_key(key, number), self.noises[chosen])
@@ -251,7 +251,7 @@ class SearchPlan:
         return Trial(configurations[chosen], mechanism, own, None if folder is None else folder / str(number)), most
 
     def run(self, train: Callable[[Trial], Any], number: int, folder: Path | None) -> tuple[Trial, Tree, Tree]:
-        """The trial of a number, its parameters and its state. Raises ValueError if they do not match the cost."""
+        """Runs the trial with this number; returns it, its parameters and its state, or raises if the cost is wrong."""
         trial, most = self.trial(number, folder)
         result = train(trial)
         if not isinstance(result, tuple) or len(result) < 2:
@@ -266,7 +266,7 @@ class SearchPlan:
         return trial, result[0], result[1]
 
     def scored(self, params: Tree, number: int) -> float:
-        """The score; -inf for NaN."""
+        """Returns the score, or -inf for NaN."""
         score, score_on = self.settings.score, self.settings.score_on
         key = keys.stream(self.settings.key, "score", number)
         if isinstance(score_on, NoisySum):
@@ -277,17 +277,17 @@ class SearchPlan:
         return -math.inf if math.isnan(value := float(found)) else value
 
     def _noisy(self, values: np.ndarray, key: jax.Array, noise_multiplier: float) -> float:
-        """The sum of the values of the examples, with noise."""
+        """Returns the noisy sum of the examples' values."""
         if values.ndim != 1:
             raise ValueError(f"score must return the values of the examples, of shape (n,), got {values.shape}")
         if values.size > (most := self.mechanisms[0].sampling.examples):
             raise ValueError(f"score must return at most one value for each of {most} examples, got {values.size}")
         exact = math.fsum(np.nan_to_num(values, nan=0.0).clip(0, 1).tolist())
-        # One sum and key make one release. Another sum of the trial, rounded or trained differently on another machine,
-        # gets different noise: with the same noise, two scores would show by how much the sums differ.
+        # The noise depends on the sum. If another machine rounds or trains differently, the trial's new sum gets
+        # different noise; with the same noise, two scores would reveal by how much the sums differ.
         key = functools.reduce(keys.fold_in, np.frombuffer(np.float64(exact).tobytes(), np.uint32), key)
         high = np.asarray([exact], np.float32)
-        # A Python number minus a float32 array would be float32, and so 0 (NEP 50).
+        # A Python float minus a float32 array would be float32, and so 0 (NEP 50).
         total = FloatPair(high, np.asarray(exact - high.astype(np.float64), np.float32))
         return float(keys.release(key, 0, total, noise_multiplier * (1 + ETA))[0])
 
@@ -297,12 +297,12 @@ def _trial_key(key: jax.Array, number: int) -> jax.Array:
 
 
 def _steps_of(mechanism: Mechanism) -> int:
-    """The steps of its budget; 1 if the budget of a search is not for steps."""
+    """Returns the steps of the mechanism's budget, or 1 without a budget."""
     return mechanism.budget.steps if mechanism.budget else 1
 
 
 def _uniform_below(end: int, key: jax.Array) -> int:
-    """A uniform int in [0, end)."""
+    """Draws a uniform int in [0, end)."""
     high, low = np.asarray(jax.random.bits(key, (2,), np.uint32)).tolist()
     return (high << 32 | low) * end >> 64
 
@@ -311,10 +311,10 @@ class SearchResult(NamedTuple):
     """The winner of a search, and what the search cost.
 
     configuration, params: the winner's; None if a Poisson number of trials was 0, which costs the same.
-    score: float, the winner's; minus infinity if it was NaN. steps: int, of the winner.
-    epsilon: float, an upper bound for the search at `delta`. cost: its cost, for `dpx.compose_runs` and
+    score: float, the winner's score; minus infinity if it was NaN. steps: int, the steps that the winner took.
+    epsilon: float, an upper bound for the search at `delta`. cost: the search's cost, for `dpx.compose_runs` and
         `dpx.privacy_report`.
-    report: the privacy report of the winner, with the cost of the search; None without a winner.
+    report: the winner's privacy report, with the cost of the search; None without a winner.
     """
 
     configuration: Any
@@ -348,28 +348,28 @@ def search(
     ledger: PrivacyLedger | None = None,
     words: str = "a search of dpx.tuning",
 ) -> SearchResult:
-    """The best of a random number of trials, each of a random configuration, and its true cost.
+    """Returns the best of a random number of trials, each with a random configuration, and the search's true cost.
 
-    train: (Trial) -> the result of `dpx.fit`, or (params, optimizer state), of `trial.optimizer`.
-    configurations: each trial draws one, uniformly and with replacement. Every one counts in the cost, drawn or not.
-    score: (params) -> float, larger is better; NaN loses against every score. Of equal scores the first wins.
-    optimizer: (configuration, key) -> the mechanism with that key; always the same for the same arguments.
-    key: of the search, (), secret and used for nothing else.
-    trials: float, at least 1, the expected number. The number itself is secret: do not publish it.
-    score_on: "public" if `score` reads its argument and public data only. `NoisySum(noise_multiplier)` if it reads
-        private data. The event of the noise if `score(params, key)` adds it itself. Every trial pays the last two.
-    distribution: of the number: as for `dpx.accounting.best_of`.
-    budget: of the whole search, with the steps or epochs of one trial. The optimizer is then called as
+    train: (Trial) -> what `dpx.fit` returns, or (params, optimizer state), trained by `trial.optimizer`.
+    configurations: each trial draws one, uniformly and with replacement. The cost counts all of them, drawn or not.
+    score: (params) -> float; larger is better, and NaN loses to every score. The first of equal scores wins.
+    optimizer: (configuration, key) -> the mechanism with that key; must always be the same for the same arguments.
+    key: a secret scalar key for this search, used for nothing else.
+    trials: float, at least 1, the expected number. The actual number is secret: do not publish it.
+    score_on: "public" if `score` reads only its argument and public data. If it reads private data, every trial costs
+        more: give `NoisySum(noise_multiplier)`, or the event of the noise that `score(params, key)` itself adds.
+    distribution: the distribution of the number of trials, as for `dpx.accounting.best_of`.
+    budget: for the whole search, with the steps or epochs of one trial. The optimizer is then called as
         optimizer(configuration, key, noise_multiplier=...), with the least noise multiplier that keeps the search
-        within the budget; the cost of every step must fall as that number grows.
-    steps: int, the most steps of a trial; delta: in (0, 1); None takes them from the mechanisms' budgets. unit: as for
-        `dpx.privacy_report`. checkpoints: a folder with a folder for each trial, as SENSITIVE as the data. It keeps the
+        within the budget; a larger noise multiplier must lower the cost of every step.
+    steps: int, the most steps of a trial. delta: in (0, 1). None takes either from the mechanisms' budgets. unit: as
+        for `dpx.privacy_report`. checkpoints: a folder with one for each trial, as SENSITIVE as the data. It keeps the
         scores too, so that none is computed again.
-    ledger: a `dpx.PrivacyLedger`, which the search charges before its first trial, once if it continues in its folder;
-        the trials charge nothing. Reserve it before the first release of the data: what is chosen later must be bounded
-        by a Gaussian, which costs a search several times its epsilon. words: what the ledger calls it.
-    Raises ValueError for other arguments, a mechanism with another key or without a cost, a trial that makes more
-    steps, a state of another mechanism, a score that is not a number, the checkpoints of another search, a trial whose
+    ledger: a `dpx.PrivacyLedger`, which the search charges before its first trial, and only once if it continues in its
+        folder; the trials charge nothing. Reserve it before the first release of the data: a release that is chosen
+        later must be bounded by a Gaussian, which multiplies a search's epsilon. words: the ledger's name for it.
+    Raises ValueError for other arguments, a mechanism with another key or without a cost, a trial that takes more
+    steps, a state of another mechanism, a score that is not a number, checkpoints of another search, a trial whose
     parameters differ from the stored ones, and a budget that no noise meets.
     Source: Papernot and Steinke 2022, https://arxiv.org/abs/2110.03620; `accounting/selection.py`.
     """
@@ -406,7 +406,7 @@ def search(
 
 
 def _pay_for_search(ledger: PrivacyLedger, plan: SearchPlan, unit: str, words: str, folder: Path | None) -> None:
-    """Raises ValueError for a ledger of other neighbors or records, and where it does not allow the search."""
+    """Charges the ledger. Raises ValueError if its neighbors or records differ, or if it does not allow the search."""
     cost, terms = plan.cost, ledger.terms
     if (cost.relation, cost.records) != (terms.relation, terms.records):
         wanted = f"relation {terms.relation!r} and {terms.records} records"
@@ -419,7 +419,7 @@ def _pay_for_search(ledger: PrivacyLedger, plan: SearchPlan, unit: str, words: s
 
 @contextlib.contextmanager
 def _opened_folder(folder: str | Path | None, plan: SearchPlan) -> Iterator[Path | None]:
-    """The folder of one search, which this program holds meanwhile. Raises ValueError for another search's folder."""
+    """Locks and yields the folder of one search. Raises ValueError if it belongs to another search."""
     if folder is None:
         yield None
         return
@@ -447,10 +447,10 @@ def _opened_folder(folder: str | Path | None, plan: SearchPlan) -> Iterator[Path
 
 
 def _stored_score(plan: SearchPlan, params: Tree, number: int, folder: Path) -> float:
-    """The score of a trial, which is computed once.
+    """Returns a trial's score, which is computed only once.
 
-    So the folder fixes the parameters and score of each trial, and a repeated search returns a function of them.
-    Another machine would round sums differently under the same noise, and could find another winner.
+    So the folder fixes the parameters and score of each trial, and a repeated search depends only on these. Another
+    machine would round sums differently under the same noise, and could find another winner.
     """
     file, digest = folder / f"score-{number}.json", hashlib.blake2b(digest_size=16)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

@@ -1,7 +1,7 @@
-"""Values that a caller gives: pytrees, numbers and functions; checks of them, and words for them in a message.
+"""Checks the values that a caller passes (pytrees, numbers, functions), and describes them in messages.
 
-Every ValueError states the condition and the value. No message shows an element of an array or a key, because a call
-with its arguments in the wrong order puts the data or the key where a number belongs.
+Every ValueError states the condition and the value. No message shows an element of an array or a key, because a caller
+who swaps arguments passes data or a key where a number belongs.
 """
 
 import difflib
@@ -28,12 +28,12 @@ State = TypeVar("State")
 Named = TypeVar("Named")  # a function or a class
 
 LONGEST = 100  # characters of a string in a message
-MOST_SHAPES = 8  # in a message
-MOST_PATHS = 4  # in a message
-NO_NUMBERS = frozenset("OSUTMm")  # kinds of numpy dtypes: objects, words and dates
-PASSED = {"dpx", "jax", "functools", "contextlib"}  # packages whose frames are no line of a user
+MOST_SHAPES = 8  # listed in a message
+MOST_PATHS = 4  # listed in a message
+NO_NUMBERS = frozenset("OSUTMm")  # kinds of numpy dtypes: objects, strings and dates
+PASSED = {"dpx", "jax", "functools", "contextlib"}  # packages whose stack frames are not the user's code
 
-# What other libraries call an argument (Opacus, TF Privacy, JAX Privacy, optax.contrib, Keras), by what dpx calls it.
+# dpx's name of an argument -> its names in Opacus, TF Privacy, JAX Privacy, optax.contrib and Keras.
 FOREIGN = {
     "clip_norm": "l2_norm_clip l2_clip_norm max_grad_norm clipping_norm max_norm clip_threshold clip",
     "noise_multiplier": "noise_scale sigma noise noise_stddev",
@@ -54,12 +54,12 @@ FOREIGN = {
     "low and high": "bounds",
 }
 OURS = {name: ours for ours, names in FOREIGN.items() for name in names.split()}
-LOOKS: dict[str, Callable[[Any], bool]] = {  # whether a value may be the argument, by what a mechanism or a batch has
+LOOKS: dict[str, Callable[[Any], bool]] = {  # whether a value can be this argument, judged by its attributes
     "loss": lambda value: callable(value) and not hasattr(value, "init"),
     **dict.fromkeys(("optimizer", "mechanism"), lambda value: hasattr(value, "init") and hasattr(value, "update")),
     "batch": lambda value: hasattr(value, "included"),
 }
-HOMES = {  # where an argument belongs that a function lacks: in an argument of a mechanism, or in another call
+HOMES = {  # where an argument that a function lacks belongs: in a mechanism's arguments, or in another call
     "clip_norm": "clip_norm=...",
     "noise_multiplier": "noise_multiplier=...",
     "key": "key=dpx.secret_key()",
@@ -74,7 +74,7 @@ HOMES = {  # where an argument belongs that a function lacks: in an argument of 
 
 
 def batch_size(examples: Tree) -> int:
-    """The length of axis 0. Raises ValueError unless all leaves are arrays that agree on it."""
+    """Returns the length of axis 0. Raises ValueError unless all leaves are arrays that agree on it."""
     require_arrays(examples)
     shapes: list[tuple[int, ...]] = [tuple(getattr(leaf, "shape", ())) for leaf in jax.tree.leaves(examples)]
     if not shapes or any(len(shape) == 0 for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
@@ -86,14 +86,14 @@ def batch_size(examples: Tree) -> int:
 
 
 def advice_to_stack(data: Any) -> str:
-    """What to do with a list of examples, which is a pytree with the leaves of each; "" for anything else."""
+    """Says how to stack a list of examples, which jax would read as one pytree; "" for anything else."""
     if not isinstance(data, list) or len(data) < 2 or len({jax.tree.structure(one) for one in data}) > 1:
         return ""
     return ": stack a list of examples, by jax.tree.map(lambda *rows: numpy.stack(rows), *data)"
 
 
 def require_arrays(data: Any):
-    """Raises ValueError for pandas objects, whose rows are read by label, for sparse matrices, masks, and words."""
+    """Raises ValueError for pandas objects (indexed by label), sparse matrices, masked arrays and strings."""
     try:
         leaves = jax.tree.leaves(data)
     except ValueError:
@@ -118,7 +118,7 @@ def require_arrays(data: Any):
 
 
 def refuse_mask(leaf: Any):
-    """Raises ValueError for a masked array, because NumPy and JAX lose its mask, and then what it hides counts."""
+    """Raises ValueError for a masked array, because NumPy and JAX drop the mask, and then hidden elements count."""
     if isinstance(leaf, np.ma.MaskedArray):
         raise ValueError(
             f"data must hold arrays without a mask, got {described(leaf)}: its mask would be lost, and what it hides "
@@ -127,7 +127,7 @@ def refuse_mask(leaf: Any):
 
 
 def find_state(tree: Tree, kind: type[State], called: str) -> State:
-    """The one node of type `kind` in `tree`. Raises ValueError, which names it as `called`, for none or several."""
+    """Returns the one node of type `kind` in `tree`. Raises ValueError, naming it `called`, for none or several."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
     states = [node for node in nodes if isinstance(node, kind)]
     if len(states) != 1:
@@ -136,7 +136,7 @@ def find_state(tree: Tree, kind: type[State], called: str) -> State:
 
 
 def map_nodes_of_type(function: Callable[[State], Any], tree: Tree, kind: type[State]) -> Tree:
-    """`tree` with `function` applied to every node of type `kind`, and everything else unchanged."""
+    """Applies `function` to every node of type `kind` in `tree`, and leaves everything else unchanged."""
 
     def apply(node):
         return function(node) if isinstance(node, kind) else node
@@ -145,7 +145,7 @@ def map_nodes_of_type(function: Callable[[State], Any], tree: Tree, kind: type[S
 
 
 def unflatten_vectors(flat: Any, like: Tree) -> Tree:
-    """Cuts vectors, (..., size), into the shapes of `like`, each after the leading axes."""
+    """Cuts vectors, (..., size), into arrays with the shapes of `like` behind the leading axes."""
     leaves, structure = jax.tree.flatten(like)
     ends = np.cumsum([0, *[math.prod(leaf.shape) for leaf in leaves]])
     parts = [flat[..., a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
@@ -154,23 +154,23 @@ def unflatten_vectors(flat: Any, like: Tree) -> Tree:
 
 
 def float32_like(tree: Tree) -> Tree:
-    """The shapes of a tree of arrays or numbers, in float32."""
+    """Returns the shapes of a tree of arrays or numbers, with dtype float32."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), np.float32), tree)
 
 
 def path_of(path: tuple[Any, ...]) -> str:
-    """The path of a leaf in words, such as "dense/kernel"; "" for a tree that is one leaf."""
+    """Formats the path of a leaf, such as "dense/kernel"; "" if the tree is one leaf."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def first_words(words: list[str], most: int = MOST_PATHS) -> str:
-    """The first of some words, such as paths, and how many follow."""
+    """Lists the first few words, such as paths, and says how many follow."""
     rest = len(words) - most
     return ", ".join(words[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def described(value: Any) -> str:
-    """`value` for a message that may be logged: its type, shape and dtype, and no content of any container."""
+    """Describes `value` for a message that may be logged: its type, shape and dtype, but not what a container holds."""
     if value is None or isinstance(value, bool | int | float | complex | np.bool_ | np.number):
         return repr(value)
     if isinstance(value, np.generic):
@@ -190,8 +190,8 @@ def described(value: Any) -> str:
 
 
 def repr_with_shapes(record: Any) -> str:
-    """The `repr` of a NamedTuple or a dataclass of arrays, with counts and shapes instead of elements. For a field
-    `unreleased` or `unreleased_*` it says only that it is not private, because a `repr` goes into logs."""
+    """Returns the `repr` of a NamedTuple or a dataclass of arrays, with counts and shapes instead of elements. Of a
+    field `unreleased` or `unreleased_*` it says only that it is not private, because a `repr` ends up in logs."""
     names = [field.name for field in fields(record)] if is_dataclass(record) else record._fields
     return f"{type(record).__name__}({', '.join(f'{name}={_outline(name, getattr(record, name))}' for name in names)})"
 
@@ -200,7 +200,7 @@ def _outline(name: str, value: Any) -> str:
     if value is not None and name.startswith("unreleased"):
         return "not private, not shown"
     if isinstance(value, dict) and all(type(number) in (bool, int, float) for number in value.values()):
-        return repr(value)  # such as the metrics of an evaluation
+        return repr(value)  # for example the metrics of an evaluation
     arrays = [leaf for leaf in jax.tree.leaves(value) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
     if not arrays or arrays[0] is value:
         return described(value)
@@ -208,7 +208,7 @@ def _outline(name: str, value: Any) -> str:
 
 
 def as_local_array(array: Any) -> Any:
-    """`array` as this process can read it. An array with parts in other processes becomes a numpy array."""
+    """Makes `array` readable in this process. An array with parts in other processes becomes a numpy array."""
     if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
         return array
     return multihost_utils.process_allgather(array, tiled=True)
@@ -217,8 +217,8 @@ def as_local_array(array: Any) -> Any:
 def require_number(
     name: str, value: float, *, minimum: float, maximum: float = math.inf, exclusive: bool = False
 ) -> float:
-    """`value` as a float. Raises ValueError unless it is finite, untraced and in [minimum, maximum] (above minimum, if
-    exclusive)."""
+    """Returns `value` as a float. Raises ValueError unless it is finite, untraced and in [minimum, maximum], or in
+    (minimum, maximum] if exclusive."""
     bound = range_in_words(minimum, maximum, exclusive=exclusive)
     if isinstance(value, jax.core.Tracer):
         raise ValueError(f"{name} must be a number or a function of the step, not a traced value")
@@ -236,7 +236,7 @@ def range_in_words(minimum: float, maximum: float, *, exclusive: bool = False) -
 
 
 def as_real(value: Any) -> float | None:
-    """A number of any real type (Python, numpy or jax) as a float; None for a bool, a string and anything else."""
+    """Converts a real number (Python, numpy or jax) to a float; returns None for a bool, a string or anything else."""
     if isinstance(value, bool | str | bytes) or getattr(value, "dtype", None) == np.bool_:
         return None
     try:
@@ -246,7 +246,7 @@ def as_real(value: Any) -> float | None:
 
 
 def require_open_fraction(name: str, value: Any) -> float:
-    """`value` as a float. Raises ValueError unless it is in (0, 1)."""
+    """Returns `value` as a float. Raises ValueError unless it is in (0, 1)."""
     number = as_real(value)
     if number is None or not 0 < number < 1:
         raise ValueError(f"{name} must be in (0, 1), got {described(value)}")
@@ -254,9 +254,9 @@ def require_open_fraction(name: str, value: Any) -> float:
 
 
 def require_floats(name: str, value: Any) -> np.ndarray:
-    """`value` as an array of float64. Raises ValueError for other types, without showing an element."""
+    """Returns `value` as a float64 array. Raises ValueError for other types, without showing an element."""
     try:
-        if np.asarray(value).dtype.kind in "SUMm":  # words and dates, of which NumPy would make numbers
+        if np.asarray(value).dtype.kind in "SUMm":  # strings and dates, which NumPy would convert
             raise ValueError
         return np.asarray(value, np.float64)
     except (TypeError, ValueError, OverflowError):
@@ -264,7 +264,7 @@ def require_floats(name: str, value: Any) -> np.ndarray:
 
 
 def require_whole(name: str, value: Any, *, minimum: int = 1, maximum: float = math.inf) -> int:
-    """`value` as an int. Raises ValueError unless it is a whole number (of Python or numpy) in [minimum, maximum]."""
+    """Returns `value` as an int. Raises ValueError unless it is a Python or numpy integer in [minimum, maximum]."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not minimum <= value <= maximum:
         bound = f"of at least {minimum}" if maximum == math.inf else f"in [{minimum}, {maximum}]"
         raise ValueError(f"{name} must be a whole number {bound}, got {described(value)}")
@@ -303,7 +303,7 @@ def require_text(name: str, value: Any):
 
 
 def rounded_up(value: float, digits: int) -> str:
-    """A bound in words, rounded up to `digits` digits, so that what is printed holds too."""
+    """Formats a bound, rounded up to `digits` digits so that the printed number is a bound too."""
     nearest = f"{value:.{digits}g}"
     if float(nearest) >= value:
         return nearest
@@ -311,20 +311,19 @@ def rounded_up(value: float, digits: int) -> str:
 
 
 def unit_in_words(records: int, drawn: str = "example") -> str:
-    """The unit in words, without an article: what the sampling draws, or a person with several of them."""
+    """Names the privacy unit, without an article: what the sampling draws, or a person with several of them."""
     if records == 1:
         return drawn
     return f"person with up to {records} records" + (f" (each one {drawn})" if drawn != "example" else "")
 
 
 def for_whom(records: int) -> str:
-    """Whom an epsilon is for, in words to print behind it; nothing where it is for what the sampling draws."""
+    """Says whom an epsilon protects, to print behind it; "" if it protects one unit of the sampling."""
     return "" if records == 1 else f" for a {unit_in_words(records)}"
 
 
 def warn_user(words: str) -> None:
-    """A UserWarning at the user's line: that of the nearest frame of another package than dpx, and than what calls it
-    back."""
+    """Issues a UserWarning at the user's line, that of the nearest stack frame outside the packages in PASSED."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in PASSED:
         frame, level = frame.f_back, level + 1
@@ -332,7 +331,7 @@ def warn_user(words: str) -> None:
 
 
 def names_arguments(function: Named) -> Named:
-    """Returns `function`, or a class, with a TypeError that names its arguments, and a note if two may be swapped."""
+    """Wraps a function or class so that its TypeErrors name its arguments, and say if two may be swapped."""
     made: Any = function
     signature, a_class = inspect.signature(made), isinstance(made, type)
     call = made.__init__ if a_class else made
@@ -360,7 +359,7 @@ def _unnamed(signature: inspect.Signature) -> list[str]:
 
 
 def _swapped(given: dict[str, Any]) -> list[tuple[str, str]]:
-    """Arguments that do not look like themselves, with the one that looks like them."""
+    """Returns pairs (argument, the argument that its value looks like), for values that look like another argument."""
     return [
         (name, other)
         for name, looks in LOOKS.items()
@@ -372,7 +371,7 @@ def _swapped(given: dict[str, Any]) -> list[tuple[str, str]]:
 def bound_arguments(
     name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]
 ) -> inspect.BoundArguments:
-    """The arguments by their names. Raises TypeError, which names the function, and what dpx calls an argument."""
+    """Binds arguments to their names. Raises TypeError that names the function, and dpx's name for an argument."""
     parameters = signature.parameters
     try:
         return signature.bind(*args, **kwargs)
@@ -391,7 +390,7 @@ def bound_arguments(
 
 
 def _home_of(given: str, parameters: Any) -> str:
-    """An unknown argument, with what it is in a function of `parameters`, or where else it belongs."""
+    """Names an unknown argument, with its name among `parameters`, or where else it belongs."""
     ours = OURS.get(given, given)
     name = ours.partition(" ")[0]
     if name in parameters:

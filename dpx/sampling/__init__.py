@@ -5,7 +5,7 @@ costs, and whose `take`, `batches` and `draw_ahead` read the step from the optim
 the coins and permutations; loading.py reads the user's rows and loads batches ahead. users.py makes a user the privacy
 unit, and chooses which records to keep when a record has several owners.
 
-To add one, write a frozen dataclass that extends `Sampling`, in schemes.py, or in varying.py if the size of its batches
+To add one: write a frozen dataclass that extends `Sampling`, in schemes.py, or in varying.py if the size of its batches
 is random, and add a line to `dpx/catalog.py`.
 """
 
