@@ -337,6 +337,8 @@ def test_what_is_not_billed_is_refused():
 
 
 def test_it_composes_with_other_events():
+    small, usual = (RandomAllocationDpEvent(((9.0, kind(200)), (10.0, kind(100))), 300) for kind in (np.uint8, int))
+    assert accounting.event_epsilon(small, delta=1e-5) == accounting.event_epsilon(usual, delta=1e-5)
     together = ComposedDpEvent([epoch((2.0,) * 5), epoch((2.0,) * 3, 5), GaussianDpEvent(4.0)])
     parts = [accounting.event_epsilon(event, delta=1e-6) for event in together.events]
     assert max(parts) < accounting.event_epsilon(together, delta=1e-6) < sum(parts)

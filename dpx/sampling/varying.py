@@ -6,6 +6,7 @@ puts it into one of several groups, which take turns.
 import functools
 import hashlib
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -307,8 +308,11 @@ class RandomAllocationDpEvent(DpEvent):
     event; its cost is in `dpx/accounting/allocation.py`.
     """
 
-    noise_multiplier: tuple[tuple[float, int], ...]
-    steps_per_epoch: int
+    # Small integers of numpy would wrap where they are added.
+    noise_multiplier: tuple[tuple[float, int], ...] = attrs.field(
+        converter=lambda pairs: tuple((float(multiplier), operator.index(count)) for multiplier, count in pairs)
+    )
+    steps_per_epoch: int = attrs.field(converter=operator.index)
 
 
 @names_arguments
