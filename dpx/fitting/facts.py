@@ -200,7 +200,7 @@ def _libraries() -> list[str]:
 
 def settings_of_numbers() -> dict[str, str]:
     """Settings that may affect results: environment variables, and all jax settings not known to be harmless."""
-    found = {name: " ".join(flag for flag in _flags(name) if not flag.startswith(SILENT)) for name in FLAGS}
+    found = {name: " ".join(flag for flag in _flags_in_variable(name) if not flag.startswith(SILENT)) for name in FLAGS}
     found |= {name: os.environ.get(name, "") for name in VARIABLES}
     settings = {name: re.sub("0x[0-9a-f]+", "", repr(value)) for name, value in jax.config.values.items()}
     quiet = tuple(f"jax_{name}" for name in QUIET)
@@ -208,7 +208,7 @@ def settings_of_numbers() -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
-def _flags(variable: str) -> list[str]:
+def _flags_in_variable(variable: str) -> list[str]:
     """The flags in an environment variable, or in the file that it names."""
     text = os.environ.get(variable, "").strip()
     return (text if text.startswith("-") or not Path(text).is_file() else Path(text).read_text()).split()
@@ -218,7 +218,7 @@ def autotunes_kernels() -> bool:
     """Whether XLA may choose different kernels in each process, by timing them, or add in any order: on a GPU, unless
     a flag forbids both."""
     forbidden = {"--xla_gpu_deterministic_ops", "--xla_gpu_deterministic_ops=true", "--xla_gpu_deterministic_ops=1"}
-    return jax.default_backend() in ("gpu", "cuda", "rocm") and forbidden.isdisjoint(_flags("XLA_FLAGS"))
+    return jax.default_backend() in ("gpu", "cuda", "rocm") and forbidden.isdisjoint(_flags_in_variable("XLA_FLAGS"))
 
 
 def bytes_of(array: Any) -> bytes:

@@ -1,5 +1,5 @@
-"""Walks through the equations of a traced function, including the loops, branches and functions that it calls, compares
-and evaluates them, and spreads marks that show which values depend on which inputs."""
+"""Walks through, compares and evaluates the equations of a traced function, including the loops, branches and functions
+that it calls, and spreads marks that show which values depend on which inputs."""
 
 import functools
 import operator
@@ -13,19 +13,19 @@ from jax.extend import core
 
 
 def inner_jaxprs(equation: core.JaxprEqn) -> Iterator[Any]:
-    """The jaxprs that an equation calls, closed or not: bodies of loops, branches and functions."""
+    """Yields the jaxprs that an equation calls, closed or not: bodies of loops, branches and functions."""
     for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
         if _is_jaxpr(value):
             yield value
 
 
 def inner_bodies(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
-    """The same, without the constants that they close over."""
+    """`inner_jaxprs` without the constants that they close over."""
     return (getattr(each, "jaxpr", each) for each in inner_jaxprs(equation))
 
 
 def equations(jaxpr: Any) -> Iterator[core.JaxprEqn]:
-    """All equations, each before those it calls."""
+    """Yields all equations, each before those that it calls."""
     for equation in jaxpr.eqns:
         yield equation
         for body in inner_jaxprs(equation):
@@ -33,7 +33,7 @@ def equations(jaxpr: Any) -> Iterator[core.JaxprEqn]:
 
 
 def constants(jaxpr: Any) -> Iterator[Any]:
-    """The arrays that a jaxpr and the jaxprs inside close over, which its text does not show."""
+    """Yields the arrays that a jaxpr and its inner jaxprs close over, which its text does not show."""
     yield from getattr(jaxpr, "consts", ())
     for equation in jaxpr.eqns:
         yield from (v.val for v in equation.invars if isinstance(v, core.Literal) and np.ndim(v.val))
@@ -42,8 +42,8 @@ def constants(jaxpr: Any) -> Iterator[Any]:
 
 
 def identity_of_program(jaxpr: Any) -> tuple:
-    """What a jaxpr computes, as plain values that are equal for two traces of one function. Leaves out large constants
-    (see `constants`) and the values of keys."""
+    """Returns what a jaxpr computes, as plain values that are equal for two traces of one function. Leaves out large
+    constants (see `constants`) and the values of keys."""
     jaxpr, places = getattr(jaxpr, "jaxpr", jaxpr), {}
 
     def operand(v: Any) -> Any:
@@ -57,7 +57,7 @@ def identity_of_program(jaxpr: Any) -> tuple:
 
 
 def identity_of_equation(equation: core.JaxprEqn) -> tuple:
-    """An equation as plain values, without the names of its variables and of the function that it calls."""
+    """Describes an equation by plain values, without the names of its variables and of the function that it calls."""
     types = tuple(type_of(v) for v in (*equation.invars, *equation.outvars))
     params = {name: value for name, value in equation.params.items() if name != "name"}
     return equation.primitive.name, types, _plain_value(params)
@@ -73,7 +73,7 @@ def type_of(variable: Any) -> tuple:
     )
 
 
-_name = functools.cache(str)  # of a dtype, which numpy takes long to print
+_name = functools.cache(str)  # of a dtype, which numpy is slow to print
 
 
 def _plain_value(value: Any) -> Any:
@@ -87,7 +87,7 @@ def _plain_value(value: Any) -> Any:
         )
     if isinstance(value, tuple | list):
         return tuple(map(_plain_value, value))
-    if isinstance(value, set | frozenset):  # whose order differs between processes
+    if isinstance(value, set | frozenset):  # their order differs between processes
         return tuple(sorted(map(str, value)))
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
@@ -102,7 +102,7 @@ def convolves(jaxpr: Any) -> bool:
 
 
 def inputs_read(jaxpr: Any) -> list[bool]:
-    """For every input of a jaxpr, whether an output may depend on it."""
+    """Whether an output of a jaxpr may depend on each of its inputs."""
     needed = {var for var in jaxpr.outvars if not isinstance(var, core.Literal)}
     for equation in reversed(jaxpr.eqns):
         if not needed.isdisjoint(equation.outvars):
@@ -111,7 +111,7 @@ def inputs_read(jaxpr: Any) -> list[bool]:
 
 
 def constants_and_carry_of_scan(params: dict[str, Any]) -> tuple[int, int]:
-    """How many operands of a scan are the same in all iterations, and how many one iteration hands to the next."""
+    """How many operands of a scan stay the same in all iterations, and how many are carried from one to the next."""
     if "num_consts" in params:  # up to jax 0.10
         return params["num_consts"], params["num_carry"]
     constants, carried, _ = (len(list(part)) for part in params["ft_in"].unpack())
@@ -119,7 +119,7 @@ def constants_and_carry_of_scan(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def evaluate(jaxpr: core.Jaxpr, constants, arguments, results: Callable) -> list[jax.Array]:
-    """The outputs of a jaxpr. results: (equation, operands) -> its outputs."""
+    """Evaluates a jaxpr. results: (equation, operands) -> the outputs of the equation."""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True))
 
     def read(atom):
@@ -134,10 +134,10 @@ def evaluate(jaxpr: core.Jaxpr, constants, arguments, results: Callable) -> list
 
 
 def rewritten(function: Callable, changes: Callable[[core.JaxprEqn], bool], results: Callable) -> Callable:
-    """`function` of pytrees of arrays, with other equations, also in the functions and loops that it calls.
+    """Replaces equations in `function` of pytrees of arrays, also in the functions and loops that it calls.
 
-    results: (equation, operands) -> its outputs, or None for an equation that stays. changes: whether an equation gives
-    a jaxpr that calls it another body; a body without such equations stays as it is.
+    results: (equation, operands) -> its outputs, or None to keep the equation. changes: whether an equation must be
+    changed in the jaxprs that other equations call; a jaxpr without such equations stays as it is.
     """
 
     def outputs(equation, operands):
@@ -156,7 +156,7 @@ def rewritten(function: Callable, changes: Callable[[core.JaxprEqn], bool], resu
         return made if isinstance(value, core.ClosedJaxpr) else made.jaxpr
 
     def changed(*arguments):
-        # A new function, because for the same one JAX may return an old jaxpr that closes over old values.
+        # A new function, because for the same one JAX may return an earlier jaxpr that closes over earlier values.
         closed, shapes = jax.make_jaxpr(lambda *given: function(*given), return_shape=True)(*arguments)
         made = evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(arguments), outputs)
         return jax.tree.unflatten(jax.tree.structure(shapes), made)
@@ -173,15 +173,15 @@ def _is_jaxpr(value: Any) -> bool:
     return isinstance(value, core.Jaxpr | core.ClosedJaxpr)
 
 
-Marks = Sequence[int]  # sets of bits, one for each value
+Marks = Sequence[int]  # a set of bits for each value
 Visit = Callable[[core.JaxprEqn, Marks, int], None]
 
 
 def spread_marks(jaxpr: Any, marks: Marks, visit: Visit, constants: Marks = ()) -> list[int]:
-    """The marks of the results of a jaxpr, given the `marks` of its inputs and of its `constants`.
+    """Returns the marks of the results of a jaxpr, given the `marks` of its inputs and of its `constants`.
 
     visit: called as visit(equation, marks of its inputs, control) for every equation, including inner ones, and in a
-        loop again whenever a round adds a mark. control: the marks of what decides its course, 0 if nothing.
+        loop again whenever an iteration adds a mark. control: the marks of the predicates that decide its course, or 0.
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     known = dict(zip(jaxpr.invars, marks, strict=True)) | dict(zip(jaxpr.constvars, constants, strict=False))
@@ -202,7 +202,7 @@ def join_marks(marks: Marks) -> int:
 
 
 def _marks_through(equation: core.JaxprEqn, inputs: list[int], visit: Visit) -> tuple[list[int], int]:
-    """The marks of the results of one equation, and of what decides its course."""
+    """The marks of the results of one equation, and of the predicate that controls it."""
     name, params = equation.primitive.name, equation.params
     if name == "cond":
         results = [spread_marks(branch, inputs[1:], visit) for branch in params["branches"]]
@@ -226,7 +226,7 @@ def _marks_through(equation: core.JaxprEqn, inputs: list[int], visit: Visit) -> 
 
 
 def _marks_of_loop(body: Any, constants: Marks, carried: Marks, rest: Marks, visit: Visit) -> list[int]:
-    """The marks of the results of a loop after any number of rounds."""
+    """The marks of the results of a loop after any number of iterations."""
     while True:
         outputs = spread_marks(body, [*constants, *carried, *rest], visit)
         longer = [a | b for a, b in zip(carried, outputs, strict=False)]

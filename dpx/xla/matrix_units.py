@@ -1,19 +1,20 @@
-"""How a device multiplies matrices: the numbers that its unit takes exactly, and what its additions round.
+"""How a device multiplies matrices: which operands its unit multiplies exactly, and how its additions round.
 
-A GPU's tensor core and a TPU's matrix unit multiply operands of a short format exactly, and add the products in an
-order and a rounding of their own. A bound on what an example adds to a sum needs two things of them. The norm and the
-sum must read the same numbers, so every operand is rounded once, as a function of its own example: that is a part of
-the example's gradient, like the rounding inside the model, and costs nothing. And the additions must be bounded.
+A GPU's tensor core and a TPU's matrix unit multiply operands of a short format exactly, and add the products in their
+own order, with their own rounding. To bound what an example adds to a sum, two things must hold. The norm and the sum
+must read the same values, so every operand is rounded once, as a function of its own example: this rounding is part of
+the example's gradient, like the rounding inside the model, and costs nothing. And the error of the additions must be
+bounded.
 
-THE ADDER. An instruction adds n <= k exact products to a partial sum. It aligns all to the largest exponent (a product
-has the sum of its operands'), drops what is below 2^-(23 + e) there, adds the rest exactly, and drops what is below
-2^-23 of the result. (k, e) is (8, 1) for bfloat16 on an A100 and (16, 2) on an H100 or a B200, and (4, 1) and (8, 2)
-for TF32 (Xie et al. 2025, arXiv:2511.10909, and their simulator; an H200 gives these bits). An instruction may be off
-by more than a float32 addition, but adds more. Let u = 2^-24, and M the sum of the absolute values of all terms so far,
-which bounds all numbers in an instruction.
+THE ADDER. An instruction adds n <= k exact products to a partial sum. It aligns all terms to the largest exponent (a
+product has the sum of its operands' exponents), drops what is below 2^-(23 + e) there, adds the rest exactly, and drops
+what is below 2^-23 of the result. (k, e) is (8, 1) for bfloat16 on an A100 and (16, 2) on an H100 or a B200, and (4, 1)
+and (8, 2) for TF32 (Xie et al. 2025, arXiv:2511.10909, and their simulator; an H200 gives these bits). An instruction
+may be off by more than a float32 addition, but adds more terms. Let u = 2^-24, and M the sum of the absolute values of
+all terms so far, which bounds all values in an instruction.
 
-One sum, of T products z_i, in pieces of at least k whose sums are added in float32. The number with the largest
-exponent loses nothing: a product has 22 bits or fewer, a partial sum 24. So an instruction's error is at most 2 u (1 +
+One sum of T products z_i, in pieces of at least k whose sums are added in float32. The term with the largest exponent
+loses nothing: a product has 22 bits or fewer, a partial sum 24. So an instruction's error is at most 2 u (1 +
 n 2^-e) M, and 2 u (1 + (n - 1) 2^-e) M for the first of a piece. Let C_i be the sum of these factors over the
 instruction that adds product i and all later ones. Then the sum is off by at most u sum_i C_i |z_i|; one piece is the
 worst case, because k products of another cost more than the float32 addition of their sum. Float32 additions have C_i =
@@ -22,10 +23,11 @@ the error in terms of sum |z_i|, and the root of the sum of all C_i^2 in terms o
 are less than `rounding_factor` = 1.6 times those of float32 additions: a test evaluates T up to 700, and both ratios
 tend to 2 (1 / k + 2^-e), which is at most 1.5.
 
-The same sum with one term replaced by zero. What is dropped of a number has the number's sign, so for a product, which
-is the same in both runs or missing in one, it differs by at most 2^-(23 + e) M; for the partial sum by twice that. But
-one number loses nothing, so together it is at most n + 1 times 2^-(23 + e) M, whichever number is the largest in each
-run. What is dropped of the result differs by at most 2^-23 M, as results of different signs are as far apart as both
+The same sum with one term replaced by zero. What an instruction drops from a term has the term's sign. So for a
+product, which is the same in both runs or missing in one, the dropped parts differ by at most 2^-(23 + e) M; for the
+partial sum, by twice that. But one term loses nothing, so together they differ by at most n + 1 times 2^-(23 + e) M,
+whichever term is the largest in each run. What is dropped from the result differs by at most 2^-23 M, as results of
+different signs are as far apart as both
 together. Let D_i count the instruction that adds row i and all later ones. Then all this is at most
 
     2 u c sum_i D_i |z_i|,   c = 1 + (k + 1) 2^-e,
@@ -34,12 +36,12 @@ where a float32 addition, off by u M in each run, has k = 1 and c = 1. `dpx.sums
 coordinates and orders. For blocks of up to 96 rows it is less than for float32 additions, so a tensor core needs no
 other blocks.
 
-ASSUMED. Nobody has published the adder of a TPU. dpx assumes that its unit multiplies bfloat16 numbers exactly, that
-the sum of their products is as exact as one by additions that are each off by 4 u M, and that its vector unit adds and
-multiplies float32 numbers as IEEE says, except for denormal ones. It assumes that GPUs with float32 products make them
-by fused multiply-adds, and that newer tensor cores add as exactly as an H100, or better.
+ASSUMED. Nobody has published how a TPU adds. dpx assumes that its unit multiplies bfloat16 numbers exactly, that the
+sum of their products is as exact as additions that are each off by 4 u M, and that its vector unit adds and multiplies
+float32 numbers as IEEE specifies, except for denormals. It assumes that GPUs with float32 products compute them with
+fused multiply-adds, and that newer tensor cores add as exactly as an H100, or better.
 
-Nothing is rounded where products are made in float32: on CPUs, on GPUs without TF32, and on any GPU under
+Nothing is rounded where products are computed in float32: on CPUs, on GPUs without TF32, and on any GPU under
 `jax.default_matmul_precision("highest")`, with which JAX's own products do not round either.
 """
 
@@ -55,14 +57,14 @@ FLOAT32_FRACTION = 23  # bits
 
 
 class HardwareAdder(NamedTuple):
-    """products: k, how many an instruction adds. move: c, how far it moves between two runs."""
+    """products: k, how many products an instruction adds. move: c, how far its result can move between two runs."""
 
     products: int
     move: float
 
 
 def tensor_core_adder(products: int, extra: int) -> HardwareAdder:
-    """The adder (k, e) of the proof."""
+    """The adder of the proof with these k and e."""
     return HardwareAdder(products, 1 + (products + 1) * 2.0**-extra)
 
 
@@ -71,9 +73,9 @@ FUSED = HardwareAdder(1, 1.0)  # a float32 addition of a product
 
 @dataclass(frozen=True)
 class MatrixUnit:
-    """fraction: bits of an operand's fraction. precision: how a product of such operands is asked for. adders: those
-    that it may have, because a program is compiled for a platform and not for one device. rounding_factor: how much
-    more than float32 additions those of one sum may round."""
+    """fraction: bits of an operand's fraction. precision: the JAX precision of products of such operands. adders: the
+    possible ones, because a program is compiled for a platform and not for one device. rounding_factor: how many times
+    the rounding of float32 additions one sum may have."""
 
     fraction: int
     precision: Any
@@ -82,27 +84,27 @@ class MatrixUnit:
 
     @property
     def rounds(self) -> bool:
-        """Whether operands must be rounded before it multiplies them exactly."""
+        """Whether this unit multiplies exactly only operands that were rounded before."""
         return self.fraction < FLOAT32_FRACTION
 
     def round_operand(self, x: jax.Array) -> jax.Array:
-        """`x` as float32 that this unit multiplies exactly, to the nearest: float32 (...), of any real dtype."""
+        """Rounds `x`, of any real dtype, to the nearest float32 values that this unit multiplies exactly."""
         short, x = x.dtype == jnp.bfloat16, x.astype(jnp.float32)
-        # XLA keeps a reduce_precision, but it leaves out two conversions that undo each other.
+        # XLA keeps a reduce_precision, but removes two conversions that undo each other.
         return x if short or not self.rounds else lax.reduce_precision(x, 8, self.fraction)
 
     def round_stored(self, x: jax.Array) -> jax.Array:
-        """A real array in memory: integers as they are, other numbers rounded, in the smallest dtype for them."""
+        """Returns integers as they are, and other real arrays rounded, in the smallest dtype that holds the result."""
         if not self.rounds or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == jnp.bfloat16:
             return x
         return self.round_operand(x).astype(jnp.bfloat16 if self.fraction == 7 else jnp.float32)
 
     def round_kept(self, x: jax.Array) -> jax.Array:
-        """A gradient in memory, which norm and sum read, but no product: `round_stored` if that is shorter."""
+        """A stored gradient, read by norm and sum, but by no product: `round_stored` if that saves memory."""
         return self.round_stored(x) if self.fraction == 7 else x
 
     def truncate_operand(self, x: jax.Array) -> jax.Array:
-        """`x`, float32 (...), toward 0 to a number that this unit multiplies exactly."""
+        """Truncates `x`, float32 (...), toward 0 to values that this unit multiplies exactly."""
         if not self.rounds:
             return x
         kept = np.uint32(2**32 - 2 ** (FLOAT32_FRACTION - self.fraction))
@@ -121,7 +123,7 @@ FULL, SHORT = ("highest", "float32", "F32_F32_F32"), ("bfloat16", "BF16_BF16_F32
 
 
 def matrix_unit_of(platform: str) -> MatrixUnit:
-    """What multiplies matrices on this platform, under JAX's default precision."""
+    """The unit that multiplies matrices on this platform, under JAX's default precision."""
     config: Any = jax.config
     precision = config.jax_default_matmul_precision
     if platform == "tpu":

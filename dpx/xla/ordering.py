@@ -1,9 +1,9 @@
-"""Order of computation: an array that is computed only after others, so that both need not be in memory at once, or
-only once for all its readers.
+"""Controls the order of computation: an array is computed only after others, so that both need not be in memory at
+once, or only once for all its readers.
 
 XLA orders a program by its data dependencies alone, and drops an optimization_barrier before it does. So
 `compute_after` adds a dependency: it selects between the array and zeros by a predicate that needs the other arrays.
-That predicate, `x > inf` for a float32 x, is False for every number, both infinities and NaN, so no value can change.
+That predicate, `x > inf` for a float32 x, is False for every value, both infinities and NaN, so no value can change.
 """
 
 import functools
@@ -15,21 +15,21 @@ from dpx.values import Tree
 
 
 def compute_after(first: Tree, tree: Tree) -> Tree:
-    """`tree`, unchanged, but computed only after every array of `first`."""
+    """Returns `tree` unchanged, but computed only after every array of `first`."""
     never = opaque_false(first)
     return jax.tree.map(lambda leaf: jnp.where(never, jnp.zeros_like(leaf), leaf), tree)
 
 
 def compute_after_each(made: list[Tree], array: jax.Array) -> jax.Array:
-    """`array`, computed after each of these separately, because XLA would shard arrays alike that are read together."""
+    """Computes `array` after each tree separately, because XLA would shard arrays alike that are read together."""
     return functools.reduce(lambda array, first: compute_after(first, array), made, array)
 
 
 @jax.custom_vjp
 def with_cotangent_computed_once(x: jax.Array) -> jax.Array:
-    """`x`, float (...), whose cotangent is unchanged, but computed once for all operations that read it. XLA would
-    compute a sum again for each, and keep both terms until the last one, but it does not repeat a division, which here
-    is by 1 for every number."""
+    """Returns `x`, float (...), whose cotangent is unchanged, but computed once for all operations that read it. XLA
+    would compute a sum again for each reader, and keep both terms until the last one, but it does not repeat a
+    division, which here is by 1 for every element."""
     return x
 
 
@@ -42,7 +42,7 @@ with_cotangent_computed_once.defvjp(lambda x: (x, None), _pass_cotangent_on)
 
 
 def opaque_false(tree: Tree) -> jax.Array:
-    """False, bool (). If `tree` holds a number, XLA computes this from the arrays instead of making it a constant."""
+    """False, bool (). If `tree` has an element, XLA computes this from the arrays and cannot fold it to a constant."""
     by_rank: dict[int, list[jax.Array]] = {}
     for leaf in jax.tree.leaves(tree):
         if leaf.size:

@@ -1,8 +1,8 @@
 """Where a program runs, which decides how it adds, rounds and draws: its platform, its devices, and their memory.
 
-A step may be traced for another place, such as a TPU or eight devices. What a mechanism, a release and a norm do inside
-it depends on the place, but their signatures, which users write too, do not name it. So it is part of jax's own context
-of a trace: one thread sees it, and jax keeps the traces of a jitted function for two places apart.
+A step may be traced for another place, such as a TPU or eight devices. A mechanism, a release and a norm depend on the
+place, but their signatures, which users write too, do not name it. So it is part of jax's own context of a trace: only
+one thread sees it, and jax keeps the traces of a jitted function for two places apart.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ _TRACED_FOR = jax.make_user_context(default_value=None)
 
 @dataclass(frozen=True)
 class Place:
-    """What a program is traced for.
+    """The platform, devices and memory that a program is traced for.
 
     platform: one of PLATFORMS
-    devices: int, of all processes. With several, XLA may shard every array
-    row_devices: int, over how many of them the rows of a batch are spread; None if that may be all
-    memory: bytes that microbatches may fill, or None for no limit; "own" is what `most_memory` finds
+    devices: int, in all processes. With several, XLA may shard every array
+    row_devices: int, how many of them the rows of a batch are spread over; None if it may be all
+    memory: bytes that microbatches may fill, or None for no limit; "own" means what `most_memory` finds
     """
 
     platform: str
@@ -38,12 +38,12 @@ class Place:
 
     @property
     def unit(self) -> MatrixUnit:
-        """What multiplies matrices there."""
+        """The unit that multiplies matrices there."""
         return matrix_unit_of(self.platform)
 
     @property
     def most_memory(self) -> int | None:
-        """Bytes of memory of the device that holds all examples; None if they may be on several devices, or if the
+        """Bytes of memory on the device that holds all examples; None if they may be on several devices, or if the
         program is traced for a platform other than this process's."""
         if self.memory != "own":
             return self.memory
@@ -68,14 +68,14 @@ def tracing_for_place(**changes: Any) -> contextlib.AbstractContextManager[None]
 
 
 def full_precision() -> contextlib.AbstractContextManager[None]:
-    """A context in which matrix units compute float32 products, for programs that are compared with one another: the
-    kernels of a GPU that round differ from program to program, by up to 1e-3 of a gradient."""
+    """A context in which matrix units compute float32 products, for programs that are compared with each other: GPU
+    kernels that round differ from program to program, by up to 1e-3 of a gradient."""
     return jax.default_matmul_precision("highest") if current_place().unit.rounds else contextlib.nullcontext()
 
 
 def float64(what: str) -> contextlib.AbstractContextManager[None]:
-    """`jax.enable_x64` for what must be computed in IEEE's float64. what: its name, for an error. Raises as
-    `require_ieee_float64`."""
+    """`jax.enable_x64` for computations that need IEEE's float64. what: their name, for an error message. Raises as
+    `require_ieee_float64` does."""
     require_ieee_float64(what)
     return jax.enable_x64(True)
 
@@ -83,7 +83,7 @@ def float64(what: str) -> contextlib.AbstractContextManager[None]:
 def require_ieee_float64(what: str) -> None:
     """Raises ValueError for a TPU, whose float64 is a pair of float32 numbers, for which nothing is proved.
 
-    what: the name of what needs it. The state of a mechanism asks, so that a run ends before it begins.
+    what: the name of what needs float64. A mechanism's `init` checks this, so that a run fails before its first step.
     """
     if current_place().platform == "tpu":
         raise ValueError(f"{what} must be computed in IEEE's float64, which a TPU lacks: train on a CPU or a GPU")

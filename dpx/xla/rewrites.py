@@ -1,10 +1,10 @@
-"""Traced programs in other forms that compute the same, and that XLA computes faster.
+"""Rewrites traced programs into equivalent forms that XLA computes faster.
 
 PRODUCTS of batches of small matrices, on a CPU. The gradient of a layer for one example is a sum over positions, A^T B
 with A (positions, inputs) and B (positions, outputs). XLA has a fast kernel for a batch of such products if the
 positions are the last axis of the first matrix, and otherwise a plain loop, which takes three times as long for 8
-positions of 16 numbers. It also folds a transpose that the program asks for into the product again, so one behind a
-barrier gives it the fast order.
+positions of 16 elements. It also folds an explicit transpose back into the product, so a transpose behind a barrier
+gives it the fast order.
 
 CONVOLUTIONS in loops, on a CPU. XLA has a fast convolution for one order of axes: (batch, *spatial, features) for the
 data and the result, and (*spatial, inputs, outputs) for the kernel. It transposes other convolutions, such as
@@ -33,7 +33,7 @@ from dpx.values import Tree
 from dpx.xla.jaxprs import bind_equation, constants_and_carry_of_scan, convolves, equations, evaluate, rewritten
 from dpx.xla.place import current_place
 
-FEWEST, MOST_PER_OUTPUT = 4, 32  # positions for which the fast kernel saves more than the transpose takes
+FEWEST, MOST_PER_OUTPUT = 4, 32  # numbers of positions for which the fast kernel saves more than the transpose takes
 CALLS = ("jit", "pjit")  # equations whose bodies `with_reordered_convolutions` changes too
 
 
@@ -50,13 +50,13 @@ def sum_of_outer_products(a: jax.Array, b: jax.Array, precision: Any = None, dty
 
 
 def with_fast_products(function: Callable) -> Callable:
-    """`function` of pytrees of arrays, such as the gradients of a batch under `jax.vmap`, with fast products."""
-    made: dict[int, tuple] = {}  # of a product: itself, so that no other array has its id, and how to make it again
+    """Gives `function` of pytrees of arrays, such as the gradients of a batch under `jax.vmap`, fast products."""
+    made: dict[int, tuple] = {}  # for each product: itself, so that no other array gets its id, and how to compute it
 
     def product(equation, operands, turns: int) -> list[jax.Array]:
-        """A^T B as it is, after one turn B^T A, and after two the equation again, [(..., I, O)] or [(..., O, I)]."""
+        """A^T B as it is, after one turn B^T A, and after two the original equation: [(..., I, O)] or [(..., O, I)]."""
         ((axes, others), (batch, batches)) = equation.params["dimension_numbers"]
-        if turns == 2:  # XLA has transposed the first matrix already
+        if turns == 2:  # XLA has already transposed the first matrix
             return bind_equation(equation, operands, equation.params)
         a, b = (_in_order(*of) for of in zip(operands, (batch, batches), (axes, others), strict=True))
         first, second = (a, b) if turns == 0 else (b, a)
@@ -102,13 +102,13 @@ def _adds_outer_products(equation: core.JaxprEqn) -> bool:
 
 
 def _in_order(x: jax.Array, batch: tuple[int, ...], positions: tuple[int, ...]) -> jax.Array:
-    """A matrix of a batch, whose positions may be several axes, as (..., T, its last axis)."""
+    """Reshapes a batch of matrices, whose positions may be several axes, to (..., T, last axis)."""
     x = x.transpose(*batch, *positions, x.ndim - 1)
     return x.reshape(*x.shape[: len(batch)], -1, x.shape[-1])
 
 
 def with_reordered_convolutions(closed: core.ClosedJaxpr) -> Callable:
-    """Like `jax.extend.core.jaxpr_as_fun`, but with the axes of convolutions in the fast order."""
+    """Like `jax.extend.core.jaxpr_as_fun`, but with the axes of convolutions in the order that XLA computes fast."""
 
     def results(equation, operands):
         primitive, params = equation.primitive, equation.params
@@ -122,7 +122,7 @@ def with_reordered_convolutions(closed: core.ClosedJaxpr) -> Callable:
 
 
 def _xla_convolution(data: jax.Array, kernel: jax.Array, *, dimension_numbers, **params) -> jax.Array:
-    """The convolution `lax.conv_general_dilated_p` of data and a kernel, by transposed operands."""
+    """Computes `lax.conv_general_dilated_p` of data and a kernel from transposed operands."""
     (batch, features, *spatial), (outputs, inputs, *taps), result = dimension_numbers
     order = result[0], *result[2:], result[1]
     last, middle = data.ndim - 1, tuple(range(1, data.ndim - 1))
@@ -133,7 +133,7 @@ def _xla_convolution(data: jax.Array, kernel: jax.Array, *, dimension_numbers, *
 
 
 def stacking_unfilled(function: Callable[[Tree], Tree]) -> Callable[[Tree], Tree]:
-    """`function`, whose outer scans that run backward stack into unfilled memory."""
+    """Makes the outer backward scans of `function` stack into uninitialized memory."""
 
     def results(equation, operands):
         loops = equation.primitive.name == "scan" and equation.params["reverse"] and _stacks_numbers(equation)
@@ -147,13 +147,13 @@ def _stacked(equation: core.JaxprEqn) -> list[Any]:
 
 
 def _stacks_numbers(equation: core.JaxprEqn) -> bool:
-    """Whether a scan stacks anything, and no keys."""
+    """Whether a scan stacks any results, and no keys."""
     stacked = _stacked(equation)
     return bool(stacked) and not any(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) for aval in stacked)
 
 
 def _looped(equation: core.JaxprEqn, operands: list) -> list[jax.Array]:
-    """The results of a scan that runs backward."""
+    """Runs a backward scan as a loop and returns its results."""
     body, length = core.jaxpr_as_fun(equation.params["jaxpr"]), equation.params["length"]
     constants, carried = constants_and_carry_of_scan(equation.params)
     fixed, begin, rows = operands[:constants], operands[constants:][:carried], operands[constants + carried :]

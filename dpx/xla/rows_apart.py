@@ -1,31 +1,31 @@
-"""Functions of one row that keep the rows of a batch apart under `jax.vmap`, whatever one of them holds, and a fault of
-XLA that mixes rows, which `import dpx` turns off and with which a release refuses to run.
+"""Keeps the rows of a batch apart under `jax.vmap`, whatever one of them holds. Also turns off, at `import dpx`, a
+fault of XLA that mixes rows, and refuses to release with it.
 
-The gradient of a kernel in feature groups is a convolution in *batch* groups. `jax.vmap` makes the rows of a batch more
-such groups, and XLA makes one convolution of all groups, with zeros between them, on CPUs and GPUs. Because 0 * NaN is
-NaN, one row with NaN or infinity would reach the gradients of all others, and a private sum would move by many clip
-norms. So `with_rows_apart` writes batch groups as feature groups, which XLA computes one by one
+The gradient of a kernel in feature groups is a convolution in *batch* groups. `jax.vmap` turns the rows of a batch into
+more such groups, and on CPUs and GPUs XLA computes one convolution of all groups, with zeros between them. Because 0 *
+NaN is NaN, one row with NaN or infinity would reach the gradients of all others, and a private sum would move by many
+clip norms. So `with_rows_apart` writes batch groups as feature groups, which XLA computes one by one
 (tests/test_rows_apart.py).
 
-A CPU computes feature groups one by one for floats of up to 32 bits only. It makes one convolution with zeros of those
-in float64, so `with_rows_apart` computes these row after row.
+A CPU computes feature groups one by one only for floats of up to 32 bits. In float64 it computes one convolution with
+zeros, so `with_rows_apart` computes it row after row.
 
-Some functions are one loop over all their numbers, which ends when the last of them has converged. The others go on
-and move by roundings (1.5e-6 for `lax.betainc`), so the slowest row of a batch would change all rows. `with_rows_apart`
-computes such functions row after row. No other loop needs this: `jax.vmap` stops each row of a loop in the loss by
-itself, and jax's other series (igamma and its derivatives) stop each number by itself.
+Some functions are one loop over all their elements, which ends when the last element has converged. The rest go on and
+move by roundings (1.5e-6 for `lax.betainc`), so the slowest row of a batch would change all rows. `with_rows_apart`
+computes such functions row after row. No other loop needs this: `jax.vmap` stops each row of a loop in the loss
+separately, and jax's other series (igamma and its derivatives) stop each element separately.
 
-Of rows that are sharded, XLA's partitioner (jaxlib 0.10.2) loses the gradients of kernels on all devices but the first,
-where the features are the last axis. So there, `with_rows_apart` puts them in front in convolutions whose kernels
-differ between rows. This is told apart where the rows are batched, because other convolutions need no other order.
+If rows are sharded, XLA's partitioner (jaxlib 0.10.2) loses the gradients of kernels on all devices but the first,
+where the features are the last axis. So there, `with_rows_apart` moves the features to the front in convolutions whose
+kernels differ between rows. It checks this where the rows are batched, because other convolutions need no other order.
 
 With keys of "rbg", `jax.vmap` draws the random numbers of all rows from the key of the first one, which may come from
 its example: then leaving out that example moved a sum of 8 rows by 2.3 clip norms. They are drawn row after row too.
 
-On CPUs, jaxlib 0.10.2 hands some reductions to the library YNNPACK, which reads the numbers of other rows: in the batch
-of a vmapped loss with two sums of products over up to 13 numbers, from a few thousand rows on. Then one example moves
-the gradients and norms of others, which no clip bounds (https://github.com/jax-ml/jax/issues/39103, found in release
-0.10.2 and mended before 0.12). Nothing of dpx could see it, so the reductions are kept from that library:
+On CPUs, jaxlib 0.10.2 hands some reductions to the library YNNPACK, which reads elements of other rows: in the batch of
+a vmapped loss with two sums of products over up to 13 elements, from a few thousand rows on. Then one example moves the
+gradients and norms of others, which no clip bounds (https://github.com/jax-ml/jax/issues/39103, found in release 0.10.2
+and fixed before 0.12). No check in dpx could see it, so the reductions are kept from that library:
 `XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=-reduce`, which a process must have before its first computation."""
 
 import functools
@@ -42,14 +42,14 @@ from jax.extend import core
 from dpx.xla.jaxprs import bind_equation, equations, rewritten
 from dpx.xla.place import current_place
 
-# Primitives that are one loop over all their numbers. On a TPU, XLA rotates all matrices until the last is diagonal.
+# Primitives that are one loop over all their elements. On a TPU, XLA rotates all matrices until the last is diagonal.
 ITERATES = frozenset({"regularized_incomplete_beta"})
 ITERATES_ON_TPU = ITERATES | {"eigh", "svd"}
 GROUPS_APART = ("float32", "bfloat16", "float16", "complex64")  # dtypes of convolutions whose groups XLA keeps apart
 
 
 def with_rows_apart(function: Callable) -> Callable:
-    """`function` of pytrees of arrays, whose rows stay apart under `jax.vmap`, whatever values they hold."""
+    """Keeps the rows of `function`, of pytrees of arrays, apart under `jax.vmap`, whatever values they hold."""
 
     return rewritten(function, _mixes_rows, _rewritten_apart)
 
@@ -59,7 +59,7 @@ def may_mix_rows(jaxpr: Any, *, tangents: bool = True) -> bool:
 
     def may_mix(equation):
         name = equation.primitive.name
-        if name == "conv_general_dilated" and not _is_wide_convolution(equation):
+        if name == "conv_general_dilated" and not _may_join_groups(equation):
             groups = equation.params["feature_group_count"] * equation.params["batch_group_count"]
             return groups > 1 or _rows_are_sharded()
         if name == "custom_jvp_call":  # such as jax.nn.relu: look at its own derivative
@@ -75,12 +75,12 @@ def _rows_are_sharded() -> bool:
 
 
 def iterates_together(equation: core.JaxprEqn) -> bool:
-    """Whether an equation is one loop over all numbers of its operands, until the last of them has converged."""
+    """Whether an equation is one loop over all elements of its operands, until the last of them has converged."""
     return equation.primitive.name in (ITERATES_ON_TPU if current_place().platform == "tpu" else ITERATES)
 
 
-def _is_wide_convolution(equation: core.JaxprEqn) -> bool:
-    """Whether an equation is a convolution whose groups, of feature or batch, XLA may join on a CPU."""
+def _may_join_groups(equation: core.JaxprEqn) -> bool:
+    """Whether an equation is a convolution whose groups, of features or of the batch, XLA may join on a CPU."""
     if equation.primitive.name != "conv_general_dilated":
         return False
     avals: list[Any] = [variable.aval for variable in (*equation.invars, *equation.outvars)]
@@ -89,11 +89,11 @@ def _is_wide_convolution(equation: core.JaxprEqn) -> bool:
 
 def _needs_turns(equation: core.JaxprEqn) -> bool:
     """Whether an equation must be computed row after row."""
-    return iterates_together(equation) or _is_wide_convolution(equation) or _draws_from_first_key(equation)
+    return iterates_together(equation) or _may_join_groups(equation) or _draws_from_first_key(equation)
 
 
 def _draws_from_first_key(equation: core.JaxprEqn) -> bool:
-    """Whether `jax.vmap` may draw the random numbers of all rows from one key, as of key<rbg> and key<urbg>."""
+    """Whether `jax.vmap` may draw the random numbers of all rows from one key, as for key<rbg> and key<urbg>."""
     name, types = equation.primitive.name, (str(getattr(v.aval, "dtype", "")) for v in equation.invars)
     return name == "rng_bit_generator" or (name.startswith("random_") and any("rbg" in each for each in types))
 
@@ -118,7 +118,7 @@ def _may_mix_tangents(equation: core.JaxprEqn) -> bool:
 
 
 def _rewritten_apart(equation: core.JaxprEqn, operands: list) -> list[jax.Array] | None:
-    if equation.primitive.name == "conv_general_dilated" and not _is_wide_convolution(equation):
+    if equation.primitive.name == "conv_general_dilated" and not _may_join_groups(equation):
         return [_convolution_apart(*operands, **equation.params)]
     if _needs_turns(equation):
         in_turn = jax.custom_batching.sequential_vmap(
@@ -148,7 +148,7 @@ def _convolution_apart(data: jax.Array, kernel: jax.Array, **params) -> jax.Arra
 
 
 def _features_in_front(convolve: functools.partial, data: jax.Array, kernel: jax.Array) -> jax.Array:
-    """`convolve(data, kernel)`, with the axes of batch and features before the spatial ones."""
+    """Computes `convolve(data, kernel)` with the axes of batch and features before the spatial ones."""
     of_data, of_kernel, of_result = convolve.keywords["dimension_numbers"]
     numbers = lax.ConvDimensionNumbers(*[tuple(range(data.ndim))] * 3)
     made = convolve(data.transpose(of_data), kernel.transpose(of_kernel), dimension_numbers=numbers)
@@ -181,7 +181,7 @@ def is_suspected_version(version: str = jaxlib.__version__) -> bool:
 
 
 def disable_row_mixing() -> None:
-    """Turns the fault off for this process and those that it starts, where XLA has not read its flags yet."""
+    """Turns the fault off for this process and its child processes, unless XLA has already read its flags."""
     flags = os.environ.get("XLA_FLAGS", "")
     if is_suspected_version() and FLAG not in flags and flags.strip()[:1] in ("", "-"):  # else it names a file of flags
         os.environ["XLA_FLAGS"] = f"--{FLAG}={OFF} {flags}".strip()  # first: XLA stops at a word without a dash
@@ -189,7 +189,7 @@ def disable_row_mixing() -> None:
 
 @functools.cache
 def require_rows_apart() -> None:
-    """Raises ValueError if XLA mixes rows on the CPU of this process."""
+    """Raises ValueError if XLA mixes rows on this process's CPU."""
     if is_suspected_version() and jax.default_backend() == "cpu" and has_row_mixing_fault():
         raise ValueError(
             f"jaxlib {jaxlib.__version__} mixes the rows of a batch on this CPU, so one example would move others "
@@ -199,7 +199,7 @@ def require_rows_apart() -> None:
 
 
 def has_row_mixing_fault() -> bool:
-    """Whether a row of two sums sees another row, in the least program that is known to have the fault."""
+    """Whether one row's sums read another row, in the smallest program that is known to trigger the fault."""
 
     def sums(b, k, u, v):
         return (u[None] * b).sum(1) + (v[None] * k).sum((1, 2))
@@ -207,5 +207,5 @@ def has_row_mixing_fault() -> bool:
     shapes = (ROWS, NUMBERS), (ROWS, 4, NUMBERS), (NUMBERS,), (4, NUMBERS)
     b, k, u, v = (np.ones(shape, np.float32) for shape in shapes)
     b[1:], k[:] = 0, 0
-    compiled = jax.jit(sums).lower(b, k, u, v).compile()  # a call could be traced into the step around it
+    compiled = jax.jit(sums).lower(b, k, u, v).compile()  # calling it could trace it into the surrounding step
     return bool(np.asarray(compiled(b, k, u, v))[1:].any())
