@@ -1,10 +1,10 @@
-"""The clipped sum of the rows of a batch, with at most one microbatch of them in memory at a time: as many examples as
-fit, and on a CPU as fit in its cache, because a step over the whole batch writes fresh memory, which the kernel must
-zero and the cache cannot hold.
+"""The clipped sum of a batch's rows, with at most one microbatch in memory at a time: as many examples as fit, and on a
+CPU as many as fit in its cache, because a step over the whole batch writes fresh memory, which the kernel must zero and
+the cache cannot hold.
 
-With `jax.checkpoint`, one backward pass keeps the inputs and cotangents of all layers. Two passes keep none, and take
-1.4 times as long, while microbatches take hardly longer than the whole batch (benchmarks/scans.py). So there are two
-where not even one example would fit.
+With `jax.checkpoint`, one backward pass keeps the inputs and cotangents of all layers. Two passes keep none, but take
+1.4 times as long, while microbatches take hardly longer than the whole batch (benchmarks/scans.py). So two passes are
+used only where not even one example would fit.
 """
 
 import contextlib
@@ -38,27 +38,27 @@ from dpx.xla.rows_apart import may_mix_rows, with_rows_apart
 
 # For one CPU core. benchmarks/step.py times the steps, benchmarks/memory.py measures their memory.
 CACHE_BYTES = 2**25  # bytes that the examples of one microbatch may fill
-WHOLE_BATCH = 4  # times these bytes: below, one pass is about as fast as a loop, and compiles faster
-EQUATION_NUMBERS_PER_WRITE = 4  # XLA fuses equations, so it writes about one in four numbers that they define
+WHOLE_BATCH = 4  # times CACHE_BYTES: below this, one pass is about as fast as a loop, and compiles faster
+EQUATION_NUMBERS_PER_WRITE = 4  # XLA fuses equations, so it writes about one in four of the elements that they define
 EXAMPLE_BYTES_PER_SUM_BYTE = 12  # at least, in a microbatch, because every microbatch reads and writes all sums
 
-# The same for a loss with convolutions, which are fastest on few examples, because they copy their operands.
+# The same limits for a loss with convolutions, which are fastest on few examples, because they copy their operands.
 CONVOLUTION_BYTES = 2**21
 CONVOLUTION_BYTES_PER_SUM_BYTE = 4
 CONVOLUTION_EXAMPLES = 8  # at least; with fewer, convolutions are slower
 
 
-Plan = ghost.GhostPlan | ghost.ForwardPlan | str  # a reason for per-example gradients
+Plan = ghost.GhostPlan | ghost.ForwardPlan | str  # a string is the reason for per-example gradients
 
 
 class ForwardCost(NamedTuple):
-    """Counts in the equations of the loss of one example, which predict its memory and time.
+    """Properties of the equations of one example's loss, which predict its memory and time.
 
-    numbers: int, how many numbers the equations define. convolves: bool, whether one of them is a convolution
-    stored: int, the same numbers, but of the bodies of `jax.checkpoint`, which are computed again, the largest alone
+    numbers: int, how many elements the equations define. convolves: bool, whether one of them is a convolution
+    stored: int, as `numbers`, but of the bodies of `jax.checkpoint`, which are computed again, only the largest counts
     loops: bool, True if `with_reordered_convolutions` finds all convolutions, so that none is slow in a loop on a CPU
     mixes: bool, True if rows need `xla.rows_apart.with_rows_apart`
-    multiplies: bool, True if the gradients may be faster by `xla.rewrites.with_fast_products` on a CPU
+    multiplies: bool, True if `xla.rewrites.with_fast_products` may speed up the gradients on a CPU
     """
 
     numbers: int
@@ -81,8 +81,8 @@ def forward_cost(jaxpr: core.Jaxpr) -> ForwardCost:
 
 
 class Microbatches(NamedTuple):
-    """How many examples one microbatch holds, and in how many backward passes, with the reasons in words; "" for the
-    whole batch, and for the number of passes that was asked for or is usual."""
+    """How many examples one microbatch holds, and how many backward passes it takes, each with its reason in words; ""
+    for the whole batch, and for a number of passes that was requested or is usual."""
 
     size: int
     reason: str = ""
@@ -91,14 +91,14 @@ class Microbatches(NamedTuple):
 
     @property
     def words(self) -> tuple[str, str]:
-        """Both choices, for `ghost.explain`; "" for those without a reason."""
+        """Both reasons, for `ghost.explain`; "" where there is none."""
         at_once = self.reason and f"microbatches of {self.size} examples: {self.reason}"
         return at_once, self.why and f"two backward passes: {self.why}"
 
 
 def require_platform(platform: str | None) -> str:
-    """The platform that a program is compiled for, by default that of `current_place()`. Raises ValueError unless it is
-    one of PLATFORMS."""
+    """Returns the platform that a program is compiled for, by default that of `current_place()`. Raises ValueError
+    unless it is one of PLATFORMS."""
     if platform is not None and platform not in PLATFORMS:
         raise ValueError(f"platform must be one of {', '.join(PLATFORMS)}, or None, got {described(platform)}")
     return platform or current_place().platform
@@ -114,10 +114,10 @@ def choose_microbatches(
     microbatch_size: int | None = None,
     backward_passes: int | None = None,
 ) -> Microbatches:
-    """How many of the `size` examples of a batch one microbatch holds, and in how many passes, unless both are given.
+    """Chooses how many of a batch's `size` examples one microbatch holds, and how many passes it takes, unless given.
 
-    All, unless they do not fit in half of the device's memory, or fewer are known to be faster. More are faster on an
-    accelerator, on several devices, and for convolutions that are slow in a loop on a CPU.
+    Takes all examples, unless they do not fit in half of the device's memory, or fewer are known to be faster. More are
+    faster on an accelerator, on several devices, and for convolutions that are slow in a loop on a CPU.
     """
     written = _written_bytes(cost, plan, params)
     one, two = _held_bytes(written, plan)
@@ -139,7 +139,7 @@ def choose_microbatches(
 
 
 def _written_bytes(cost: ForwardCost, plan: Plan, params: Tree) -> tuple[int, int]:
-    """The bytes that the equations of one example write, with its gradients that are kept, for one pass and for two."""
+    """The bytes that one example's equations write, plus its stored gradients, for one pass and for two."""
     leaves = jax.tree.leaves(params)
     kept = {n for n in range(len(leaves)) if isinstance(plan, str) or plan.keeps_gradients(n)}
     nowhere, all_layers = ghost.leaves_kept_nowhere(plan) if isinstance(plan, ghost.GhostPlan) else (set(), False)
@@ -150,7 +150,7 @@ def _written_bytes(cost: ForwardCost, plan: Plan, params: Tree) -> tuple[int, in
 
 def _held_bytes(written: tuple[int, int], plan: Plan) -> tuple[int, int]:
     """The bytes that a step holds for each example, with one backward pass and with two: what it writes, or what it
-    keeps of layers, if that is more. In a scan, hardly any of that is fused away."""
+    keeps of layers, if that is more. XLA fuses hardly any of a scan's arrays away."""
     if not isinstance(plan, ghost.GhostPlan):
         return written
     without = frozenset(), ghost.leaves_kept_nowhere(plan)[0]
@@ -159,7 +159,7 @@ def _held_bytes(written: tuple[int, int], plan: Plan) -> tuple[int, int]:
 
 
 def _size_for_cache(cost: ForwardCost, example_bytes: int, params: Tree, size: int, place: Place) -> int:
-    """How many of the `size` examples are fastest at once on a CPU, whose cache is small; elsewhere all."""
+    """How many of the `size` examples a CPU, whose cache is small, computes fastest at once; elsewhere all of them."""
     if place.platform != "cpu" or place.devices > 1 or not cost.loops:
         return size
     sum_bytes = 4 * sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -174,14 +174,14 @@ def _size_for_cache(cost: ForwardCost, example_bytes: int, params: Tree, size: i
 
 
 def _size_without_rest(largest: int, size: int) -> int:
-    """At most `largest` of `size` examples, if possible without a rest, which would be compiled separately."""
+    """At most `largest` of `size` examples, preferably a divisor, because a remainder would be compiled separately."""
     without_rest = [n for n in range(math.ceil(largest / 2), largest + 1) if size % n == 0]
     return max(without_rest, default=math.ceil(size / math.ceil(size / largest)))
 
 
 def _count_intermediate_numbers(jaxpr, again: tuple[str, ...] = ()) -> tuple[int, int]:
-    """How many numbers the equations define, without the bodies of those whose name is in `again`, and how many the
-    largest of these defines. The body of a loop counts once for each iteration."""
+    """How many elements the equations define, except in the bodies of those whose name is in `again`; and how many the
+    largest of these bodies defines. The body of a loop counts once for each iteration."""
     total = largest = 0
     for equation in jaxpr.eqns:
         found = [_count_intermediate_numbers(body, again) for body in inner_bodies(equation)]
@@ -194,7 +194,7 @@ def _count_intermediate_numbers(jaxpr, again: tuple[str, ...] = ()) -> tuple[int
 
 
 def hides_convolutions(jaxpr: core.Jaxpr) -> bool:
-    """Whether it holds a convolution out of reach: in a loop, a branch, or under `jax.checkpoint`."""
+    """Whether a jaxpr holds a convolution out of reach: in a loop, a branch, or under `jax.checkpoint`."""
 
     def holds_convolution(equation):
         inside = hides_convolutions if equation.primitive.name in CALLS else convolves
@@ -208,15 +208,15 @@ Norms = Literal["auto", "ghost", "vmap"]
 
 @dataclass(frozen=True, eq=False)
 class RowSum:
-    """`(params, state, rows, included) -> (sums, (losses, norms, aux))`, the clipped sum of the rows of a batch.
+    """Computes `(params, state, rows, included) -> (sums, (losses, norms, aux))`, the clipped sum of a batch's rows.
 
     of_row: (params, row) -> (value, aux), the loss of one example or the update of one unit; see
-    `one_example.function_of_row`.
-    optimizer: the mechanism that bounds the rows; one sum for each of its factors.
+        `one_example.function_of_row`.
+    optimizer: the mechanism that bounds the rows; there is one sum for each of its factors.
     norms, backward_passes: as in `private_updates`; norms is "update" if `of_row` returns an update and not a loss.
-    microbatch_size: int, how many rows are in memory at once. It and `backward_passes` are None for a choice by cost.
-    platform: what the program is compiled for. devices: how many the rows are spread over; None if not known.
-    inspect_loss: gets the closed jaxpr of a loss, the parameters and the shapes of one row, when a step is traced.
+    microbatch_size: int, how many rows are in memory at once. If this or `backward_passes` is None, the cost decides.
+    platform: what the program is compiled for. devices: how many the rows are spread over; None if unknown.
+    inspect_loss: called at tracing with the closed jaxpr of a loss, the parameters and the shapes of one row.
     """
 
     of_row: Callable
@@ -234,7 +234,7 @@ class RowSum:
             require_whole("microbatch_size", self.microbatch_size)
 
     def __call__(self, params: Tree, state: Tree, rows: tuple, included: jax.Array) -> tuple[tuple, tuple]:
-        """The sums, and the losses, norms and aux of every row. rows: of `rows_with_keys`. included: bool (B,)."""
+        """Returns the sums, and every row's loss, norms and aux. rows: from `rows_with_keys`. included: bool (B,)."""
         if axes := axes_that_vary(jax.tree.leaves(rows)):  # otherwise jax.grad sums over the devices of a shard_map
             params = jax.tree.map(lambda x: jax.lax.pcast(x, (*axes - axes_that_vary([x]),), to="varying"), params)
         with self.placed():
@@ -257,7 +257,7 @@ class RowSum:
         return adding_note("update" if self.norms == "update" else "loss", lambda: row()[0])
 
     def plan(self, params: Tree, state: Tree, rows: tuple) -> tuple[Plan, ForwardCost]:
-        """How the norms are computed, or why only by per-example gradients; and a row's cost. All may be shapes."""
+        """How to compute the norms, or why only per-example gradients can; and a row's cost. Shapes are enough."""
         row = shapes_of_row(rows)
         called = "update" if self.norms == "update" else "loss"
         with refusing_function_of_record(called, self.of_row, params, row), self.with_note_on_errors(lambda: row):
@@ -274,7 +274,7 @@ class RowSum:
         return ghost.make_ghost_plan(traced, self.optimizer, params, state, force=self.norms == "ghost"), cost
 
     def microbatches_for(self, plan: Plan, cost: ForwardCost, params: Tree, size: int) -> Microbatches:
-        """What of `size` rows is in memory at once, at the place of the program."""
+        """Chooses which of `size` rows are in memory at once, at the place of the program."""
         given = {"microbatch_size": self.microbatch_size, "backward_passes": self.backward_passes}
         return choose_microbatches(cost, plan, params, size, current_place(), **given)
 
@@ -297,13 +297,13 @@ class RowSum:
         return sums, (losses, norms, aux)
 
     def derivatives(self, state: Tree) -> Callable[[Tree, tuple], tuple[tuple[Tree, Tree], Tree]]:
-        """As `gradient`, but its second result is the encoded gradient, in the coordinates of this state."""
+        """Like `gradient`, but its second result is the encoded gradient, in the coordinates of this state."""
         forward = self.optimizer.forward
         assert forward is not None  # see `plan`
         return lambda params, row: forward(lambda params: self.of_row(params, row), params, state)
 
     def gradient(self, params: Tree, row: tuple) -> tuple[tuple[Tree, Tree], Tree]:
-        """((loss, aux), gradient) of one row; ((None, aux), update) if it has its own update."""
+        """Returns ((loss, aux), gradient) for one row; ((None, aux), update) if the row computes its own update."""
         if self.norms == "update":
             update, aux = self.of_row(params, row)
             return (None, aux), update
@@ -321,7 +321,7 @@ def sum_gradients(
     sharding: Any = None,
     backward_passes: int | None = None,
 ) -> RowSum:
-    """The clipped sum of the gradients of a loss of one example. The arguments are as in `private_updates`."""
+    """Builds the clipped sum of the gradients of a per-example loss. The arguments are as in `private_updates`."""
     if norms not in ("auto", "ghost", "vmap"):
         raise ValueError(f'norms must be "auto", "ghost" or "vmap", got {described(norms)}')
     if backward_passes not in (None, 1, 2) or (backward_passes == 2 and norms == "vmap"):
@@ -337,7 +337,7 @@ def with_inspector(step: Any, inspect_loss: Callable[[Any, Tree, tuple], None]) 
 
 
 def _require_like(params: Tree, made: Tree):
-    """Raises ValueError unless the update of one unit is real, with the structure and shapes of the parameters."""
+    """Raises ValueError unless one unit's update is real, with the structure and shapes of the parameters."""
     require_real(made)
     expected, found = [jax.tree.map(lambda leaf: jax.numpy.shape(leaf), tree) for tree in (params, made)]
     if expected != found or jax.tree.structure(params) != jax.tree.structure(made):
@@ -345,7 +345,7 @@ def _require_like(params: Tree, made: Tree):
 
 
 def count_row_shards(sharding: Any) -> int | None:
-    """How many devices a sharding spreads axis 0 over; None for None. Raises ValueError for another type."""
+    """The number of devices that a sharding spreads axis 0 over; None for None. Raises ValueError for another type."""
     if sharding is None:
         return None
     if not isinstance(sharding, jax.sharding.Sharding):

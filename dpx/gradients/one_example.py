@@ -1,4 +1,4 @@
-"""The rows of a batch as a function of one example sees them: the example, and its own key if the function wants one.
+"""Rows of a batch as a per-example function sees them: the example, and its own key if the function wants one.
 
 A key comes from the "example" stream of the mechanism's key, with the step and the row's position in the batch folded
 in. So microbatches, chunks of a batch and devices do not change it.
@@ -40,13 +40,13 @@ LABELS = "Labels must be integers: labels.astype(int)"
 def rows_with_keys(
     mechanism: Mechanism, state: Tree, examples: Tree, *, with_key: bool, first: jax.Array | int = 0
 ) -> tuple:
-    """(examples,), or (examples, keys) with one PRNG key for each of the B examples, (B,). first: int (), the position
-    of the first row in the whole batch, if the examples are a chunk of it. Raises ValueError for a state that is not a
-    mechanism's."""
+    """Returns (examples,), or (examples, keys) with one PRNG key for each of the B examples, (B,). first: int (), the
+    position of the first row in the whole batch, if the examples are a chunk. Refuses a state that no mechanism
+    made."""
     size, step = batch_size(examples), find_state(state, ReleaseState, "mechanism's state").step
     if not with_key:
         return (examples,)
-    # Anyone may know what the loss draws, because an example's contribution is bounded whatever these numbers are.
+    # Anyone may know what the loss draws, because an example's contribution is bounded whatever the loss draws.
     key = keys.public_key(keys.stream(mechanism.key, "example", step))
     positions = jnp.arange(size, dtype=jnp.uint32) + jnp.asarray(first).astype(jnp.uint32)
     return examples, jax.vmap(jax.random.fold_in, (None, 0))(key, positions)
@@ -58,7 +58,7 @@ def shapes_of_row(rows: tuple) -> tuple:
 
 
 def example_in_words(example: Tree) -> str:
-    """The shapes and dtypes of one example in words, for a note on an error of the user's function."""
+    """Describes the shapes and dtypes of one example, for a note on an error in the user's function."""
     leaves = jax.tree_util.tree_leaves_with_path(example)
     shapes = [f"{path_of(path)} {leaf.dtype}{list(leaf.shape)}".strip() for path, leaf in leaves]
     words = ", ".join(shapes[:MOST_SHAPES]) + ", ..." * (len(shapes) > MOST_SHAPES)
@@ -73,7 +73,7 @@ def may_be_user(example: Tree) -> bool:
 
 @contextlib.contextmanager
 def refusing_function_of_record(called: str, of_row: Callable, params: Tree, row: tuple) -> Iterator[None]:
-    """Raises ValueError in place of an error of the function if that takes a record and `row` has those of a user."""
+    """Replaces an error of the function by a ValueError, if the function takes a record and `row` holds a user's."""
     try:
         yield
     except Exception as error:
@@ -92,8 +92,8 @@ def refusing_function_of_record(called: str, of_row: Callable, params: Tree, row
 
 
 def function_of_row(function: Callable, *, has_aux: bool) -> Callable[..., tuple[Tree, Tree]]:
-    """`function(params, example)`, or (params, example, key), as (params, row) -> (result, aux); aux None without.
-    Raises ValueError if it is not a function; and when it is traced, if `has_aux` and the result is not a pair."""
+    """Turns `function(params, example)` or (params, example, key) into (params, row) -> (result, aux); aux may be None.
+    Raises ValueError if it is not a function, and at tracing if `has_aux` is True and the result is not a pair."""
     if not callable(function):
         raise ValueError(f"the loss or the update must be a function of (params, example), got {described(function)}")
 
@@ -109,7 +109,7 @@ def function_of_row(function: Callable, *, has_aux: bool) -> Callable[..., tuple
 
 
 def value_and_gradient(function: Callable, *, has_aux: bool = False) -> Callable:
-    """`jax.value_and_grad`, with a float32 gradient of 0 for integers, which only frozen parameters may be."""
+    """`jax.value_and_grad`, but with a float32 gradient of 0 for integers, which only frozen parameters may be."""
     both = jax.value_and_grad(function, has_aux=has_aux, allow_int=True)
 
     def with_zeros(params, *arguments):
@@ -121,7 +121,7 @@ def value_and_gradient(function: Callable, *, has_aux: bool = False) -> Callable
 
 @contextlib.contextmanager
 def adding_note(called: str, example: Callable[[], Tree]) -> Iterator[None]:
-    """Adds to an error of the user's function, as it was `called`, the shapes of an `example` and the likely cause."""
+    """Adds to an error of the user's function, called `called`, the shapes of an `example` and the likely cause."""
     try:
         yield
     except Exception as error:
@@ -132,7 +132,7 @@ def adding_note(called: str, example: Callable[[], Tree]) -> Iterator[None]:
 
 
 def updates_batch_norm(error: Exception) -> bool:
-    """Whether Flax refuses to change the running averages of a BatchNorm: those of nnx, or of Linen."""
+    """Whether Flax (nnx or Linen) refuses to change the running averages of a BatchNorm."""
     return any(word in str(error) for word in ("BatchStat", "batch_stats"))
 
 
@@ -149,7 +149,7 @@ def _likely_cause(error: Exception, example: Tree) -> str:
 
 def warn_of_constants(closed: Any, params: Tree, row: tuple) -> None:
     """Warns if the loss closes over large arrays, because the program of a step would hold them as constants. closed:
-    the closed jaxpr of the loss, where arguments of an outer `jax.jit` are no constants."""
+    the closed jaxpr of the loss, in which arguments of an outer `jax.jit` are not constants."""
     del params, row
     found = [array for array in jaxprs.constants(closed) if not isinstance(array, jax.core.Tracer)]
     size = sum(getattr(array, "nbytes", 0) for array in found)

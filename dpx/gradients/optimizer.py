@@ -1,4 +1,4 @@
-"""The optax transforms behind a mechanism. They never see frozen parameters, because weight decay would move them."""
+"""Optax transforms after a mechanism. They never see frozen parameters, because weight decay would move them."""
 
 from typing import Any, NamedTuple, NoReturn
 
@@ -13,16 +13,16 @@ HOLDING = ("MultiStepsState", "ApplyEvery")  # states of optax transforms that h
 
 
 class ChainState(NamedTuple):
-    """inner: state of the mechanism. transforms: state of the optax transforms behind it."""
+    """inner: the state of the mechanism. transforms: the state of the optax transforms after it."""
 
     inner: Tree
     transforms: Tree
 
 
 def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Mechanism:
-    """`optax.chain(mechanism, *transforms)`, but as a Mechanism, which `private_updates` needs.
+    """Composes as `optax.chain(mechanism, *transforms)` does, but into a Mechanism, which `private_updates` needs.
 
-    The transforms see the released gradient only, so any optax optimizer, decay or momentum costs no privacy. They do
+    The transforms see only the released gradient, so any optax optimizer, decay or momentum costs no privacy. They do
     not see parameters whose gradient the mechanism drops at every step (`coordinates.trainable`), so weight decay does
     not move these. Masks that change (`random_freeze`) stop the gradients of a step, but neither decay nor momentum.
     Raises ValueError unless `mechanism` is a Mechanism and no transform is one; without transforms; inside coordinates;
@@ -38,7 +38,7 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
     _try_transform(after)
 
     def on_trained(params):
-        """The transforms on the trained parameters. Others get the released gradient, which is zero."""
+        """Applies the transforms to the trained parameters. The rest get the released gradient, which is zero."""
         flags = guards.trained_mask(mechanism, params)
         return after if all(jax.tree.leaves(flags)) else optax.masked(after, lambda _: flags)
 
@@ -67,7 +67,7 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
 
 
 def require_transforms(transforms: tuple[Any, ...]):
-    """Raises ValueError if there are none, or they hold a mechanism, coordinates, or anything else."""
+    """Raises ValueError if there are no transforms, or if one is a mechanism, coordinates, or anything else."""
     if not transforms:
         raise ValueError(
             "transforms must be optax transforms, such as optax.sgd(0.1), got none: a mechanism alone returns "
@@ -84,7 +84,7 @@ def require_transforms(transforms: tuple[Any, ...]):
 
 
 def _require_no_held_updates(state: Tree) -> Tree:
-    """`state`. Raises ValueError if its transforms hold updates back."""
+    """Returns `state`. Raises ValueError if its transforms hold updates back."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node).__name__ in HOLDING)
     if any(type(node).__name__ in HOLDING for node in nodes):
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Private gradients of a loss, and private updates of any function of the data of one unit, in one call or in chunks.
+"""Private gradients of a loss, and private updates from any function of one unit's data, in one call or in chunks.
 
-A batch that does not fit into memory comes in chunks, which are added one by one, then released once. Their sums add up
-to the clipped sum of the batch. So one example moves it by at most C, the noise is added once, and the cost is that of
-one step.
+A batch that does not fit into memory comes in chunks, which are added one by one and released once. Their sums add up
+to the clipped sum of the batch. So one example moves it by at most C, noise is added once, and the cost is that of one
+step.
 """
 
 import functools
@@ -35,19 +35,19 @@ from dpx.values import (
 )
 from dpx.xla.jaxprs import identity_of_program, inputs_read
 
-_ROUNDING = 1e-6  # relative, of a schedule compiled in two programs
+_ROUNDING = 1e-6  # relative error of a schedule compiled in two programs
 
 
 class Unreleased(NamedTuple):
     """Values of each example, with the B examples on axis 0. NOT private: for debugging and tuning only.
 
-    They are as sensitive as the data. Rows that are not included have values too. A jitted program skips unused ones.
+    They are as sensitive as the data. Excluded rows have values too. A jitted program skips unused ones.
 
     losses: (B,), in the loss's dtype. None for `private_updates_from`, which has no loss.
-    norms:  float32 (B,), the norms of the encoded gradients before the clip; a tree of them for a mechanism with one
+    norms:  float32 (B,), the norms of the encoded gradients before clipping; a tree of them for a mechanism with one
             norm for each group. To tune a clip norm, look at the share of clipped examples,
             `(unreleased.norms > clip_norm)[batch.included].mean()`.
-    aux:    with `has_aux=True`, what the function of one example returns second, (B, ...) in each leaf; otherwise None.
+    aux:    with `has_aux=True`, the second result of the per-example function, (B, ...) in each leaf; otherwise None.
     """
 
     losses: Tree
@@ -60,7 +60,7 @@ class Unreleased(NamedTuple):
 class PrivateUpdates(NamedTuple):
     """The result of one private step.
 
-    updates: private, like the parameters, in their dtypes. state: the mechanism's next state.
+    updates: private, shaped like the parameters, in their dtypes. state: the mechanism's next state.
     unreleased: losses, norms and aux of the examples. NOT private.
     """
 
@@ -73,7 +73,7 @@ class PrivateUpdates(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PrivateStep:
-    """`(params, batch, state) -> PrivateUpdates`. row_sum: the clipped sum of the rows of a batch."""
+    """Computes `(params, batch, state) -> PrivateUpdates`. row_sum: the clipped sum of the rows of a batch."""
 
     row_sum: RowSum = field(repr=False)
     optimizer: Mechanism
@@ -90,7 +90,7 @@ class PrivateStep:
         included = included_rows(batch_size(examples), included, self.optimizer.sampling)
         rows = rows_with_keys(self.optimizer, state, examples, with_key=self.with_key)
         sums, of_each = self.row_sum(params, state, rows, included)
-        with self.row_sum.placed():  # which decides how noise is drawn
+        with self.row_sum.placed():  # this decides how noise is drawn
             updates, state = self.optimizer.release_once(sums, state, params, jnp.sum(included), drawn)
         return PrivateUpdates(updates, state, Unreleased(*of_each))
 
@@ -113,28 +113,27 @@ def private_updates(
 ) -> PrivateStep:
     """Builds `fn(params, batch, state) -> PrivateUpdates`, the private gradient of `loss(params, example)`.
 
-    loss: returns one real number, (), for one example, which has no batch axis.
+    loss: returns a real scalar for one example, which has no batch axis.
     optimizer: a `dpx.Mechanism`. If `dpx.chain` built it, the updates come from the optax transforms.
     microbatch_size: int, how many examples are in memory at once. None: all, but fewer if a batch would not fit in half
-        of the device's memory, or if that is faster on a CPU. It decides the rounding, so set it if your own loop may
+        of the device's memory, or if that is faster on a CPU. It affects rounding, so set it if your own loop may
         continue with more or less memory. Microbatches run in a loop; on a CPU, up to 64 are unrolled if the loss has
         convolutions in a loop or under `jax.checkpoint`.
     norms: how the per-example norms are computed. "vmap": from the gradient of every example. "ghost": without it,
         for every parameter where that is possible. "auto": the cheaper of the two for each parameter, estimated from
         shapes. `dpx.explain_norms` prints the choice.
-    with_key: the loss is `loss(params, example, key)`. Every row of a batch has its own PRNG key, (), from the
+    with_key: the loss is `loss(params, example, key)`. Every row of a batch gets its own scalar PRNG key, from the
         "example" stream of the mechanism's key, the step and its position; microbatches and devices do not change it.
-    has_aux: the loss returns (value, aux), aux any pytree of arrays; `unreleased.aux` has it for every example.
-    platform: "cpu", "cuda", "rocm" or "tpu", if the program is compiled for another one than JAX's default backend, as
-        in `jax.export`. The number of microbatches and their loop depend on it, the result does not.
-    sharding: how the batches are sharded, as for `sampling.batches`. Give it if a mesh has more axes than the one of
-        the examples (tensor parallel): without it, all devices are assumed to share the examples, and a step takes more
+    has_aux: the loss returns (value, aux), aux any pytree of arrays; `unreleased.aux` holds it for every example.
+    platform: "cpu", "cuda", "rocm" or "tpu", if the program is compiled for a platform other than JAX's default
+        backend, as in `jax.export`. The number of microbatches and their loop depend on it, the result does not.
+    sharding: how the batches are sharded, as for `sampling.batches`. Give it if a mesh has more axes than that of the
+        examples (tensor parallel): without it, dpx assumes that all devices share the examples, and a step takes more
         memory. The result is the same up to float32 rounding.
-    backward_passes: int, 1 or 2. One keeps the inputs and the cotangents of all layers until the norms are known. With
-        two, the second pass computes those in scans or under `jax.checkpoint` again, so that they are never all in
-        memory, as in a step without privacy. It takes about 1.5 times as long (docs/devices.md). None: two if one pass
-        over one example, or over `microbatch_size` of them, would not fit in half of the device's memory. It decides
-        the rounding too.
+    backward_passes: int, 1 or 2. One pass keeps the inputs and cotangents of all layers until the norms are known. With
+        two, the second pass recomputes those in scans or under `jax.checkpoint`, so that they are never all in memory,
+        as in a step without privacy. It takes about 1.5 times as long (docs/devices.md). None: two if one pass over one
+        example, or over `microbatch_size` of them, would not fit in half of the device's memory. It affects rounding.
 
     params: a pytree of real arrays. batch: a `dpx.Batch` with the B examples on axis 0, which may be sharded. state:
     from `optimizer.init(params)`. The updates equal `optimizer.update` on stacked per-example gradients, up to float32
@@ -143,8 +142,8 @@ def private_updates(
     check_vma=True, only "vmap" works.
 
     Raises ValueError for another type of optimizer, another `norms` or `platform`, a `microbatch_size` below 1, or two
-    backward passes with norms="vmap". `fn` raises it if the batch is not a `dpx.Batch` or does not fit the sampling,
-    and for complex parameters, Flax modules or batch statistics among the parameters.
+    backward passes with norms="vmap". `fn` raises ValueError if the batch is not a `dpx.Batch` or does not fit the
+    sampling, and if the parameters contain complex numbers, Flax modules or batch statistics.
     Ghost norms: https://arxiv.org/abs/1510.01799, https://arxiv.org/abs/2110.05679, https://arxiv.org/abs/2210.00038.
 
         >>> step = jax.jit(dpx.private_updates(loss, optimizer))
@@ -172,17 +171,17 @@ def private_updates_from(
 ) -> PrivateStep:
     """Builds `fn(params, batch, state) -> PrivateUpdates` from `update_of_unit(params, unit)`, the update of one unit.
 
-    A unit is what the sampling draws and epsilon protects, for example all data of one user. Its update is bounded as a
-    gradient is, whether it comes from some local steps or is the mean gradient of the user's data. `private_updates` is
-    the special case of a gradient.
+    A unit is what the sampling draws and epsilon protects, for example all data of one user. Its update is bounded like
+    a gradient, whether it comes from several local steps or is the mean gradient of the user's data. `private_updates`
+    is the special case of a gradient.
 
-    update_of_unit: returns a pytree like `params`. The result goes to `optax.apply_updates`, and an optimizer of
-        `dpx.chain` descends along it. So return the direction of a gradient: the old parameters minus the new.
+    update_of_unit: returns a pytree like `params`. The result goes to `optax.apply_updates`, and an optimizer built by
+        `dpx.chain` descends along it. So return the direction of a gradient: the old parameters minus the new ones.
     microbatch_size: int, how many units are in memory at once. None: all, or fewer if they do not fit.
-    with_key: `update_of_unit` is (params, unit, key), with a PRNG key for each unit, (). has_aux: it returns (update,
-        aux). optimizer, platform, sharding: as for `private_updates`.
-    batch: a `dpx.Batch` with the units on axis 0. A unit is a pytree of arrays. If units have different numbers of
-        examples, pad them, and put your own mask into the unit. `unreleased.losses` is None.
+    with_key: the function is `update_of_unit(params, unit, key)`, with a scalar PRNG key for each unit. has_aux: it
+        returns (update, aux). optimizer, platform, sharding: as for `private_updates`.
+    batch: a `dpx.Batch` with the units on axis 0. A unit is a pytree of arrays. If units differ in how many examples
+        they have, pad them, and put your own mask into the unit. `unreleased.losses` is None.
 
     Raises ValueError as `private_updates` does, and `fn` also if an update has another structure or shape than params.
 
@@ -212,7 +211,7 @@ def explain_norms(
 
     docs/speed.md says what each line means.
 
-    loss: (params, example) -> float (), of one example without a batch axis. optimizer: a `dpx.Mechanism`.
+    loss: (params, example) -> float scalar, for one example without a batch axis. optimizer: a `dpx.Mechanism`.
     params, batch: as for the step; both may hold `jax.ShapeDtypeStruct`s instead of arrays.
     norms, with_key, has_aux, platform: as for `private_updates`. Raises ValueError for arguments that it refuses.
 
@@ -241,14 +240,14 @@ def augmented(
     BEFORE its gradient is clipped. So the example still enters once, and `loss` alone decides the sensitivity, the
     noise and the cost. Ghost norms see `copies` positions in place of one, and need no gradient of a view.
 
-    loss: (params, example) -> float (), or (value, aux) with has_aux=True; then aux is the mean over the views too.
-    augment: (example, key) -> one view: a pytree for `loss`. It must be a function of these two arguments and public
-        constants, and must not look at other examples. The key, (), differs among examples, steps and views. A loss
-        that needs random numbers gets them from a view that holds a key.
+    loss: (params, example) -> float scalar, or (value, aux) with has_aux=True; aux is then averaged over the views too.
+    augment: (example, key) -> one view: a pytree for `loss`. It must depend only on these two arguments and on public
+        constants, never on other examples. The scalar key differs among examples, steps and views. A loss that needs
+        random numbers gets them from a view that holds a key.
     copies: int, at least 1; the time of a step grows by about this factor (benchmarks/augmented.py). On a CPU, a
         `microbatch_size` whose views fit in the cache of a core, such as 64, can be a fifth faster.
 
-    Raises ValueError for other `copies` and if `loss` or `augment` is not callable.
+    Raises ValueError for other `copies`, or if `loss` or `augment` is not callable.
     De et al. 2022, https://arxiv.org/abs/2204.13650, section 3.2; Hoffer et al. 2020, https://arxiv.org/abs/1901.09335.
 
         >>> def mirrored(example, key):
@@ -273,9 +272,9 @@ def augmented(
 
 
 def call_with_auto_axes(function: Callable[..., Tree], arguments: tuple, place: Callable[..., Tree]) -> Tree:
-    """`function(*arguments)`, which need not know that arguments may be sharded over mesh axes of type Explicit.
+    """Calls `function(*arguments)`, which need not know that arguments may be sharded over mesh axes of type Explicit.
 
-    Inside, these axes have type Auto, so that XLA partitions the function, and its results are sharded as asked for.
+    Inside, these axes have type Auto, so that XLA partitions the function; its results get the requested sharding.
 
     place: maps the arguments, with a sharding in place of every array, to the shardings of the results, a pytree
         prefix. Called only if an argument is on a mesh with axes of type Explicit.
@@ -291,7 +290,7 @@ def call_with_auto_axes(function: Callable[..., Tree], arguments: tuple, place: 
 
 
 def sharding_along_examples(shardings: Tree) -> Any:
-    """The sharding of arrays with one row for each example. shardings: of the examples, as in `place`."""
+    """The sharding of arrays with one row per example. shardings: those of the examples, as in `place`."""
     first = jax.tree.leaves(shardings)[0]
     return NamedSharding(first.mesh, PartitionSpec(*first.spec[:1]))
 
@@ -299,13 +298,13 @@ def sharding_along_examples(shardings: Tree) -> Any:
 class AccumulatedSums(NamedTuple):
     """The sums of the chunks of one batch so far. They have no noise: never share them.
 
-    unreleased_sums:  one `FloatPair` for each factor of the mechanism: two float32 sums like the encoded gradient of
-                      one example, so that neither the order nor the number of chunks matters.
+    unreleased_sums:  one `FloatPair` for each factor of the mechanism, shaped like the encoded gradient of one example,
+                      so that neither the order nor the number of chunks matters.
     unreleased_count: int32 (), how many rows of the chunks count.
     unreleased_drawn: `Batch.drawn` of the first chunk; None for chunks without it.
     unreleased:       losses, norms and aux of the examples in the last chunk. NOT private.
-    unreleased_rows:  int32 (), how many rows the chunks have, padding included.
-    step:             int32 (), the step of the state that the chunks were added with.
+    unreleased_rows:  int32 (), how many rows the chunks have, including padding.
+    step:             int32 (), the step of the state under which the chunks were added.
     mechanism:        uint32 (), a fingerprint of the mechanism that added them.
     clipping:         float32 (n,), the mechanism's bounds on one example at that step.
     ordered:          bool (), whether they are chunks of one batch, each added once and in order, at that step.
@@ -333,7 +332,7 @@ class PrivateChunks:
     with_key: bool
 
     def add(self, params: Tree, chunk: Batch, state: Tree, sums: AccumulatedSums | None = None) -> AccumulatedSums:
-        """`sums` with one more chunk of the batch; None for the first."""
+        """Adds one more chunk of the batch to `sums`, which is None for the first chunk."""
         require_batch(chunk)
         params = checked_params(params, self.optimizer)
         _step_of(state)
@@ -344,7 +343,7 @@ class PrivateChunks:
             sums = sums._replace(unreleased=None)  # left by the chunk before
 
         def place(params_on, chunk_on, state_on, sums_on):
-            """Shards the sums as the parameters if the encoded gradient is like them, and replicates them otherwise."""
+            """Shards the sums like the parameters if the encoded gradient has their structure; else replicates them."""
             rows = sharding_along_examples(chunk_on.examples)
             one: Any = NamedSharding(rows.mesh, PartitionSpec())
             like, of_state = _shapes_of_sums(params, state)
@@ -356,7 +355,7 @@ class PrivateChunks:
         return call_with_auto_axes(self._add, (params, chunk, state, sums), place)
 
     def release(self, params: Tree, sums: AccumulatedSums, state: Tree) -> tuple[Tree, Tree]:
-        """(updates, state) of the whole batch: the private updates, like `params`, and the next state."""
+        """Returns (updates, state) for the whole batch: private updates, like `params`, and the next state."""
         _require_sums(sums)
         params = checked_params(params, self.optimizer)
         arguments = params, sums._replace(unreleased=None), state
@@ -405,7 +404,7 @@ def private_updates_in_chunks(
     sharding: jax.sharding.Sharding | None = None,
     backward_passes: int | None = None,
 ) -> PrivateChunks:
-    """Builds `private_updates` in two functions, for a batch that does not fit into memory and comes in chunks.
+    """Builds `private_updates` as two functions, for a batch that does not fit into memory and comes in chunks.
 
         >>> step = dpx.private_updates_in_chunks(loss, optimizer)
         >>> add, release = jax.jit(step.add), jax.jit(step.release)
@@ -419,12 +418,12 @@ def private_updates_in_chunks(
     examples are the same too, because they count the rows of earlier chunks. Both functions can be jitted, `add` also
     with donated sums. `sums` is an `AccumulatedSums`, as sensitive as the data.
 
-    loss: (params, example) -> float (), of one example without a batch axis. optimizer: a `dpx.Mechanism`.
-    microbatch_size: int, how many examples of a chunk are computed at once; None chooses.
+    loss: (params, example) -> float scalar, for one example without a batch axis. optimizer: a `dpx.Mechanism`.
+    microbatch_size: int, how many examples of a chunk are computed at once; None lets dpx choose.
     norms, with_key, has_aux, platform, backward_passes: as for `private_updates`. sharding: how chunks are sharded.
-    chunk: a `dpx.Batch`. With `drawn`, the chunks must be all chunks of one batch, from the step of the state, each
-        once and in order. Otherwise the state has no epsilon, as after a batch that was used twice. Your own chunks,
-        without `drawn`, are taken as they are. Add and release all chunks of a batch with one state.
+    chunk: a `dpx.Batch`. If chunks have `drawn`, they must be all chunks of one batch, drawn at the step of the state,
+        each once and in order. Otherwise the state has no epsilon, as after a batch that was used twice. dpx takes your
+        own chunks, without `drawn`, as they are. Add and release all chunks of a batch with one state.
 
     Raises ValueError as `private_updates` does, if only some chunks have `drawn`, and for `sums` not made by `add`.
     """
@@ -438,20 +437,20 @@ def _step_of(state: Tree) -> jax.Array:
 
 
 def _fingerprint(mechanism: Mechanism, params: Tree, state: Tree) -> jax.Array:
-    """A fingerprint, uint32 (), of what a mechanism adds and costs: it differs for other clip norms."""
+    """A fingerprint, uint32 (), of what a mechanism adds and costs; it changes with the clip norm."""
     program = jax.make_jaxpr(mechanism.contribute)(*_shapes_of_sums(params, state))
     return jnp.uint32(fingerprint((identity_of_program(program), mechanism.fingerprints)))
 
 
 def _clip_bounds(mechanism: Mechanism, state: Tree) -> jax.Array:
-    """The bounds of this step, float32 (n,), read when the sums are made and again when they are released. A schedule
-    that is not a function of the step alone can change in between, and then the sums would be larger than their noise
-    covers."""
+    """The bounds of this step, float32 (n,), read when the sums are computed and again when they are released. A
+    schedule that depends on more than the step can change in between, and then the sums would be larger than their
+    noise covers."""
     return jnp.stack(jax.tree.leaves(mechanism.bound(state)))
 
 
 def _equal_up_to_rounding(one: jax.Array, other: jax.Array) -> jax.Array:
-    """Whether the bounds computed by two programs are equal up to rounding, bool ()."""
+    """Whether bounds computed by two programs are equal up to rounding, bool ()."""
     if one.shape != other.shape:
         return jnp.bool_(False)
     return jnp.all(jnp.abs(one - other) <= _ROUNDING * jnp.abs(other))
@@ -467,7 +466,7 @@ def _require_sums(sums):
 
 
 def _plus_chunk(sums: AccumulatedSums, one: AccumulatedSums) -> AccumulatedSums:
-    """The sums with the chunk `one` added. Its `ordered` says whether it begins where the sums end."""
+    """Adds the chunk `one` to the sums. The result's `ordered` says whether `one` begins where the sums end."""
     ordered = sums.ordered & one.ordered & (sums.step == one.step) & (sums.mechanism == one.mechanism)
     ordered &= _equal_up_to_rounding(sums.clipping, one.clipping)
     if sums.unreleased_drawn is not None and one.unreleased_drawn is not None:
