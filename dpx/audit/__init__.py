@@ -1,16 +1,16 @@
 """Audits: what anyone can check about a mechanism and the cost that it states.
 
-* The privacy contract, line by line: `check_contract` measures what one example moves and how large the noise is, and
-  compares their ratio with the cost, for any mechanism, including your own compositions.
-* Lower bounds on epsilon, with a confidence: `lower_bound` attacks many cheap runs of a mechanism in its worst case,
-  `lower_bound_from_scores` takes the scores of any attack (`canary_scores` returns `lower_bound`'s), and `one_run` the
-  scores of the canaries of one training run, with coins from `draw_members`; `canary_loss` adds canaries, each with its
-  own gradient. `plot_lower_bound` draws the attack's errors and what the stated cost allows.
+* The privacy contract, line by line: `check_contract` measures how far one example moves a release and how large the
+  noise is, and compares their ratio with the cost, for any mechanism, including your own compositions.
+* Lower bounds on epsilon, with a confidence: `lower_bound` attacks many cheap runs of a mechanism in its worst case.
+  `lower_bound_from_scores` takes the scores of any attack, such as those that `canary_scores` returns. `one_run` takes
+  the scores of canaries in one training run, whose members `draw_members` draws and whose gradients `canary_loss` sets.
+  `plot_lower_bound` plots the attack's errors and what the stated cost allows.
 * What a trained model leaks: `exposure` of random secrets in canaries, and `membership`, the true-positive rates of an
-  attack at low false-positive rates, both beside the stated cost.
+  attack at low false-positive rates, both next to the stated cost.
 
-A lower bound above the stated epsilon proves, up to its confidence, that the statement is wrong, if the scores are
-computed from released values, as in `canary_scores`. A lower bound below it proves nothing.
+If the scores are computed from released values, as in `canary_scores`, a lower bound above the stated epsilon proves,
+up to its confidence, that the statement is wrong. A lower bound below it proves nothing.
 """
 
 from dpx.audit.attacks.leaks import Exposure as Exposure

@@ -15,21 +15,20 @@ from dpx.values import Tree, unflatten_vectors
 
 
 def replacing_key_functions(**functions: Callable) -> contextlib.AbstractContextManager:
-    """Inside, another function replaces `keys.release` or `keys.normal_like` in this thread: for traces, never for
-    runs.
+    """Replaces `keys.release` or `keys.normal_like` in this thread inside the context: for traces, never for runs.
 
-    `keys.release_and_rest` is then made of that release. Inside of such a function, both are the originals again.
+    `keys.release_and_rest` then uses the replacement too. Inside a replacement, the originals are back in place.
     """
     return STAND_INS(STAND_INS.value._replace(**functions))
 
 
 def drawing_normals_by(draw: Callable) -> contextlib.AbstractContextManager:
-    """Inside, `keys.normal_like` is `draw(key, step, tree)`, and `keys.release` adds it to its sum in floating point,
-    without the grid: for a trace, never for a run."""
+    """Replaces `keys.normal_like` by `draw(key, step, tree)` inside the context, and makes `keys.release` add it to its
+    sum in floating point, without the grid: for a trace, never for a run."""
     return replacing_key_functions(normal_like=draw, release=_release_adding(draw))
 
 
-@functools.lru_cache(64)  # one object, because jax traces again for each
+@functools.lru_cache(64)  # the same object each time, because jax traces again for a new one
 def _release_adding(draw: Callable) -> Callable:
     def release(key, step, total, deviation):
         high, low = as_pair(total)
@@ -40,8 +39,8 @@ def _release_adding(draw: Callable) -> Callable:
 
 
 def without_grid(function: Callable) -> Callable:
-    """`function` with releases that add the noise in floating point, to be traced anew. On the grid, two sums that
-    differ by a rounding may be one cell apart."""
+    """Wraps `function` so that, when traced, releases add the noise in floating point. On the grid, sums that differ
+    only by rounding may be one cell apart."""
 
     def trace_without_grid(*arguments):
         with drawing_normals_by(keys.normal_like):
@@ -51,8 +50,8 @@ def without_grid(function: Callable) -> Callable:
 
 
 def with_quick_noise(function: Callable) -> Callable:
-    """`function` without the grid, with `quick_noise` in `keys.release`, to compare steps whose noise must be the
-    same. The cipher and the normals take two thirds of the time to compile a small step."""
+    """Wraps `function` so that `keys.release` adds `quick_noise` without the grid, to compare steps whose noise must be
+    the same. The cipher and the normals take two thirds of the time to compile a small step."""
 
     def trace_with_quick_noise(*arguments):
         with replacing_key_functions(release=_release_adding(quick_noise)):
@@ -62,8 +61,8 @@ def with_quick_noise(function: Callable) -> Callable:
 
 
 def quick_noise(key: jax.Array, step: jax.Array | int, tree: Tree) -> Tree:
-    """Numbers of mean 0 and deviation about 1, float32, in the shapes of `tree`. The key, the step and their places
-    determine them, and changing one changes them; they are far from random."""
+    """Returns float32 values of mean 0 and standard deviation about 1, in the shapes of `tree`. They depend on the key,
+    the step and the position, but are far from random."""
     high, *_, low = keys.key_words(key)
     place = jax.lax.iota(jnp.uint32, sum(leaf.size for leaf in jax.tree.leaves(tree)))
     factor = jnp.asarray(step).astype(jnp.uint32) * np.uint32(0x85EBCA6A) | np.uint32(1)

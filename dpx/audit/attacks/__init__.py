@@ -1,1 +1,1 @@
-"""Attacks that bound epsilon from below: on many cheap runs, on the scores of any attack, and on one training run."""
+"""Attacks that bound epsilon from below, by many cheap runs, the scores of any attack, or one training run."""

@@ -1,22 +1,22 @@
 """What a trained model leaks: exposure of random secrets, and membership inference.
 
-Exposure says, from the ranks of canaries, whether a model knows a random secret that was in its training data. A canary
-holds a secret drawn at random from a public set of candidates, such as all numbers of six digits. After training, the
-model gives a loss to the true secret and to other candidates. If it does not know the secret, then its rank among the
-candidates is uniformly random. Exposure counts the bits of that surprise: log2 of the number of candidates, minus log2
-of the rank. Source: Carlini et al. 2019, "The Secret Sharer", https://arxiv.org/abs/1802.08232.
+Exposure measures, from the ranks of canaries, whether a model knows a random secret from its training data. A canary
+holds a secret drawn at random from a public set of candidates, such as all numbers of six digits. The trained model
+assigns a loss to the true secret and to other candidates. If it does not know the secret, the secret's rank among the
+candidates is uniformly random. Exposure is that surprise in bits: log2 of the number of candidates, minus log2 of the
+rank. Source: Carlini et al. 2019, "The Secret Sharer", https://arxiv.org/abs/1802.08232.
 
 Proof of the bound on epsilon. Replace the unit of one canary by a null. Then the released values do not depend on its
-secret, which was drawn as the n references were. So all orders of the n + 1 losses are equally likely, and the rank,
-with ties counted against the attacker, is at most k with probability at most k / (n + 1). With the unit, if the run is
-(epsilon, delta)-private for it, this probability is at most e^epsilon k / (n + 1) + delta. By the union bound, one of m
-canaries has a rank of at most k with probability at most m times that. It is 1 - confidence if epsilon = ln(((1 -
-confidence) / m - delta) (n + 1) / k). A smaller epsilon makes a rank of k less likely. The best rank of the m canaries
-is a number of the whole experiment, so no choice is made, and the m canaries may depend on each other through the run.
+secret, which has the same distribution as the n references. So all orders of the n + 1 losses are equally likely, and
+the rank, with ties counted against the attacker, is at most k with probability at most k / (n + 1). With the unit, if
+the run is (epsilon, delta)-private for it, this probability is at most e^epsilon k / (n + 1) + delta. By the union
+bound, one of m canaries has a rank of at most k with probability at most m times that. It is 1 - confidence if
+epsilon = ln(((1 - confidence) / m - delta) (n + 1) / k). A smaller epsilon makes a rank of k less likely. The union
+bound covers the choice of the best rank, and the m canaries may depend on each other through the run.
 
-Membership inference says how often an attack finds those who took part, at a low rate of false claims. An average, such
-as accuracy, hides an attack that is certain about a few, so look at the true-positive rate at a false-positive rate of
-1 % or 0.1 %. Source: Carlini et al. 2022, "Membership inference attacks from first principles",
+Membership inference measures how often an attack identifies members, at a low rate of false claims. An average, such
+as accuracy, hides an attack that is certain about a few members, so look at the true-positive rate at a false-positive
+rate of 1 % or 0.1 %. Source: Carlini et al. 2022, "Membership inference attacks from first principles",
 https://arxiv.org/abs/2112.03570.
 """
 
@@ -39,11 +39,11 @@ class Exposure(Bound):
 
     exposures: float64 (canaries,), bits, in [0, largest]: log2(references + 1) - log2(rank). Their mean is about
         log2(e) = 1.44 for a model that knows nothing.
-    ranks: int (canaries,), 1 for a true secret that has the least loss; ties count against the attacker.
-    references: int, other candidates of each canary. largest: float, log2(references + 1), the most that can be seen.
-    epsilon: float, at least 0. Proved, for secrets and references as `exposure` asks: if a run's epsilon for one
-        canary's unit is smaller at `delta`, a bound this large has a probability of at most 1 - confidence.
-    cost: float, the epsilon that the run states at `delta`; None if it is not known.
+    ranks: int (canaries,), 1 if the true secret has the lowest loss; ties count against the attacker.
+    references: int, number of other candidates per canary. largest: float, log2(references + 1), the maximum exposure.
+    epsilon: float, at least 0. Proved, if secrets and references are as `exposure` requires: if a run's epsilon for one
+        canary's unit is smaller at `delta`, a bound this large has probability at most 1 - confidence.
+    cost: float, the epsilon that the run states at `delta`; None if unknown.
     """
 
     exposures: np.ndarray
@@ -57,10 +57,10 @@ class Exposure(Bound):
         return math.log2(self.references + 1)
 
     def limit(self, *, epsilon: float, probability: float = 0.05) -> float:
-        """An upper bound in bits of one canary's exposure, except with this probability, if the run is epsilon-private.
+        """An upper bound, in bits, that one canary's exposure exceeds with at most this probability, given epsilon.
 
-        It is log2(e^epsilon / (probability - delta)), for any model and any attack on released values; inf if the
-        probability is at most delta. epsilon: at least 0. probability: in (0, 1). Raises ValueError for others.
+        It is log2(e^epsilon / (probability - delta)), for any model and any attack on released values, or inf if the
+        probability is at most delta. Raises ValueError unless epsilon is at least 0 and probability in (0, 1).
         """
         epsilon, probability = checks.require_epsilon(epsilon), require_open_fraction("probability", probability)
         if probability <= self.delta:
@@ -80,7 +80,7 @@ class Exposure(Bound):
 def exposure(
     losses: Any, references: Any, *, delta: float, confidence: float = 0.95, cost: float | None = None
 ) -> Exposure:
-    """The exposure of canaries that took part in a training run, from the losses of true and of other secrets.
+    """Computes the exposure of canaries in a training run from the losses of their true secrets and of other ones.
 
     losses: float (canaries,), the loss of the trained model on the true secret of each canary, which is lower for
         secrets that it knows better.
@@ -90,8 +90,8 @@ def exposure(
     delta: in (0, 1), of the cost. confidence: in (0, 1). cost: at least 0, the epsilon of one unit.
 
     `epsilon` is proved for such losses, but low: with m canaries and n references it is at most
-    ln((1 - confidence) (n + 1) / m), and `dpx.audit.one_run` finds more with many canaries. Raises ValueError for other
-    numbers and shapes, and for NaN. Source: Carlini et al. 2019, https://arxiv.org/abs/1802.08232.
+    ln((1 - confidence) (n + 1) / m), and `dpx.audit.one_run` gives larger bounds with many canaries. Raises ValueError
+    for invalid values or shapes, and for NaN. Source: Carlini et al. 2019, https://arxiv.org/abs/1802.08232.
     """
     delta = checks.require_delta(delta)
     confidence = require_open_fraction("confidence", confidence)
@@ -118,24 +118,24 @@ def exposure(
     )
 
 
-_LEAST = 2  # of members, and of others
-_ROUNDING = 1e-12  # relative: a hundredth of 300 others are 3, not 2
+_LEAST = 2  # smallest number of members, and of others
+_ROUNDING = 1e-12  # relative, so that 1 % of 300 others is 3, not 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
     """How well scores tell the members of one run from others, next to the cost that the run states.
 
-    false_positive_rates: n floats, as asked for. true_positive_rates: n floats, the share of the members whose scores
-        exceed a threshold that at most this share of the others exceeds.
-    lower, upper: n floats each, Clopper and Pearson's bounds on the true-positive rates, each with `confidence`, as if
-        the threshold were given and the scores independent. It comes from the same others, so they are approximate.
-    advantage: float, the largest true-positive rate minus the false-positive rate. area: float, the area under the
-        curve, the probability that a member has a larger score than another, where a tie counts one half.
-    members, others: int, how many scores.
+    false_positive_rates: n floats, as requested. true_positive_rates: n floats, the share of the members whose scores
+        exceed a threshold, which at most this share of the others exceeds.
+    lower, upper: n floats each, Clopper and Pearson's bounds on the true-positive rates, each with `confidence`. They
+        assume a fixed threshold and independent scores. The threshold depends on the others, so they are approximate.
+    advantage: float, the largest difference between true-positive and false-positive rate. area: float, the area under
+        the curve: the probability that a member's score exceeds a nonmember's, counting ties as one half.
+    members, others: int, numbers of scores.
     limits: n floats, the largest true-positive rates that the stated cost allows, for one unit over the coins of the
-        run; None if the cost is not known.
-    roc: all error rates; type_one of the others, type_two of the members.
+        run; None if the cost is unknown.
+    roc: all error rates, with type_one for the others and type_two for the members.
     """
 
     false_positive_rates: tuple[float, ...]
@@ -152,7 +152,7 @@ class Membership:
 
     @property
     def above_cost(self) -> bool:
-        """Whether a lower bound is above what the stated cost allows. A reason to search for a fault, not a proof."""
+        """Whether a lower bound exceeds what the stated cost allows: a reason to look for a fault, not a proof."""
         return self.limits is not None and any(low > most for low, most in zip(self.lower, self.limits, strict=True))
 
     def __str__(self) -> str:
@@ -180,18 +180,18 @@ def membership(
     confidence: float = 0.95,
     cost: AttackBounds | None = None,
 ) -> Membership:
-    """The true-positive rates of a membership attack on one training run.
+    """Computes the true-positive rates of a membership attack on one training run.
 
-    members: float (n,), at least 2, the scores of units that took part; others: float (m,), of units that did not but
-        are otherwise alike. A larger score says "took part", such as the loss before training minus the loss after. The
-        scores must be functions of what the run released. For a rate below 1 / m, the threshold is the largest of the
-        others.
-    false_positive_rates: floats in (0, 1). confidence: in (0, 1), of each bound by itself.
+    members: float (n,), n at least 2, the scores of units that took part. others: float (m,), m at least 2, those of
+        similar units that did not. A larger score suggests membership, such as the loss before training minus the loss
+        after it. Scores must be functions of released values. For a rate below 1 / m, the threshold is the largest
+        score of the others.
+    false_positive_rates: floats in (0, 1). confidence: in (0, 1), of each bound separately.
     cost: `dpx.reports.attack_bounds` of the run, with the same false-positive rates.
 
-    What is counted describes this run and these units. The cost bounds the expectation over the coins of the run, for
-    units that took part by a coin, and units of one run are not independent. So no count here refutes it:
-    `dpx.audit.one_run` and `lower_bound` do that. Raises ValueError for other numbers, shapes and rates, and for NaN.
+    The rates describe this run and these units. The cost bounds the expectation over the coins of the run, for units
+    that took part by a coin, and units of one run are not independent. So these rates cannot refute the cost:
+    `dpx.audit.one_run` and `lower_bound` can. Raises ValueError for invalid values, shapes or rates, and for NaN.
     """
     rates = require_floats("false_positive_rates", false_positive_rates)
     if rates.ndim != 1 or not len(rates) or not np.all((rates > 0) & (rates < 1)):

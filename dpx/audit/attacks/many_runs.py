@@ -1,25 +1,25 @@
-"""A lower bound on the epsilon of a mechanism from many cheap runs on one example, the canary, in one of two worlds.
+"""A lower bound on the epsilon of a mechanism from many cheap runs, with and without one example, the canary.
 
-The score of a run is how much likelier its releases are with the canary than without, if they are Gaussian.
+The score of a run is the log-likelihood ratio of its releases with and without the canary, if they are Gaussian.
 
 Any score of released values that is fixed before the counted runs gives a valid bound; this one is near the best for
-the methods of dpx. Pilot runs, which are not counted, give means and covariances. An observation divided by the move of
-one canary counts the canaries in a release, because one canary adds 1 to it. These counts are whitened in the order of
-the steps, as without the canary, which removes the part of a release that earlier releases explain. Then z_t ~ N(0, 1)
-without, and N(mu_t, 1) with the canary in the batch, so the logarithm of the likelihood ratio is
+the methods of dpx. Pilot runs, which are not counted, give means and covariances. Dividing an observation by the move
+of one canary estimates the number of canaries in a release. These counts are whitened in the order of the steps, with
+the covariance of runs without the canary, which removes what earlier releases explain. Then z_t ~ N(0, 1) without the
+canary and N(mu_t, 1) with the canary in the batch, so the log-likelihood ratio is
 
     sum_t ln(1 - q_t + q_t exp(a_t)),  a_t = mu_t z_t - mu_t^2 / 2,
 
-where q_t is the probability that the canary takes part. If it takes part once an epoch, as in batches of a permutation
-and with random allocation, the sum is over epochs: ln mean_t exp(a_t).
+where q_t is the probability that the canary takes part. If it takes part once an epoch, as in shuffled batches and with
+random allocation, the score is the sum over epochs of ln mean_t exp(a_t).
 
 If the noise of a step is correlated with earlier steps, a canary in step t moves z in the later steps too, by column t
 of the whitening. In a fixed order, all its steps are known, and the score uses the sum of these columns. With cyclic
-sampling, the coins of one group move steps that do not overlap. So a_t uses column t, the sum is over the steps of a
+sampling, the steps of one group have separate coins. So a_t uses column t, the terms are summed over the steps of a
 group, and the score is ln mean exp of these sums over the groups.
 
 If a release is not linear, the move depends on the noise, which the adversary does not know. The mean move of the pilot
-runs replaces it: the attack is weaker, but as valid.
+runs replaces it, which makes the attack weaker but no less valid.
 """
 
 import functools
@@ -52,29 +52,28 @@ from dpx.values import (
 )
 
 OTHERWISE = "for a program of your own, compare its outputs by dpx.audit.lower_bound_from_scores"
-_LARGE_NORM = 1e6  # of the default canary, so that every usual clip norm is reached
+_LARGE_NORM = 1e6  # norm of the default canary, above every usual clip norm
 _PILOT_SHARE, _LEAST_PILOT_RUNS, _MOST_PILOT_RUNS = 4, 1000, 40_000
-_MOST_NUMBERS_AT_ONCE = 4_000_000  # releases in one call of the compiled program
+_MOST_NUMBERS_AT_ONCE = 4_000_000  # release values in one call of the compiled program
 _LEAST_RUNS = 100
-_SAME_MOVES = 1e-3  # relative; moves that differ less are the same
-_REGULAR = 1e-6  # of the variance, so that features that are constant or the same do no harm
+_SAME_MOVES = 1e-3  # relative; moves that differ by less count as equal
+_REGULAR = 1e-6  # share of the variance, so that constant or equal features do no harm
 
 
-Gradient = Callable[[jax.Array, Tree, Tree], Tree]  # of the step, the public state and the parameters
+Gradient = Callable[[jax.Array, Tree, Tree], Tree]  # (step, public state, parameters) -> gradient
 
 
 class Attack(NamedTuple):
     """What is audited, and what the adversary sees.
 
-    make: (key) -> the mechanism of one run. params: the parameters, which do not move. steps: int, releases of a run.
+    make: (key) -> the mechanism of one run. params: the parameters, which stay fixed. steps: int, releases in a run.
     canary: (step, state, params) -> the gradient of the canary at a step, like `params`.
-    instead: None if the canary is absent in the other world; or a function like `canary`, for the example that replaces
-        it.
+    instead: a function like `canary` for the example that replaces it in the other world; None if nothing does.
     others: None, or gradients of other examples, which take part at every step in both worlds; rows on axis 0.
     takes_part: (key, steps) -> bool (steps,), when the canary takes part.
-    observe: (updates, state before, state after, canary) -> float32 (features,), what is read of a release.
+    observe: (updates, state before, state after, canary) -> float32 (features,), what the attack reads from a release.
 
-    The functions get states with None for what is not public (`dpx.publishable_state`).
+    The functions get states with None in place of what is not public (`dpx.publishable_state`).
     """
 
     make: Callable[[jax.Array], Any]
@@ -88,9 +87,9 @@ class Attack(NamedTuple):
 
 
 def takes_part(sampling: Any) -> Callable[..., Any]:
-    """When the canary takes part: a function (key, steps) -> bool (steps,), which may be given in place of a record.
+    """Returns a function (key, steps) -> bool (steps,), which says when the canary takes part.
 
-    Raises ValueError for anything else.
+    sampling: a sampling, or such a function. Raises ValueError for anything else.
     """
     if isinstance(sampling, Sampling):
         return sampling.takes_part
@@ -105,7 +104,8 @@ def takes_part(sampling: Any) -> Callable[..., Any]:
 def observe_canary(updates: Tree, before: Tree, after: Tree, canary: Tree) -> jax.Array:
     """The inner product of the released update and the canary's gradient, float32 (1,).
 
-    updates: the release of a step. before, after: the public states around it. canary: its gradient, like `updates`.
+    updates: the release of a step. before, after: the public states before and after it. canary: gradient like
+        `updates`.
     """
     require_arrays((updates, canary))
     products = jax.tree.map(lambda u, c: jnp.vdot(u.astype(jnp.float32), c), updates, canary)
@@ -113,10 +113,10 @@ def observe_canary(updates: Tree, before: Tree, after: Tree, canary: Tree) -> ja
 
 
 class ObservedRuns(NamedTuple):
-    """What the adversary has of many runs, computed from released values and from the adversary's own keys.
+    """What the adversary knows about many runs, computed from released values and from the adversary's own keys.
 
-    observed: float32 (runs, steps, features), of each release. moves: float32 (runs, noises, steps, features), how far
-        one canary moves what is observed of a release, under each of some noises that are not the run's.
+    observed: float32 (runs, steps, features), the features of each release. moves: float32 (runs, noises, steps,
+        features), how far one canary moves these features, under several draws of noise that are not the run's.
     """
 
     observed: np.ndarray
@@ -128,12 +128,13 @@ def observed_run(
 ) -> tuple[jax.Array, jax.Array]:
     """The two arrays of `ObservedRuns` for one run, float32 (steps, features) and float32 (noises, steps, features).
 
-    key: (), of the run. present: bool (), the world. always: bool (), the canary takes part at every step.
+    key: scalar key of the run. present: scalar bool, whether the canary is in this world. always: scalar bool, whether
+        it takes part at every step.
 
-    A move must not be computed with the run's own noise, because it can tell that noise, and so the data, if a release
-    is not linear. So the adversary makes the mechanism again, with another key, and lets it release from the public
-    part of the state, with and without the canary. Thus a score is a function of released values for every mechanism,
-    which makes a bound on it a proof.
+    Computing a move with the run's own noise could reveal that noise, and so the data, if a release is not linear. So
+    the adversary makes the mechanism again with another key, and lets it release from the public part of the state,
+    with and without the canary. Then a score is a function of released values for every mechanism, so its bound is
+    a proof.
     """
     mechanism = attack.make(keys.stream(key, "audited mechanism"))
     others = jax.random.split(keys.public_key(keys.stream(key, "noises of the adversary")), noises)
@@ -155,7 +156,7 @@ def observed_run(
         @without_grid
         def move(key):
             again = attack.make(key)
-            # The public state is known. Its private parts are None, and take the values of a new run.
+            # The public state is known. Its private parts are None, so take the values of a new run.
             parts = before, again.init(attack.params)
             known = jax.tree.map(lambda a, b: b if a is None else a, *parts, is_leaf=lambda part: part is None)
             return observe(again, known, canary, True)[0] - observe(again, known, other, replaced)[0]
@@ -169,7 +170,7 @@ def observed_run(
 
 
 def _batch_with_canary(gradient: Tree, included: jax.typing.ArrayLike, others: Tree | None) -> tuple[Tree, jax.Array]:
-    """The canary and the other examples as one batch, and which of its rows count."""
+    """Returns a batch of the canary and the other examples, and which of its rows count."""
     rows = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], gradient)
     if others is None:
         return rows, jnp.array([included])
@@ -179,10 +180,10 @@ def _batch_with_canary(gradient: Tree, included: jax.typing.ArrayLike, others: T
 
 
 def simulator(attack: Attack, chunk: int) -> Callable[..., Iterator[ObservedRuns]]:
-    """A function (key, runs, present, always, noises) that yields `ObservedRuns` of chunks, together at least `runs`
-    runs.
+    """Returns a function (key, runs, present, always, noises) that yields `ObservedRuns` in chunks, in total at least
+    `runs` runs.
 
-    Each run has its own key. Both worlds are one compiled program.
+    Each run has its own key. Both worlds use the same compiled program.
     """
 
     @functools.partial(jax.jit, static_argnums=3)
@@ -200,18 +201,18 @@ def simulator(attack: Attack, chunk: int) -> Callable[..., Iterator[ObservedRuns
 
 
 class CanaryEstimates(NamedTuple):
-    """Of many runs, float32 (runs, steps, features) each: the canaries that each release seems to hold, and the size of
-    the move of one canary; 0 both where it does not move what is observed."""
+    """The estimated number of canaries in each release, and the size of the move of one canary, float32 (runs, steps,
+    features) each. Both are 0 where the canary does not move what is observed."""
 
     counts: np.ndarray
     moves: np.ndarray
 
 
 class CanaryMoves(NamedTuple):
-    """How far one canary moves what is observed of a release, according to pilot runs.
+    """How far one canary moves the features of a release, according to pilot runs.
 
-    mean: float64 (steps, features). known: bool (steps, features), False where every run takes the mean, because the
-        noise changes the move, or because all runs have the same. noisy: bool (steps, features), only the former.
+    mean: float64 (steps, features). known: bool (steps, features), False where every run uses the mean, because the
+        noise changes the move or all runs have the same one. noisy: bool (steps, features), where noise changes it.
     """
 
     mean: np.ndarray
@@ -219,7 +220,8 @@ class CanaryMoves(NamedTuple):
     noisy: np.ndarray
 
     def counts(self, found: ObservedRuns) -> CanaryEstimates:
-        """`CanaryEstimates` of the runs. found.moves must hold the moves under one noise, if any are `known`."""
+        """Returns the `CanaryEstimates` of the runs. If any moves are `known`, found.moves must hold those under one
+        draw of noise."""
         moves = np.where(self.known, found.moves[:, 0], self.mean) if self.known.any() else self.mean
         moves = np.broadcast_to(moves, found.observed.shape)
         counts = np.divide(found.observed, moves, out=np.zeros(moves.shape), where=moves != 0)
@@ -227,7 +229,7 @@ class CanaryMoves(NamedTuple):
 
 
 def moves_of(pilot: ObservedRuns) -> CanaryMoves:
-    """The moves in pilot runs, which hold those under two noises of the adversary."""
+    """Estimates the moves from pilot runs, which hold them under two draws of the adversary's noise."""
     one, other = pilot.moves[:, 0].astype(np.float64), pilot.moves[:, 1]
     size = _SAME_MOVES * _root_mean_square(one)
     noisy = _root_mean_square(one - other) > size
@@ -240,13 +242,13 @@ def _root_mean_square(values: np.ndarray) -> np.ndarray:
 
 
 class PilotStatistic(NamedTuple):
-    """What the pilot runs say about `CanaryEstimates`.
+    """The score that pilot runs suggest for `CanaryEstimates`.
 
     center: float64 (steps * features,), the mean count without the canary.
-    whitening: float64 (steps * features,) squared, lower triangular.
+    whitening: float64 (steps * features, steps * features), lower triangular.
     signal: float64 (steps, features), mu_t. rates: float64 (steps,), q_t.
     moves: float64 (steps, features), the mean move. gain: float, the precision of a count grows as move^(2 gain).
-    period: int, steps of an epoch; 0 if the steps are independent. groups: int, of cyclic sampling; 1 for others.
+    period: int, steps in an epoch; 0 if the steps are independent. groups: int, groups of cyclic sampling, otherwise 1.
     columns: float64 (steps, steps, features), how a canary in one step moves the whitened counts; None without groups.
     """
 
@@ -270,7 +272,7 @@ class PilotStatistic(NamedTuple):
         exponents = (residuals.reshape(signal.shape) * signal - signal**2 / 2).sum(axis=2)
         if self.period:
             missing = -exponents.shape[1] % self.period
-            epochs = np.pad(exponents, ((0, 0), (0, missing)))  # in the rest of an epoch, nothing is released
+            epochs = np.pad(exponents, ((0, 0), (0, missing)))  # no releases in the rest of the last epoch
             grouped = epochs.reshape(len(epochs), -1, self.period)
             return (special.logsumexp(grouped, axis=2) - np.log(self.period)).sum(axis=1)
         with np.errstate(divide="ignore"):
@@ -288,7 +290,7 @@ class PilotStatistic(NamedTuple):
 def fit_pilot_statistic(
     without: CanaryEstimates, with_: CanaryEstimates, rates: np.ndarray, period: int, groups: int = 1
 ) -> PilotStatistic:
-    """The statistic for pilot runs without the canary, and with the canary in every batch.
+    """Fits the statistic to pilot runs without the canary, and with the canary in every batch.
 
     rates: float64 (steps,). period, groups: int, as in `PilotStatistic`.
     """
@@ -306,9 +308,9 @@ def fit_pilot_statistic(
         later = np.subtract.outer(np.arange(len(rates)), np.arange(len(rates)))
         columns = np.einsum("sftg,tg->tsf", own, one) * ((later >= 0) & (later < groups)).T[..., None]
         signal = one
-    elif not ((rates > 0) & (rates < 1)).any() and (rates < 1).any():  # it is known when the canary takes part
+    elif not ((rates > 0) & (rates < 1)).any() and (rates < 1).any():  # the canary's steps are known
         signal, rates = np.einsum("sftg,tg,t->sf", own, one, rates), np.ones(len(rates))
-    elif (rates < 1).any():  # each batch is its own guess, and the canary adds 1 to the counts of its batch alone
+    elif (rates < 1).any():  # each batch is guessed separately, and the canary adds 1 only to its own counts
         signal = np.einsum("tftg,tg->tf", own, one)
     else:
         shifts = (_flat_counts(with_.counts) - center) * _flat_counts(_precision_weights(with_.moves, moves, gain))
@@ -321,16 +323,16 @@ def _flat_counts(counts: np.ndarray) -> np.ndarray:
 
 
 def _precision_weights(moves: np.ndarray, mean: np.ndarray, gain: float) -> np.ndarray:
-    """How precise the counts are, relative to the mean move; 0 where the canary moves nothing."""
+    """The weights of the counts, (move / mean move)^gain; 0 where the canary moves nothing."""
     moved = (moves > 0) & (mean > 0)
     return np.where(moved, np.divide(moves, mean, out=np.ones(moves.shape), where=moved) ** gain, 0.0)
 
 
 def _residual_decay_rate(residuals: np.ndarray, relative_moves: np.ndarray) -> float:
-    """How fast the residuals shrink as the moves grow: the slope of -ln |residual| against ln move between runs.
+    """How fast the residuals shrink as the moves grow: the slope of -ln |residual| against ln move across runs.
 
-    It is 0 if the moves hardly differ between runs, and at most 1, the gain if the noise does not depend on the move.
-    Columns are compared with themselves, because their scales differ.
+    It is 0 if the moves hardly differ between runs, and at most 1, its value if the noise does not depend on the move.
+    Each column is centered on its own mean, because scales differ between columns.
     """
     with np.errstate(divide="ignore"):
         sizes, moves = (np.ma.masked_invalid(np.log(np.abs(part))) for part in (residuals, relative_moves))
@@ -357,18 +359,18 @@ def lower_bound(
     observe: Callable[..., jax.Array] = observe_canary,
     confidence: float = 0.95,
 ) -> LowerBound:
-    """A lower bound on the epsilon of `steps` releases of a mechanism, next to the epsilon that it states.
+    """Computes a lower bound on the epsilon of `steps` releases of a mechanism, next to the epsilon that it states.
 
-    The other arguments are those of `canary_scores`, which scores the runs; `lower_bound_from_scores` makes the bound.
+    The other arguments are those of `canary_scores`, which scores the runs. `lower_bound_from_scores` bounds epsilon.
 
     delta: in (0, 1). confidence: in (0, 1).
 
     `epsilon` is proved, up to its confidence, for every mechanism, because the scores are computed from released
-    values only. A bound above `cost` proves that the stated epsilon is wrong, if `make` takes all of its randomness
-    from its key, and the batches are drawn as `sampling_truth` says. One below proves nothing, because another attack
-    may be better. `gaussian_epsilon` is not proved. `cost` is `dpx.epsilon` of the mechanism, or None if it has no
-    event.
-    Raises ValueError as `canary_scores` does, for a wrong delta or confidence, and `instead` under another relation.
+    values only. A bound above `cost` proves that the stated epsilon is wrong, if all randomness of `make` comes from
+    its key and the batches are drawn as `sampling_truth` says. A bound below it proves nothing, because another attack
+    may be better. `gaussian_epsilon` is not proved. `cost` is `dpx.epsilon` of the mechanism, or None without an event.
+    Raises ValueError as `canary_scores` does, for an invalid delta or confidence, and if the sampling's relation does
+    not allow `instead`.
     """
     delta = checks.require_delta(delta)
     require_open_fraction("confidence", confidence)
@@ -415,34 +417,32 @@ def canary_scores(
     sampling_truth: Any = None,
     observe: Callable[..., jax.Array] = observe_canary,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The scores of `runs` runs with the canary, and of as many without it, float64 (runs,) each.
+    """Scores `runs` runs with the canary and as many without it. Returns both, float64 (runs,) each.
 
     A white-box attack: the adversary sees every release of the mechanism's own `update`, and chooses the canary's
-    gradient at every step. The score is the likelihood ratio that pilot runs suggest (`PilotStatistic`). It
-    depends on released values of its run, on pilot runs, and on the adversary's own keys, but never on the noise of its
-    run.
+    gradient at every step. The score is the log-likelihood ratio that pilot runs suggest (`PilotStatistic`). It depends
+    on released values of its run, on pilot runs, and on the adversary's own keys, but never on the noise of its run.
 
     make: (key) -> the mechanism of one run, with `init` and `update`, and `sampling` unless `sampling_truth` is given.
         It is called inside jit and vmap, with the key of each run, and with keys of the adversary. All of its
         randomness must come from the key.
-    steps: int, at least 1. key: a PRNG key, (). runs: int, at least 100, in each world.
+    steps: int, at least 1. key: a scalar PRNG key. runs: int, at least 100, in each world.
     params: pytree of a few coordinates, because time grows with them and a worst case needs few; default two.
-    canary: its gradient, like `params`, or a function (step, state, params) of it; default a large constant one. The
-        state is the public part (`dpx.publishable_state`) of the state before the release.
-    instead: the same for the example that replaces it in the other world. Default None: nobody; but if the sampling's
-        relation is "replace_one", the opposite gradient.
+    canary: its gradient, like `params`, or a function (step, state, params) that returns it. The default is large and
+        constant. The state is the public part (`dpx.publishable_state`) of the state before the release.
+    instead: the same for the example that replaces it in the other world. None means that nothing does, or if the
+        sampling's relation is "replace_one", the opposite gradient.
     others: gradients of other examples, with the rows on axis 0, which take part in every batch of both worlds.
-    sampling_truth: how the batches are truly drawn, if not by the mechanism's `sampling`: a record, or a function (key,
-        steps) -> bool (steps,), when the canary takes part, under jit.
-    observe: (updates, state before, state after, canary's gradient) -> float32 (features,), what is read of a release;
-        default the inner product of the updates and the canary. The states are their public parts.
+    sampling_truth: how the batches are really drawn, if not by the mechanism's `sampling`: a sampling, or a function
+        (key, steps) -> bool (steps,), traced under jit, which says when the canary takes part.
+    observe: (updates, state before, state after, canary's gradient) -> float32 (features,), what the attack reads from
+        a release; default the inner product of the updates and the canary. It gets the public parts of the states.
 
-    The adversary knows how far one canary moves what is observed, if that is a function of the public state. If it
+    The adversary knows how far one canary moves these features, if that is a function of the public state. If it
     depends on the noise or on other secrets of the key, the mean of pilot runs replaces it. The bound is still valid,
     but the attack is weaker, and a UserWarning says so.
 
-    Raises ValueError for numbers outside of these domains, an unknown sampling, and moves or observations that are not
-    finite.
+    Raises ValueError for invalid numbers, an unknown sampling, and moves or observations that are not finite.
     """
     steps, runs = require_whole("steps", steps), require_whole("runs", runs, minimum=_LEAST_RUNS)
     keys.require_key(key)
@@ -457,7 +457,7 @@ def canary_scores(
     canary, instead = _canary_gradients(canary, instead, params, truth if billed is None else billed)
     attack = Attack(make, params, steps, canary, instead, others, takes_part(truth), observe)
     period, groups = 0, 1
-    if isinstance(truth, Sampling) and truth.one_key:  # its key draws in which step of an epoch the canary takes part
+    if isinstance(truth, Sampling) and truth.one_key:  # its key decides the canary's step in an epoch
         period, groups = truth.epoch, truth.groups
     return _scores_of_runs(attack, key, runs, period, groups)
 
@@ -465,8 +465,8 @@ def canary_scores(
 def _scores_of_runs(
     attack: Attack, key: jax.Array, runs: int, period: int, groups: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The scores with and without the canary, float64 (runs,) each. period: int, steps of an epoch, or 0. groups: int,
-    of cyclic sampling, or 1."""
+    """Returns the scores with and without the canary, float64 (runs,) each. period, groups: int, as in
+    `PilotStatistic`."""
     pilots = min(max(_LEAST_PILOT_RUNS, runs // _PILOT_SHARE), _MOST_PILOT_RUNS)
     simulate = simulator(attack, min(pilots, max(1, _MOST_NUMBERS_AT_ONCE // attack.steps)))
 
@@ -497,7 +497,7 @@ def _scores_of_runs(
 
 
 def _canary_gradients(canary: Any, instead: Any, params: Tree, sampling: Any) -> tuple[Any, Any]:
-    """The gradients of the canary and of what replaces it, as functions; None if nothing does."""
+    """Returns the gradients of the canary and of its replacement (or None) as functions."""
     if canary is None:
         size = sum(leaf.size for leaf in jax.tree.leaves(params))
         canary = jax.tree.map(lambda p: jnp.full(p.shape, _LARGE_NORM / math.sqrt(size), jnp.float32), params)
@@ -507,7 +507,7 @@ def _canary_gradients(canary: Any, instead: Any, params: Tree, sampling: Any) ->
 
 
 def _as_function(name: str, gradient: Tree | Gradient, params: Tree) -> Gradient:
-    """`gradient` as a function. Raises ValueError for a gradient that is not like the parameters."""
+    """Returns `gradient` as a function. Raises ValueError if it does not match the parameters."""
     if callable(gradient):
         return gradient
     expected, found = ([jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (params, gradient))
@@ -517,7 +517,7 @@ def _as_function(name: str, gradient: Tree | Gradient, params: Tree) -> Gradient
 
 
 def _require_finite(found: ObservedRuns) -> ObservedRuns:
-    """`found`. Raises ValueError for a release that is not finite."""
+    """Returns `found`. Raises ValueError if a release is not finite."""
     if not all(np.isfinite(part).all() for part in found):
         raise ValueError("observations of the releases must be finite, got some that are not; is the canary too large?")
     return found

@@ -1,31 +1,30 @@
-"""Lower bounds on epsilon from one training run with many canaries, each of which took part with probability 1/2.
+"""Lower bounds on epsilon from one training run with many canaries, where each took part with probability 1/2.
 
-    members = dpx.audit.draw_members(key, 1000)           # who takes part
+    members = dpx.audit.draw_members(key, canaries=1000)  # who takes part
     ... train on the data and canaries[members], and score every canary on the result ...
     print(dpx.audit.one_run(scores, members, delta=1e-5))
 
-The canaries with the highest scores are guessed to be members, as many with the lowest scores not to be, and the rest
-are not guessed. The number of right guesses bounds epsilon.
+The attack guesses that the canaries with the highest scores are members, and that equally many with the lowest scores
+are not. It makes no guess about the rest. The number of right guesses bounds epsilon.
 
 Of m canaries, k are guessed, and v guesses are right. Each bound rejects a hypothesis about the mechanism if v right
-guesses would be too rare under it. The bounds hold however the canaries depend on each other, because the coins are
-independent.
+guesses would be too rare under it. Because the coins are independent, the canaries may influence each other in any way.
 
 `steinke_p_value` (Steinke, Nasr and Jagielski 2023, https://arxiv.org/abs/2305.08846): for any (epsilon, delta).
 
 `trade_off_rejected` (Mahloujifar, Melis and Chaudhuri 2024, https://arxiv.org/abs/2410.22235): for any symmetric
 trade-off function f, here that of two Gaussians. Proof: let p_i be the probability of i right guesses, and choose one
 of the m canaries at random. With probability r_i = sum_{l>=i} (l/m) p_l, it is guessed right and i or more guesses are
-right. If its coin is turned but the guesses stay, it is guessed wrong, and one guess fewer is right; this event has
-probability h_{i-1}, where h_i = sum_{l>=i} ((k-l)/m) p_l. A turned coin changes the probability of an event as f
+right. If we flip its coin but keep the guesses, its guess is wrong and one guess fewer is right. This event has
+probability h_{i-1}, where h_i = sum_{l>=i} ((k-l)/m) p_l. Flipping a coin changes the probability of an event as f
 allows, so r_i <= 1 - f(h_{i-1}), by Jensen's inequality also on average over canaries and coins. From P(v or more are
 right) = s, the recursion
 
     r_v = s v/m,  h_v = s (k-v)/m,  h_{i-1} = max(h_i, g(r_i)),  r_{i-1} = r_i + (i-1)/(k-i+1) (h_{i-1} - h_i),
 
-with g the inverse of 1 - f, gives the smallest r_0 + h_0 that the inequalities allow. But r_0 + h_0 = k/m. So if the
-recursion ends above k/m, then v or more right guesses have a probability below s. (It is the smallest: by induction, no
-p that the inequalities allow has a smaller r_i, a smaller r_i + h_i or a smaller r_i - i/(k-i) h_i.)
+where g is the inverse of 1 - f, gives the smallest r_0 + h_0 that the inequalities allow. But r_0 + h_0 = k/m. So if
+the recursion ends above k/m, then v or more right guesses have probability below s. (It is the smallest: by induction,
+no p that the inequalities allow has a smaller r_i, a smaller r_i + h_i or a smaller r_i - i/(k-i) h_i.)
 """
 
 from collections.abc import Callable
@@ -42,7 +41,7 @@ from dpx.accounting import checks, gdp
 from dpx.audit.attacks.scores import Bound, lower_bound_from_scores, require_scores
 from dpx.values import Tree, described, names_arguments, require_number, require_open_fraction, require_whole
 
-SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # of the canaries that are guessed; the default of `guesses`
+SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # shares of the canaries that `guesses` tries by default
 _LEAST_CANARIES = 16
 _LARGEST_EPSILON, _LARGEST_MU = 50.0, 12.0
 _MUS, _REFINEMENTS = 24, 3
@@ -53,12 +52,12 @@ class OneRun(Bound):
     """Lower bounds on epsilon at one delta from one run, next to the epsilon that it states.
 
     epsilon: float, at least 0. Proved (Steinke et al. 2023), if the scores are computed from released values: for a
-        mechanism whose epsilon at `delta` is smaller, a bound this large has a probability of at most 1 - confidence.
-    trade_off_epsilon: float, at least 0. Not proved (Mahloujifar et al. 2024): the same, but only for mechanisms with
-        the trade-off function of two Gaussians.
-    gaussian_epsilon: float, at least 0. Not proved: as if the scores of the canaries were independent, too.
-    guesses, right: int, how many guesses gave `epsilon`, and how many of them are right.
-    cost: float, the epsilon that the mechanism states at `delta`; None if it is not known.
+        mechanism whose epsilon at `delta` is smaller, a bound this large has probability at most 1 - confidence.
+    trade_off_epsilon: float, at least 0. Not proved (Mahloujifar et al. 2024): assumes a mechanism with the trade-off
+        function of two Gaussians.
+    gaussian_epsilon: float, at least 0. Not proved: also assumes that the canaries' scores are independent.
+    guesses, right: int, the number of guesses that gave `epsilon`, and how many were right.
+    cost: float, the epsilon that the mechanism states at `delta`; None if unknown.
     """
 
     trade_off_epsilon: float
@@ -77,9 +76,10 @@ class OneRun(Bound):
 
 
 def draw_members(key: jax.Array, *, canaries: int) -> np.ndarray:
-    """Which canaries take part, bool (canaries,): each with probability 1/2, independently of the others.
+    """Draws which canaries take part, bool (canaries,): each independently, with probability 1/2.
 
-    key: a PRNG key, (), which nothing else uses. canaries: int, at least 16. Raises ValueError for fewer, and no key.
+    key: a scalar PRNG key that nothing else uses. canaries: int, at least 16. Raises ValueError for fewer, or if `key`
+    is no key.
     """
     canaries = require_whole("canaries", canaries, minimum=_LEAST_CANARIES)
     return np.asarray(jax.random.bernoulli(keys.stream(key, "members"), shape=(canaries,)))
@@ -89,19 +89,19 @@ def draw_members(key: jax.Array, *, canaries: int) -> np.ndarray:
 def one_run(
     scores: Any, members: Any, *, delta: float, confidence: float = 0.95, guesses: Any = None, cost: float | None = None
 ) -> OneRun:
-    """Lower bounds on the epsilon of a training run, from one score of each canary.
+    """Computes lower bounds on the epsilon of a training run from one score per canary.
 
-    scores: float (canaries,), at least 16, any functions of what the run released; larger ones for members. Scores that
+    scores: float (canaries,), at least 16, any functions of released values, larger for likely members. Scores that
         depend on the noise, or on anything else that is secret (such as a second run with the same key), prove nothing.
     members: bool (canaries,), the coins of `draw_members`. The run must depend on them only through who takes part, and
         the scores only through the run.
-    delta: in (0, 1), of the cost. confidence: in (0, 1), of each of the three bounds by itself. cost: at least 0.
-    guesses: int, or several, in [2, canaries]: how many canaries are guessed; default six shares of them from 1/32 to
-        1. Choose them before you see the scores. Each of n numbers is tested at confidence 1 - (1 - confidence) / n, so
+    delta: in (0, 1), of the cost. confidence: in (0, 1), of each of the three bounds separately. cost: at least 0.
+    guesses: int, or several, in [2, canaries]: how many canaries to guess; default six shares of them from 1/32 to 1.
+        Choose them before you see the scores. Each of n numbers is tested at confidence 1 - (1 - confidence) / n, so
         that the largest of the n bounds holds with `confidence` (union bound).
 
-    `epsilon` is proved for such scores and members, the other two are not (`OneRun`). Raises ValueError for
-    other numbers, shapes, dtypes, and for NaN.
+    `epsilon` is proved for such scores and members, but the other two are not (`OneRun`). Raises ValueError for invalid
+    values, shapes or dtypes, and for NaN.
     """
     delta = checks.require_delta(delta)
     confidence = require_open_fraction("confidence", confidence)
@@ -132,13 +132,13 @@ def one_run(
 def canary_loss(
     loss: Callable[[Tree, Any], Any], leaf: Callable[[Tree], jax.Array], *, scale: float = 1e3
 ) -> Callable[[Tree, Any], Any]:
-    """`loss`, for examples (example, coordinate). Some are canaries, each with a gradient on one coordinate.
+    """Extends `loss` to pairs (example, coordinate), some of them canaries whose gradient is on one coordinate.
 
-    leaf: (params) -> the array whose coordinates the canaries use, a different one for each, so they never meet.
-    coordinate: int (), the canary's place in the flat array; -1 for an example, which is given to `loss`.
-    scale: above 0, the norm of a canary's gradient; large, so that it is clipped and has the full norm.
+    leaf: (params) -> the array whose coordinates the canaries use. Give each canary its own, so they never interfere.
+    coordinate: scalar int, the canary's index in the flat array, or -1 for an example, which is passed to `loss`.
+    scale: above 0, the norm of a canary's gradient. Make it large, so that clipping leaves the full clip norm.
 
-    With SGD, a good score is how far the coordinate fell in training. Raises ValueError for another scale.
+    With SGD, a good score is how far the coordinate fell in training. Raises ValueError for an invalid scale.
     """
     scale = require_number("scale", scale, minimum=0, exclusive=True)
 
@@ -152,7 +152,7 @@ def canary_loss(
 
 
 def _guess_counts(guesses: Any, canaries: int) -> np.ndarray:
-    """How many guesses to try, int64 (n,). Half of each are guessed to be members, so all are even."""
+    """The numbers of guesses to try, int64 (n,). All are even, because half of the guesses say "member"."""
     given = [share * canaries for share in SHARES] if guesses is None else np.atleast_1d(guesses).tolist()
     counts = [int(number) // 2 * 2 for number in given] if guesses is None else given
     counts = [require_whole("guesses", number, minimum=2, maximum=canaries) // 2 * 2 for number in counts if number]
@@ -162,7 +162,7 @@ def _guess_counts(guesses: Any, canaries: int) -> np.ndarray:
 
 
 def _largest_rejected(right: int, guesses: int, canaries: int, delta: float, miss: float) -> float:
-    """An epsilon within 1e-6 of the largest that `right` right guesses reject; 0 if they reject none."""
+    """The largest epsilon that `right` right guesses reject, to within 1e-6; 0 if they reject none."""
     low, high = 0.0, _LARGEST_EPSILON
     if steinke_p_value(right, guesses, canaries, low, delta) > miss:
         return 0.0
@@ -174,7 +174,7 @@ def _largest_rejected(right: int, guesses: int, canaries: int, delta: float, mis
 
 
 def _largest_mu(right: np.ndarray, guesses: np.ndarray, canaries: int, miss: float) -> float:
-    """The largest mu that one of the numbers of guesses rejects, rounded down; 0 if none does."""
+    """The largest mu that any of the tests rejects, rounded down; 0 if none does."""
     low, high = 0.0, _LARGEST_MU
     for _ in range(_REFINEMENTS):
         mus = np.linspace(low, high, _MUS + 1)[1:]
@@ -188,8 +188,8 @@ def _largest_mu(right: np.ndarray, guesses: np.ndarray, canaries: int, miss: flo
 
 
 def _gaussian_bound(scores: np.ndarray, members: np.ndarray, delta: float, confidence: float) -> float:
-    """The Gaussian bound of many runs, with canaries as runs; 0 if too few are in one of the worlds."""
-    order = np.random.default_rng(0).permutation(len(scores))  # the place of a canary may say how well it is guessed
+    """Treats the canaries as runs and computes the Gaussian bound of many runs; 0 if either world has too few."""
+    order = np.random.default_rng(0).permutation(len(scores))  # a canary's position may predict how well it is guessed
     present, absent = scores[order][members[order]], scores[order][~members[order]]
     if min(len(present), len(absent)) < _LEAST_CANARIES // 4:
         return 0.0
@@ -197,7 +197,7 @@ def _gaussian_bound(scores: np.ndarray, members: np.ndarray, delta: float, confi
 
 
 def steinke_p_value(right: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
-    """A bound on the probability of `right` or more right guesses under (epsilon, delta)-differential privacy.
+    """Bounds the probability of `right` or more right guesses under (epsilon, delta)-differential privacy.
 
     P(Binomial(k, p) >= v) + 2 m delta max_{i>=1} P(v - i <= Binomial(k, p) < v) / i,  p = e^epsilon / (1 + e^epsilon)
     """
@@ -213,7 +213,7 @@ def trade_off_rejected(
 ) -> np.ndarray:
     """Whether `right` or more right guesses have a probability below `miss` under mu-GDP, bool (tests,).
 
-    right, guesses: int (tests,). mus, miss: float (tests,). All tests run side by side.
+    right, guesses: int (tests,). mus, miss: float (tests,). All tests are vectorized.
     """
     wrong_share = (guesses - right) / canaries
     r, h = miss * right / canaries, miss * wrong_share

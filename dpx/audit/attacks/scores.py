@@ -1,4 +1,4 @@
-"""Lower bounds on epsilon from the scores of many runs with, and many runs without, one example.
+"""Lower bounds on epsilon from the scores of many runs with and many runs without one example.
 
 Proof of the bound. The scores must be computed from released values, so that a test of them is post-processing. A test
 says "with" if a score is at least a threshold. Let a be the probability that it says so without the example, and b with
@@ -8,10 +8,9 @@ Clopper and Pearson's bounds hold for a (from above) and b (from below). Each fa
 confidence) / 2, so both hold with probability at least `confidence`. The test that says "without" below a threshold
 gives the other direction. The first half also chooses between the two.
 
-The Gaussian bound is a hypothesis. The same two error rates bound mu from below, if the best test between the two
-worlds is as good as between N(0, 1) and N(mu, 1); then delta follows at every epsilon as for a Gaussian (Nasr et al.
-2023, https://arxiv.org/abs/2302.07956). No measurement proves it, because delta is about events that are too rare to
-count.
+The Gaussian bound is a hypothesis. It assumes that the two worlds are as hard to tell apart as N(0, 1) and N(mu, 1).
+Then the same two error rates bound mu from below, and delta at every epsilon is that of a Gaussian (Nasr et al. 2023,
+https://arxiv.org/abs/2302.07956). No measurement proves it, because delta is about events that are too rare to count.
 """
 
 import functools
@@ -27,9 +26,9 @@ from dpx.accounting import checks, gdp
 from dpx.reports.curves import TradeOff, plot_trade_off
 from dpx.values import names_arguments, repr_with_shapes, require_open_fraction, warn_user
 
-_THRESHOLDS = 400  # candidates, most of them in the tails, where the bound at a small delta is best
-_CHOICE_MISS = 0.01  # thresholds are chosen at this share of the allowed misses, so that luck in the tails counts less
-_LEAST_RUNS = 4  # in each world, two in each half
+_THRESHOLDS = 400  # candidates, mostly in the tails, where the bound at a small delta is best
+_CHOICE_MISS = 0.01  # share of the allowed misses at which thresholds are chosen, so that luck in the tails counts less
+_LEAST_RUNS = 4  # runs in each world, two in each half
 _ROC_POINTS = 200
 _SURE = 5.0  # standard deviations
 SWAPPED = (
@@ -39,10 +38,10 @@ SWAPPED = (
 
 
 class Roc(NamedTuple):
-    """The error rates of the attack in the second half of the runs, as counted, without confidence intervals.
+    """The observed error rates of the attack in the second half of the runs, without confidence intervals.
 
-    type_one: float64 (points,), how often the attack says "with" in runs without the example.
-    type_two: float64 (points,), how often it says "without" in runs with the example.
+    type_one: float64 (points,), the share of runs without the example where the attack says "with".
+    type_two: float64 (points,), the share of runs with the example where it says "without".
     """
 
     type_one: np.ndarray
@@ -55,7 +54,7 @@ class Roc(NamedTuple):
 class Bound:
     """A lower bound on epsilon at one delta, with a confidence, next to the epsilon that was stated.
 
-    epsilon: float, at least 0. cost: float, the epsilon that is stated at `delta`; None if it is not known.
+    epsilon: float, at least 0. cost: float, the stated epsilon at `delta`; None if unknown.
     """
 
     epsilon: float
@@ -65,7 +64,7 @@ class Bound:
 
     @property
     def exceeds_cost(self) -> bool:
-        """Whether the stated epsilon is refuted, with the stated confidence. Hypotheses refute nothing."""
+        """Whether the proved bound refutes the stated epsilon, up to its confidence. Unproved bounds refute nothing."""
         return self.cost is not None and self.epsilon > self.cost
 
     def _lines(self) -> list[str]:
@@ -82,11 +81,10 @@ class LowerBound(Bound):
     """A lower bound on epsilon at one delta, next to the epsilon that the mechanism states.
 
     epsilon: float, at least 0. Proved, if the scores are computed from released values: for a mechanism whose epsilon
-        at `delta` is smaller, a bound this large has a probability of at most 1 - confidence.
-    gaussian_epsilon: float, at least 0. Not proved: the same, but only for mechanisms with the trade-off function of
-        two Gaussians.
-    runs: (with, without) the example, the runs in the second half, on which both bounds are computed.
-    cost: float, the epsilon that the mechanism states at `delta`; None if it is not known.
+        at `delta` is smaller, a bound this large has probability at most 1 - confidence.
+    gaussian_epsilon: float, at least 0. Not proved: assumes a mechanism with the trade-off function of two Gaussians.
+    runs: (with, without), the numbers of runs in the second half, from which both bounds are computed.
+    cost: float, the epsilon that the mechanism states at `delta`; None if unknown.
     """
 
     gaussian_epsilon: float
@@ -105,19 +103,19 @@ class LowerBound(Bound):
 def lower_bound_from_scores(
     with_canary: Any, without_canary: Any, *, delta: float, confidence: float = 0.95, cost: float | None = None
 ) -> LowerBound:
-    """A lower bound on epsilon from the scores of an attack, one score for each independent run.
+    """Computes a lower bound on epsilon from the scores of an attack, one score for each independent run.
 
-    with_canary, without_canary: float (runs,), at least 4 each, in the order of the runs, which must carry no
-        information: the first half of each chooses the threshold, the second half gives the bound. A larger score says
-        "with". A score is valid if it depends on what its own run released, and on numbers that are independent of all
-        runs. A score that depends on the noise of its run, or on anything else that is secret, proves nothing.
-    delta: in (0, 1). confidence: in (0, 1), of each bound by itself. cost: at least 0, the stated epsilon.
+    with_canary, without_canary: float (runs,), at least 4 each. Their order must carry no information, because the
+        first half of each chooses the threshold and the second half gives the bound. A larger score suggests "with". A
+        score is valid if it depends only on what its own run released and on values that are independent of all runs.
+        A score that depends on the noise of its run, or on anything else that is secret, proves nothing.
+    delta: in (0, 1). confidence: in (0, 1), of each bound separately. cost: at least 0, the stated epsilon.
 
-    `epsilon` is proved for such scores, `gaussian_epsilon` is not (`LowerBound`). Raises ValueError for other
+    `epsilon` is proved for such scores, but `gaussian_epsilon` is not (`LowerBound`). Raises ValueError for invalid
     numbers, for scores of another shape, and for NaN.
     """
     delta = checks.require_delta(delta, zero=True)
-    if delta == 0:  # other words than elsewhere, because a claim may be pure
+    if delta == 0:  # its own message, because a claim may be of pure privacy
         raise ValueError("delta must be in (0, 1), got 0: a claim at 0 also holds at delta=1e-9, so test that")
     confidence = require_open_fraction("confidence", confidence)
     cost = None if cost is None else checks.require_epsilon(cost)
@@ -144,15 +142,15 @@ def lower_bound_from_scores(
 
 
 def _score_more(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether the scores in `one` are larger, without doubt, by Mann and Whitney's test. other: sorted."""
+    """Whether the scores in `one` are larger beyond doubt, by Mann and Whitney's test. other: sorted."""
     below = sum(np.searchsorted(other, one, side).mean() for side in ("left", "right")) / 2 / len(other)
     return below - 0.5 > _SURE * math.sqrt((1 / len(one) + 1 / len(other)) / 12)
 
 
 class GuessRates(NamedTuple):
-    """How often a test finds a world, "with" or "without". All but the numbers of runs: int (thresholds,).
+    """How often a test says "with" or, for the other direction, "without".
 
-    true: in how many of the `true_runs` runs of that world. false: in how many of the `false_runs` runs of the other.
+    true, false: int (thresholds,), counts in the `true_runs` runs where that is right and the `false_runs` where not.
     """
 
     true: np.ndarray
@@ -162,9 +160,9 @@ class GuessRates(NamedTuple):
 
 
 def clopper_pearson(count: Any, runs: int, miss: float) -> tuple[np.ndarray, np.ndarray]:
-    """A lower and an upper bound on a probability, each wrong with probability at most `miss`, float64 like `count`.
+    """Bounds a probability from below and above, float64 like `count`. Each is wrong with probability at most `miss`.
 
-    count: int, in 0 .. runs, how often the event was seen in `runs` independent runs. Source: Clopper and Pearson 1934,
+    count: int in [0, runs], how often the event occurred in `runs` independent runs. Source: Clopper and Pearson 1934,
     https://doi.org/10.1093/biomet/26.4.404.
     """
     count = np.asarray(count, np.float64)
@@ -174,7 +172,7 @@ def clopper_pearson(count: Any, runs: int, miss: float) -> tuple[np.ndarray, np.
 
 
 def epsilon_of_rates(rates: GuessRates, *, delta: float, miss: float) -> np.ndarray:
-    """ln((b - delta) / a) with b bounded from below and a from above, float64 (n,); -inf where b may be below delta."""
+    """ln((b - delta) / a) for a lower bound b and an upper bound a, float64 (n,); -inf where b may be below delta."""
     true, _ = clopper_pearson(rates.true, rates.true_runs, miss)
     _, false = clopper_pearson(rates.false, rates.false_runs, miss)
     with np.errstate(divide="ignore"):
@@ -189,7 +187,8 @@ def gaussian_mu(rates: GuessRates, *, miss: float) -> np.ndarray:
 
 
 def require_scores(name: str, scores: Any, least: int, of: str) -> np.ndarray:
-    """The scores, float64 (n,). Raises ValueError unless there are at least `least` numbers. of: whose, in words."""
+    """Returns the scores, float64 (n,). Raises ValueError unless there are at least `least`. of: names the items in the
+    message."""
     scores = np.asarray(scores)
     if scores.ndim != 1 or len(scores) < least or scores.dtype.kind not in "biuf":
         found = f"{scores.dtype}{scores.shape}"
@@ -200,13 +199,13 @@ def require_scores(name: str, scores: Any, least: int, of: str) -> np.ndarray:
 
 
 def _sorted_halves(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The sorted scores of the first half, which choose, and of the second half, which count."""
+    """Returns the sorted scores of the first half, which chooses the test, and of the second half, which counts."""
     middle = len(scores) // 2
     return np.sort(scores[:middle]), np.sort(scores[middle:])
 
 
 def _count_detections(present: np.ndarray, absent: np.ndarray, thresholds: np.ndarray, finds_with: bool) -> GuessRates:
-    """The counts of the test for one world. present, absent: sorted scores of the runs with and without the example."""
+    """Counts the detections of one world. present, absent: sorted scores of the runs with and without the example."""
     below_with, below_without = (np.searchsorted(world, thresholds, "left") for world in (present, absent))
     if finds_with:
         return GuessRates(len(present) - below_with, len(present), len(absent) - below_without, len(absent))
@@ -216,7 +215,7 @@ def _count_detections(present: np.ndarray, absent: np.ndarray, thresholds: np.nd
 def _best_test(
     present: np.ndarray, absent: np.ndarray, bound_of: Callable[[GuessRates], np.ndarray]
 ) -> tuple[float, bool]:
-    """The threshold, and the world that is found, with the largest bound on these runs."""
+    """Returns the threshold with the largest bound on these runs, and whether its test says "with"."""
     thresholds, found = _candidate_thresholds(present, absent), []
     for finds_with in (True, False):
         bounds = bound_of(_count_detections(present, absent, thresholds, finds_with))
@@ -226,7 +225,7 @@ def _best_test(
 
 
 def _candidate_thresholds(present: np.ndarray, absent: np.ndarray) -> np.ndarray:
-    """Scores of both worlds at ranks that are spaced evenly in the logarithm, from both ends."""
+    """Scores of both worlds at logarithmically spaced ranks from both ends."""
     thresholds = []
     for world in (present, absent):
         ranks = np.unique(np.geomspace(1, len(world), _THRESHOLDS // 4).astype(int)) - 1
@@ -235,18 +234,18 @@ def _candidate_thresholds(present: np.ndarray, absent: np.ndarray) -> np.ndarray
 
 
 def error_rates(present: np.ndarray, absent: np.ndarray, thresholds: np.ndarray) -> Roc:
-    """Of "at least" each of rising thresholds, and of one above all scores. present, absent: sorted scores."""
+    """The error rates of "score >= threshold", for rising thresholds and one above all scores. present, absent: sorted
+    scores."""
     thresholds = np.append(thresholds, np.inf)
     type_two = np.searchsorted(present, thresholds, "left") / len(present)
     return Roc(1 - np.searchsorted(absent, thresholds, "left") / len(absent), type_two)
 
 
 def plot_lower_bound(bound: LowerBound, cost: TradeOff | None = None, *, axes: Any = None) -> Any:
-    """Draws the attack's error rates, and the trade-off function that the cost allows, on matplotlib `axes`; returns
-    them.
+    """Plots the attack's error rates and the trade-off function that the cost allows, and returns the matplotlib axes.
 
     bound: from `lower_bound` or `lower_bound_from_scores`. cost: from `dpx.reports.curves.trade_off`; no attack on a
-        correct mechanism goes below it, except by chance. axes: new ones by default.
+        correct mechanism goes below it, except by chance. axes: where to plot; None creates new ones.
     """
     label = f"attack: epsilon at least {bound.epsilon:.3g} at delta {bound.delta:g}"
     axes = plot_trade_off(TradeOff(bound.roc.type_one, bound.roc.type_two), axes=axes, label=label)

@@ -41,22 +41,22 @@ def check_setup(
     with_key: bool = False,
     has_aux: bool = False,
 ) -> SetupReport:
-    """What a careful colleague would notice before a long run:
+    """Reports what a careful colleague would notice before a long run:
     `print(dpx.check_setup(loss, optimizer, params, batch))`.
 
-    It looks at the loss (closures, randomness, mixing of rows, parameters without gradient), the batch (clipping, noise
-    against signal, numbers that are not finite), and the plan (key, delta, data, privacy, time, memory). It compiles
-    three times. Starred lines are computed from raw data or secret noise and are not private, and a clip norm chosen
-    from them leaks too. No row counts in the step that is timed, so nothing is released, and a later run is not
-    affected.
+    It checks the loss (closures, randomness, mixing of rows, parameters without gradient), the batch (clipping,
+    noise-to-signal ratio, values that are not finite), and the plan (key, delta, data, privacy, time, memory). It
+    compiles three times. Starred lines are computed from raw data or secret noise and are not private, and a clip norm
+    chosen from them leaks too. In the step that is timed, no row counts, so it releases no data and does not affect a
+    later run.
 
-    loss: (params, example) -> float (), of one example without a batch axis. optimizer: a `dpx.Mechanism`.
+    loss: (params, example) -> scalar float loss of one example, which has no batch axis. optimizer: a `dpx.Mechanism`.
     params: a pytree of arrays. batch: a `dpx.Batch` of the data.
-    steps, delta: of the run; by default from the optimizer's budget.
-    data: all examples, as `sampling.take` gets them, if known.
-    with_key: the loss takes a PRNG key, loss(params, example, key). has_aux: it returns (value, aux).
-    Raises ValueError if `optimizer` is not a `dpx.Mechanism`, `batch` not a `dpx.Batch`, `params` empty, the loss not
-    one real number, or a number outside its range.
+    steps, delta: of the planned run; None takes those of the optimizer's budget.
+    data: all examples, in the form that `sampling.take` accepts, if available.
+    with_key: whether the loss takes a PRNG key: loss(params, example, key). has_aux: whether it returns (value, aux).
+    Raises ValueError if `optimizer` is no `dpx.Mechanism`, `batch` is no `dpx.Batch`, `params` is empty, the loss does
+    not return one real number, or a number is out of range.
 
         >>> print(dpx.check_setup(loss, optimizer, params, batch, steps=100, delta=1e-5))
         ok ...
@@ -91,7 +91,7 @@ def check_setup(
     ]
     public += [static_findings.find_constant_keys(loss, params, example, with_key=with_key)]
     if real.severity == "error" or rows.severity == "error":
-        return SetupReport(tuple(public), (rows,))  # no gradient, or no step, can be computed
+        return SetupReport(tuple(public), (rows,))  # gradients or a step cannot be computed
     public += [static_findings.find_unused(closed, params, flags), static_findings.find_frozen(flags, params)]
     with adding_note("loss", lambda: example):
         found = batch_findings.measure_row_gradients(value, optimizer, params, flags, examples, included)
@@ -114,7 +114,7 @@ def check_setup(
 
 
 def _require_args(loss, optimizer, params, batch, steps, delta) -> tuple[Batch, int | None, float | None]:
-    """The batch, the steps and delta. Raises ValueError for arguments that no finding could describe."""
+    """Returns the batch, the steps and delta. Raises ValueError for arguments that no finding could describe."""
     require_function("loss", loss)
     require_mechanism(optimizer)
     require_numbers(params)
@@ -136,7 +136,7 @@ def _require_args(loss, optimizer, params, batch, steps, delta) -> tuple[Batch, 
 
 
 def warn_of_loss(optimizer: Mechanism, closed: core.ClosedJaxpr, params: Tree, row: tuple) -> None:
-    """Warns of what `check_setup` finds in the equations of a loss, which cost nothing when a step is traced.
+    """Warns about what `check_setup` finds in the equations of a loss, which are at hand when a step is traced.
 
     closed: the jaxpr of the loss. params: arrays. row: the shapes of one example, and of its key.
     """
@@ -155,10 +155,10 @@ def warn_of_loss(optimizer: Mechanism, closed: core.ClosedJaxpr, params: Tree, r
 def warn_of_rows(
     loss: Callable, optimizer: Mechanism, params: Tree, rows: Tree, *, with_key: bool, has_aux: bool
 ) -> None:
-    """Warns if no row has a finite gradient, as `check_setup` finds in a batch: the run would release noise alone.
+    """Warns if no row has a finite gradient, as `check_setup` does, because the run would release only noise.
 
-    It computes gradients only if every row holds a number that is not finite. rows: arrays with the rows on axis 0. The
-    rest is as for `check_setup`.
+    It computes gradients only if every row holds a value that is not finite. rows: arrays with the rows on axis 0. The
+    other arguments are those of `check_setup`.
     """
     floats = [np.asarray(leaf) for leaf in jax.tree.leaves(rows) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     if not np.all(np.any([~np.isfinite(leaf).all(tuple(range(1, leaf.ndim))) for leaf in floats] or [False], axis=0)):

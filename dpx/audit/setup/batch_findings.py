@@ -1,7 +1,7 @@
-"""Losses, gradients and clipping on one batch, and time and memory of a private step.
+"""Findings about losses, gradients and clipping on one batch, and the time and memory of a private step.
 
-Whatever depends on the batch is computed from raw data and is NOT private. The step that is run leaves out every row,
-so its release is pure noise, and no data are released with the noise of a run.
+Whatever depends on the batch is computed from raw data and is NOT private. The step that is run excludes every row, so
+its release is pure noise, and no data are released with the noise of a run.
 """
 
 import functools
@@ -28,23 +28,23 @@ from dpx.values import Tree, batch_size, first_words, path_of
 from dpx.xla.jaxprs import equations
 from dpx.xla.rows_apart import iterates_together
 
-MICROBATCH_NUMBERS = 2**26  # numbers of gradients in memory at once: 256 MiB in float32
-AT_THE_BOUND = 0.999  # of the bound: a contribution as large as that was clipped
-COMPARED = 3  # rows that are computed again, alone
+MICROBATCH_NUMBERS = 2**26  # gradient values in memory at once: 256 MiB in float32
+AT_THE_BOUND = 0.999  # share of the bound from which a contribution counts as clipped
+COMPARED = 3  # rows that are computed again, each alone
 TOLERANCE, LOW_TOLERANCE = 1e-2, 1e-1  # relative, for float32 (perhaps rounded to TensorFloat-32) and for fewer bits
-TINY = 1e-6  # absolute, of a loss or a gradient that is 0 except for rounding
-LOUD = 100.0  # noise this many times the signal drowns it
+TINY = 1e-6  # absolute; a smaller loss or gradient counts as 0, except for rounding
+LOUD = 100.0  # ratio of noise to signal above which the noise drowns the signal
 
 
 class BatchDiagnostics(NamedTuple):
-    """What the examples of one batch do; B examples, L leaves of the parameters.
+    """Losses, gradients and contributions of the B examples in one batch, for L leaves of the parameters.
 
     losses: float (B,). norms: float32 (B,), of the encoded gradients. counts: bool (B,), included and in range.
     shares: float32 (B,), the contribution divided by its bound, for the group of layers where that is largest.
-    leaves: float32 (B, L), the largest absolute value of each gradient; 0 where it is not trained.
-    signal: float32 (), the norm of the sum of the contributions. bound: float32 (), the largest norm of one.
-    size: int, the number of coordinates that get noise. reached: int, how many other rows changed by a bit when the
-        floats of row 0 were NaN; None without floats or other rows.
+    leaves: float32 (B, L), the largest absolute gradient value in each leaf; 0 for leaves that are not trained.
+    signal: float32 scalar, norm of the summed contributions. bound: float32 scalar, largest norm of one contribution.
+    size: int, the number of coordinates that get noise. reached: int, the number of other rows in which a bit changed
+        when the floats of row 0 were NaN; None without floats or other rows.
     """
 
     losses: jax.Array
@@ -61,10 +61,10 @@ class BatchDiagnostics(NamedTuple):
 def measure_row_gradients(
     loss: Callable, mechanism: Mechanism, params: Tree, flags: Tree, examples: Tree, included: np.ndarray
 ) -> BatchDiagnostics:
-    """What the rows do in one batch. loss: (params, example) -> number. flags: bools like the parameters, True where
-    trained. examples: arrays with the B examples on axis 0. included: bool (B,)."""
+    """Measures the gradients of the rows in one batch. loss: (params, example) -> number. flags: bools like the
+    parameters, True where trained. examples: arrays with the B examples on axis 0. included: bool (B,)."""
     trained = sum(p.size for p, flag in zip(jax.tree.leaves(params), jax.tree.leaves(flags), strict=True) if flag)
-    at_once = max(2, MICROBATCH_NUMBERS // max(1, trained))  # 2, because a single row cannot mix with others
+    at_once = max(2, MICROBATCH_NUMBERS // max(1, trained))  # at least 2, because a single row cannot mix with others
 
     @jax.jit
     def run(params, state, rows):
@@ -101,20 +101,20 @@ def _first_is_nan(leaf: jax.Array) -> jax.Array:
 
 
 def _bounds(mechanism: Mechanism, state: Tree, contributions: Callable, params: Tree) -> tuple[jax.Array, jax.Array]:
-    """The bound on each group, float32 (G,); and the same with 0 where every example contributes equally."""
+    """The bound on each group, float32 (G,), and a copy with 0 where every example contributes equally."""
     largest = jnp.stack(jax.tree.leaves(mechanism.bound(state)))
     least = contributions(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
     return largest, jnp.where(least < AT_THE_BOUND * largest, largest, 0)
 
 
 def _contribution_norms(mechanism: Mechanism, state: Tree, grad: Tree) -> jax.Array:
-    """The norms of what one example contributes to each of the G groups, float32 (G,)."""
+    """The norms of one example's contributions to the G groups, float32 (G,)."""
     _, norms, (factors, *_) = mechanism.contribute(grad, state)
     return jnp.abs(jnp.stack(jax.tree.leaves(norms)) * jnp.stack(jax.tree.leaves(factors)))
 
 
 def _largest_of_leaves(grad: Tree, flags: Tree) -> jax.Array:
-    """The largest absolute value in each leaf, float32 (L,); 0 where it is not trained."""
+    """The largest absolute value in each leaf, float32 (L,); 0 for leaves that are not trained."""
     leaves = zip(jax.tree.leaves(grad), jax.tree.leaves(flags), strict=True)
     return jnp.stack([jnp.float32(jnp.max(jnp.abs(g), initial=0) if flag else 0) for g, flag in leaves])
 
@@ -122,7 +122,8 @@ def _largest_of_leaves(grad: Tree, flags: Tree) -> jax.Array:
 def loss_of_one_row(
     loss: Callable, flags: Tree, examples: Tree
 ) -> Callable[[Tree, int], tuple[np.ndarray, np.ndarray]]:
-    """`fn(params, row) -> (loss, leaves)` of one row, float64 () and (L,); leaves as in `BatchDiagnostics`."""
+    """Returns fn(params, row) -> (loss, leaves) for one row, a float64 scalar and float64 (L,); leaves as in
+    `BatchDiagnostics`."""
 
     @jax.jit
     def alone(params, example):
@@ -137,7 +138,8 @@ def loss_of_one_row(
 
 
 def find_mixed_rows(measured: BatchDiagnostics, params: Tree, alone: Callable, rows: np.ndarray) -> Finding:
-    """Whether losses and gradients are the same in a batch and alone. alone: of `loss_of_one_row`. rows: int (R,)."""
+    """Checks that losses and gradients are the same in a batch and alone. alone: from `loss_of_one_row`. rows: int
+    (R,)."""
     low = any(map(is_low_precision, jax.tree.leaves(params))) or is_low_precision(measured.losses)
     tolerance, differ = LOW_TOLERANCE if low else TOLERANCE, 0
     for row in rows:
@@ -155,8 +157,8 @@ def find_mixed_rows(measured: BatchDiagnostics, params: Tree, alone: Callable, r
 
 
 def find_spreading_nan(measured: BatchDiagnostics, closed: core.ClosedJaxpr) -> Finding:
-    """Whether a row of NaN stays in its row where `jax.vmap` computes the gradients of a batch, and whether the loss
-    has functions whose rounding in one row depends on other rows. closed: the jaxpr of the loss."""
+    """Checks that NaN in one row does not spread to others under `jax.vmap`, and that the loss has no functions whose
+    rounding in one row depends on other rows. closed: the jaxpr of the loss."""
     together = sorted({each.primitive.name for each in equations(closed) if iterates_together(each)})
     numbers = {"reached": measured.reached or 0, "iterating": len(together)}
     if measured.reached:
@@ -175,9 +177,9 @@ def find_spreading_nan(measured: BatchDiagnostics, closed: core.ClosedJaxpr) -> 
 def find_zero_gradients(
     measured: BatchDiagnostics, params: Tree, flags: Tree, alone: Callable, rows: np.ndarray
 ) -> Finding:
-    """Trained parameters whose gradient is zero for every example, here or also near these parameters.
+    """Finds trained parameters whose gradient is zero for every example, here or also near these parameters.
 
-    flags: bools like the parameters. alone: of `loss_of_one_row`. rows: int (R,), which are computed again.
+    flags: bools like the parameters. alone: from `loss_of_one_row`. rows: int (R,), the rows to compute again.
     """
     if not np.asarray(measured.counts).any():
         return Finding("zero gradients", "note", "no row counts")
@@ -200,7 +202,7 @@ def find_zero_gradients(
 
 
 def find_not_finite(measured: BatchDiagnostics, included: np.ndarray) -> Finding:
-    """Rows that contribute zero because a loss or a gradient is not finite, or too large."""
+    """Finds rows that contribute zero because a loss or a gradient is not finite, or too large."""
     losses, norms = np.asarray(measured.losses, np.float64)[included], np.asarray(measured.norms)[included]
     bad_losses, bad_norms = int((~np.isfinite(losses)).sum()), int((~np.isfinite(norms)).sum())
     huge, rows = int((np.isfinite(norms) & (norms > LARGEST)).sum()), int(included.sum())
@@ -216,7 +218,7 @@ def find_not_finite(measured: BatchDiagnostics, included: np.ndarray) -> Finding
 
 
 def find_clipped_rows(measured: BatchDiagnostics) -> Finding:
-    """How many examples are clipped, and the quantiles of the norms."""
+    """Reports the number of clipped examples and the quantiles of the norms."""
     counts, bound = np.asarray(measured.counts), float(measured.bound)
     norms, shares = np.asarray(measured.norms)[counts], np.asarray(measured.shares)[counts]
     if not len(norms):
@@ -232,7 +234,7 @@ def find_clipped_rows(measured: BatchDiagnostics) -> Finding:
 
 
 def find_noise_to_signal(measured: BatchDiagnostics, mechanism: Mechanism, steps: int | None) -> Finding:
-    """The noise of step 0 against the mean of the contributions, both as norms. steps: of the run, if known."""
+    """Compares the norm of the step-0 noise with that of the mean contribution. steps: number of steps, if known."""
     if not np.asarray(measured.counts).any():
         return Finding("noise", "note", "no row counts")
     multiplier, divisor = float(values_over(mechanism.noise_multiplier, 1)[0]), float(mechanism.sampling.divisor)
@@ -258,8 +260,8 @@ REPETITIONS = 3
 class StepOfPureNoise(NamedTuple):
     """One step of pure noise.
 
-    unreleased_updates: like the parameters; the noise of a run, so never to be shown.
-    compile_seconds, seconds: of the compilation, and the median of a few runs. temporary, arguments: bytes, or None.
+    unreleased_updates: like the parameters. They are the noise of a run, so never show them.
+    compile_seconds: compilation time. seconds: median time of a few runs. temporary, arguments: bytes, or None.
     """
 
     unreleased_updates: Tree
@@ -269,7 +271,7 @@ class StepOfPureNoise(NamedTuple):
     arguments: int | None
 
 
-@jax.disable_jit(False)  # which has no programs to measure
+@jax.disable_jit(False)  # without jit, there is no program to measure
 def run_step(loss: Callable, optimizer: Mechanism, params: Tree, batch: Batch) -> StepOfPureNoise:
     """Compiles and runs the private step on a batch in which no row counts."""
     gradient, state = private_updates(loss, optimizer), jax.jit(optimizer.init)(params)
@@ -305,7 +307,7 @@ def find_step_memory(step: StepOfPureNoise) -> Finding:
 
 
 def find_low_precision_parameters(step: StepOfPureNoise, params: Tree, flags: Tree, losses: jax.Array) -> Finding:
-    """Low-precision trained parameters, and the share of them that a step of pure noise does not change.
+    """Finds low-precision trained parameters, and the share of them that a step of pure noise does not change.
 
     flags: bools like the parameters, True where trained.
     """

@@ -1,7 +1,7 @@
 """What `dpx.check_setup` finds without running the loss, and the report of all findings.
 
-The plan: the batch, the data and delta against the sampling, and the privacy cost of the run. The equations of the
-loss: data beside its example, unused parameters, shared random numbers, dtypes.
+For the plan: whether batch, data and delta fit the sampling, and the privacy cost of the run. In the equations of the
+loss: data other than its example, unused parameters, shared random numbers, dtypes.
 """
 
 import itertools
@@ -39,10 +39,10 @@ FOOTNOTE = "* computed from raw data or secret noise: do not publish"
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that `dpx.check_setup` looked at.
+    """One thing that `dpx.check_setup` checked.
 
-    name: what. severity: "error" (the run fails, or no epsilon covers it), "warning" (probably a mistake), "note" or
-        "ok". words: one line. numbers: by name, those in `words` and more.
+    name: what was checked. severity: "error" (the run fails, or no epsilon covers it), "warning" (probably a mistake),
+        "note" or "ok". words: one line. numbers: by name, those in `words` and more.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Finding:
 
 @dataclass(frozen=True, repr=False)
 class SetupReport:
-    """The result of `dpx.check_setup`; `str` is a table, the worst first.
+    """The result of `dpx.check_setup`. `str` formats it as a table, worst findings first.
 
     public_findings: those that depend on public values only. unreleased_findings: those that depend on raw data or
         secret noise. NOT private; None in `dpx.publishable_state(report)`.
@@ -64,12 +64,12 @@ class SetupReport:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """All findings, the worst first."""
+        """All findings, worst first."""
         both = (*self.public_findings, *(self.unreleased_findings or ()))
         return tuple(sorted(both, key=lambda finding: ORDER.index(finding.severity)))
 
     def __getitem__(self, name: str) -> Finding:
-        """The finding of this name. Raises KeyError if there is none."""
+        """Returns the finding with this name. Raises KeyError if there is none."""
         return {finding.name: finding for finding in self.findings}[name]
 
     def __repr__(self) -> str:
@@ -84,13 +84,13 @@ class SetupReport:
         return "\n".join([*lines, FOOTNOTE] if unreleased else lines)
 
 
-FAR = 6.0  # standard deviations of a Poisson batch size; a drawn batch is further away with probability 1e-8 or so
-COSTLY = 0.01  # the share of epsilon that cut batches may cost
-WEAK = 10.0  # an epsilon above which little is promised
+FAR = 6.0  # standard deviations of a Poisson batch size; the chance that a drawn batch is further away is about 1e-8
+COSTLY = 0.01  # the share of epsilon that truncated batches may cost
+WEAK = 10.0  # a larger epsilon promises little
 
 
 def rows_that_count(batch: Batch, sampling: Sampling) -> tuple[np.ndarray, Finding]:
-    """Which rows count, bool (B,), and whether the sampling draws this many."""
+    """Returns which rows count, bool (B,), and a finding about whether the sampling draws this many."""
     size = batch_size(batch.examples)
     try:
         included = np.asarray(included_rows(size, batch.included, sampling))
@@ -143,11 +143,11 @@ def find_delta_size(delta: float | None, sampling: Sampling) -> Finding:
 
 
 def find_epsilon_of_run(optimizer: Mechanism, steps: int | None, delta: float | None) -> Finding:
-    """The epsilon of the whole run."""
+    """Reports the epsilon of the whole run."""
     if steps is None or delta is None:
         return Finding("privacy", "note", "not known without steps and delta, or a budget")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of a large delta, which has its own finding
+        warnings.simplefilter("ignore", UserWarning)  # a large delta has its own finding
         spent = epsilon(optimizer, steps, delta=delta)
     numbers, budget = {"epsilon": spent, "delta": delta, "steps": steps}, optimizer.budget
     numbers["eta"] = ETA
@@ -164,7 +164,7 @@ def find_epsilon_of_run(optimizer: Mechanism, steps: int | None, delta: float | 
 
 
 def find_truncated_batches(optimizer: Mechanism, steps: int | None, delta: float | None) -> list[Finding]:
-    """What it costs that the sampling truncates batches (`most_rows`); nothing for other samplings."""
+    """Reports the cost of truncating batches (`most_rows`). Returns no finding for other samplings."""
     if steps is None or delta is None or not optimizer.sampling.truncates:
         return []
     cost = cost_of_run(optimizer, steps, records=1)
@@ -180,7 +180,7 @@ def find_truncated_batches(optimizer: Mechanism, steps: int | None, delta: float
 
 
 def find_frozen(flags: Tree, params: Tree) -> Finding:
-    """How many parameters the mechanism trains. flags: bools like the parameters."""
+    """Reports how many parameters the mechanism trains. flags: bools like the parameters."""
     sizes = [math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(params)]
     trained, total = sum(itertools.compress(sizes, jax.tree.leaves(flags))), sum(sizes)
     words = f"{trained} of {total} parameters are trained" if trained < total else f"all {total} parameters are trained"
@@ -188,19 +188,19 @@ def find_frozen(flags: Tree, params: Tree) -> Finding:
 
 
 def find_guessable_key(key: jax.Array | None) -> Finding:
-    """Whether the mechanism's key, (), may have fewer than 64 secret bits."""
+    """Checks whether the mechanism's scalar key may have fewer than 64 secret bits."""
     if key is not None and keys.is_small(key):
         return Finding("key", "warning", keys.SMALL, {"small": True})
     return Finding("key", "ok", "the key has more than 32 bits", {"small": False})
 
 
 OWN_BACKWARD = ("custom_vjp_call", "custom_vjp_call_jaxpr")
-WHOLE_BATCH = ("expand_dims", "broadcast_all", "legacy_vectorized")  # how an `ffi_call` may be batched
-LARGE = 2**20  # bytes of an array that is worth a note
+WHOLE_BATCH = ("expand_dims", "broadcast_all", "legacy_vectorized")  # an `ffi_call` batched so sees a whole batch
+LARGE = 2**20  # bytes from which an array is worth a note
 
 
 def loss_of_one_example(loss: Callable, *, with_key: bool, has_aux: bool) -> Callable[[Tree, Tree], jax.Array]:
-    """`loss(params, example)` as one number; a key is constant, because the run's own randomness must not be used."""
+    """Returns loss(params, example) -> number. Any key is a constant, because the run's randomness must not be used."""
 
     def loss_value(params, example):
         result = loss(params, example, jax.random.key(0)) if with_key else loss(params, example)
@@ -210,7 +210,7 @@ def loss_of_one_example(loss: Callable, *, with_key: bool, has_aux: bool) -> Cal
 
 
 def trace_or_finding(loss: Callable, params: Tree, example: Tree) -> core.ClosedJaxpr | Finding:
-    """The closed jaxpr of the loss, or the finding that it cannot be traced. Raises ValueError for no real number."""
+    """The closed jaxpr of the loss, or a finding that tracing fails. Raises ValueError if it is no real scalar."""
     try:
         closed, out = jax.make_jaxpr(loss, return_shape=True)(params, example)
     except NameError as error:
@@ -227,7 +227,7 @@ def trace_or_finding(loss: Callable, params: Tree, example: Tree) -> core.Closed
 
 
 def find_closed_over_arrays(closed: core.ClosedJaxpr, example: Tree, rows: int, examples: int) -> Finding:
-    """Arrays in the loss's closure that may be training data. rows: of the batch. examples: of the data set."""
+    """Finds arrays in the loss's closure that may be training data. rows: batch size. examples: dataset size."""
     shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(example)}
     found = [(jnp.shape(array), _bytes_of(array)) for array in jaxprs.constants(closed)]
     suspects = [shape for shape, _ in found if _may_hold_data(shape, shapes, rows, examples)]
@@ -245,7 +245,7 @@ def find_closed_over_arrays(closed: core.ClosedJaxpr, example: Tree, rows: int, 
 
 
 def find_batch_dependence(closed: core.ClosedJaxpr) -> Finding:
-    """Equations that may see the rows of a whole batch under `jax.vmap`, in the loss or in its backward pass."""
+    """Finds equations that may see all rows of a batch under `jax.vmap`, in the loss or its backward pass."""
     found = list(jaxprs.equations(closed))
     if any(equation.primitive.name in OWN_BACKWARD for equation in found):
         found += jaxprs.equations(_backward_pass(closed))
@@ -267,7 +267,7 @@ def _backward_pass(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 
 def find_unused(closed: core.ClosedJaxpr, params: Tree, flags: Tree) -> Finding:
-    """Trained parameters that the loss does not depend on. flags: bools like the parameters, True where trained."""
+    """Finds trained parameters that do not affect the loss. flags: bools like the parameters, True where trained."""
     paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     read = jaxprs.inputs_read(closed.jaxpr)[: len(paths)]
     missing = [path for path, flag, used in zip(paths, jax.tree.leaves(flags), read, strict=True) if flag and not used]
@@ -278,8 +278,8 @@ def find_unused(closed: core.ClosedJaxpr, params: Tree, flags: Tree) -> Finding:
 
 
 def find_lost_averages(closed: core.ClosedJaxpr, params: Tree) -> list[Finding]:
-    """A finding if the loss computes running averages that nothing keeps, as BatchNorm does: a old + (1 - a) new of a
-    constant `old` and a `new` that depends on the example. What the loss returns after its value keeps none."""
+    """Finds running averages that the loss computes but nothing keeps, as BatchNorm's: a old + (1 - a) new, where `old`
+    is a constant and `new` depends on the example. Auxiliary outputs of the loss do not keep them."""
     parameter, data, updates = 1, 2, set()
 
     def visit(equation, marks, control):
@@ -298,8 +298,8 @@ def find_lost_averages(closed: core.ClosedJaxpr, params: Tree) -> list[Finding]:
 
 
 def _unread_averages(jaxpr: core.Jaxpr, wanted: list[bool]) -> Iterator[core.JaxprEqn]:
-    """The equations a x + (1 - a) y on which none of the results depends that are wanted, except where y may be chosen
-    in place of the average, as Equinox does at the first step."""
+    """Yields the equations a x + (1 - a) y on which no wanted result depends, except where y may be chosen in place of
+    the average, as Equinox does at the first step."""
     made = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
     needed = {
         v for v, is_wanted in zip(jaxpr.outvars, wanted, strict=False) if is_wanted and not isinstance(v, core.Literal)
@@ -309,7 +309,7 @@ def _unread_averages(jaxpr: core.Jaxpr, wanted: list[bool]) -> Iterator[core.Jax
         known = not isinstance(v, core.Literal) and v in made and made[v].primitive.name == name
         return made[v].invars if known else ()
 
-    def number(*values):  # of a literal, or of the difference of two
+    def number(*values):  # the value of a literal, or of the difference of two
         if all(isinstance(v, core.Literal) and np.ndim(v.val) == 0 for v in values):
             return float(values[0].val) - sum(float(v.val) for v in values[1:])
         parts = operands_of("sub", values[0]) if len(values) == 1 else ()
@@ -335,7 +335,7 @@ def _unread_averages(jaxpr: core.Jaxpr, wanted: list[bool]) -> Iterator[core.Jax
 
 
 def find_untrainable_dtypes(params: Tree, flags: Tree) -> Finding:
-    """Trained parameters without a real gradient. flags: bools like the parameters, True where trained."""
+    """Finds trained parameters without a real gradient. flags: bools like the parameters, True where trained."""
     found = [(path_of(path), jnp.result_type(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
     found = [each for each, flag in zip(found, jax.tree.leaves(flags), strict=True) if flag]
     wrong = [f"{path} ({dtype})" for path, dtype in found if not jnp.issubdtype(dtype, jnp.floating)]
@@ -346,12 +346,12 @@ def find_untrainable_dtypes(params: Tree, flags: Tree) -> Finding:
 
 
 def is_low_precision(leaf: jax.Array) -> bool:
-    """Whether a leaf is of floats of fewer than 32 bits."""
+    """Whether a leaf holds floats of fewer than 32 bits."""
     return jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and jnp.result_type(leaf).itemsize < 4
 
 
 def _may_hold_data(shape: tuple[int, ...], example_shapes: set, rows: int, examples: int) -> bool:
-    """Whether an array may hold the data set, the batch, or some rows of them."""
+    """Whether an array may hold the dataset, the batch, or some rows of either."""
     if len(shape) == 0 or shape[0] < 2:
         return False
     return shape[0] == examples or (shape[1:] in example_shapes and (len(shape) > 1 or shape[0] == rows))
@@ -363,13 +363,13 @@ def _bytes_of(array: Any) -> int:
 
 # The primitives that turn a key into random numbers.
 DRAWS = ("random_bits", "threefry2x32", "threefry4x32", "rng_bit_generator")
-KEYS = {"threefry2x32": 2, "threefry4x32": 4}  # how many of the first operands are the key; 1 of the others
+KEYS = {"threefry2x32": 2, "threefry4x32": 4}  # how many leading operands hold the key; 1 for other primitives
 
 
 def find_constant_keys(loss: Callable, params: Tree, example: Tree, *, with_key: bool) -> Finding:
-    """Whether the loss draws random numbers from a key that depends on neither the example nor the example's key.
+    """Checks whether the loss draws random numbers from a key that depends on neither the example nor its key.
 
-    loss: as for `private_updates`, a function that can be traced.
+    loss: a traceable function, as for `private_updates`.
     """
     varying = (example, jax.eval_shape(lambda: jax.random.key(0))) if with_key else (example,)
     closed = jax.make_jaxpr(loss)(params, *varying)
@@ -383,7 +383,7 @@ def find_constant_keys_in(closed: core.ClosedJaxpr, fixed: int) -> Finding:
     def visit(equation, varies, control):
         name = equation.primitive.name
         if name in DRAWS and not any(varies[: KEYS.get(name, 1)]):
-            draws.add(id(equation))  # also where a later round of a loop has another key
+            draws.add(id(equation))  # even if a later iteration of a loop has another key
 
     spread_marks(closed, [number >= fixed for number in range(len(closed.jaxpr.invars))], visit)
     if draws:
