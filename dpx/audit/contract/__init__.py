@@ -1,7 +1,7 @@
 """The privacy contract of docs/design.md as one call, for any mechanism.
 
-The check of a line returns words, raises BrokenLine where the line does not hold, and NotChecked where it cannot tell.
-Here are those about what one example, padding and microbatches do to a release.
+The check of a line returns words, or raises BrokenLine if the line does not hold and NotChecked if it cannot tell. This
+file checks what one example, padding and microbatches do to a release.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,10 +47,10 @@ class Line(NamedTuple):
 
 
 class ContractReport(NamedTuple):
-    """The result of `check_contract`; `str` is a table with a row for each line.
+    """The result of `check_contract`. `str` formats it as a table with a row for each line.
 
-    lines: of the contract, in the order in which they were checked. false_alarm_rate: an upper bound on the probability
-        that a sound mechanism fails, over the choice of the seed.
+    lines: the lines of the contract, in the order of their checks. false_alarm_rate: an upper bound on the probability,
+        over the choice of the seed, that a sound mechanism fails.
     """
 
     lines: tuple[Line, ...]
@@ -68,18 +68,18 @@ class ContractReport(NamedTuple):
 
     @property
     def unchecked(self) -> tuple[Line, ...]:
-        """The lines that could not be checked, or only in part."""
+        """The lines that could not be checked fully."""
         return tuple(line for line in self.lines if line.outcome == "not checked")
 
     def line(self, name: str) -> Line:
-        """The line of this name. Raises ValueError if it was not asked for."""
+        """Returns the line with this name. Raises ValueError if it was not requested."""
         for line in self.lines:
             if line.name == name:
                 return line
         raise ValueError(f"name must be one of {[line.name for line in self.lines]}, got {name!r}")
 
     def require(self) -> "ContractReport":
-        """This report, for tests of your own mechanism. Raises AssertionError, with the table, if a line fails."""
+        """For tests of your own mechanism: returns this report, or raises AssertionError with it if a line fails."""
         if not self.passed:
             raise AssertionError(f"the mechanism breaks the privacy contract:\n{self}")
         return self
@@ -95,12 +95,12 @@ class ContractReport(NamedTuple):
         return "\n".join(rows)
 
 
-TOLERANCE = 1e-5  # relative, of the norm of a contribution
+TOLERANCE = 1e-5  # relative, for the norm of a contribution
 GARBAGE = (0, 3, inputs.ROWS - 2)  # positions of the first of two rows of padding
 
 
 def check_bounded(trial: Trial) -> str:
-    """No gradient, of any size and dtype, contributes more than a very large one; what is not finite contributes 0."""
+    """No gradient of any size or dtype contributes more than a very large one, and nonfinite ones contribute zero."""
     rows, replacements = 0, [trial.with_loud(tree) for tree in trial.hostile[1:]]
     for step in STEPS:
         clip_norm, state = trial.clip_norm(step), trial.state(step)
@@ -130,7 +130,7 @@ def _require_at_most(norms: np.ndarray, clip_norm: float, where: str):
 
 
 def _require_zero(trial: Trial, sums, replaced, where: str):
-    """A row that is not finite contributes zero, or as much as with any other value in that place."""
+    """Requires that a nonfinite row contributes zero, or that its nonfinite values do not affect its contribution."""
     broken = ~np.isfinite(inputs.flattened_leaves(trial.with_loud(trial.hostile[0]), 1)).all(1)
     found, by_zero, by_one = (inputs.flattened_leaves(tree, 1) for tree in (sums, *replaced))
     scale = np.abs(by_zero).max(1) * 1e-5
@@ -140,9 +140,9 @@ def _require_zero(trial: Trial, sums, replaced, where: str):
 
 
 def check_float32(trial: Trial) -> str:
-    """Neither the sums, from gradients of any dtype, nor the noise are computed in less than float32.
+    """Neither the noise nor the sums, from gradients of any dtype, are computed in less than float32.
 
-    What depends on both comes after the noise, so an optimizer may keep its state in bfloat16.
+    A value that depends on both comes after the noise, so an optimizer may keep its state in bfloat16.
     """
     for closed in (trial.program_of_update, *map(trial.trace, inputs.LOW)):
         found = set()
@@ -159,7 +159,7 @@ def check_float32(trial: Trial) -> str:
     return "sums and noise have no arithmetic in less than 32 bits, on gradients in float32, float16 and bfloat16"
 
 
-# These only move numbers of low precision, such as gradients before they become float32.
+# These only move low-precision values, such as gradients before they become float32.
 MOVES = {
     "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice", "gather", "jit", "pad", "pjit",
     "reshape", "rev", "scan", "select_n", "slice", "squeeze", "transpose", "while",
@@ -167,7 +167,7 @@ MOVES = {
 
 
 def _low_precision_in_words(equation: core.JaxprEqn) -> set[str]:
-    """What an equation computes in float16 or bfloat16, in words."""
+    """Describes what an equation computes in float16 or bfloat16."""
     given = {str(getattr(v.aval, "dtype", "")) for v in equation.invars}
     low = {str(getattr(v.aval, "dtype", "")) for v in equation.outvars} & {"float16", "bfloat16"}
     if equation.primitive.name in MOVES:
@@ -176,7 +176,7 @@ def _low_precision_in_words(equation: core.JaxprEqn) -> set[str]:
 
 
 def check_adjacent(trial: Trial) -> str:
-    """One example moves the update by at most what the cost assumes, on every path, whoever else is there."""
+    """On every path, one example moves the update by at most what the cost assumes, whatever the other rows are."""
     trial.require_noise()
     largest, tried = 0.0, 0
     for step in STEPS:
@@ -203,7 +203,7 @@ def check_adjacent(trial: Trial) -> str:
 
 
 def _require_adjacent_sums(trial: Trial, step: int) -> None:
-    """Raises BrokenLine if one example left out moves the released sums by more than the clip norm."""
+    """Raises BrokenLine if leaving out one example moves the released sums by more than the clip norm."""
     state, rows = trial.state(step), _with_a_loud_row(trial, trial.problems[0])
     everyones = trial.sums(rows, state, all_included())
     for missing in range(inputs.ROWS):
@@ -217,7 +217,7 @@ def _require_adjacent_sums(trial: Trial, step: int) -> None:
 
 
 def _with_a_loud_row(trial: Trial, problem: AuditProblem):
-    """The rows. If they are gradients, one of them is 10^6 times as large."""
+    """Returns the rows. If they are gradients, multiplies one of them by 10^6."""
     if problem is not trial.problems[0]:
         return problem.rows
     scale = np.where(np.arange(inputs.ROWS) == 2, np.float32(1e6), np.float32(1))
@@ -261,7 +261,7 @@ def check_additive(trial: Trial) -> str:
 
 
 def _require_same(found, expected, words: str, problem: AuditProblem | None = None):
-    """Raises BrokenLine with these words if two steps differ. A loss leaves more rounding in its gradients."""
+    """Raises BrokenLine with these words if two steps differ. A loss's gradients may differ by more rounding."""
     loose = problem is not None and problem.name == "loss"
     try:
         inputs.require_close(found, expected, 1e-4 if loose else 2e-6)
@@ -270,7 +270,7 @@ def _require_same(found, expected, words: str, problem: AuditProblem | None = No
 
 
 def divisor(trial: Trial) -> str:
-    """Several copies of an example move the update that many times as far, so it is divided by a constant."""
+    """k copies of an example move the update k times as far, so the update is divided by a constant."""
     trial.require_linear(0, "not on updates")
     state, tried = trial.state(0), []
     one = jax.tree.map(lambda g: np.concatenate([0.01 * g[:1]] * inputs.ROWS), trial.problems[0].rows)
@@ -288,7 +288,7 @@ def divisor(trial: Trial) -> str:
 
 
 def check_resume(trial: Trial) -> str:
-    """The step is a function of its arguments: a state that is stored and restored continues with the same noise."""
+    """The step is a function of its arguments, so a run from a restored state continues with the same noise."""
     state = trial.state(4)
     restored = jax.tree.map(lambda leaf: leaf if is_key(leaf) else np.asarray(leaf), state)
     rows = trial.problems[0].rows
@@ -307,7 +307,7 @@ def require_equal_jaxprs(first: core.ClosedJaxpr, second: core.ClosedJaxpr) -> N
 
 
 def _same_constants(first, second) -> bool:
-    """Whether the constants are equal bit for bit, including those in functions that a program calls."""
+    """Whether the constants are bitwise equal, including those in functions that a program calls."""
     words = ([np.asarray(c).tobytes() for c in inputs.keys_as_bits([*constants(closed)])] for closed in (first, second))
     return [*next(words)] == [*next(words)]
 
@@ -327,11 +327,11 @@ LINES: dict[str, Callable[[Trial], str]] = {
     "secrecy": secrecy.check_secrecy,
     "branches": secrecy.check_branches,
 }
-# For one call, by a union bound: ten tests of draws at 4e-6 each; at 1e-6 each, two of signs and sizes, eleven of the
-# coordinates, three of repeats, one of larger parameters, one of noise that is seen soon and four of batches. The sum
-# is 6.2e-5.
+# A union bound for one call: ten tests of draws at 4e-6 each; at 1e-6 each, two of signs and sizes, eleven of the
+# coordinates, three of repeats, one of larger parameters, one of an obvious fault in the noise and four of batches. The
+# sum is 6.2e-5.
 FALSE_ALARMS = 1e-4
-MOST_NUMBERS = 1000  # of the parameters, because every pair of coordinates is compared
+MOST_NUMBERS = 1000  # limit on the size of the parameters, because every pair of coordinates is compared
 
 
 @names_arguments
@@ -349,37 +349,39 @@ def check_contract(
     """Checks the privacy contract for a mechanism, including your own compositions: `print(check_contract(mechanism))`.
 
     * bounded: hostile gradients (0 to 3e38, NaN, inf, also from float16 and bfloat16) contribute at most the clip norm
-    * float32: nothing computes in less than float32
+    * float32: neither sums nor noise are computed in less than float32
     * adjacent: leaving one example out moves the update by at most what the cost assumes, in 6 rows and in 257
     * padding: rows that do not count change nothing
     * additive: `Mechanism.update`, microbatches, ghost norms and `private_updates` give the same step
     * divisor: the updates are divided by a constant
-    * noise: the noise is the stated multiple of what one example moves, wherever that is; its draws, under other keys
-      and at eight steps, are independent standard normals; it is there, and does not repeat, for other values and
-      dtypes of the parameters, in larger ones, and at 1,270 steps up to 2^31
-    * bits: releases were rounded to a public grid, after the noise, by `keys.release`, so they show only what the
-      cost covers; one of 8,192 rows moves the sum by at most ETA of the clip norm more than it moves an empty one
+    * noise: the noise is at least the stated multiple of what one example moves, in every direction; its draws, under
+      other keys and at eight steps, are independent standard normals; noise is present and does not repeat for other
+      parameter values and dtypes, in larger parameters, and at 1,270 steps up to 2^31
+    * bits: `keys.release` rounds releases to a public grid after the noise, so they show only what the cost covers; one
+      of 8,192 rows moves the sum by at most ETA of the clip norm more than it moves an empty sum
     * resume: the state alone decides the next step
-    * cost: the event matches the sampling that draws and the mechanism's noise multipliers, for up to 10^6 steps (with
-      a schedule, 50,021), and the state counts the releases
-    * secrecy: nothing but released values is public
+    * cost: the event matches the mechanism's sampling and noise multipliers, for up to 10^6 steps (50,021 with a
+      schedule), and the state counts the releases
+    * sampling: the batches that the sampling draws have the distribution that the event assumes
+    * secrecy: only released values are public
     * branches: no program branches on raw data
 
-    mechanism: of `dpx.chain`, `dpx.in_coordinates`, or your own.
+    mechanism: from `dpx.chain` or `dpx.in_coordinates`, or your own.
     loss: loss(params, example), to check the contract on the paths of `private_updates` too.
-    params: pytree of arrays, at most 1,000 numbers; small layers with the names of your model are enough. By default, a
-        matrix, a vector, a number, and two arrays of 4 axes and the same shape.
-    examples: pytree, with examples on axis 0; needed with a loss.
+    params: pytree of arrays with at most 1,000 elements; small layers with your model's names are enough. The default
+        has a matrix, a vector, a scalar, and two arrays of the same shape with 4 axes.
+    examples: pytree with examples on axis 0; required with a loss.
     lines: the names of the lines to check, from the list above; None checks all.
     rebuild: (key) -> the same mechanism with this key, for the draws. Without it, the keys in the program are replaced
         by independent ones, which hides noise that shares its key with another use, such as random coordinates.
-    draws: int, at least 500, how often the noise of a step is drawn. seed: int, at least 0, of the draws and batches.
+    draws: int, at least 500, number of draws of a step's noise. seed: int, at least 0, for the draws and batches.
 
-    On a GPU or a TPU, the check computes products in float32; a proof covers rounding by matrix units (docs/exact.md).
-    A line that cannot be decided is "not checked" and says why. A check is not a proof: data or inputs that were not
-    tried may still break the contract. A report fails for a sound mechanism with probability at most 1e-4.
+    On a GPU or TPU, the check computes products in float32; a proof covers rounding by matrix units (docs/exact.md).
+    A line that cannot be decided is "not checked" and says why. A check is not a proof: inputs that were not tried may
+    still break the contract. A report fails for a sound mechanism with probability at most 1e-4.
 
-    Raises ValueError for another type of mechanism, larger params, a loss without params and examples, and other names.
+    Raises ValueError if `mechanism` has the wrong type, params are too large, a loss comes without params and examples,
+    or a line is unknown.
     """
     names = _require_args(mechanism, loss, params, examples, lines)
     params = inputs.default_params() if params is None else params
@@ -403,7 +405,7 @@ def _check_contract_line(trial: Trial, name: str) -> Line:
 def _require_args(
     mechanism: Any, loss: Any, params: Tree, examples: Tree, lines: Sequence[str] | None
 ) -> Sequence[str]:
-    """The names of the lines. Raises ValueError as `check_contract` does."""
+    """Returns the names of the lines to check. Raises ValueError as `check_contract` does."""
     require_mechanism(mechanism)
     if (loss is None) != (examples is None) or (loss is not None and params is None):
         raise ValueError("loss, params and examples must be given together, and examples only with a loss")

@@ -1,9 +1,9 @@
-"""The noise as it is drawn: many draws of one step under other keys, and tests that they are independent normals.
+"""Draws the noise of a step under many keys, and tests that the draws are independent normals.
 
 For other keys, the mechanism is built again, or the keys in its program are replaced. The program of an update holds
-the mechanism's keys as constants. A function of a new key replaces each, with equal results for equal keys. So keys
-that were derived from one another become independent, and only a mechanism that is built again shows that its noise
-shares a key with something else.
+the mechanism's keys as constants. Each is replaced by a function of itself and a new key, so equal keys stay equal. But
+keys derived from one another become independent, so only a mechanism that is built again shows that its noise shares a
+key with something else.
 """
 
 import functools
@@ -28,17 +28,17 @@ from dpx.states.record import ReleaseState
 from dpx.values import Tree, map_nodes_of_type, unflatten_vectors
 from dpx.xla.jaxprs import inputs_read
 
-SHARED_KEY_RATE = 1e-6  # of false alarms, of the test of the noise against the coordinates
+SHARED_KEY_RATE = 1e-6  # false-alarm rate of the test of the noise against the coordinates
 TOGETHER = 500  # draws in memory at once
-FULLY = (0, 1, 4)  # steps whose noise is drawn `count` times, and at other steps AT_LEAST times
-AT_LEAST = 500  # and at most TOGETHER
-SOON = 1000  # steps whose noise is looked at before anything that takes long
+FULLY = (0, 1, 4)  # steps whose noise is drawn `count` times; other steps have AT_LEAST draws
+AT_LEAST = 500  # may not exceed TOGETHER
+SOON = 1000  # steps whose noise is checked before any slow test
 
 
 class NoiseDraws:
-    """Draws of what a step of an empty batch makes public, which is its noise.
+    """Draws of the public values of a step of an empty batch, which are its noise.
 
-    traced: the release. count: int, of the draws of the steps FULLY; of others there are AT_LEAST. seed: of their keys.
+    traced: the release. count: int, draws at the steps FULLY; others have AT_LEAST. seed: draws the keys.
         rebuild: (key) -> the mechanism with this key, or None. has_keys: whether the step reads a key at all.
     """
 
@@ -57,7 +57,7 @@ class NoiseDraws:
             return inputs.public_floats((updates, publishable_state(after)))
 
         arguments = subject.state(0), np.int32(0), subject.params
-        # Without the grid, on which numbers repeat by chance.
+        # Without the grid, because numbers on it repeat by chance.
         run, self.has_keys = with_other_keys(without_grid(empty_step), subject.mechanism, rebuild, arguments)
         program = jax.vmap(lambda words, *given: run(jax.random.wrap_key_data(words), given), (0, None, 0, None))
         self.program = jax.jit(program)
@@ -65,7 +65,7 @@ class NoiseDraws:
     def __call__(self, step: int, *, others: bool = False) -> np.ndarray:
         """The public floats of empty steps from the state of this step, float64 (count, o).
 
-        others: with the other values of the parameters; then there are AT_LEAST draws.
+        others: whether to use the other parameter values, with AT_LEAST draws.
         """
         if (step, others) not in self._found:
             count = self.count if step in FULLY and not others else AT_LEAST
@@ -85,9 +85,9 @@ class NoiseDraws:
 
     @functools.cached_property
     def noise_maps(self) -> Callable | None:
-        """(keys, state) -> how the noise moves the public floats, (count, o, m), and these without it, (count, o).
+        """(keys, state) -> how noise moves the public floats, (count, o, m), and their values without it, (count, o).
 
-        For noise that is not dpx's: how the sums move them, (count, o, k). None without random coordinates.
+        For noise that is not dpx's, how the sums move them, (count, o, k). None without random coordinates.
         """
         traced, state = self.traced, self.subject.state(0)
         zeros = jnp.zeros(traced.numbers), jnp.zeros(traced.normals)
@@ -118,9 +118,9 @@ def _maps_of(run: Callable, vector: jax.Array) -> Callable:
 
 
 def obvious_fault(traced: TracedRelease) -> str:
-    """What is wrong with noise that is not dpx's, in words, from a program of the release alone; "" if nothing is seen.
+    """Describes an obvious fault in noise that is not dpx's, from a program of the release alone; "" if none is found.
 
-    It sees nothing if steps differ by more than their noise, or if only a state changes the noise.
+    It finds nothing if steps differ by more than their noise, or if only a state changes the noise.
     """
     subject, sums = (
         traced.subject,
@@ -133,7 +133,7 @@ def obvious_fault(traced: TracedRelease) -> str:
         both = [run(unflatten_vectors(each, traced.sums_like), state, subject.params)[0] for each in sums]
         return [inputs.public_floats(updates) for updates in both]
 
-    # Quick also where jax is told to optimize nothing.
+    # This level keeps the program fast even if jax is told not to optimize.
     program = jax.jit(jax.vmap(at_step), compiler_options={"xla_backend_optimization_level": 1})
     found = program(np.arange(SOON, dtype=np.int32))
     noise, moved = (np.asarray(each, np.float64) for each in found)
@@ -152,15 +152,15 @@ def obvious_fault(traced: TracedRelease) -> str:
     if values == 1 or abs(np.log(first / second).mean()) > 0.2:
         return ""
     far = float((centered > special.ndtri(0.75) * noise.std(0)).mean())
-    # Hoeffding's inequality holds for each column, and so for their mean, however they depend on each other. The second
-    # part is for the middle and the deviation, which come from the draws.
+    # Hoeffding's inequality holds for each column, so also for their mean, even if columns are dependent. The second
+    # term allows for the median and the deviation, which are estimated from the draws.
     if abs(far - 0.5) > math.sqrt(math.log(2 / SHARED_KEY_RATE) / (2 * SOON)) + 0.01:
         return f"the noise is not Gaussian: {far:.1%} of it is far from 0, where a Gaussian has 50 %"
     return ""
 
 
 def whitened_draws(draws: NoiseDraws, step: int, release: Release) -> np.ndarray:
-    """The draws of a step, float64 (count, r): standard normals if the mechanism's noise is what its trace says."""
+    """The draws of a step, float64 (count, r). They are standard normals if the noise is what the trace says."""
     rows = release.affine.copy()
     if rows[: release.updates].all():
         rows[release.updates :] = False
@@ -179,9 +179,9 @@ def whitened_draws(draws: NoiseDraws, step: int, release: Release) -> np.ndarray
 
 
 def in_units_of_maps(change: np.ndarray, maps: np.ndarray) -> np.ndarray:
-    """Each change, (count, o), in the units of its own map, (count, o, m), in orthogonal directions: (count, r).
+    """Returns each change, (count, o), in units of its own map, (count, o, m), in orthogonal directions: (count, r).
 
-    Raises BrokenLine if a change is correlated with an entry of its map: the noise then comes from the key of the map.
+    Raises BrokenLine if changes are correlated with an entry of the maps, because then the noise shares the maps' key.
     """
     left, sizes, right = np.linalg.svd(maps, full_matrices=False)
     large = sizes > SMALL * sizes[:, :1]
@@ -198,7 +198,7 @@ def in_units_of_maps(change: np.ndarray, maps: np.ndarray) -> np.ndarray:
 
 
 def whitened_by_itself(draws: NoiseDraws, step: int, release: Release) -> np.ndarray:
-    """The draws of noise that is not dpx's, in directions in which they have deviation 1; float64 (count, r)."""
+    """Draws of noise that is not dpx's, along directions where their deviation is 1; float64 (count, r)."""
     found = draws(step)[:, : release.updates]
     maps = draws.noise_maps
     if maps is None:
@@ -209,7 +209,7 @@ def whitened_by_itself(draws: NoiseDraws, step: int, release: Release) -> np.nda
 
 
 def _decorrelated(draws: np.ndarray) -> np.ndarray:
-    """Draws, float64 (count, o), in uncorrelated directions of deviation 1, each near a coordinate if possible."""
+    """Transforms draws, float64 (count, o), to uncorrelated directions of deviation 1, near coordinates if possible."""
     draws = draws[:, draws.std(0) > 0] - draws.mean(0)[draws.std(0) > 0]
     if not draws.shape[1]:
         raise BrokenLine("a step of an empty batch has no noise")
@@ -220,11 +220,11 @@ def _decorrelated(draws: np.ndarray) -> np.ndarray:
 
 
 def measured_release(release: Release, draws: NoiseDraws, step: int, *, others: bool = False) -> Release:
-    """A release whose noise is known only from draws of the updates, because it is not dpx's.
+    """Measures a release whose noise is known only from draws of the updates, because it is not dpx's.
 
-    The noise map is a root of the sample covariance. With coordinates that depend on the key, it is how the sums move
-    the updates, times the deviation of the draws in these units. The sizes have a relative error of about sqrt(2 /
-    count), so the tolerance is 6 times that, and a share for the number of updates.
+    The noise map is a root of the sample covariance. If the coordinates depend on the key, it is the map from sums to
+    updates, times the deviation of the draws in these units. The sizes have a relative error of about sqrt(2 / count),
+    so the tolerance is 6 times that, plus a term for the number of updates.
     """
     found = draws(step, others=others)[:, : release.updates]
     if not np.isfinite(found).all():
@@ -262,9 +262,9 @@ WithKey = Callable[[jax.Array, tuple], jax.Array]  # (key, arguments) -> an arra
 def with_other_keys(
     function: Callable, mechanism: Mechanism, rebuild: Callable | None, arguments: tuple
 ) -> tuple[WithKey, bool]:
-    """`function(mechanism, *arguments)`, an array, for the mechanism with another key; and whether it reads the key.
+    """Returns `function(mechanism, *arguments)` as a function of (key, arguments), and whether it reads the key.
 
-    rebuild: (key) -> the mechanism with this key, or None. arguments: examples of them, pytrees.
+    function: returns an array. rebuild: (key) -> the mechanism with this key, or None. arguments: sample pytrees.
     """
 
     def of_built(key, arguments):
@@ -295,7 +295,7 @@ def _with_key_argument(function: Callable, mechanism: Mechanism, arguments: tupl
 
 
 def _other_key(key: jax.Array, leaf: Any, mark: Any = None) -> Any:
-    """`leaf`, or if it is a key, another one, made from `key`. mark: of the key, None for a key in the state."""
+    """Returns `leaf`, or if it is a key, another key made from `key`. mark: of the leaf; None for one in the state."""
     if not is_key(leaf):
         return leaf
     if mark is None:
@@ -304,12 +304,12 @@ def _other_key(key: jax.Array, leaf: Any, mark: Any = None) -> Any:
     return jax.random.key(seed, impl=str(jax.random.key_impl(leaf)))
 
 
-RATE = 4e-6  # of false alarms, of each of the first five tests of draws
-PATTERN_RATE = 1e-6  # of the test of signs and sizes
-MOST_COINS = 120  # whose triples are all compared
-WIDTH = 1e-6  # of a bin of log |z|; two independent normals share one with probability below WIDTH
-COLUMNS = 4  # in which two rows may not agree
-PLACES = 5  # at which two columns may not agree, with one distance between the rows
+RATE = 4e-6  # false-alarm rate of each of the first five tests of draws
+PATTERN_RATE = 1e-6  # false-alarm rate of the test of signs and sizes
+MOST_COINS = 120  # limit on the coins whose triples are all compared
+WIDTH = 1e-6  # width of a bin of log |z|; two independent normals share one with probability below WIDTH
+COLUMNS = 4  # two rows that agree in this many columns repeat each other
+PLACES = 5  # and so do two columns that agree in this many places, at one distance between the rows
 
 
 def require_standard_normals(draws: np.ndarray):
@@ -344,11 +344,11 @@ def require_standard_normals(draws: np.ndarray):
 def require_independent_columns(draws: np.ndarray, *, triples: bool = False):
     """Raises BrokenLine if the signs and sizes of two columns of `draws`, float64 (count, columns), are dependent.
 
-    triples: test three columns too, of MOST_COINS coins. A column of independent standard normals makes two independent
-        fair coins: its sign, and whether |z| is above the median. A product of two or three coins is a fair coin too,
-        so by Hoeffding's inequality its mean over n draws is above t with probability at most exp(-n t^2 / 2). The
-        limit is a union bound over all products and both sides. Correlations do not see such patterns: z and z with a
-        random sign have none.
+    triples: whether to test triples of MOST_COINS coins too. Each column of independent standard normals gives two
+        independent fair coins: its sign, and whether |z| is above the median. A product of two or three coins is a fair
+        coin too, so by Hoeffding's inequality its mean over n draws is above t with probability at most exp(-n t^2 /
+        2). The limit is a union bound over all products and both sides. Correlations miss such patterns: z and z with a
+        random sign are uncorrelated.
     """
     count, columns = draws.shape
     coins = np.concatenate([draws > 0, np.abs(draws) > special.ndtri(0.75)], axis=1).astype(np.float32) * 2 - 1
@@ -393,7 +393,7 @@ def require_no_repeats(noise: np.ndarray, words: str):
 
 
 def _adjacent_equal(bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The places in `bins`, float64 (n,), of equal finite numbers that are neighbors when sorted."""
+    """The positions in `bins`, float64 (n,), of equal finite numbers that are neighbors when sorted."""
     order = np.argsort(bins, kind="stable")
     equal = (bins[order][1:] == bins[order][:-1]) & np.isfinite(bins[order][1:])
     return order[:-1][equal], order[1:][equal]

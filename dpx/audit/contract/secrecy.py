@@ -1,13 +1,13 @@
 """The lines of the contract about secrets: nothing but released values leaves, and no program branches on raw data.
 
-Marks spread through the equations of a program, from raw data and from keys, and tell what depends on them.
+Marks spread from raw data and keys through the equations of a program, and show what depends on them.
 
 The line "bits": a Gaussian mechanism on real numbers need not be private in floating point, because the bits of a noisy
-float can show the sum under it. `keys.release` is private for the bits. So constants replace its results in a trace of
-the step, and then no public number may depend on raw data. The constants still depend on the key, the step and the
-deviation, so a grid or a noise that depends on the data is found too. And `keys.release` must get the sum with no more
-rounding than ETA, by which the noise is larger than stated. A `FloatPair`, two float32 numbers for each coordinate,
-ensures that; a mechanism that makes one number of it, or adds rows in its own way, does not.
+float can show the sum under it. `keys.release` is private for the bits. So the check traces the step with constants in
+place of its results, and then no public number may depend on raw data. The constants still depend on the key, the step
+and the deviation, so a grid or noise that depends on the data is found too. The sum that `keys.release` gets must have
+no more rounding than ETA, by which the noise is larger than stated. A `FloatPair` (two float32 per coordinate) ensures
+that. A mechanism that merges the pair into one number, or adds rows in its own way, does not.
 """
 
 import functools
@@ -32,25 +32,25 @@ from dpx.values import Tree, unflatten_vectors
 from dpx.xla.jaxprs import spread_marks
 
 RAW, KEY = 1, 2  # marks
-SHIFT = 16.0  # standard deviations of the noise, by which the data is moved
+SHIFT = 16.0  # how far the data is moved, in standard deviations of the noise
 
 
 def check_secrecy(trial: Trial) -> str:
-    """Two data sets with the same noisy sums differ in nothing public: the noise offsets the change of the data."""
+    """Two datasets with the same noisy sums give the same public values: the noise offsets the change of the data."""
     trial.require_noise()
     _require_own_event_for_unreleased(trial)
     if not trial.draws_noise_by_dpx:
         return _require_state_ignores_data(trial)
     for step in STEPS:
-        sums = inputs.take_rows(trial.contributions(step)["update"], slice(inputs.RANDOM))  # of some loud gradients
+        sums = inputs.take_rows(trial.contributions(step)["update"], slice(inputs.RANDOM))  # some loud gradients
         sums = inputs.flattened_leaves(jax.tree.map(lambda rows: rows.sum(0), sums)).astype(np.float32)
-        # No data where a mask has zeros.
+        # Where a mask has zeros, no data may enter.
         change = np.where(sums == 0, 0, inputs.oscillating_values(trial.traced.numbers, 1.0, 0.3))
         exchange = _noise_cancelling_change(trial, step)
         if exchange is None:
             raise NotChecked("the update has no derivative, and its noise has another shape than the sums")
         change *= np.float32(SHIFT / max(np.abs(exchange @ change).max(), 1e-30))
-        noise = 1 + inputs.oscillating_values(trial.traced.normals, 0.01)  # all differ: no choice is by rounding
+        noise = 1 + inputs.oscillating_values(trial.traced.normals, 0.01)  # all differ, so rounding decides nothing
         other_noise = (noise - exchange @ change).astype(np.float32)
         state = trial.state(step)
         pair = trial.traced.derivatives_at([(sums, noise), (sums + change, other_noise)], state, trial.params)[:2]
@@ -64,8 +64,8 @@ def check_secrecy(trial: Trial) -> str:
 
 
 def _noise_cancelling_change(trial: Trial, step: int) -> np.ndarray | None:
-    """The noise that offsets a change of the sums; without derivatives, for the stated multiplier, as for a number that
-    only says what to keep of the others."""
+    """X, such that the change -X z of the noise offsets a change z of the sums. Where there is no derivative, as for a
+    number that only selects among the others, it follows from the stated multiplier."""
     release = trial.release(step)
     if trial.traced.normals != trial.traced.numbers:
         return None if release.flat else release.exchange
@@ -74,7 +74,7 @@ def _noise_cancelling_change(trial: Trial, step: int) -> np.ndarray | None:
 
 
 def _require_state_ignores_data(trial: Trial) -> str:
-    """For the mechanism's own noise: the public state must not move with the data at all."""
+    """For noise that is not dpx's, requires that the public state does not depend on the data at all."""
     rows = trial.problems[0].rows
     for step in STEPS:
         both = [trial.update(rows, trial.state(step), given) for given in (all_included(), all_but_one(2))]
@@ -90,7 +90,7 @@ def _require_state_ignores_data(trial: Trial) -> str:
 
 
 def _require_own_event_for_unreleased(trial: Trial):
-    """Raises BrokenLine if unreleased state moves a release whose cost is counted as if each release stood alone."""
+    """Raises BrokenLine if unreleased state moves a release, but the event counts each release as if it stood alone."""
     state = trial.state(4)
     if jax.tree.structure(publishable_state(state)) == jax.tree.structure(state) or not trial.billed_by_multiplier:
         return
@@ -116,7 +116,7 @@ def public_part(result: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
 
 
 def check_branches(trial: Trial) -> str:
-    """No conditional and no data-dependent loop stands between raw data and what leaves."""
+    """No conditional or loop on any path depends on raw data."""
     names = []
     for problem in trial.problems:
         for name, path in problem.paths.items():
@@ -136,7 +136,7 @@ def check_branches(trial: Trial) -> str:
 
 
 def check_bits(trial: Trial) -> str:
-    """All public numbers are functions of public numbers and of what `keys.release` returned for exact sums."""
+    """All public values are functions of public values and of what `keys.release` returns for exact sums."""
     closed, names = _program_without_releases(trial)
     grads = len(jax.tree.leaves(trial.params))
     shown = {jax.tree_util.keystr(path) for path, _ in _paths_of_leaves(publishable_state(trial.state(STEPS[0])))}
@@ -154,7 +154,7 @@ def check_bits(trial: Trial) -> str:
 
 
 def _program_without_releases(trial: Trial) -> tuple[core.ClosedJaxpr, list[str]]:
-    """The jaxpr of a step without its releases, and the names of the public arrays that it returns."""
+    """The jaxpr of a step with constants for its releases, and the names of the public arrays that it returns."""
 
     def constant(key, step, total, deviation, **_):
         stands_for = jnp.float32(deviation) + jnp.float32(step) + jax.random.key_data(key)[0].astype(jnp.float32)
@@ -174,18 +174,18 @@ def _paths_of_leaves(tree: Tree) -> list:
     return jax.tree_util.tree_leaves_with_path(tree)
 
 
-LOW, HIGH = 2.0**-30, 2.0**-12  # changes of a sum of 1: below half a unit of its last place, and above
+LOW, HIGH = 2.0**-30, 2.0**-12  # changes of a sum of 1, below and above half a unit in its last place
 # One row of 64 is small. A chain of float32 additions then moves by 7 to 15 ETA, even over microbatches of up to 64.
 LONG, APART = 2**13, 64
 LARGE_SHARE, SMALL_SHARE = (
     31 / 32,
     0.77,
-)  # of the clip norm; and of half a unit of the sum, which is rounded to one or to none
+)  # shares of the clip norm, and of half a unit of the sum, which rounds to one unit or to none
 REMOVED = 1  # one of the large rows
 
 
 class ReleaseArguments(NamedTuple):
-    """What `keys.release` was given. total: high + low, float64 (n,). deviation: of the noise."""
+    """What `keys.release` was given. total: high + low, float64 (n,). deviation: standard deviation of the noise."""
 
     total: np.ndarray
     deviation: float
@@ -197,7 +197,7 @@ def require_low_parts_read(trial: Trial) -> None:
     like = [as_pair(one).high for one in trial.sums_like]
 
     def with_changed_sum(number: int = -1, high: float = 0, low: float = 0) -> list[ReleaseArguments]:
-        """With the high and the low numbers of one sum changed."""
+        """The release's arguments when the high and low numbers of one sum are changed."""
         sums = []
         for place, shapes in enumerate(like):
             size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
@@ -221,7 +221,7 @@ def require_low_parts_read(trial: Trial) -> None:
 
 
 def require_small_rounding(trial: Trial) -> str:
-    """Raises BrokenLine if a row moves a long sum by more than an empty one, and ETA; words, "" if not tried."""
+    """Raises BrokenLine if a row moves a long sum by over ETA more than it moves an empty one. "" if not tried."""
     multiplier = trial.multiplier(0)
     if not multiplier > 0:
         return ""
@@ -248,9 +248,9 @@ def require_small_rounding(trial: Trial) -> str:
 
 
 def with_recorded_releases(function: Callable) -> Callable[..., list[ReleaseArguments]]:
-    """`function`, compiled, with what it hands to `keys.release` as its result, also from inside jit or a loop.
+    """Compiles `function` to return what it passes to `keys.release`, even from inside jit or a loop.
 
-    The result raises NotChecked if nothing was handed over.
+    A call raises NotChecked if nothing was recorded.
     """
 
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiles faster
@@ -271,14 +271,14 @@ def with_recorded_releases(function: Callable) -> Callable[..., list[ReleaseArgu
             jax.block_until_ready(traced(*arguments))
             jax.effects_barrier()
             found = [_seen[number] for number in sorted(_seen)]
-        if not found:  # a function of the mechanism is jitted, and jax kept a trace of it with another stand-in
+        if not found:  # the mechanism has a jitted function, and jax kept its trace with another stand-in
             raise NotChecked("what `keys.release` was given cannot be read: leave out jax.jit inside of the mechanism")
         return found
 
     return run
 
 
-_seen: dict[int, ReleaseArguments] = {}  # of the last run; not in a closure, because jax keeps traces of functions
+_seen: dict[int, ReleaseArguments] = {}  # from the last run; not in a closure, because jax keeps traces of functions
 _ONE_RUN = threading.Lock()
 
 
@@ -287,8 +287,8 @@ def _record_arguments(number, high, low, deviation):
 
 
 def _cancelling_gradients(trial: Trial) -> Tree:
-    """Gradients, float32 (LONG, ...). In every coordinate, the first add up to a bit more than a power of two, and to
-    less without one of them. Some others are below half a unit of the sum above that power, so they are rounded away;
+    """Gradients, float32 (LONG, ...). In every coordinate, the first ones sum to slightly more than a power of two, and
+    to less if one is removed. Some others are below half a unit of a sum above that power, so they round away. In a sum
     below it, each counts (Casacuberta et al. 2022, https://arxiv.org/abs/2207.10635)."""
     power = 2.0 ** ((2 * LONG // 3).bit_length() - 1)
     count = math.ceil(power / LARGE_SHARE)

@@ -27,25 +27,25 @@ from dpx.states.reading import publishable_state
 from dpx.sums.clipped_sum import sum_contributions
 from dpx.values import Tree, unflatten_vectors
 
-STEPS = (0, 1, 2, 3, 4, 7, 9, 50)  # the lines that depend on the step are checked at these
-COUNTED = (0, 4, 50)  # at these, what equals the number of the step is its counter
+STEPS = (0, 1, 2, 3, 4, 7, 9, 50)  # steps at which lines that depend on the step are checked
+COUNTED = (0, 4, 50)  # a leaf that equals the step number at all of these is its counter
 AT_STEPS = f"at steps {', '.join(map(str, STEPS))}"
 
 
 class BrokenLine(AssertionError):
-    """A line of the contract does not hold; the words say where."""
+    """A line of the contract does not hold. The message says where."""
 
 
 class NotChecked(Exception):
-    """A line of the contract cannot be checked; the words say why."""
+    """A line of the contract cannot be checked. The message says why."""
 
 
 class AuditProblem(NamedTuple):
-    """Data, and the ways to a private gradient of it.
+    """Data, and the paths from it to a private gradient.
 
-    name: in words. rows: pytree, with inputs.ROWS examples on axis 0. hostile: the same with more rows, of all sizes.
+    name: in words. rows: pytree with inputs.ROWS examples on axis 0. hostile: the same with more rows, of all sizes.
         paths: by name, (rows, state, included) -> (updates, state); the first is `Mechanism.update`. sums: by name,
-        (rows, state) -> the sums of every row alone, with the rows on axis 0.
+        (rows, state) -> the sums of each row alone, with the rows on axis 0.
     """
 
     name: str
@@ -56,9 +56,9 @@ class AuditProblem(NamedTuple):
 
 
 class Subject:
-    """The mechanism, the shapes of its parameters, and what was compiled for them.
+    """The mechanism under test, the shapes of its parameters, and the programs compiled for them.
 
-    params: pytree of float32 arrays. others: the same with other values. problems: gradients as data first; then the
+    params: pytree of float32 arrays. others: the same with other values. problems: first gradients as data, then the
         examples of a user's loss, if any.
     """
 
@@ -73,7 +73,7 @@ class Subject:
         self._states: dict[int, Tree] = {}
 
     def compiled(self, of_one: Callable) -> Callable:
-        """`of_one(row, state)` for the rows on axis 0, compiled."""
+        """Compiles `of_one(row, state)`, vectorized over the rows on axis 0."""
         return jax.jit(jax.vmap(of_one, (0, None)))
 
     def update(self, grads: Tree, state: Tree, included: np.ndarray) -> tuple[Tree, Tree]:
@@ -81,7 +81,7 @@ class Subject:
         return next(iter(self.problems[0].paths.values()))(grads, state, included)
 
     def state(self, step: int) -> Tree:
-        """The state after `step` releases of some gradients; beyond the last of STEPS, with its counters set."""
+        """The state after `step` releases. Beyond the last of STEPS, only the counters are set to `step`."""
         if step not in self._states:
             if step > STEPS[-1]:
                 self._states[step] = self.at_step(self.state(STEPS[-1]), step)
@@ -94,7 +94,7 @@ class Subject:
 
     @functools.cached_property
     def step_counter_mask(self) -> list[bool]:
-        """For each leaf of a state, whether it counts the steps, as in the ReleaseState or in Adam."""
+        """For each leaf of a state, whether it counts the steps, as one in the ReleaseState or in Adam does."""
         states = [jax.tree.leaves(self.state(step)) for step in COUNTED]
 
         def counts(values):
@@ -104,13 +104,13 @@ class Subject:
         return [counts(values) for values in zip(*states, strict=True)]
 
     def at_step(self, state: Tree, step: jax.typing.ArrayLike) -> Tree:
-        """`state` with all counters at `step`, int32 ()."""
+        """Returns `state` with all counters set to `step`, an int32 scalar."""
         leaves, structure = jax.tree.flatten(state)
         pairs = zip(leaves, self.step_counter_mask, strict=True)
         return structure.unflatten([jnp.asarray(step, v.dtype) if counts else v for v, counts in pairs])
 
     def alone(self, rows: Tree, state: Tree) -> tuple[Tree, ...]:
-        """The sums of every row of gradients alone, on the stacked path."""
+        """The sums of each row of gradients alone, on the stacked path."""
         return next(iter(self.problems[0].sums.values()))(rows, state)
 
     @functools.cached_property
@@ -126,7 +126,7 @@ class Subject:
         return self.trace()
 
     def trace(self, dtype: Any = jnp.float32, state: Tree = None) -> core.ClosedJaxpr:
-        """The closed jaxpr of `Mechanism.update` on gradients of this dtype, traced anew. state: default the first."""
+        """The closed jaxpr of `Mechanism.update` on gradients of this dtype, traced anew. state: None is the first."""
         grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((inputs.ROWS, *p.shape), dtype), self.params)
 
         def update(grads, state, included):
@@ -183,7 +183,7 @@ def audit_problem_of_gradients(mechanism: Mechanism, params: Tree, compiled: Cal
 def audit_problem_of_loss(
     mechanism: Mechanism, params: Tree, loss: Callable, examples: Tree, compiled: Callable
 ) -> AuditProblem:
-    """The examples of a loss: its stacked gradients, and what `private_updates` makes of it."""
+    """The examples of a loss as the data: `Mechanism.update` of its stacked gradients, and `private_updates`."""
 
     def stacked(rows, state, included):
         grads = jax.vmap(jax.grad(loss), (None, 0))(params, rows)
@@ -218,20 +218,19 @@ def audit_problem_of_loss(
 LOST = 1e-2  # a derivative below this share of its value is mostly rounding, as in Adam's first step
 NEARBY, NEAR = 4, 2.0**-20  # points beside each, whose numbers differ by at most this share
 ROUGH = 2e-6  # a derivative whose direction changes more than this from there is rounding too: a difference of others
-POINTS = 8  # at random, at which derivatives are taken; a coordinate without slope at all of them would be missed
-MOST = 2**22  # numbers of the derivatives that are made in one call
-SMALL = 1e-5  # of singular values, relative to the largest, because the derivatives are float32
+POINTS = 8  # random points for derivatives; a coordinate whose slope is zero at all of them would be missed
+MOST = 2**22  # derivative values computed in one call
+SMALL = 1e-5  # smallest singular value to keep, relative to the largest, because the derivatives are float32
 
 
 class Release(NamedTuple):
-    """A release at one step. o public floats leave it, the updates first; k sums, m normals.
+    """A release at one step: a function of k sum coordinates and m normals to o public floats, the updates first.
 
-    offset: float64 (o,), what leaves if sums and noise are zero. noise: float64 (o, m), how the noise moves it.
-    affine: bool (o,), where that is true for any sums and noise. updates: how many of the o are updates.
+    offset: float64 (o,), the public floats if sums and noise are zero. noise: float64 (o, m), how noise moves them.
+    affine: bool (o,), where they are affine in sums and noise. updates: how many of the o are updates.
     exchange: X, float64 (m, k). uncovered: the largest part, relative to 1, of a row that X does not explain.
-    flat: whether the derivatives are all 0, as behind a sign. seen: bool, for each factor whether its sum moves
-        anything that leaves. tolerance: relative error of the sizes, because derivatives are float32 or the noise was
-        measured.
+    flat: whether all derivatives are 0, as after a sign. seen: for each factor, whether its sum moves anything public.
+        tolerance: relative error of the sizes, because derivatives are float32 or the noise was measured.
     """
 
     offset: np.ndarray
@@ -250,7 +249,7 @@ class Release(NamedTuple):
         return bool(self.affine[: self.updates].all())
 
     def change_of_sums_in_noise(self, sums: Tree) -> np.ndarray:
-        """The sizes of changes of the sums, with the rows on axis 0, in units of the noise; float64 (rows,)."""
+        """The sizes of changes of the sums in units of the noise, with rows on axis 0; float64 (rows,)."""
         return np.linalg.norm(inputs.flattened_leaves(sums, 1) @ self.exchange.T, axis=1)
 
     def change_of_update_in_noise(self, change: Tree) -> float:
@@ -277,7 +276,7 @@ class TracedRelease:
         self.updates = sum(np.prod(leaf.shape, dtype=int) for leaf in jax.tree.leaves(like[0]))
         self.numbers = sum(np.prod(leaf.shape, dtype=int) for leaf in jax.tree.leaves(self.sums_like))
         self.normals = sum(np.prod(leaf.shape, dtype=int) for leaf in jax.tree.leaves(self.drawn))
-        # Many points in one call, because a call takes longer than a point.
+        # Many points in one call, because the call itself takes longer than a point.
         floats = sum(np.prod(leaf.shape, dtype=int) for leaf in jax.tree.leaves(like))
         size = floats * (self.numbers + self.normals)
         self.together = int(max(2, min((2 + POINTS) * (1 + NEARBY), MOST // max(size, 1))))
@@ -292,9 +291,9 @@ class TracedRelease:
     def public(
         self, sums: jax.Array, normals: jax.Array, state: Tree, params: Tree, mechanism: Mechanism | None = None
     ) -> tuple[jax.Array, Tree]:
-        """All public floats that leave, float32 (o,), the updates first; and the other public leaves.
+        """Returns all public floats, float32 (o,), the updates first, and the other public leaves.
 
-        mechanism: the same one with another key; by default the one on trial.
+        mechanism: the same one with another key; None is the one under test.
         """
         noise, calls = unflatten_vectors(normals, self.drawn), iter(range(len(self.drawn)))
 
@@ -318,7 +317,7 @@ class TracedRelease:
         return found, others, derivatives
 
     def derivatives_at(self, points: Sequence[Sequence[np.ndarray]], state: Tree, params: Tree) -> tuple:
-        """`_derivatives` at up to `together` points, sums and normals each; the points are on axis 0 of the results."""
+        """`_derivatives` at up to `together` points (sums, normals). The points are on axis 0 of the results."""
         filled = [*points, *[points[0]] * (self.together - len(points))]
         found = self._together(tuple(map(np.stack, zip(*filled, strict=True))), state, params)
         return jax.tree.map(lambda leaf: np.asarray(leaf)[: len(points)], found)
@@ -335,7 +334,7 @@ class TracedRelease:
         every = self._slopes([near for one in points for near in (one, *_points_within_rounding(*one))], state, params)
         first, first_sums, first_noise = origin = next(every)
         affine, data, noise = np.ones(len(first), bool), [], []
-        # A transform that cuts has no slope at some points, so the derivatives of several points are joined.
+        # A transform that clips has zero slope at some points, so the derivatives at several points are joined.
         every = itertools.chain([origin], every)
         for sums, normals in points:
             found, by_sums, by_noise = next(every)
@@ -362,7 +361,7 @@ class TracedRelease:
         return Release(first, first_noise, affine, self.updates, exchange, uncovered, flat, seen)
 
     def _evaluation_points(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Sums and normals at which the derivatives are taken: waves, and some at random."""
+        """Sums and normals at which the derivatives are taken: oscillating values and random ones."""
         random = np.random.default_rng(0)
         waves = inputs.oscillating_values(self.numbers, 1.0), inputs.oscillating_values(self.normals, 0.7, 2.0)
         draws = [random.normal(size=(2, max(self.numbers, self.normals))).astype(np.float32) for _ in range(POINTS)]
@@ -375,12 +374,12 @@ def _derivative_magnitudes(by_sums: np.ndarray, by_noise: np.ndarray) -> np.ndar
 
 
 def _points_within_rounding(*point: np.ndarray) -> list[list[np.ndarray]]:
-    """Points so near that only rounding differs. Each number changes by itself, so that rounding shows."""
+    """Points so near that results differ only by rounding. Each coordinate changes separately, to show rounding."""
     random = np.random.default_rng(1)
     return [[x * (1 + random.uniform(-NEAR, NEAR, x.shape)).astype(np.float32) for x in point] for _ in range(NEARBY)]
 
 
 def numbers_as_text(values: Sequence[float]) -> str:
-    """The numbers in words; equal ones once, if all are equal."""
+    """Formats the numbers, or only the first if all are equal."""
     words = [f"{value:.4g}" for value in values]
     return words[0] if len(set(words)) == 1 else ", ".join(words)
