@@ -1,6 +1,6 @@
 """AdaDPIGU (Zhang and Xie 2025, arXiv:2507.06525): coordinates that a private warm-up finds important, standardized.
 
-And TP-TopK (Zhang and Xie 2026, arXiv:2606.04375), which trains the coordinates whose warm-up has the most energy.
+Also TP-TopK (Zhang and Xie 2026, arXiv:2606.04375), which trains the coordinates with the most energy in the warm-up.
 """
 
 import functools
@@ -45,20 +45,20 @@ def ada_dpigu(
     mask -> standardize -> mask -> largest of each example -> clip -> sum -> add noise -> divide -> restore -> mask.
 
     The paper claims the epsilon of its second phase, or of both, because it calls the mask independent of the data.
-    That does not hold: the scores come from gradients without noise, so the mask is an unpaid release of data, and the
-    standardization moves masked coordinates. dpx counts every step of both phases as one Gaussian release; the ranking
-    and the averages read released values only.
+    That does not hold: the scores come from gradients without noise, so the mask releases data at no counted cost, and
+    standardizing moves masked coordinates away from 0. dpx counts every step of both phases as one Gaussian release;
+    the ranking and the averages read released values only.
 
     keep: in (0, 1], the share of the coordinates trained after the warm-up; a rising schedule unfreezes the rest.
     warmup: the number of steps of the first phase, at least 1; they cost as much as the others.
     example_keep: in (0, 1], the share of all coordinates that each example keeps in the second phase.
-    mean_decay, variance_decay: in [0, 1), of the averages of released values and of their squared deviations. The
-        variance starts at the variance of the noise.
+    mean_decay, variance_decay: in [0, 1), decay rates of the averages of released values and of their squared
+        deviations. The variance starts at the variance of the noise.
     stability: at least 1e-12, in the units of the gradient; added to the scale.
     relative: divide the scale by its root mean square, so that the clip norm keeps the units of the gradient.
-    clip_norm: in the second phase, of the standardized gradient; a number or a schedule of the step.
+    clip_norm: applies to the standardized gradient in the second phase; a number or a schedule of the step.
     noise_multiplier: the noise's standard deviation on the sum, in clip norms; a number, a schedule, or a `dpx.Budget`.
-    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
+    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret scalar key for this run alone.
     Raises ValueError for numbers outside their domains. `dpx.coordinates.masked_params` is for the paper's masked loss.
     """
     warmup = require_whole("warmup", warmup)
@@ -92,17 +92,17 @@ def tp_topk_sgd(
 ) -> Mechanism:
     """TP-TopK: DP-SGD, then only on the strongest coordinates (Zhang and Xie 2026, https://arxiv.org/abs/2606.04375).
 
-    The first `warmup` steps are DP-SGD. The score of a coordinate is the mean of its squared released gradients less
+    The first `warmup` steps are DP-SGD. The score of a coordinate is the mean of its squared released gradients minus
     the variance of their noise. Every later step is mask -> clip -> sum -> add noise -> divide -> mask, on the
-    coordinates of highest score.
+    coordinates with the highest scores.
 
-    The paper's claim holds as written, because the scores read released values alone, and both phases are counted.
+    The paper's claim holds as written, because the scores read only released values, and it counts both phases.
 
     keep: in (0, 1], the share of the coordinates trained after the warm-up; a rising schedule unfreezes the rest.
     warmup: the number of steps of the first phase, at least 1; they cost as much as the others.
-    clip_norm: of the masked gradient; a number or a schedule of the step, such as another one for each phase.
+    clip_norm: applies to the masked gradient; a number or a schedule of the step, which may differ between the phases.
     noise_multiplier: the noise's standard deviation on the sum, in clip norms; a number, a schedule, or a `dpx.Budget`.
-    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
+    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret scalar key for this run alone.
     Raises ValueError for numbers outside their domains.
     """
     mechanism = dp_sgd(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
@@ -114,7 +114,7 @@ def tp_topk_sgd(
 def deviation_of_release(
     clip_norm: ScalarOrSchedule, noise_multiplier: ScalarOrSchedule, sampling: Sampling
 ) -> Callable[[jax.Array], jax.Array]:
-    """The schedule of the standard deviation of the noise on a coordinate that DP-SGD releases."""
+    """Returns the standard deviation of the noise on each coordinate that DP-SGD releases, as a schedule."""
     return lambda step: value_at(noise_multiplier, step) * value_at(clip_norm, step) / sampling.divisor
 
 
@@ -142,23 +142,23 @@ def importance_mask(
     noise_floor: ScalarOrSchedule = 0.0,
     squares: bool = False,
 ) -> Coordinates:
-    """The whole gradient for `warmup` steps; then only its highest-scoring coordinates, after `inner`.
+    """Keeps the whole gradient for `warmup` steps; then only its highest-scoring coordinates, written in `inner`.
 
         g -> m inner(m g)  after the warm-up, for a mask m with the floor(keep d) highest scores
         score_j = mean over the warm-up of |released_j| - sqrt(2/pi) noise_floor, or of released_j^2 - noise_floor^2
 
     Frozen coordinates are released as 0.
 
-    The ranking reads released gradients, so it costs nothing beyond the steps of the warm-up. The second mask is needed
-    because `inner` may move frozen coordinates away from 0, where they would count in the norm.
+    The ranking reads released gradients, so it costs nothing beyond the warm-up steps. The mask is applied again after
+    `inner`, which may move frozen coordinates away from 0, where they would count in the norm.
 
-    keep: in (0, 1], the share of coordinates that are trained; a schedule of the step unfreezes the next coordinates of
-        the ranking, so it must not fall after the warm-up.
+    keep: in (0, 1], the share of coordinates that are trained. A schedule of the step unfreezes further coordinates in
+        the order of the ranking, so it must not fall after the warm-up.
     warmup: int, at least 1, the number of steps before the ranking.
     inner: coordinates of the same shapes as the gradient, such as `standardized`; they start after the warm-up.
     noise_floor: at least 0, the standard deviation of the noise on a coordinate. It shifts all scores equally.
-    squares: whether to score by squares, as TP-TopK does; if the floor is the noise, they average the squared gradient.
-    Raises ValueError for numbers outside their domains; for a schedule, when the cost is computed.
+    squares: whether to score by squares, as TP-TopK does, which estimates the squared gradient if the floor is right.
+    Raises ValueError for numbers outside their domains; schedules are checked when the cost is computed.
     Source: AdaDPIGU, Zhang and Xie 2025, https://arxiv.org/abs/2507.06525, which scores gradients without noise;
     and TP-TopK, Zhang and Xie 2026, https://arxiv.org/abs/2606.04375.
     """
@@ -209,7 +209,7 @@ def importance_mask(
 
 
 def _require_keep(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None, steps: int):
-    """Raises ValueError if `keep` leaves (0, 1] or falls after the warm-up in the first `steps`, or as `inner` does."""
+    """Raises ValueError if `keep` leaves (0, 1] in the first `steps` or falls after the warm-up, or as `inner` does."""
     require_fraction("keep", keep, "(0, 1]", steps)
     kept = values_over(keep, steps)[warmup:]
     for fallen in np.flatnonzero(np.diff(kept) < 0)[:1]:
@@ -220,7 +220,7 @@ def _require_keep(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None
 
 
 def _pipeline_words(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None) -> tuple[str, str]:
-    """`encode` and `decode` in words, for the printed pipeline."""
+    """Describes `encode` and `decode` for the printed pipeline."""
     name = f"after {warmup} steps keep the most important coordinates: {describe_share(keep)}"
     if inner is None:
         return name, "mask the released gradient"
@@ -229,10 +229,10 @@ def _pipeline_words(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | No
 
 
 def masked_params(params: Tree, state: Tree) -> Tree:
-    """`params` with 0 in the coordinates that `importance_mask` has frozen. AdaDPIGU computes its loss there.
+    """Returns `params` with 0 in the coordinates that `importance_mask` has frozen, where AdaDPIGU computes its loss.
 
-    state: of the mechanism or of a `dpx.chain` of it. Pass the result to the function from `private_updates` instead of
-        the parameters, and add the updates to the parameters themselves. Raises ValueError without exactly one
+    Pass the result to the function from `private_updates`, and add the updates to the parameters themselves.
+    state: the state of the mechanism or of a `dpx.chain` with it. Raises ValueError unless it has exactly one
         importance mask.
     """
     return masked(params, find_state(state, ImportanceState, "importance mask").mask)
@@ -257,20 +257,20 @@ def standardized(
     stability: float = 1e-3,
     relative: bool = True,
 ) -> Coordinates:
-    """Each coordinate minus its released mean, divided by its released scale.
+    """Subtracts its released mean from each coordinate, and divides by its released scale.
 
         g -> (g - mean) / scale,  scale = sqrt(variance) + stability;  `decode` undoes this on the released gradient
         mean     <- mean_decay mean + (1 - mean_decay) released
-        variance <- variance_decay variance + (1 - variance_decay) (released - mean)^2,  the mean before its change
+        variance <- variance_decay variance + (1 - variance_decay) (released - mean)^2,  with the mean before its update
 
-    Both averages see released gradients only. A coordinate released as exactly 0 is frozen and keeps its averages. The
+    Both averages read only released gradients. A coordinate released as exactly 0 is frozen and keeps its averages. The
     mean is subtracted from every example, so `private_updates` computes per-example gradients instead of ghost norms.
 
     mean_decay, variance_decay: in [0, 1). initial_variance: at least 0, in the squared units of the gradient.
     stability: at least 1e-12, in the units of the gradient.
-    relative: divide the scale by its root mean square, so that the clip norm keeps the units of the gradient. Without
-        it, as published, the scale fits a batch's mean: every example is clipped, and the scale shrinks to `stability`,
-        which makes the clip norm `stability * clip_norm`.
+    relative: divide the scale by its root mean square, so that the clip norm keeps the units of the gradient. False, as
+        published, fits the scale to a batch's mean: every example is clipped, and the scale shrinks to `stability`, so
+        gradients are clipped at `stability * clip_norm`.
     Raises ValueError for numbers outside their domains.
     Source: AdaCliP, Pichapati et al. 2019, https://arxiv.org/abs/1908.07643, with the averages of AdaDPIGU,
     https://arxiv.org/abs/2507.06525.
@@ -310,7 +310,7 @@ def standardized(
 
 
 def _scales(variance: Tree, *, stability: float, relative: bool) -> Tree:
-    """The scale of every coordinate, float32, like the parameters."""
+    """Returns the scale of every coordinate, float32, like the parameters."""
     scale = jax.tree.map(lambda v: jnp.sqrt(v) + stability, variance)
     if not relative:
         return scale
@@ -326,11 +326,11 @@ class TopFractionState(NamedTuple):
 
 @names_arguments
 def top_fraction(*, fraction: ScalarOrSchedule) -> Coordinates:
-    """The largest coordinates of each example's gradient; its other coordinates become 0.
+    """Keeps the largest coordinates of each example's gradient, and sets the others to 0.
 
-    Keeps the floor(fraction d) coordinates of largest absolute value, at least 1, and any that tie with the smallest of
-    these. The selection depends on the raw example, so the noise covers every coordinate. `encode` reads each example's
-    gradient about 30 times, and `private_updates` computes per-example gradients instead of ghost norms.
+    Keeps the floor(fraction d) coordinates, at least 1, with the largest absolute values, and any that tie with the
+    smallest of these. The selection depends on the raw example, so every coordinate gets noise. `encode` reads each
+    example's gradient about 30 times, and `private_updates` computes per-example gradients instead of ghost norms.
 
     fraction: in (0, 1]; a number or a schedule of the step. Raises ValueError outside (0, 1]; a schedule is checked
         only when the cost is computed. `dpx.methods.ada_dpigu` uses it.

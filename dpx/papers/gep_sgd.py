@@ -1,4 +1,4 @@
-"""Gradient embedding perturbation: the part of a gradient in a public subspace and its residual are clipped apart."""
+"""Gradient embedding perturbation: clips the part of a gradient in a public subspace and its residual separately."""
 
 import math
 from typing import NamedTuple
@@ -42,19 +42,19 @@ def gep_sgd(
 
     noise on the sums:  sigma C1 / sqrt(s) on the embedding,  sigma C2 / sqrt(1 - s) on the residual
 
-    The paper claims one Gaussian release of embedding and residual. That holds for the sampling that draws the batches.
-    dpx counts both as one Gaussian of noise multiplier sigma, because an example's embedding and residual, divided by
-    their noise and multiplied by sigma, have norms of at most sqrt(s) and sqrt(1 - s), together 1.
+    The paper claims the cost of one Gaussian release for both. That holds for the sampling that draws the batches. dpx
+    counts both as one Gaussian with noise multiplier sigma: if an example's embedding and residual are divided by their
+    noise and multiplied by sigma, their norms are at most sqrt(s) and sqrt(1 - s), or 1 together.
 
     basis: what `dpx.coordinates.public_subspace` computes from public gradients, (rank, *shape) for each array of the
         parameters. The paper computes a new one at every step, for `optax.tree.set(state, basis=...)`.
     embedding_clip_norm, residual_clip_norm: C1 and C2, above 0, in the units of the gradient.
     embedding_share: s in (0, 1), the embedding's share of the precision; 1/2 is the paper's.
     freeze_rate: in [0, 1), the share of coordinates that a random mask freezes, in each gradient before it is split and
-        in the release (Zhu and Blaschko 2021, arXiv:2112.00845, Table 1). It costs nothing, because the masks depend on
-        no data. every: at least 1, the steps that a mask is kept.
-    noise_multiplier: sigma, of the two releases as one Gaussian; a number, a schedule of the step, or a `dpx.Budget`.
-    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
+        in the release (Zhu and Blaschko 2021, arXiv:2112.00845, Table 1). It costs nothing, because the masks do not
+        depend on data. every: at least 1, for how many steps a mask is kept.
+    noise_multiplier: sigma, that of both releases as one Gaussian; a number, a schedule of the step, or a `dpx.Budget`.
+    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret scalar key for this run alone.
     Raises ValueError for numbers outside their domains.
     """
     share, every = require_open_fraction("embedding_share", embedding_share), require_whole("every", every)
@@ -86,13 +86,13 @@ def gep_sgd(
     return mechanism.replace(stages=stages)
 
 
-EXACT = jax.lax.Precision.HIGHEST  # float32 products on every machine, because matrix units round to fewer bits
+EXACT = jax.lax.Precision.HIGHEST  # full float32 products everywhere, because matrix units round to fewer bits
 
 
 class GradientSubspaceState(NamedTuple):
-    """The subspace, which `optax.tree.set(state, basis=...)` replaces.
+    """The public subspace; replace it by `optax.tree.set(state, basis=...)`.
 
-    basis: float32, (rank, *shape) for each array of the parameters of that shape.
+    basis: float32, (rank, *shape) for each parameter array with this shape.
     """
 
     basis: Tree
@@ -100,17 +100,17 @@ class GradientSubspaceState(NamedTuple):
 
 @names_arguments
 def gradient_embedding(*, basis: Tree, embedding_scale: float = 1.0, residual_scale: float = 1.0) -> Coordinates:
-    """The coordinates of the gradient in a public subspace, and the residual outside of it, each scaled.
+    """Writes a gradient as its coordinates in a public subspace and the residual outside it, each scaled.
 
     g -> {"embedding": w / embedding_scale, "residual": (g - V^T w) / residual_scale} for w = V g, and back.
 
-    Gradients near the subspace have a small residual, so a small clip norm for it removes little; see
+    Gradients near the subspace have a small residual, so clipping it to a small norm removes little; see
     `dpx.methods.gep_sgd`. `decode` restores the whole gradient for any `basis`; if the basis is orthonormal, the
     squared norms of embedding and residual add up to the squared norm of the gradient.
 
-    basis: V, from `public_subspace`: (rank, *shape), real, for each array of the parameters of that shape. It must
-        depend on public data and released values only.
-    embedding_scale, residual_scale: above 0, in the units of the gradient; the coordinates then have no unit.
+    basis: V, from `public_subspace`: (rank, *shape), real, for each parameter array with this shape. It must depend
+        only on public data and released values.
+    embedding_scale, residual_scale: above 0, in the units of the gradient, so that the coordinates have no unit.
     Raises ValueError for a scale of 0 or less, and in `init` for a basis that does not fit the parameters.
     Source: gradient embedding perturbation, Yu et al. 2021, https://arxiv.org/abs/2102.12677.
     """
@@ -148,16 +148,16 @@ def gradient_embedding(*, basis: Tree, embedding_scale: float = 1.0, residual_sc
 
 @names_arguments
 def public_subspace(public_grads: Tree, *, rank: int, iterations: int, key: jax.Array) -> Tree:
-    """An orthonormal basis of the directions in which PUBLIC gradients are largest, by power iteration.
+    """Computes an orthonormal basis of the directions in which PUBLIC gradients are largest, by power iteration.
 
     V <- orthonormalized V G^T G, from random rows. It costs no privacy, because all gradients here are public. Never
-    give it gradients of the training data: the basis would be a release of them that no cost covers.
+    give it gradients of the training data: the basis would release them, and no cost would cover that.
 
     public_grads: G, like the parameters, any real dtype, with the public examples on axis 0 of every array.
     rank: int, at least 1, at most the number of public examples and of coordinates. iterations: int, at least 1.
-    key: a PRNG key, (); its "public_subspace" stream is used.
+    key: a scalar PRNG key, whose "public_subspace" stream is used.
 
-    Returns float32 (rank, *shape) for each array of the parameters. Raises ValueError for other ranks or iterations.
+    Returns float32 (rank, *shape) for each parameter array. Raises ValueError for other ranks or iterations.
     Source: Yu et al. 2021, https://arxiv.org/abs/2102.12677.
     """
     leaves = jax.tree.leaves(public_grads)
@@ -173,5 +173,5 @@ def public_subspace(public_grads: Tree, *, rank: int, iterations: int, key: jax.
 
 
 def _combined(embedding: jax.Array, basis: Tree) -> Tree:
-    """V^T w, float32, in the shapes of the parameters."""
+    """Returns V^T w, float32, in the shapes of the parameters."""
     return jax.tree.map(lambda v: jnp.tensordot(embedding, v, 1, precision=EXACT), basis)

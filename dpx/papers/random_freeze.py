@@ -1,4 +1,4 @@
-"""Random and ranked freeze: only some coordinates are trained at a time, and only these get noise."""
+"""Random and ranked freeze: trains only some coordinates at a time, and only these get noise."""
 
 import math
 from collections.abc import Callable
@@ -37,16 +37,16 @@ def random_freeze_sgd(
 
     mask -> clip -> sum -> add noise -> divide -> mask, with exactly floor((1 - freeze_rate) d) ones in each mask.
 
-    The paper claims the epsilon of DP-SGD. That holds, because the masks depend on no data; but the paper's runs
-    shuffle the data and count Poisson sampling. dpx charges DP-SGD for the sampling that draws the batches.
+    The paper claims the epsilon of DP-SGD. That holds, because the masks do not depend on data; but the paper's runs
+    shuffle the data and count Poisson sampling. dpx counts DP-SGD with the sampling that draws the batches.
 
     freeze_rate: in [0, 1), the share of frozen coordinates; gradual cooling is
         `optax.linear_schedule(0.0, freeze_rate, cooling_steps)`.
-    every: at least 1, the number of steps that a mask is kept; an epoch in the paper.
+    every: at least 1, for how many steps a mask is kept; an epoch in the paper.
     posterior: clip first and mask only the release, so that frozen coordinates count in the norm.
-    clip_norm: of an example's masked gradient; a number, a schedule of the step, or one for each group of layers.
+    clip_norm: applies to each masked gradient; a number, a schedule of the step, or one for each group of layers.
     noise_multiplier: the noise's standard deviation on the sum, in clip norms; a number, a schedule, or a `dpx.Budget`.
-    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
+    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret scalar key for this run alone.
     Raises ValueError for numbers outside their domains.
 
     Momentum chained behind this mechanism still moves frozen coordinates, as in the paper.
@@ -67,16 +67,16 @@ def ranked_freeze_sgd(
     sampling: Sampling,
     key: jax.Array,
 ) -> Mechanism:
-    """DP-SGD in which the coordinates that moved least in the last period are frozen (arXiv:2112.00845v1, Algorithm 2).
+    """DP-SGD that freezes the coordinates that moved least in the last period (arXiv:2112.00845v1, Algorithm 2).
 
     The paper claims the epsilon of DP-SGD. That holds if the ranking reads the same release as the update, because two
-    draws of noise would be two releases. dpx uses one Gaussian release a step for both.
+    draws of noise would be two releases. dpx uses one Gaussian release per step for both.
 
     freeze_rate: in [0, 1), the share of frozen coordinates; a number or a schedule of the step.
-    every: at least 1, the number of steps of a period, after which the coordinates are ranked again.
-    clip_norm: of an example's masked gradient; a number, a schedule of the step, or one for each group of layers.
+    every: at least 1, the number of steps in a period, after which the coordinates are ranked again.
+    clip_norm: applies to each masked gradient; a number, a schedule of the step, or one for each group of layers.
     noise_multiplier: the standard deviation of the noise on the sum, divided by the clip norm; or a `dpx.Budget`.
-    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
+    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret scalar key for this run alone.
     Raises ValueError for numbers outside their domains.
     """
     return in_coordinates(
@@ -86,7 +86,7 @@ def ranked_freeze_sgd(
 
 
 class RandomFreezeState(NamedTuple):
-    """The mask of the next step, and the seed that it is drawn from.
+    """The mask of the next step, and the seed from which it is drawn.
 
     step: int32 (), the number of releases.
     seed: uint32 (2,), which reveals nothing about the noise.
@@ -102,17 +102,17 @@ class RandomFreezeState(NamedTuple):
 
 @names_arguments
 def random_freeze(*, freeze_rate: ScalarOrSchedule, every: int, posterior: bool = False, key: jax.Array) -> Coordinates:
-    """A random subset of the coordinates, redrawn every `every` steps; the other coordinates are frozen.
+    """Trains a random subset of the coordinates, redrawn every `every` steps, and freezes the others.
 
-    g -> m g for a mask m with exactly floor((1 - freeze_rate) d) ones, but at least 1. It depends only on the key and
-    the step. Frozen coordinates get neither gradient nor noise, and do not count in the norm.
+    g -> m g for a mask m with exactly floor((1 - freeze_rate) d) ones, at least 1. It depends only on the key and the
+    step. Frozen coordinates get neither gradient nor noise, and do not count in the norm.
 
     freeze_rate: in [0, 1). A schedule of the step is read (in float32) at the first step of every period; gradual
         cooling is `optax.linear_schedule(0.0, freeze_rate, cooling_steps)`.
-    every: int, at least 1, the number of steps that a mask is kept; an epoch in the paper.
+    every: int, at least 1, for how many steps a mask is kept; an epoch in the paper.
     posterior: clip first and mask only the release, so that frozen coordinates count in the norm.
-    key: a secret PRNG key, (); its "random_freeze" stream is used, with the number of the period folded in.
-    Raises ValueError for numbers outside their domains; for a schedule, when the cost is computed.
+    key: a secret scalar PRNG key, whose "random_freeze" stream is used, with the number of the period folded in.
+    Raises ValueError for numbers outside their domains; schedules are checked when the cost is computed.
     Source: Zhu and Blaschko 2021, https://arxiv.org/abs/2112.00845.
     """
     require_fraction("freeze_rate", freeze_rate, "[0, 1)")
@@ -150,15 +150,15 @@ class RankedFreezeState(NamedTuple):
 
 
 def ranked_freeze(*, freeze_rate: ScalarOrSchedule, every: int) -> Coordinates:
-    """The coordinates that moved most in the last `every` steps; the other coordinates are frozen.
+    """Trains the coordinates that moved most in the last `every` steps, and freezes the others.
 
-    g -> m g, where m has ones at the floor((1 - freeze_rate) d) coordinates of largest |sum of released values|, at
-    least 1. Frozen coordinates add up their noise, so they can be trained again later. One noisy release serves the
-    update and the ranking, so nothing else costs privacy. In the first period nothing is frozen.
+    g -> m g, where m has ones at the floor((1 - freeze_rate) d) coordinates, at least 1, with the largest |sum of
+    released values|. Frozen coordinates accumulate noise, so they can be trained again later. One noisy release serves
+    both the update and the ranking, so the ranking costs no privacy. In the first period nothing is frozen.
 
     freeze_rate: in [0, 1); a schedule of the step is read (in float32) at the first step of every period.
-    every: int, at least 1, the number of steps of a period.
-    Raises ValueError for numbers outside their domains; for a schedule, when the cost is computed.
+    every: int, at least 1, the number of steps in a period.
+    Raises ValueError for numbers outside their domains; schedules are checked when the cost is computed.
     Source: Zhu and Blaschko 2021, Appendix C, https://arxiv.org/abs/2112.00845v1.
     """
     require_fraction("freeze_rate", freeze_rate, "[0, 1)")
@@ -187,7 +187,7 @@ def ranked_freeze(*, freeze_rate: ScalarOrSchedule, every: int) -> Coordinates:
 def _freezing_coordinates(
     freeze_rate: ScalarOrSchedule, init: Callable, following: Callable, words: str
 ) -> Coordinates:
-    """Coordinates that freeze what the mask of the state says. following: (released, state, like) -> next state."""
+    """Returns coordinates that freeze by the state's mask. following: (released, state, like) -> next state."""
     return Coordinates(
         init=init,
         encode=lambda grad, state: masked(grad, state.mask),
@@ -202,8 +202,8 @@ def _freezing_coordinates(
 class SparseUpdates(NamedTuple):
     """Updates in which only `kept` coordinates are not 0.
 
-    values: float32 (size,), the trained coordinates in the order of the parameters, then zeros. seed: uint32 (2,), from
-        which the mask is drawn. kept: int32 (), the number of ones in the mask.
+    values: float32 (size,), the trained coordinates in the order of the parameters, then zeros. seed: uint32 (2,), the
+        seed of the mask. kept: int32 (), the number of ones in the mask.
     """
 
     values: jax.Array
@@ -212,10 +212,10 @@ class SparseUpdates(NamedTuple):
 
 
 def sparse_pack(updates: Tree, state: Tree, *, size: int) -> SparseUpdates:
-    """The values of `updates` that `random_freeze` does not freeze, and the seed of the mask.
+    """Packs the values of `updates` that `random_freeze` does not freeze, with the seed of the mask.
 
-    updates: like the parameters. state: the one given to the step, not the one that the step returned.
-    size: int, the length of `values`; at least the number of kept coordinates (`sparse_density` times d).
+    updates: like the parameters. state: the one passed to the step, not the one that it returned.
+    size: int, the length of `values`, at least the number of kept coordinates (`sparse_density` times d).
     Raises ValueError for a smaller size; under jit, where that number is not known, values beyond `size` are lost.
     """
     freeze = find_state(state, RandomFreezeState, "random freeze")
@@ -227,7 +227,7 @@ def sparse_pack(updates: Tree, state: Tree, *, size: int) -> SparseUpdates:
 
 
 def sparse_unpack(packed: SparseUpdates, like: Tree) -> Tree:
-    """The updates that `sparse_pack` packed, in the shapes and dtypes of `like` (the parameters)."""
+    """Unpacks what `sparse_pack` packed, into the shapes and dtypes of `like` (the parameters)."""
     mask, _ = ravel_pytree(random_mask(packed.seed, packed.kept, like))
     (places,) = jnp.nonzero(mask, size=packed.values.size, fill_value=mask.size)
     flat = jnp.zeros(mask.size, jnp.float32).at[places].set(packed.values, mode="drop")
@@ -235,9 +235,9 @@ def sparse_unpack(packed: SparseUpdates, like: Tree) -> Tree:
 
 
 def sparse_density(state: Tree) -> jax.Array:
-    """The share of coordinates that the next step under `random_freeze` updates, float32 () in (0, 1].
+    """Returns the share of coordinates that the next step under `random_freeze` updates, a float32 scalar in (0, 1].
 
-    Raises ValueError for a state without exactly one random freeze.
+    Raises ValueError unless the state has exactly one random freeze.
     """
     freeze = find_state(state, RandomFreezeState, "random freeze")
     return freeze.kept / sum(math.prod(m.shape) for m in jax.tree.leaves(freeze.mask))

@@ -1,16 +1,16 @@
-"""DP-FEST and DP-AdaFEST: tables of many rows, of which a step updates few (Ghazi et al. 2023, arXiv:2311.08357).
+"""DP-FEST and DP-AdaFEST: update only a few rows of large tables per step (Ghazi et al. 2023, arXiv:2311.08357).
 
-DP-SGD adds noise to every row of a table. DP-FEST trains the rows of a public list alone (`public_rows`). DP-AdaFEST
-finds at every step, by a noisy count, the rows that many examples of the batch read (`ada_fest`).
+DP-SGD adds noise to every row of a table. DP-FEST trains only the rows of a public list (`public_rows`). At every step,
+DP-AdaFEST finds the rows that many examples of the batch read, by a noisy count (`ada_fest`).
 
 Proof of the cost of `ada_fest`. An example contributes its gradient, clipped to C sqrt(1 - s), and the indicators of
-the rows that it reads, clipped to C sqrt(s), so together at most C. One Gaussian release of noise multiplier sigma
-shows both sums. Which rows are chosen, and what is dropped of the others, is a function of this release, so it costs
-nothing. The counts alone have the noise multiplier sigma / sqrt(s), and the gradient sigma / sqrt(1 - s): two releases
-of the same batch, whose precisions s / sigma^2 and (1 - s) / sigma^2 add up to that of the one.
+the rows that it reads, clipped to C sqrt(s), which together have norm at most C. One Gaussian release with noise
+multiplier sigma covers both sums. Choosing rows and dropping the others is a function of this release, so it costs
+nothing. The counts alone have noise multiplier sigma / sqrt(s), and the gradient sigma / sqrt(1 - s): two releases of
+the same batch, whose precisions s / sigma^2 and (1 - s) / sigma^2 add up to that of the one.
 
-`row_updates` draws no noise that the choice would drop: it releases the counts first, and then the gradient of the
-chosen rows. What it returns has the distribution of what `ada_fest` returns, because the noise is independent over
+`row_updates` does not draw noise that would be dropped: it releases the counts first, and then the gradient of the
+chosen rows. Its result has the same distribution as that of `ada_fest`, because the noise is independent over
 coordinates. So its cost has the same proof.
 """
 
@@ -69,20 +69,20 @@ def ada_fest(
         update = (sum_i clipped g_i + N(0, (sigma C)^2)) / B  in the most_rows rows of largest counts >= threshold
                  0  elsewhere;  v_i = which rows example i reads
 
-    The paper claims the cost of one Gaussian for both releases, which holds (the module has the proof). dpx charges it
-    for the sampling that draws the batches. Outside of the tables, the update is that of DP-SGD.
+    The paper claims the cost of one Gaussian for both releases, which holds (the module has the proof). dpx counts it
+    with the sampling that draws the batches. Outside the tables, the update is that of DP-SGD.
 
-    threshold: tau, at least 0, how many examples of a batch must read a row, with the noise. most_rows: at least
-        1, the most rows of a table that a step updates. reads_norm: above 0, the clip norm of the v_i.
-    reads_share: s in (0, 1), the counts' share of the precision. tables: says by its path whether an array is a table,
-        such as `lambda path: "embedding" in path`, with a row for each index on axis 0; None for all arrays of two or
-        more axes.
+    threshold: tau, at least 0, the noisy number of examples in a batch that must read a row. most_rows: at least 1, the
+        most rows of a table that a step updates. reads_norm: above 0, the clip norm of the v_i.
+    reads_share: s in (0, 1), the counts' share of the precision. tables: predicate on an array's path, such as
+        `lambda path: "embedding" in path`; None treats every array with two or more axes as a table. Axis 0 of a table
+        has its rows.
     clip_norm: C, in the units of the gradient, which is clipped to C sqrt(1 - s).
-    noise_multiplier: sigma, of both releases as one Gaussian; a number, a schedule of the step, or a `dpx.Budget`.
-    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
+    noise_multiplier: sigma, that of both releases as one Gaussian; a number, a schedule of the step, or a `dpx.Budget`.
+    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret scalar key for this run alone.
     Raises ValueError for numbers outside their domains, and (by `init`) if no parameter is a table.
 
-    It adds noise to whole tables. `dpx.coordinates.row_updates` needs time and memory for the rows that are read.
+    It adds noise to whole tables. `dpx.coordinates.row_updates` needs time and memory only for the rows that are read.
     """
     clip_norm = require_number("clip_norm", clip_norm, minimum=0, exclusive=True)
     require_number("reads_norm", reads_norm, minimum=0, exclusive=True)
@@ -107,13 +107,13 @@ def _clip_norms(clip_norm: float, share: float) -> dict[str, float]:
 def counted_rows(
     *, threshold: float, most_rows: int, reads_scale: float = 1.0, tables: Callable[[str], bool] | None = None
 ) -> Coordinates:
-    """The gradient and the table rows that it reads; the rows read most, by a noisy count, are updated.
+    """Writes a gradient together with the table rows that it reads, and updates only the rows with high noisy counts.
 
-    g -> {"gradient": g, "reads": v}, v = reads_scale where a row of g is not 0, by table; and back, with 0 in the rows
-    whose released v / reads_scale is below `threshold`, or not among the `most_rows` largest of a table.
+    g -> {"gradient": g, "reads": v}, where v = reads_scale for each row of a table in which g is not 0; and back, with
+    0 in the rows whose released v / reads_scale is below `threshold`, or not among the `most_rows` largest of a table.
 
     threshold: at least 0, in released reads. most_rows: at least 1. reads_scale: above 0, in units of the gradient.
-    tables: says by its path whether an array is a table; None for all arrays of two or more axes.
+    tables: predicate on an array's path; None treats every array with two or more axes as a table.
     Raises ValueError for numbers outside their domains, and (by `init`) if no parameter is a table.
     Source: DP-AdaFEST, Ghazi et al. 2023, https://arxiv.org/abs/2311.08357.
     """
@@ -164,8 +164,8 @@ def counted_rows(
 
 
 def most_read_rows(counts: jax.Array, threshold: float, most: int) -> jax.Array:
-    """The rows of the `most` largest counts, float32 (V,), that are at least `threshold`; V in place of others, int32
-    (K,)."""
+    """Returns the rows with the `most` largest counts, float32 (V,), int32 (K,); V in place of a row whose count is
+    below `threshold`."""
     found, rows = jax.lax.top_k(counts, min(most, len(counts)))
     return jnp.where(found >= threshold, rows, len(counts)).astype(jnp.int32)
 
@@ -173,22 +173,22 @@ def most_read_rows(counts: jax.Array, threshold: float, most: int) -> jax.Array:
 class RowUpdate(NamedTuple):
     """The update of a table of V rows.
 
-    rows: int32 (K,), distinct, or V in place of a row. values: float32 (K, ...), the update of each, 0 for none.
+    rows: int32 (K,), distinct, except that V stands for "no row". values: float32 (K, ...), each row's update, else 0.
     """
 
     rows: jax.Array
     values: jax.Array
 
     def added_to(self, table: jax.Array) -> jax.Array:
-        """`table`, (V, ...), plus the values in its rows; in its memory, under a jit that donates it."""
+        """Adds the values to the rows of `table`, (V, ...); in place, under a jit that donates it."""
         return table.at[self.rows].add(self.values.astype(table.dtype), mode="drop")
 
 
 class ReadRows(NamedTuple):
-    """The rows of a table of V that a batch reads. SECRET: it is raw data.
+    """Which of a table's V rows a batch reads. SECRET: it is raw data.
 
-    rows: int32 (n,), sorted, with V at the end in place of missing ones. places: int32 (B, ...), where each index is in
-        `rows`, n for an index outside of the table. weights: float32 (B, ...), 1 / how often its example reads the row.
+    rows: int32 (n,), sorted, filled up with V at the end. places: int32 (B, ...), the position of each index in `rows`,
+        or n for an index outside the table. weights: float32 (B, ...), 1 / how often the example reads that row.
     """
 
     rows: jax.Array
@@ -206,11 +206,11 @@ class ReadRows(NamedTuple):
         return cls(rows, places, (1 / times).reshape(indices.shape))
 
     def spread(self, sums: jax.Array, count: int) -> jax.Array:
-        """`sums` of the rows, float32 (n,), as those of the whole table, (V,)."""
+        """Spreads `sums` of the read rows, float32 (n,), over the whole table, (V,)."""
         return jnp.zeros(count, jnp.float32).at[self.rows].add(sums, mode="drop")
 
     def of_chosen(self, sums: jax.Array, chosen: jax.Array) -> jax.Array:
-        """`sums` of the rows, float32 (n, ...), at the rows `chosen`, int32 (K,): (K, ...), 0 if nothing reads them."""
+        """Picks from `sums` of read rows, float32 (n, ...), those of `chosen`, int32 (K,): (K, ...), 0 if not read."""
         place = jnp.minimum(jnp.searchsorted(self.rows, chosen), len(self.rows) - 1)
         read = (self.rows[place] == chosen).reshape(-1, *[1] * (sums.ndim - 1))
         return jnp.where(read, sums[place], 0)
@@ -219,7 +219,7 @@ class ReadRows(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class PrivateRowStep:
     """`(params, batch, state) -> PrivateUpdates`; see `row_updates`. optimizer: the mechanism, whose `init` makes the
-    state, and which reports and fits take."""
+    state; pass it to reports and fits."""
 
     optimizer: Mechanism
     rows: Callable = field(repr=False)
@@ -247,21 +247,21 @@ class PrivateRowStep:
             return self._release(sums, state, tables, read)
 
         optimizer = self.optimizer.replace(release=release)
-        with self.row_sum.placed():  # which decides how noise is drawn
+        with self.row_sum.placed():  # the place decides how noise is drawn
             updates, state = optimizer.release_once(sums, state, params, jnp.sum(included), drawn)
         return PrivateUpdates(updates, state, Unreleased(*of_each))
 
     def _require_ghost_norms(self, *given: Tree):
-        """One example more or less moves the places of the rows that others read. Lookups add rows one after another,
-        wherever they are, but a product with a matrix may round by the place, beyond what `dpx.sums.float_pair`
-        proves."""
+        """Requires ghost norms. One example more or less moves the positions of rows that others read. Lookups add rows
+        one after another, wherever they are, but the rounding of a matrix product may depend on the positions, beyond
+        what `dpx.sums.float_pair` proves."""
         with self.row_sum.placed():
             plan, _ = self.row_sum.plan(*given)
         if isinstance(plan, str):
             raise ValueError(f"loss must be one that ghost norms follow, got one where {plan}")
 
     def _release(self, sums, state: InCoordinatesState, tables: Tree, read: Tree) -> tuple[Tree, Tree]:
-        """The counts of all rows, and then the gradient with the chosen rows alone."""
+        """Releases the counts of all rows, and then the gradient with only the chosen rows."""
         (total,) = sums
         of_all = _on_both(
             lambda sums: jax.tree.map(lambda t, read, s: read.spread(s, len(t)), tables, read, sums["reads"]), total
@@ -292,26 +292,26 @@ def _require_tables(params: Tree) -> dict[str, Tree]:
 
 
 def _on_both(function: Callable[[Tree], Tree], total: FloatPair) -> FloatPair:
-    """A function that places numbers, of both numbers of each coordinate."""
+    """Applies a function that moves elements to the high and the low parts of a total."""
     return FloatPair(function(total.high), None if total.low is None else function(total.low))
 
 
 def row_updates(
     loss: Callable, *, rows: Callable[[Tree], Tree], microbatch_size: int | None = None, **settings: Any
 ) -> PrivateRowStep:
-    """A step of `dpx.methods.ada_fest` that computes the rows that a batch reads, and one number for each other row.
+    """Returns a step of `dpx.methods.ada_fest` that computes only the rows that a batch reads, and all noisy counts.
 
     The parameters are a dict whose "tables" are a pytree of arrays (V, ...). `step(params, batch, state)` returns
     updates of this structure, with a `RowUpdate` for each table, which `update.added_to(table)` adds to it.
 
-    loss: (params, vectors, example) -> the loss of one example, (). params: without "tables". vectors: the rows that
-        `rows` names, (..., *row) for each table; zeros for an index outside of it.
-    rows: (example) -> the indices of the rows that one example reads, int (...), for each table. The count of an
-        example is bounded, whatever it returns.
+    loss: (params, vectors, example) -> the scalar loss of one example. params: without "tables". vectors: the rows that
+        `rows` names, (..., *row) for each table; zeros for an index outside the table.
+    rows: (example) -> the indices of the rows that one example reads, int (...), for each table. An example's counts
+        are clipped, whatever it returns.
     microbatch_size: as for `dpx.private_updates`. settings: the arguments of `ada_fest`, without `tables`.
     Raises ValueError as `ada_fest` does, if `loss` or `rows` is not a function, and for a loss without ghost norms.
 
-    Differs from `ada_fest` in law only where a row is read whose gradient is 0: it counts here.
+    Its distribution differs from that of `ada_fest` only if an example reads a row with gradient 0, which counts here.
 
         >>> step = dpx.coordinates.row_updates(
         ...     lambda params, vectors, example: jnp.sum((vectors @ params["w"]) ** 2), rows=lambda example: example,
@@ -336,7 +336,7 @@ def row_updates(
         return dp_sgd(clip_norm=groups, key=keys.stream(made.key, stream), **same)
 
     def begin(params):
-        state = made.begin(_require_tables(params))  # of what a release holds, which is less than the whole gradient
+        state = made.begin(_require_tables(params))  # only for what a release holds, less than the whole gradient
 
         def few(table):
             return jax.ShapeDtypeStruct((min(most_rows, len(table)), *table.shape[1:]), jnp.float32)
@@ -369,15 +369,15 @@ def row_updates(
 
 
 def public_rows(rows: jax.Array, public: np.ndarray, indices: jax.Array, otherwise: jax.Array) -> jax.Array:
-    """The rows of a table when only a public list of them is trained: DP-FEST, for a loss under any mechanism.
+    """Looks up table rows when only those of a public list are trained: DP-FEST, for a loss under any mechanism.
 
-    The parameter has only the rows of the list, so noise, cost, time and memory are those of K rows. The others stay
-    as they are, and a loader reads them where it reads the examples.
+    The parameter has only the rows of the list, so noise, cost, time and memory are those of K rows. The other rows do
+    not change, and the loader reads them together with the examples.
 
-    rows: the parameter, (K, ...). public: the list, int (K,), sorted; it must be chosen without the data, or by a
-        release whose cost is added. indices: int (...), the rows of the table that an example reads.
+    rows: the parameter, (K, ...). public: the list, int (K,), sorted; choose it without the data, or by a release whose
+        cost you add. indices: int (...), the rows of the table that an example reads.
     otherwise: (..., *row), the rows of the table for indices that are not in the list.
-    Returns (..., *row). Raises ValueError unless the list is sorted, without repetitions, and of the length of `rows`.
+    Returns (..., *row). Raises ValueError unless the list is sorted, without repetitions, and as long as `rows`.
     Source: DP-FEST, Ghazi et al. 2023, https://arxiv.org/abs/2311.08357.
     """
     public = np.asarray(public)

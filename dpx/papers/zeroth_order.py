@@ -1,8 +1,8 @@
-"""Zeroth-order training: the derivatives of each example's loss along a few random directions, and no gradient.
+"""Zeroth-order training: reads derivatives of each example's loss along a few random directions, and no gradient.
 
 DP-ZO (Tang et al. 2024, https://arxiv.org/abs/2401.04343) and DPZero (Zhang et al. 2024,
-https://arxiv.org/abs/2310.09639) take one direction, and differences of two losses. DP-AggZO, of the same idea with
-several directions, clips their numbers together, as is done here. Here the derivatives are exact, by `jax.jvp`.
+https://arxiv.org/abs/2310.09639) use one direction, and the difference of two losses. DP-AggZO uses several directions
+and clips their derivatives together, as dpx does. In dpx, the derivatives are exact, by `jax.jvp`.
 """
 
 import math
@@ -32,18 +32,18 @@ def zeroth_order_sgd(
 ) -> Mechanism:
     """DP-SGD on derivatives along random directions, with the memory of inference (DP-ZO, DPZero, DP-AggZO).
 
-    For K normal directions u_k, drawn anew at every step from a public key, an example gives the K numbers
-    u_k . g / sqrt(K), which are clipped and summed. The release r becomes the update sum_k r_k u_k / sqrt(K), whose
-    mean is the gradient if nothing is clipped, with as much noise in a coordinate, on average, as that of DP-SGD. No
-    gradient is computed: `private_updates` evaluates the loss with one direction at a time, K times a step.
+    For K normal directions u_k, drawn anew at every step from a public key, each example contributes the K derivatives
+    u_k . g / sqrt(K), which are clipped and summed. The release r becomes the update sum_k r_k u_k / sqrt(K). If
+    nothing is clipped, its mean is the gradient, and a coordinate has, on average, as much noise as in DP-SGD. No
+    gradient is computed: `private_updates` evaluates the loss with one direction at a time, K times per step.
 
-    The privacy holds as the papers say: the directions do not depend on the data, and only the numbers are released.
+    The papers' claim holds: the directions do not depend on the data, and only the sums of derivatives are released.
 
-    directions: K, at least 1. The time of a step grows with it, but not its memory. The error of the update grows
-        with d / K, so small models learn slowly, but pretrained ones learn well if few directions matter.
-    clip_norm: of the K numbers of an example, in the units of the gradient; a number or a schedule of the step.
+    directions: K, at least 1. The time of a step grows with K, but not its memory. The error of the update grows with
+        d / K, so small models learn slowly, but pretrained ones learn well if few directions matter.
+    clip_norm: applies to the K derivatives of an example, in the units of the gradient; a number or a schedule.
     noise_multiplier: the noise's standard deviation on the sum, in clip norms; a number, a schedule, or a `dpx.Budget`.
-    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
+    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret scalar key for this run alone.
     Raises ValueError for numbers outside their domains. `dpx.in_coordinates` with `dpx.coordinates.trainable` and
     `dpx.coordinates.random_directions` does this for some layers only.
     """
@@ -59,18 +59,18 @@ class DirectionsState(NamedTuple):
 
 @names_arguments
 def random_directions(*, count: int, key: jax.Array) -> Coordinates:
-    """A gradient g as the K = `count` numbers u_k . g / sqrt(K), for normal directions u_k drawn anew at every step.
+    """Writes a gradient g as u_k . g / sqrt(K), k = 1 .. K = `count`, for normal directions u_k drawn at every step.
 
-    `private_updates` computes them without the gradient, unless other coordinates than `trainable` come first.
+    `private_updates` computes them without the gradient, unless coordinates other than `trainable` come first.
 
-    count: at least 1. key: a PRNG key, (); its "directions" stream is used, with the step folded in.
+    count: at least 1. key: a scalar PRNG key, whose "directions" stream is used, with the step folded in.
     Raises ValueError for another count.
     """
     count = require_whole("count", count)
     stream = keys.stream(key, "directions")
 
     def direction(number, state, like):
-        """Number k, float32, like the gradient: u_k / sqrt(K)."""
+        """Returns direction k, u_k / sqrt(K), float32, like the gradient."""
         drawn = jax.random.fold_in(keys.public_key(keys.fold_in(stream, state.step)), number)
         normals = optax.tree.random_like(drawn, like, jax.random.normal, jnp.float32)
         return jax.tree.map(lambda leaf: leaf / math.sqrt(count), normals)

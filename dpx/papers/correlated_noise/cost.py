@@ -1,48 +1,48 @@
-"""A run of Gaussian releases whose noise is correlated over the steps: its cost, in real numbers and for the bits.
+"""The cost of a run whose noise is correlated over the steps, in real numbers and for the released bits.
 
-Let C be lower triangular and Toeplitz, c_0 = 1, and let S_t be the sum of clipped gradients of step t. A step draws
+Let C be lower triangular and Toeplitz, c_0 = 1, and let S_t be the sum of clipped gradients in step t. A step draws
 fresh normals g_t, and releases r_t, the value y_t + tau g_t rounded to the public grid (`dpx.keys.release`), where
 
     banded C:           n_t = r_t - S_t,   y_t = S_t - sum_(j > 0) c_j n_(t-j)                                   (1)
     banded inverse d:   m_t = r_t - y_t,   y_t = S_t + sum_(j > 0) d_j m_(t-j)                                   (2)
 
 **Both are y_t = (C S)_t - sum_(j > 0) c_j r_(t-j).** For (1), insert n = r - S. For (2), r - S = C^-1 m, so m = C r - C
-S, and y = r - m. The last sum is of earlier releases. So a step is a plain Gaussian release of (C S)_t with fresh
-noise, moved by a public number, and the noise of the run is r - S = C^-1 (tau g + the rounding of the grid).
+S, and y = r - m. The last sum contains only earlier releases. So a step is a plain Gaussian release of (C S)_t with
+fresh noise, shifted by a public value, and the noise of the run is r - S = C^-1 (tau g + the rounding of the grid).
 
 **No noise is used again.** n and m are functions of the data and of earlier releases. Given these, the normals of a
 step are fresh, as the theorem of `arithmetic.py` requires at every release. So the cost holds for the bits.
 
 **The shift.** One example moves the vector C S by at most `sensitivity` clip norms (`strategy.py`), for any
-gradients, even those that depend on the releases, because the bound holds for every path. A sequence of Gaussians whose
-means are chosen one after the other, and differ by v_t with sum |v_t|^2 <= mu^2, is a function of N(0, 1) or N(mu, 1),
-and of noise that does not depend on the example (Denisov et al. 2022, arXiv:2202.08312, theorem 2.1). So a run in a
-fixed order costs ONE Gaussian release.
+gradients, even those that depend on the releases, because the bound holds for every path. If the means of a sequence of
+Gaussians are chosen one after the other, and differ by v_t with sum |v_t|^2 <= mu^2, the sequence is a function of
+N(0, 1) or N(mu, 1), and of noise that does not depend on the example (Denisov et al. 2022, arXiv:2202.08312, theorem
+2.1). So a run in a fixed order costs ONE Gaussian release.
 
 **Cyclic Poisson sampling** (arXiv:2306.08153, theorem 4), C with at most b bands, b groups. Let the groups be public.
 The example has a coin in every b-th step, and by (1) its gradient g of step s moves y_s, ..., y_(s + b - 1) by c_0 g,
-..., c_(b-1) g, and nothing later, because c ends. So each b steps from s share one coin, of rate q b. If it falls,
-their shift is at most |c| clip norms, otherwise 0, and g was fixed at step s. That is one Poisson-sampled Gaussian, and
-the next b steps are another. The steps before the first s do not depend on the example. Where C is full, the coin of s
-moves all later steps, and nothing is proved.
+..., c_(b-1) g, and nothing later, because c ends. So the b steps from s on share one coin, with rate q b. If it is
+heads, their shift is at most |c| clip norms, otherwise 0, and g is fixed at step s. That is one Poisson-sampled
+Gaussian, and the next b steps are another. The steps before the first s do not depend on the example. If C is full, the
+coin of s moves all later steps, and nothing is proved.
 
 **Pairs of normals that are bad for the other data set** (`far` in `arithmetic.py`). Given the earlier releases, the
 memory is fixed for each data set, so the example moves y_t by a fixed v_t, and |v_t| is at most the shift of the whole
 run, rounding included: `largest_shift`. For cyclic sampling, let all coins but the example's be public. Then y_t has
-two values: of the rows of the memory that y_t reads, only n_s holds the example, and the releases of the other b - 1
-steps are given. So the outputs that are good for both values are those of the theorem.
+two possible values: among the rows of the memory that y_t reads, only n_s contains the example, and the releases of the
+other b - 1 steps are given. So the outputs that are good for both values are those of the theorem.
 
-**Rounding.** S_t is exact in float64, because it is what the program has. What is stored is rounded to two float32
-numbers, and so is y_t: relative errors of at most v = 2^-48 + (p + 3) 2^-52 for p weights. They are functions of data
-and releases, so they belong to the shift: they move y_t by e_t. In steps where the example moves nothing that is
-stored, all bits are the same.
+**Rounding.** S_t is exact in float64, because it is defined as what the program computes. The memory and y_t are
+rounded to two float32 numbers, with relative errors of at most v = 2^-48 + (p + 3) 2^-52 for p weights. These are
+functions of data and releases, so they belong to the shift: they move y_t by e_t. In steps where the example moves
+nothing in the memory, all bits are the same.
 
     (1)  |e_t| <= v (|S_t| + 2 L |n|),                    L = sum_(j > 0) |c_j|,    |n| <= |d|_1 (N tau + C)
     (2)  e = C (eta - epsilon) + epsilon, |eta_t| <= v (|S_t| + L |m|), |epsilon_t| <= v |m|,  L = sum_(j > 0) |d_j|
 
-where N = 13.3 sqrt(numbers), because the normals end at 13.16 deviations and a cell is at most 1/16 of one; the added
-clip norm is for r_t, a float32 number, and for m of the neighboring data, which is moved by C S. At most 2^24 examples
-of a batch count. `rounding_move` sums up over the steps, twice, because both data sets round.
+where N = 13.3 sqrt(numbers), because the normals end at 13.16 deviations and a cell is at most 1/16 of one. The added
+clip norm covers r_t, a float32 number, and m of the neighboring data, which C S moves. A batch has at most 2^24
+examples that count. `rounding_move` sums up over the steps, and doubles the result because both data sets round.
 """
 
 import math
@@ -65,11 +65,11 @@ _MOST_ROWS = 2.0**24
 
 @attrs.frozen
 class CorrelatedGaussianDpEvent(DpEvent, PrivacyLoss):
-    """The first steps of a run of correlated noise in a fixed order, or of full batches.
+    """The first steps of a run with correlated noise, in a fixed order or on full batches.
 
-    noise_multiplier: of one step, s: the standard deviation of z over the clip norm, less what rounding costs.
-        sensitivity: of C for these steps. steps: int. coefficients, inverse_coefficients: of C, floats. dp-accounting's
-        accountants refuse this event.
+    noise_multiplier: s, that of one step: the standard deviation of z over the clip norm, less what rounding costs.
+        sensitivity: that of C for these steps. steps: int. coefficients, inverse_coefficients: floats, of C and its
+        inverse. dp-accounting's accountants refuse this event.
     """
 
     noise_multiplier: float
@@ -83,7 +83,7 @@ class CorrelatedGaussianDpEvent(DpEvent, PrivacyLoss):
         return ReleaseCount(self.steps, float(self.steps))
 
     def largest_shift(self, relation: Relation) -> float:
-        """The most that one example moves a release, given the earlier ones, in deviations of its fresh noise."""
+        """The most that one example moves a release, given the earlier ones, in deviations of the fresh noise."""
         return in_deviations(self.sensitivity, self.noise_multiplier)
 
     def step_loss(self, relation: Relation) -> StepLoss:
@@ -93,11 +93,11 @@ class CorrelatedGaussianDpEvent(DpEvent, PrivacyLoss):
 
 @attrs.frozen
 class CyclicBandedDpEvent(DpEvent, PrivacyLoss):
-    """One turn of cyclic Poisson sampling with a banded C: one release for each group, with one coin.
+    """One round of cyclic Poisson sampling with a banded C: one release for each group, and one coin per example.
 
     noise_multiplier: the deviation of z over the clip norm and the norm of c, less what rounding costs.
-        sampling_probability: of the coin. releases: int, of a turn. coefficients: c, floats. dp-accounting's
-        accountants refuse this event.
+        sampling_probability: the rate of the coin. releases: int, in one round. coefficients: c, floats.
+        dp-accounting's accountants refuse this event.
     """
 
     noise_multiplier: float
@@ -110,7 +110,7 @@ class CyclicBandedDpEvent(DpEvent, PrivacyLoss):
         return ReleaseCount(self.releases, float(self.releases))
 
     def largest_shift(self, relation: Relation) -> float:
-        """As for `CorrelatedGaussianDpEvent`."""
+        """See `CorrelatedGaussianDpEvent.largest_shift`."""
         return in_deviations(1, self.noise_multiplier)
 
     def step_loss(self, relation: Relation) -> StepLoss:
@@ -127,10 +127,10 @@ def _require_zero_out(relation: Relation) -> None:
 def rounding_move(
     column: np.ndarray, inverse: np.ndarray, *, banded: bool, terms: int, steps: int, noise_multiplier: float
 ) -> float:
-    """How far rounding moves the releases of two neighboring data sets apart, in deviations of z: see the module.
+    """Bounds how far rounding moves the releases of neighboring data sets apart, in deviations of z: see the module.
 
-    column, inverse: the first columns of C and of C^-1 for the run, float64. banded: whether C is, as in (1). terms: of
-        the sum that is fed back. steps: in which the two differ, int. noise_multiplier: s.
+    column, inverse: the first columns of C and C^-1 for the run, float64. banded: whether C is banded, as in (1).
+        terms: how many the fed-back sum has. steps: int, in how many the two differ. noise_multiplier: s.
     """
     unit, twice = 2.0**-48 + (terms + 3) * 2.0**-52, 2 * math.sqrt(steps)
     of_c, of_inverse = float(np.abs(column).sum()), float(np.abs(inverse).sum())
@@ -138,7 +138,7 @@ def rounding_move(
         by_noise = 2 * (of_c - 1) * of_inverse
         by_sum = _MOST_ROWS + 2 * by_noise
         return twice * unit * (by_sum / noise_multiplier + by_noise * _FARTHEST)
-    largest = 1 + math.sqrt(steps) * of_c  # of m in clip norms, without noise: `of_c` bounds what one gradient moves
+    largest = 1 + math.sqrt(steps) * of_c  # |m| in clip norms, without noise: one gradient moves it by `of_c`
     by_noise = of_c * of_inverse + 1
     return twice * unit * ((of_c * _MOST_ROWS + by_noise * largest) / noise_multiplier + by_noise * _FARTHEST)
 
@@ -146,9 +146,9 @@ def rounding_move(
 def cyclic_poisson_event(
     strategy: Strategy, *, examples: int, batch_size: float, groups: int, steps: int, noise_multiplier: float
 ) -> DpEvent:
-    """The event of a whole run with a banded C and cyclic Poisson sampling.
+    """Returns the event of a whole run with a banded C and cyclic Poisson sampling.
 
-    examples: int. batch_size: expected, above 0. groups: int, at least the bands of C. steps: of the run, int.
+    examples: int. batch_size: the expected one, above 0. groups: int, at least the bands of C. steps: int, in the run.
     noise_multiplier: the deviation of z is this times the clip norm times `column_norm(strategy, steps=steps)`.
     Raises ValueError as `CyclicPoissonSampling` does, and if C has more bands than there are groups, such as the full C
     of a banded inverse.
@@ -170,7 +170,7 @@ def require_bands(strategy: Strategy, sampling: CyclicPoissonSampling) -> None:
 
 
 def fixed_order_event(*, noise_multiplier: float) -> DpEvent:
-    """The event of a whole run in a fixed order: one Gaussian release.
+    """Returns the event of a whole run in a fixed order: one Gaussian release.
 
     noise_multiplier: the deviation of z is this times the clip norm times the `sensitivity` for the order.
     """

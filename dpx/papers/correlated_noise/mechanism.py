@@ -1,11 +1,11 @@
-"""Correlated noise: later noise cancels a part of earlier noise, so that prefix sums of the updates have less of it.
+"""Correlated noise: later noise cancels part of earlier noise, so that prefix sums of the updates have less of it.
 
 `cost.py` proves the cost, even for the bits. An example enters each sum as in `dp_sgd.py`, so it moves a sum by at
 most C (1 + ETA), and it takes part in the steps that the sampling states. `normalized`, fixed coordinates, and
 transforms behind the mechanism change neither.
 
-The memory holds the differences of the last releases and their sums. It depends on raw data, so it is never released.
-Each number is two float32 numbers, because one would move a sum by up to 2^-23 sqrt(numbers) deviations.
+The memory holds the last releases minus their sums. It depends on raw data, so it is never released. Each element is
+two float32 numbers, because rounding to one would move a sum by up to 2^-23 sqrt(numbers) deviations.
 """
 
 import functools
@@ -56,22 +56,22 @@ def correlated_noise(
 
     private gradient = (sum_i min(1, C / |g_i|) g_i + x_t) / B,  x = C^-1 z,  z_t ~ N(0, (noise_multiplier C)^2 I)
 
-    The papers claim that a run in a fixed order costs one Gaussian release of noise multiplier noise_multiplier /
-    sensitivity, and cyclic Poisson sampling one Poisson-sampled Gaussian for each turn of the groups. Both hold, even
-    for the bits of the releases, because each step adds fresh noise to a sum that depends on earlier data and releases
-    alone; dpx charges exactly that. With C = I it is `dp_sgd`.
+    The papers claim that a run in a fixed order costs one Gaussian release with noise multiplier noise_multiplier /
+    sensitivity, and cyclic Poisson sampling one Poisson-sampled Gaussian for each round of the groups. Both hold, even
+    for the bits of the releases, because each step adds fresh noise to a sum that depends only on data and earlier
+    releases; dpx counts exactly that. With C = I it is `dp_sgd`.
 
     strategy: C, such as `dpx.strategies.optimized(bands=8, steps=1000)` or `lambda_cgd(correlation=0.9)`.
     clip_norm: C, the norm to which each example's gradient is clipped; a number in the units of the gradient.
-    noise_multiplier: the standard deviation of z over the clip norm, a number above 0; or the `dpx.Budget` that it is
-        calibrated to. The longer the run and the more often an example takes part, the more noise a budget needs.
+    noise_multiplier: the standard deviation of z over the clip norm, a number above 0; or the `dpx.Budget` to which it
+        is calibrated. The longer the run and the more often an example takes part, the more noise a budget needs.
     sampling: `dpx.sampling.CyclicPoissonSampling` for a C with at most as many bands as it has groups; or `FixedOrder`,
         `dpx.ShuffledEpochs` or `dpx.FullBatch`. Other random samplings are refused.
-    key: a secret PRNG key, (), of this run alone. Runs with other strategies have independent noise.
+    key: a secret scalar key for this run alone. Runs with other strategies have independent noise.
 
-    The state keeps the past noise: 8 bytes for each parameter and each of the last bands - 1 steps. Not allowed with
-    it, because the proof does not cover them or noise would not cancel: schedules of the noise and of the clip norm,
-    adaptive clip norms, error feedback, coordinates that change during the run, and a projection after the clip.
+    The state keeps the past noise: 8 bytes for each parameter and each of the last bands - 1 steps. dpx refuses what
+    the proof does not cover, or what would keep noise from canceling: schedules of the noise or the clip norm, adaptive
+    clip norms, error feedback, coordinates that change during the run, and a projection after the clip.
 
     Raises ValueError for another sampling, and for numbers outside their domains.
     """
@@ -103,10 +103,10 @@ def correlated_noise(
 
 
 def sensitivity_under(strategy: Strategy, sampling: Sampling, steps: int) -> float:
-    """The most that one example moves C G in the first steps, in clip norms: see `dpx.strategies`.
+    """Returns the most that one example moves C G in the first steps, in clip norms: see `dpx.strategies`.
 
-    For cyclic sampling, by one coin. Raises ValueError for a sampling that does not say how often and how many steps
-    apart an example takes part.
+    For cyclic sampling, it is the most by one coin. Raises ValueError for a sampling that does not say how often, and
+    how many steps apart, an example takes part.
     """
     if isinstance(sampling, CyclicPoissonSampling):
         return float(np.linalg.norm(strategy.coefficients))
@@ -139,7 +139,7 @@ def _event(strategy: Strategy, noise_multiplier: float, sampling: Sampling, step
 
 
 def _with_past_noise(inner: Mechanism, strategy: Strategy, noise_key: jax.Array, deviation: float) -> Callable:
-    """A release that keeps and uses past noise. inner: dp_sgd. deviation: of the fresh noise."""
+    """Returns a release that keeps and uses past noise. inner: dp_sgd. deviation: that of the fresh noise."""
     weights, banded = _weights_of_past(strategy), strategy.bands is not None
 
     def with_past(parts) -> FloatPair:
@@ -164,15 +164,15 @@ def _with_past_noise(inner: Mechanism, strategy: Strategy, noise_key: jax.Array,
 
 
 def _weights_of_past(strategy: Strategy) -> np.ndarray:
-    """What the last noises are multiplied by: -c_1, -c_2, ... of a banded C, or d_1, d_2, ... of a banded inverse."""
+    """Returns the weights of past noise: -c_1, -c_2, ... for a banded C, or d_1, d_2, ... for a banded inverse."""
     if strategy.bands is None:
         return np.array(strategy.inverse_coefficients[1:])
     return -np.array(strategy.coefficients[1:])
 
 
 def _noise_stream(key: jax.Array, strategy: Strategy) -> jax.Array:
-    """The key of the noise, (). It depends on C. Otherwise the releases of one batch under two Cs would differ by less
-    noise than they are charged for, and by none at step 0, where both have z_0."""
+    """Returns the scalar noise key, which depends on C. Otherwise the releases of one batch under two Cs would differ
+    by less noise than their cost assumes, and by none at step 0, where both have z_0."""
     stream = keys.stream(key, "noise")
     digest = hashlib.sha256(repr((strategy.coefficients, strategy.inverse_coefficients)).encode()).digest()
     for word in np.frombuffer(digest, "<u4"):
@@ -206,8 +206,8 @@ class CorrelatedNoiseState(NamedTuple):
     """The record of the releases, and the noise of the last ones.
 
     inner: ReleaseState, public.
-    unreleased_noise: the last w noises, two float32 (w, ...) arrays for each array of the encoded gradients. Never
-        share it: a release minus one of them is the sum of raw gradients.
+    unreleased_noise: the noise of the last w releases, two float32 (w, ...) arrays for each array of the encoded
+        gradients. Never share it: a release minus its noise is the sum of raw gradients.
     """
 
     inner: ReleaseState
@@ -215,7 +215,7 @@ class CorrelatedNoiseState(NamedTuple):
 
 
 def _first_state(params: Tree, steps: int) -> CorrelatedNoiseState:
-    """The state before the first release, sharded like the parameters. steps: w, int, at least 1."""
+    """Returns the state before the first release, sharded like the parameters. steps: w, int, at least 1."""
     require_ieee_float64("correlated noise")
 
     def empty_ring(p: jax.Array) -> jax.Array:
@@ -228,13 +228,13 @@ def _first_state(params: Tree, steps: int) -> CorrelatedNoiseState:
 
 
 def _weighted_past_noise(state: CorrelatedNoiseState, weights: np.ndarray) -> Tree:
-    """sum_j weights_j noise_(t-1-j), float64 like the gradients. weights: float64 (w,). Inside `jax.enable_x64`."""
+    """Returns sum_j weights_j noise_(t-1-j), float64, like the gradients. weights: float64 (w,). Needs `enable_x64`."""
     count = len(weights)
     ages = (state.inner.step - 1 - jnp.arange(count, dtype=jnp.int32)) % count
     of_rows = float64_constants(weights)[ages]
 
     def add(high: jax.Array, low: jax.Array) -> jax.Array:
-        # Row after row in one loop over the numbers: a sum over axis 0 takes seven times as long on a CPU.
+        # Adds row after row in one loop over the elements: a sum over axis 0 takes seven times as long on a CPU.
         rows = (high[row].astype(jnp.float64) + low[row].astype(jnp.float64) for row in range(count))
         return sum((weight * row for weight, row in zip(of_rows, rows, strict=True)), start=jnp.float64(0))
 
@@ -242,7 +242,7 @@ def _weighted_past_noise(state: CorrelatedNoiseState, weights: np.ndarray) -> Tr
 
 
 def _next_state(state: CorrelatedNoiseState, noise: FloatPair, release: ReleaseState) -> CorrelatedNoiseState:
-    """The next state. noise: of this step, like the gradients. release: the next record."""
+    """Returns the next state. noise: this step's noise, like the gradients. release: the next record."""
     rows = state.unreleased_noise
 
     def write(row: jax.Array, rows: jax.Array) -> jax.Array:
@@ -272,21 +272,21 @@ def band_mf_sgd(
 
     clip -> sum -> add noise C^-1 z -> divide, for the banded Toeplitz C with the least error of the parameters.
 
-    The paper claims, for cyclic Poisson sampling with b groups, the epsilon of one Poisson-sampled Gaussian for every b
-    steps, of noise multiplier sigma, if z has the deviation sigma times the norm of a column of C. That holds, even for
-    the bits of the releases, and dpx charges it (`dpx.mechanisms.correlated_noise`). The paper's C need not be
+    For cyclic Poisson sampling with b groups, the paper claims the epsilon of one Poisson-sampled Gaussian for every b
+    steps, with noise multiplier sigma, if z has standard deviation sigma times the norm of a column of C. That holds,
+    even for the bits of the releases, and dpx counts it (`dpx.mechanisms.correlated_noise`). The paper's C need not be
     Toeplitz.
 
-    bands: of C, at least 1, and at most the groups of the sampling; a shorter run has one band per step.
-    steps: of the run for which C is optimal. The cost counts any further steps too.
-    momentum: of the optimizer behind it, in [0, 1), for which C is optimal.
-    learning_rates: of each step, floats, not negative, for which C is optimal; () if they are constant.
+    bands: how many C has, at least 1, and at most the groups of the sampling; a shorter run has one band per step.
+    steps: the length of the run for which C is optimal. The cost counts any further steps too.
+    momentum: in [0, 1), that of the optimizer behind it, for which C is optimal.
+    learning_rates: one non-negative float per step, for which C is optimal; () if they are constant.
     clip_norm: C, in the units of the gradient; a number.
     noise_multiplier: the standard deviation of z over the clip norm, above 0, or a `dpx.Budget`. The cost is that of
-        noise_multiplier over the norm of a column of C.
+        noise_multiplier divided by the norm of a column of C.
     sampling: `dpx.sampling.CyclicPoissonSampling` with at least this many groups. A fixed order and full batches cost
         the sensitivity of all participations, as one Gaussian release.
-    key: a secret PRNG key, (), of this run alone.
+    key: a secret scalar key for this run alone.
 
     The state keeps 8 bytes for each parameter and each of the last bands - 1 steps. Raises ValueError for numbers
     outside their domains, and for another sampling.
@@ -305,17 +305,17 @@ def lambda_cgd(
 ) -> Mechanism:
     """lambda-CGD: DP-SGD whose noise is z_t - correlation z_(t-1), for a fixed order (arXiv:2601.22334).
 
-    clip -> sum -> add noise -> divide. The noise of a step cancels a part of the last step's noise.
+    clip -> sum -> add noise -> divide. The noise of a step cancels part of the last step's noise.
 
-    The paper claims that the whole run costs one Gaussian release of noise multiplier noise_multiplier / sensitivity.
-    That holds, even for the bits of the releases, and dpx charges it (`dpx.mechanisms.correlated_noise`).
+    The paper claims that the whole run costs one Gaussian release with noise multiplier noise_multiplier / sensitivity.
+    That holds, even for the bits of the releases, and dpx counts it (`dpx.mechanisms.correlated_noise`).
 
-    correlation: lambda, in [0, 1). 0 is DP-SGD. More cancels more noise, and needs more of it.
+    correlation: lambda, in [0, 1). 0 is DP-SGD. A larger one cancels more noise, but needs a larger noise multiplier.
     clip_norm: C, in the units of the gradient; a number.
     noise_multiplier: the standard deviation of z over the clip norm, above 0, or a `dpx.Budget`.
     sampling: `dpx.sampling.FixedOrder`, `dpx.ShuffledEpochs` or `dpx.FullBatch`. Random samples are refused, because no
         amplification is known for a full C.
-    key: a secret PRNG key, (), of this run alone.
+    key: a secret scalar key for this run alone.
 
     The state keeps 8 bytes for each parameter. Raises ValueError for numbers outside their domains, and another
     sampling.

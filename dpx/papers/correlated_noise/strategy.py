@@ -1,27 +1,27 @@
 """Strategies: lower triangular Toeplitz matrices C with ones on the diagonal, and families that need no optimization.
 
-Such matrices multiply like power series, so C is the series c(x) = sum_j c_j x^j, and C^-1 is 1 / c(x). Coefficients of
-a quotient of polynomials of degree below b come from a recurrence, in O(b) a coefficient (`scipy.signal.lfilter`).
+Such matrices multiply like power series, so C is the series c(x) = sum_j c_j x^j, and C^-1 is 1 / c(x). A recurrence
+gives the coefficients of a quotient of polynomials of degree below b, in O(b) for each one (`scipy.signal.lfilter`).
 
-All families come from the square root of the matrix of prefix sums, whose series is 1 / (1 - x): the root has the
-series (1 - x)^(-1/2), with coefficients f_j = binom(2 j, j) / 4^j, and its inverse (1 - x)^(1/2) (Fichtenberger,
+All families come from the square root of the matrix of prefix sums, whose series is 1 / (1 - x). The root has the
+series (1 - x)^(-1/2), with coefficients f_j = binom(2 j, j) / 4^j, and its inverse has (1 - x)^(1/2) (Fichtenberger,
 Henzinger and Upadhyay 2023, arXiv:2202.11205).
 
-# How far one example moves C G, in clip norms: the sensitivity of a strategy
+# The sensitivity of a strategy: how far one example moves C G, in clip norms
 
-An example that takes part at the steps S moves row s of G by a vector g_s with |g_s| <= 1 if s is in S, and by 0
-otherwise. So C G moves by at most the root of
+An example that takes part in the steps S moves row s of G by a vector g_s with |g_s| <= 1 if s is in S, and by 0
+otherwise. So the distance that C G moves is at most the square root of
 
     sum_(s, t in S) <c_s, c_t> <g_s, g_t>  <=  sum_(s, t in S) |<c_s, c_t>|,                                        (1)
 
 where c_s is column s of C. In a fixed order, two steps of S are at least `separation` apart, and S has at most k steps,
-so at most K = min(k, ceil(steps / separation)).
+and thus at most K = min(k, ceil(steps / separation)).
 
 * Bound by the envelope. Let e_j = max over i >= j of |c_i|, and E its matrix. |<c_s, c_t>| <= <e_s, e_t>, because the
-  inner product sums |c_i c_j| <= e_i e_j. E is >= 0 and non-increasing, and for such a matrix the largest S is 0, b, 2
-  b, ..., (K - 1) b with b = separation: moving all steps of S after some place earlier never reduces an inner product
+  inner product sums |c_i c_j| <= e_i e_j. E is >= 0 and non-increasing, and for such a matrix the worst S is 0, b, 2
+  b, ..., (K - 1) b with b = separation: shifting all later steps of S to earlier ones never reduces an inner product
   of two columns, because it sums over more rows and a smaller distance (Kalinin and Lampert 2024, arXiv:2405.13763,
-  theorem 2). Where c = e, (1) is an equality with equal g_s: the bound is exact.
+  theorem 2). If c = e, (1) is an equality for equal g_s, so the bound is exact.
 * Bound by the distances, for a banded C. Let w_l = max over s of |<c_s, c_(s + l)>|. The K - i or fewer pairs of S that
   are i steps of S apart are at least i b apart. So (1) is at most K w_0 + 2 sum_(0 < i < K) (K - i) max over l >= i b
   of w_l. With at most b bands it is K times the squared norm of a column, because such columns are orthogonal.
@@ -33,7 +33,7 @@ so at most K = min(k, ceil(steps / separation)).
   |<c_s, c_(s + l)>| <= r_l = sum_j e_j e_(j + l), which falls with l. So (1) is at most K r_0 + 2 sum_(0 < i < K) (K -
   i) r_((i - 1) b + 1). The bound by the envelope for a separation of 1 holds too.
 
-# The error that correlated noise leaves in a workload, as its mean and its maximum over the steps; the best banded C
+# The error that correlated noise leaves in a workload, its mean and maximum over the steps, and the best banded C
 
 Step t of SGD with momentum m moves the parameters by -h_t (g_t + m g_(t-1) + m^2 g_(t-2) + ...) at learning rate h_t.
 So the parameters after step t are A g for the workload A = P diag(h) M, where P is the matrix of prefix sums and M has
@@ -65,7 +65,7 @@ from dpx.values import described, names_arguments, require_number, require_whole
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """A lower triangular Toeplitz matrix C, whose inverse correlates the noise of the steps of a run.
+    """A lower triangular Toeplitz matrix C, whose inverse correlates the noise over the steps of a run.
 
     coefficients: the first coefficients of C, floats with c_0 = 1; all later ones are 0: a banded C.
     inverse_coefficients: the first coefficients of C^-1, floats with d_0 = 1; all later ones are 0: a banded inverse,
@@ -91,24 +91,24 @@ class Strategy:
         return len(self.coefficients) if len(self.inverse_coefficients) == 1 else None
 
     def column(self, steps: int) -> np.ndarray:
-        """The first column of C for this many steps, float64 (steps,). Raises ValueError if it overflows."""
+        """Returns the first column of C for this many steps, float64 (steps,). Raises ValueError if it overflows."""
         return self.series(self.coefficients, self.inverse_coefficients, steps)
 
     def inverse_column(self, steps: int) -> np.ndarray:
-        """The first column of C^-1 for this many steps, float64 (steps,). Raises ValueError if it overflows."""
+        """Returns the first column of C^-1 for this many steps, float64 (steps,). Raises ValueError if it overflows."""
         return self.series(self.inverse_coefficients, self.coefficients, steps)
 
     def covariance(self, steps: int) -> np.ndarray:
-        """C^-1 C^-T, float64 (steps, steps): the covariance of the noise over the steps, for z of variance 1.
+        """Returns C^-1 C^-T, float64 (steps, steps): the covariance of the noise over the steps, for z of variance 1.
 
-        Takes O(steps^3) operations, so it is for tests and for looking at.
+        Takes O(steps^3) operations, so it is for tests and inspection only.
         """
         inverse = np.asarray(linalg.toeplitz(self.inverse_column(steps), np.zeros(steps)))
         return inverse @ inverse.T
 
     @staticmethod
     def series(numerator: Any, denominator: Any, steps: int) -> np.ndarray:
-        """The first coefficients of a quotient of two polynomials, given by theirs, float64 (steps,).
+        """Returns the first coefficients of a quotient of two polynomials, float64 (steps,).
 
         Raises ValueError if one of them is not a finite float64.
         """
@@ -124,7 +124,7 @@ class Strategy:
 
 
 def _require_coefficients(name: str, value: Any) -> tuple[float, ...]:
-    """`value` as floats. Raises ValueError unless the first is 1, all are finite, and the last of several is not 0."""
+    """Returns `value` as floats. Raises ValueError unless all are finite, the first is 1, and the last is not 0."""
     try:
         numbers = np.asarray(value, np.float64)
     except (TypeError, ValueError):
@@ -143,10 +143,10 @@ def identity() -> Strategy:
 
 @names_arguments
 def lambda_cgd(*, correlation: float) -> Strategy:
-    """Subtracts a part of the last step's noise: d = (1, -correlation) (arXiv:2601.22334).
+    """Subtracts part of the last step's noise: d = (1, -correlation) (arXiv:2601.22334).
 
     C has the coefficients correlation^j, so its sensitivity is exact. correlation: lambda, in [0, 1). Raises ValueError
-    for other numbers: at 1, a prefix sum has the noise of one step, and C the sensitivity of all.
+    for other numbers: at 1, a prefix sum would have the noise of one step, but C the sensitivity of all.
     """
     value = require_number("correlation", correlation, minimum=0, maximum=1)
     if value == 1:
@@ -167,7 +167,7 @@ def banded_inverse_square_root(*, coefficients: int) -> Strategy:
 
 
 def square_root_coefficients(count: int) -> np.ndarray:
-    """Of (1 - x)^(-1/2), for j < count: binom(2 j, j) / 4^j, float64 (count,), which begin with 1, 1/2, 3/8, 5/16."""
+    """Returns the coefficients of (1 - x)^(-1/2): binom(2 j, j) / 4^j, float64 (count,), or 1, 1/2, 3/8, 5/16, ..."""
     places = np.arange(require_whole("count", count))
     return np.exp(special.gammaln(places + 0.5) - special.gammaln(places + 1.0)) / np.sqrt(np.pi)
 
@@ -179,8 +179,8 @@ def banded_square_root(*, bands: int, momentum: float = 0.0) -> Strategy:
     Without momentum it is also called banded FHU, and its sensitivity is exact, because the coefficients fall
     (arXiv:2202.11205).
 
-    bands: int, at least 1. momentum: of the workload, in [0, 1): its series is 1 / ((1 - x) (1 - momentum x)), whose
-        square root has the series (1 - x)^(-1/2) (1 - momentum x)^(-1/2).
+    bands: int, at least 1. momentum: in [0, 1), that of the workload, whose series is 1 / ((1 - x) (1 - momentum x)),
+        with the square root (1 - x)^(-1/2) (1 - momentum x)^(-1/2).
     """
     half = square_root_coefficients(require_whole("bands", bands))
     momentum = require_number("momentum", momentum, minimum=0, maximum=1)
@@ -195,13 +195,13 @@ def _require_kind(name: str, value: Any, kind: type):
 
 
 def sensitivity(strategy: Strategy, *, steps: int, participations: int = 1, separation: int = 1) -> float:
-    """The most that one example moves C G, in units of the clip norm.
+    """Returns the most that one example moves C G, in units of the clip norm.
 
-    strategy: the matrix C. steps: of the run, int. participations: at most how often an example takes part, int.
-    separation: the fewest steps between two that hold the same example, int; 1 allows neighboring steps.
+    strategy: the matrix C. steps: int, in the run. participations: int, how often an example takes part at most.
+    separation: int, the smallest distance between two steps with the same example; 1 allows neighboring steps.
 
-    Exact if `sensitivity_is_exact`, otherwise an upper bound. float64 sums, relative error below 1e-10. Raises
-    ValueError for other numbers, and if a coefficient of C overflows.
+    Exact if `sensitivity_is_exact`, otherwise an upper bound. It sums in float64, with a relative error below 1e-10.
+    Raises ValueError for numbers outside their domains, and if a coefficient of C overflows.
     """
     _require_kind("strategy", strategy, Strategy)
     steps, separation = require_whole("steps", steps), require_whole("separation", separation)
@@ -214,9 +214,9 @@ def sensitivity(strategy: Strategy, *, steps: int, participations: int = 1, sepa
 
 
 def shuffled_sensitivity(strategy: Strategy, *, steps: int, steps_per_epoch: int) -> float:
-    """An upper bound on how far one example moves C G, in clip norms, if it takes part in any one step of every epoch.
+    """Bounds how far one example moves C G, in clip norms, if it takes part in any one step of every epoch.
 
-    strategy: the matrix C. steps: of the run, int; the last epoch may be incomplete. steps_per_epoch: int. Takes
+    strategy: the matrix C. steps: int, in the run; the last epoch may be incomplete. steps_per_epoch: int. Takes
         O(steps * epochs). Raises ValueError for other numbers, and if a coefficient of C overflows.
     """
     steps, length = require_whole("steps", steps), require_whole("steps_per_epoch", steps_per_epoch)
@@ -234,7 +234,7 @@ def sensitivity_is_exact(strategy: Strategy, *, steps: int) -> bool:
 
 
 def column_norm(strategy: Strategy, *, steps: int) -> float:
-    """The largest norm of a column of C (`strategy`), the first one's: the sensitivity to one participation in `steps`.
+    """Returns the largest column norm, the first, of C (`strategy`) for `steps` steps: what one participation moves.
 
     It is the sensitivity of one release of cyclic Poisson sampling with a banded C (`cyclic_poisson_event`).
     """
@@ -242,21 +242,21 @@ def column_norm(strategy: Strategy, *, steps: int) -> float:
 
 
 def _largest_from_here_on(column: np.ndarray) -> np.ndarray:
-    """The largest absolute value at or after each place, float64 (steps,)."""
+    """Returns the largest absolute value at or after each position, float64 (steps,)."""
     return np.maximum.accumulate(np.abs(column)[::-1])[::-1]
 
 
 def _sensitivity_if_decreasing(column: np.ndarray, most: int, separation: int) -> float:
-    """sum_t (sum_(i < most) c_(t - i separation))^2, for c >= 0 and non-increasing, in O(steps)."""
+    """Returns sum_t (sum_(i < most) c_(t - i separation))^2, for c >= 0 and non-increasing, in O(steps)."""
     rows = -(-len(column) // separation)
     moved = np.concatenate([column, np.zeros(rows * separation - len(column))]).reshape(rows, separation)
-    moved = np.cumsum(moved, axis=0)  # of all participations
-    moved[most:] -= moved[: rows - most].copy()  # of the last `most`
+    moved = np.cumsum(moved, axis=0)  # by all participations
+    moved[most:] -= moved[: rows - most].copy()  # by the last `most`
     return float(np.sum(np.square(moved.reshape(-1)[: len(column)])))
 
 
 def _sensitivity_by_distance(column: np.ndarray, most: int, separation: int) -> float:
-    """The bound by the distances. column: the coefficients that may differ from 0."""
+    """Returns the bound by the distances. column: the coefficients that may differ from 0."""
     bands = len(column)
     distances = [np.abs(np.cumsum(column[: bands - lag] * column[lag:])).max() for lag in range(bands)]
     largest = np.maximum.accumulate(distances[::-1])[::-1]
@@ -268,7 +268,7 @@ def _sensitivity_by_distance(column: np.ndarray, most: int, separation: int) -> 
 class Workload:
     """What a run computes from its gradients; by default their prefix sums.
 
-    momentum: of SGD, in [0, 1). learning_rates: of each step, floats, not negative; () for 1 at every step.
+    momentum: in [0, 1), that of SGD. learning_rates: one non-negative float per step; () for 1 at every step.
     Raises ValueError for other numbers.
     """
 
@@ -291,7 +291,7 @@ class Workload:
         return np.array([1.0, -self.momentum] if self.momentum else [1.0])
 
     def rates(self, steps: int) -> np.ndarray:
-        """The learning rates of a run, float64 (steps,). Raises ValueError unless there is one for every step."""
+        """Returns a run's learning rates, float64 (steps,). Raises ValueError unless there is one for every step."""
         if not self.learning_rates:
             return np.ones(steps)
         if len(self.learning_rates) != steps:
@@ -300,9 +300,9 @@ class Workload:
 
 
 class WorkloadLoss(NamedTuple):
-    """The error of a workload for clip norm and noise multiplier 1; floats.
+    """The error of a workload at clip norm and noise multiplier 1; floats.
 
-    sensitivity: of C. mean: the root of the mean squared error over the steps. largest: the largest root mean square.
+    sensitivity: that of C. mean: the root mean square error over all steps. largest: that of the worst step.
     """
 
     sensitivity: float
@@ -316,7 +316,7 @@ PREFIX_SUMS = Workload()
 def loss(
     strategy: Strategy, *, steps: int, workload: Workload = PREFIX_SUMS, participations: int = 1, separation: int = 1
 ) -> WorkloadLoss:
-    """The error of `workload` after `steps` steps, for noise proportional to the sensitivity of C.
+    """Computes the error of `workload` after `steps` steps, for noise proportional to the sensitivity of C.
 
     strategy: the matrix C. steps, participations, separation: as in `sensitivity`. Takes O(steps * coefficients), and
         for learning rates O(steps * coefficients^2). Raises ValueError for other numbers and if a coefficient
@@ -329,7 +329,7 @@ def loss(
 
 
 def squared_errors(strategy: Strategy, workload: Workload, steps: int) -> np.ndarray:
-    """The squared norm of each row of A C^-1, float64 (steps,)."""
+    """Returns the squared norm of each row of A C^-1, float64 (steps,)."""
     rates = workload.rates(steps)
     numerator = np.array(strategy.inverse_coefficients)
     denominator = np.convolve(strategy.coefficients, workload.momentum_series)
@@ -340,7 +340,7 @@ def squared_errors(strategy: Strategy, workload: Workload, steps: int) -> np.nda
 
 
 def _by_recurrence(numerator: np.ndarray, denominator: np.ndarray, rates: np.ndarray) -> np.ndarray:
-    """The variances of sum_(s <= t) h_s y_s, where y has the series numerator / denominator, float64 (steps,).
+    """Returns the variances of sum_(s <= t) h_s y_s, float64 (steps,), where y has the series numerator / denominator.
 
     y_t = sum_j n_j w_(t-j) with w_t = z_t - sum_(j > 0) d_j w_(t-j). The covariances of the last w, with each other and
     with the sum, follow from the step before.
@@ -365,7 +365,7 @@ def _by_recurrence(numerator: np.ndarray, denominator: np.ndarray, rates: np.nda
 
 
 def mean_loss_lower_bound(steps: int) -> float:
-    """A lower bound on the mean loss of prefix sums for any C and one participation: the nuclear norm of P over steps.
+    """Returns a lower bound on the mean loss of prefix sums for any C, at one participation: |P|_nuclear / steps.
 
     The singular values of P are 1 / (2 sin((2 i - 1) pi / (4 steps + 2))), i = 1, ..., steps (arXiv:2202.11205).
     """
@@ -374,7 +374,7 @@ def mean_loss_lower_bound(steps: int) -> float:
 
 
 LONGEST_SCHEDULE = 4096  # steps, because q is then a matrix of steps^2 numbers
-_OVERFLOW = 1e3  # the logarithm of a loss that is not a float64; of a float64 it is at most 710
+_OVERFLOW = 1e3  # stands for the logarithm of a loss that overflows; that of a float64 is at most 710
 
 Quadratic = Callable[[np.ndarray], tuple[float, np.ndarray]]  # u -> q(u) and half of its gradient
 
@@ -383,16 +383,16 @@ Quadratic = Callable[[np.ndarray], tuple[float, np.ndarray]]  # u -> q(u) and ha
 def optimized(
     *, bands: int, steps: int, workload: Workload = PREFIX_SUMS, error: Literal["mean", "largest"] = "mean"
 ) -> Strategy:
-    """The strategy with `bands` bands and the least mean or largest loss, for examples at least `bands` steps apart.
+    """Finds the strategy with `bands` bands and the least "mean" or "largest" loss, if separation is at least `bands`.
 
-    bands: int, at least 1; 1 is the identity. steps: of the run, at least `bands`.
+    bands: int, at least 1; 1 is the identity. steps: int, in the run, at least `bands`.
     workload: the momentum and the learning rates whose error is minimized.
     error: "mean" (the root of the mean squared error over the steps) or "largest" (over the steps; for constant
         learning rates only).
 
-    Returns a local optimum, started at `banded_square_root`. It fits any number of participations, because that is a
-    factor of the loss. Time: O(steps * bands) an evaluation, and O(steps^2) with learning rates. Raises ValueError for
-    other numbers, and for learning rates of more than LONGEST_SCHEDULE steps.
+    Returns a local optimum, starting from `banded_square_root`. It is the same for any number of participations, which
+    only scales the loss. An evaluation takes O(steps * bands), or O(steps^2) with learning rates. Raises ValueError for
+    numbers outside their domains, and for learning rates over more than LONGEST_SCHEDULE steps.
     """
     bands = require_whole("bands", bands)
     steps = require_whole("steps", steps, minimum=bands)
@@ -411,7 +411,7 @@ def optimized(
 
 
 def objective(workload: Workload, steps: int, error: str) -> tuple[np.ndarray, Quadratic]:
-    """The series a(x) by its denominator, and the quadratic form of u. Raises as `optimized` does."""
+    """Returns the denominator of the series a(x), and the quadratic form of u. Raises as `optimized` does."""
     rates = workload.rates(steps)
     if error not in ("mean", "largest"):
         raise ValueError(f'error must be "mean" or "largest", got {error!r}')
@@ -433,7 +433,7 @@ def objective(workload: Workload, steps: int, error: str) -> tuple[np.ndarray, Q
 
 
 def _workload_with_rates(rates: np.ndarray) -> np.ndarray:
-    """The matrix H with u' H u = |P diag(h) U|^2 for the lower triangular Toeplitz matrix U of u, (steps, steps).
+    """Returns H, (steps, steps), with u' H u = |P diag(h) U|^2 for the lower triangular Toeplitz matrix U of u.
 
     H_ij = sum_s h_(s+i) h_(s+j) (n - s - max(i, j)), so H_ij = H_(i+1, j+1) + h_i h_j (n - max(i, j)).
     """
@@ -448,9 +448,9 @@ def _workload_with_rates(rates: np.ndarray) -> np.ndarray:
 def log_workload_loss(
     coefficients: np.ndarray, denominator: np.ndarray, quadratic: Quadratic, steps: int
 ) -> tuple[float, np.ndarray]:
-    """log |c|^2 + log q(u), and its gradient by c_1, ..., c_(b-1).
+    """Returns log |c|^2 + log q(u), and its gradient by c_1, ..., c_(b-1).
 
-    Where u overflows, because a root of c is small, the value is _OVERFLOW, so that a line search takes a shorter step.
+    If u overflows, because a root of c is small, the value is _OVERFLOW, so that the line search takes a shorter step;
     inf would stop L-BFGS.
     """
     bands = len(coefficients)

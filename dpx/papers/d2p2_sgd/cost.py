@@ -1,4 +1,4 @@
-"""Gaussian releases of a clipped sum after a fresh random Gaussian projection: the loss is a mixture over its stretch.
+"""The cost of releasing a clipped sum after a fresh Gaussian projection: a mixture over the projection's stretch.
 
 A clipped v becomes A^T v / sqrt(p). A is a public d x p matrix of standard normals, drawn afresh and independently of
 v. The result has length |v| S with S^2 ~ chi^2_p / p. So, given the matrix, the release is a Gaussian of sensitivity S
@@ -7,9 +7,9 @@ multiplier sigma / S, so its privacy loss is the mixture of the losses of these 
 but S is unbounded, so a cost at sensitivity C would be too low.
 
 **Pairs of normals that are bad for the other data set** (`far` in `arithmetic.py`). Let the matrix be public, and all
-coins but the example's. Then a release has two values, S / sigma deviations apart, and S exceeds the stretch of a tail
-of 1e-50 with no larger probability. Such releases count as bad too: the 1 % by which the theorem's t exceeds the
-probability of bad pairs is more than 1e-50 for each release. So the shift is that stretch / sigma: `largest_shift`.
+coins but the example's. Then a release has two possible values, S / sigma deviations apart. S exceeds a certain stretch
+with probability at most 1e-50, and such releases count as bad too: the 1 % by which the theorem's t exceeds the
+probability of bad pairs is more than 1e-50 for each release. So `largest_shift` is that stretch / sigma.
 """
 
 import math
@@ -27,18 +27,18 @@ from dpx.accounting.pld import renyi
 from dpx.accounting.pld.losses import Pmf, SampledGaussian, StepLoss, bucketed_steps, mix_pmfs
 from dpx.sampling.schemes import compose_events
 
-# Costs are upper bounds for any of these numbers: noise is rounded down, stretches are rounded up, tails are counted.
+# Costs are upper bounds for any of these constants: noise is rounded down, stretches are rounded up, tails are counted.
 _DISTINCT_NOISE_MULTIPLIERS = 64  # each is a mixture of up to _MOST_STRETCHES privacy loss distributions
 _MOST_STRETCHES = 160  # bins of the stretch
 _STRETCH_RATIO = 1.004  # between neighboring bins, if that needs fewer bins
 _LOWEST_QUANTILE = 0.1  # all stretches below this quantile are one bin
 _SHIFT_TAIL = 1e-50  # probability of a stretch beyond `largest_shift`
-_RENYI_TAIL = 1e-18  # probability of the stretches that the Renyi divergences bound by Chernoff
+_RENYI_TAIL = 1e-18  # probability of the largest stretches, for which the Renyi divergences use a Chernoff bound
 
 
 @attrs.frozen
 class ProjectedGaussianDpEvent(dp_accounting.DpEvent, PrivacyLoss):
-    """One release of noise multiplier sigma, on a Poisson sample, after a fresh Gaussian projection of the clipped sum.
+    """One Gaussian release on a Poisson sample, after a fresh Gaussian projection of the clipped sum.
 
     noise_multiplier: sigma. sampling_probability: in (0, 1]. rank: p, int, the smallest of all blocks. blocks: int, how
         many blocks of coordinates are projected separately. dp-accounting's accountants refuse this event.
@@ -68,7 +68,7 @@ class ProjectedGaussianDpEvent(dp_accounting.DpEvent, PrivacyLoss):
 
 
 def _largest_stretch(tail: float, rank: int) -> float:
-    """A stretch that is exceeded with probability at most `tail`, even with several blocks.
+    """Returns a stretch that is exceeded with probability at most `tail`, even with several blocks.
 
     By Laurent and Massart 2000 (https://doi.org/10.1214/aos/1015957395); the bound of `_log_chernoff` is below it.
     """
@@ -77,11 +77,11 @@ def _largest_stretch(tail: float, rank: int) -> float:
 
 
 def with_projected_event(event: dp_accounting.DpEvent, *, rank: int, blocks: int = 1) -> dp_accounting.DpEvent:
-    """`event` with a fresh Gaussian projection before each of its releases.
+    """Adds to `event` a fresh Gaussian projection before each of its releases.
 
-    rank: int, the smallest rank of the blocks. blocks: int, the number of blocks that are projected separately. More
-        than 64 distinct noise multipliers are rounded down to 64. Raises ValueError unless every release is a Gaussian,
-        on all data or on a Poisson sample.
+    rank: int, the smallest rank of any block. blocks: int, how many blocks are projected separately. If there are more
+        than 64 distinct noise multipliers, rounds them down to 64. Raises ValueError unless every release is a
+        Gaussian, on all data or on a Poisson sample.
     """
     ledger = from_event(event)
     if not ledger.private:
@@ -101,12 +101,12 @@ def with_projected_event(event: dp_accounting.DpEvent, *, rank: int, blocks: int
 
 @dataclass(frozen=True)
 class ProjectedGaussian(StepLoss):
-    """The privacy loss of one such release.
+    """The privacy loss of one projected Gaussian release.
 
-    One block: the mixture is exact, but stretches are rounded up to the end of their bin. Several blocks may split the
-    norm of an example in any proportion. The cost uses a Chernoff bound on the stretch of the smallest block, which
-    holds for every proportion. (The exact mixture of the smallest block does not: at large delta, a stretch that varies
-    less costs more.)
+    With one block, the mixture is exact, except that stretches are rounded up to the end of their bin. With several, an
+    example's norm may be split among them in any proportion. The cost then uses a Chernoff bound on the stretch of the
+    smallest block, which holds for every proportion. (The exact mixture of the smallest block does not: at large delta,
+    a stretch that varies less costs more.)
     """
 
     noise_multiplier: float
@@ -115,9 +115,9 @@ class ProjectedGaussian(StepLoss):
     blocks: int
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:
-        """ln E exp((a - 1) D_a(S)) / (a - 1), float64 (orders,), with a Chernoff bound for the largest stretches.
+        """Returns ln E exp((a - 1) D_a(S)) / (a - 1), float64 (orders,), by Chernoff for the largest stretches.
 
-        inf at orders where that bound does not exist.
+        It is inf at orders where that bound does not exist.
         """
         if self.noise_multiplier < renyi.SMALLEST_NOISE:
             return np.full(len(orders), np.inf)
@@ -129,7 +129,7 @@ class ProjectedGaussian(StepLoss):
         exists = growth < self.rank / 2 * (1 - 1 / square)
         log_beyond = np.where(exists, growth * square + self._log_chernoff(stretches[-1]), np.inf)
         with np.errstate(divide="ignore", over="ignore"):  # scipy before 1.16 says "overflow" beside an inf
-            shares = np.maximum(shares, 1e-300)  # a share of 0 of an infinite divergence would be no number
+            shares = np.maximum(shares, 1e-300)  # 0 times an infinite divergence would be NaN
             logs = np.vstack([np.log(shares)[:, None] + (orders - 1) * divergences, log_beyond])
             return special.logsumexp(logs, axis=0) / (orders - 1)
 
@@ -142,9 +142,9 @@ class ProjectedGaussian(StepLoss):
         return tuple(mix_pmfs(pmfs, shares.tolist(), beyond) for pmfs in zip(*by_stretch, strict=True))
 
     def _stretches(self, tail: float) -> tuple[np.ndarray, np.ndarray, float]:
-        """Increasing stretches S, the upper ends of bins, their probabilities, and the probability of all larger ones.
+        """Returns the rising upper ends S of bins of stretches, the bins' probabilities, and that of larger stretches.
 
-        Both arrays: float64 (bins + 1,). The largest has the bound `tail`.
+        Both arrays are float64 (bins + 1,). The last probability is at most `tail`.
         """
         largest = _largest_stretch(tail, self.rank)
         smallest = 1.0
@@ -156,11 +156,11 @@ class ProjectedGaussian(StepLoss):
         return ends, -np.diff(larger, prepend=1.0), float(larger[-1])
 
     def _probability_larger(self, stretches: np.ndarray) -> np.ndarray:
-        """P(S > stretch) for each stretch, float64 (n,), or a bound on it for several blocks."""
+        """Returns P(S > stretch) for each stretch, float64 (n,), or a bound on it if there are several blocks."""
         if self.blocks == 1:
             return special.gammaincc(self.rank / 2, self.rank / 2 * stretches**2)
         return np.exp(self._log_chernoff(stretches))
 
     def _log_chernoff(self, stretches):
-        """ln of a bound on P(S > stretch) for stretches of at least 1, which holds for every split among the blocks."""
+        """Returns ln of a bound on P(S > stretch), for stretches of at least 1 and any split among the blocks."""
         return -self.rank / 2 * (stretches**2 - 1 - 2 * np.log(stretches))

@@ -1,20 +1,20 @@
 """The D2P2-SGD family: automatic clipping, noise that falls over the epochs, random projections.
 
-Source: Jiang et al. 2025, https://arxiv.org/abs/2509.09485. d2p_sgd's noise falls, dp2_sgd projects, d2p2_sgd does
-both.
+Source: Jiang et al. 2025, https://arxiv.org/abs/2509.09485. In d2p_sgd the noise falls, dp2_sgd projects, and d2p2_sgd
+does both.
 
-# Clip, then project: the clipped sum is projected once a step, instead of every example
+# Clip, then project: project the clipped sum once a step, instead of every example
 
-A projection can lengthen a clipped gradient, by at most its largest stretch: sqrt(d/p), or for "countsketch" the square
-root of the size ceil(d/p) of its fullest bucket. The projected sum is divided by the stretch, and the lifted sum
+A projection can lengthen a clipped gradient by at most its largest stretch: sqrt(d/p), or for "countsketch" the square
+root of the size ceil(d/p) of its fullest bucket. The projected sum is divided by that stretch, and the lifted sum is
 multiplied by it, so one example still moves the projected sum by at most the clip norm. The cost stays the mechanism's,
 and the noise on the lifted gradient grows by the stretch.
 
-A "gaussian" projection has no largest stretch. Drawn afresh at every step, it is independent of the sum that it
-projects, so the cost uses the distribution of its stretch (`cost.py`), and the noise does not grow. Drawn
-once and reused, it is refused, because sqrt(d/p) + 1 would bound it only with a probability that no cost contains.
-So it is drawn with the key of the mechanism. With a key of its own, two runs could share their projections: the second
-run would compute its gradients from releases that show them, and so could align them with the longest stretch.
+A "gaussian" projection has no largest stretch. If it is drawn at every step, it is independent of the sum that it
+projects, so the cost uses the distribution of its stretch (`cost.py`), and the noise does not grow. If it were reused,
+sqrt(d/p) + 1 would bound its stretch only with a probability that no cost covers, so dpx refuses that. It is drawn with
+the mechanism's key. If it had its own key, two runs could share their projections: releases of the first run reveal
+them, so the gradients of the second could align with the longest stretch.
 """
 
 import functools
@@ -58,24 +58,24 @@ def d2p2_sgd(
 ) -> Mechanism:
     """D2P2-SGD: gradients in fresh random coordinates, automatic clipping, noise that falls as an inverse power.
 
-    The paper claims that clipped gradients, projected by A^T / sqrt(p), cost as much as without the projection. That
-    does not hold: A lengthens some of them, by any factor with some probability. dpx charges what `order` needs. With
+    The paper claims that clipped gradients, projected by A^T / sqrt(p), cost no more than without the projection. That
+    does not hold: A may lengthen them, by any factor with some probability. What dpx counts depends on `order`. With
     "project_then_clip", every example is projected first and then normalized, so the cost is that of a Gaussian with
     falling noise. With "clip_then_project", the paper's order, the cost of a "gaussian" projection uses the
     distribution of its stretch; for other kinds, the noise grows by the largest stretch (see
     `dpx.mechanisms.clip_then_project`). The paper's theorem also leaves its constants open; dpx composes all steps.
 
-    The lift is A z / sqrt(p), the paper's A z divided by sqrt(p), so that a learning rate does not depend on p.
+    The lift is A z / sqrt(p), the paper's A z divided by sqrt(p), so that learning rates do not depend on p.
 
     rank: p, the number of random coordinates, in [1, d]; or one for each group of layers, a pytree prefix.
     reduction_rate: instead of the rank, 1 - p/d in [0, 1); the paper uses 0.1 and 0.3.
-    kind: of the projection, which is drawn anew at every step: "gaussian" (the paper's, slow for large models),
+    kind: the kind of projection, drawn anew at every step: "gaussian" (the paper's, slow for large models),
         "orthonormal", "subset", "countsketch" or "hadamard"; see `dpx.coordinates.random_projection`.
-    order: which of the two comes first.
-    power: at least 0, how fast the noise falls. every: at least 1, the steps of a block (an epoch) of equal noise.
+    order: whether to project or to clip first.
+    power: at least 0, how fast the noise falls. every: at least 1, the steps in a block (an epoch) of equal noise.
     stability: at least 1e-6, in the units of the gradient; a gradient g becomes g / (|g| + stability).
-    noise_multiplier: of the first block of steps, above 0, or a `dpx.Budget`.
-    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
+    noise_multiplier: that of the first block of steps, above 0, or a `dpx.Budget`.
+    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret scalar key for this run alone.
     Raises ValueError for an unknown order, and for numbers outside their domains.
     """
     falling = _falling_noise(noise_multiplier, power, every)
@@ -101,11 +101,11 @@ def dp2_sgd(
 
     rank: p, the number of random coordinates, in [1, d]; or one for each group of layers.
     reduction_rate: instead of the rank, 1 - p/d in [0, 1).
-    kind: of the projection, which is drawn anew at every step: "gaussian", "orthonormal", "subset", "countsketch" or
-        "hadamard". order: whether it comes before or after the clip.
+    kind: the kind of projection, drawn anew at every step: "gaussian", "orthonormal", "subset", "countsketch" or
+        "hadamard". order: whether to project or to clip first.
     stability: at least 1e-6, in the units of the gradient; a gradient g becomes g / (|g| + stability).
-    noise_multiplier: of the sum of normalized gradients; a number, a schedule of the step, or a `dpx.Budget`.
-    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
+    noise_multiplier: the noise on the sum of normalized gradients; a number, a schedule, or a `dpx.Budget`.
+    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret scalar key for this run alone.
     Raises ValueError for an unknown order, and for numbers outside their domains.
     """
     projection = {"rank": rank, "reduction_rate": reduction_rate, "kind": kind}
@@ -130,16 +130,16 @@ def d2p_sgd(
 
     stability: at least 1e-6, in the units of the gradient; a gradient g becomes g / (|g| + stability), of norm below 1.
     power: at least 0; 1/2 in the paper's theorems, 1/4 per epoch in its experiments.
-    every: at least 1, the steps of a block (an epoch), in which the noise does not change.
-    noise_multiplier: of the first block, above 0, or a `dpx.Budget`.
-    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
+    every: at least 1, the steps in a block (an epoch), within which the noise does not change.
+    noise_multiplier: that of the first block, above 0, or a `dpx.Budget`.
+    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret scalar key for this run alone.
     Raises ValueError for numbers outside their domains.
     """
     return _automatic_clipping(_falling_noise(noise_multiplier, power, every), stability, sampling, key)
 
 
 def _falling_noise(noise_multiplier: float, power: float, every: int) -> ScalarOrSchedule:
-    """The noise multiplier of D2P-SGD, a schedule of the step."""
+    """Returns the noise multiplier of D2P-SGD as a schedule."""
     require_number("noise_multiplier", noise_multiplier, minimum=0, exclusive=True)
     falling = schedules.inverse_power(init_value=noise_multiplier, power=power)
     return schedules.every(falling, steps=require_whole("every", every))
@@ -148,13 +148,13 @@ def _falling_noise(noise_multiplier: float, power: float, every: int) -> ScalarO
 def _automatic_clipping(
     noise_multiplier: ScalarOrSchedule, stability: float, sampling: Sampling, key: jax.Array
 ) -> Mechanism:
-    """Automatic clipping, which bounds every example by 1, before Gaussian noise."""
+    """Builds automatic clipping, which bounds every example by 1, with Gaussian noise."""
     gaussian = dp_sgd(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
     return normalized(gaussian, stability=stability)
 
 
 def _with_projection(mechanism: Mechanism, order: Order, projection: dict[str, Any], key: jax.Array) -> Mechanism:
-    """`mechanism` with a fresh projection at every step, of each example or of the clipped sum."""
+    """Adds to `mechanism` a fresh projection at every step, of each example or of the clipped sum."""
     if order == "project_then_clip":
         return in_coordinates(mechanism, random_projection(**projection, key=key))
     if order == "clip_then_project":
@@ -163,7 +163,7 @@ def _with_projection(mechanism: Mechanism, order: Order, projection: dict[str, A
 
 
 class ClipThenProjectState(NamedTuple):
-    """inner: state of the mechanism on projected sums. projection: state of the projection of the sum."""
+    """inner: state of the mechanism on projected sums. projection: state of the sum's projection."""
 
     inner: Tree
     projection: ProjectionState
@@ -177,20 +177,20 @@ def clip_then_project(
     kind: ProjectionKind,
     every: int | None = 1,
 ) -> Mechanism:
-    """`mechanism`, but its clipped sum is projected before the noise is added, and lifted afterwards.
+    """Wraps `mechanism` so that its clipped sum is projected before the noise is added, and lifted afterwards.
 
-    Only one vector is projected in a step, and norms, ghost norms included, are those of whole gradients.
+    Only one vector is projected in a step, and norms, including ghost norms, are those of whole gradients.
 
-    Guarantee: the cost is the mechanism's, because the projected sum is divided by the projection's largest stretch;
-    for a fresh "gaussian", which has none, the cost of every release uses the distribution of its stretch.
+    Guarantee: the cost is the mechanism's, because the projected sum is divided by the projection's largest stretch. A
+    fresh "gaussian" projection has none, so the cost of every release uses the distribution of its stretch.
 
-    mechanism: `dp_sgd` or `normalized`, without coordinates; put `in_coordinates` around the result. The stream
-        "projection of the sum" of its key draws the projections.
+    mechanism: `dp_sgd` or `normalized`, without coordinates; put `in_coordinates` around the result. The projections
+        are drawn by the stream "projection of the sum" of its key.
     rank: p, the number of random coordinates, in [1, d]; or one for each group of layers, a pytree prefix.
     reduction_rate: instead of the rank, 1 - p/d in [0, 1).
-    kind: of the projection, as in `dpx.coordinates.random_projection`. "gaussian" needs every=1, Poisson, shuffled or
-        full batches, and a `rank`, because its cost must be known before the parameters are.
-    every: the number of steps that a draw is kept; None for one draw for the whole run.
+    kind: the kind of projection, as in `dpx.coordinates.random_projection`. "gaussian" requires every=1, Poisson,
+        shuffled or full batches, and a `rank`, because its cost must be known before the parameters are.
+    every: for how many steps a draw is kept; None keeps one draw for the whole run.
     Raises ValueError for another kind of mechanism, for a "gaussian" without cost, and as `random_projection` does.
     Source: the order of D2P2-SGD, Jiang et al. 2025, https://arxiv.org/abs/2509.09485.
     """
@@ -198,7 +198,7 @@ def clip_then_project(
     coordinates, ranks = projection(rank, reduction_rate, kind, every, stream, bounded=True), jax.tree.leaves(rank)
     if mechanism.correlated is not None:
         raise ValueError("clip_then_project must not wrap correlated noise, because its projections change")
-    # A projection in it has the same stream.
+    # A projection that is already in it would use the same stream.
     if not from_event(mechanism.event(1)).holds_for_all(lambda loss: loss.fresh):
         raise ValueError(f"clip_then_project takes a mechanism of one clipped sum, got {described(mechanism)}")
     if kind == "gaussian":
@@ -231,18 +231,18 @@ def clip_then_project(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _project_sum(encode: Callable[[Tree, Tree], Tree], total: FloatPair, state: ProjectionState) -> FloatPair:
-    """The projection `encode` of a sum, computed in float64.
+    """Projects a sum by `encode`, in float64.
 
-    In float32, rounding would be relative to the sum, so in a batch of 65,536 an example could move it by half a clip
-    norm more. In float64 it stays below 2^-52 n B clip norms, if a coordinate is a sum of n numbers.
+    In float32, the rounding error would be relative to the sum, so in a batch of 65,536 an example could move it by
+    half a clip norm more. In float64, the error is below 2^-52 n B clip norms if each coordinate sums up n elements.
     """
     with float64("the projection of a sum"), jax.numpy_dtype_promotion("standard"):
         return as_float_pair(encode(as_float64(total), state))
 
 
 @_project_sum.defjvp
-def _project_change(encode, primals, tangents):
-    """A projection is linear, so the change is projected, in float32. Only `dpx.audit` asks for it, never training."""
+def _project_tangent(encode, primals, tangents):
+    """Projects the tangent, because a projection is linear, in float32. Only `dpx.audit` uses it, never training."""
     (total, state), (change, _) = primals, tangents
     changed = encode(jax.tree.map(lambda *leaf: sum(leaf), *(part for part in change if part is not None)), state)
     return _project_sum(encode, total, state), FloatPair(changed, jax.tree.map(jnp.zeros_like, changed))

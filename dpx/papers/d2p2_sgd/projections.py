@@ -1,6 +1,6 @@
-"""Random projections: a gradient in fewer, random coordinates, as a whole or by group of layers.
+"""Random projections: write a gradient in fewer, random coordinates, as a whole or for each group of layers.
 
-To add a kind: a `Sketch`, and its name in `SKETCHES` and `ProjectionKind`.
+To add a kind, write a `Sketch`, and add its name to `SKETCHES` and `ProjectionKind`.
 """
 
 import itertools
@@ -19,27 +19,27 @@ from dpx.mechanism.base import describe_groups
 from dpx.mechanism.masks import mask_of_largest
 from dpx.values import Tree, described, names_arguments, require_whole
 
-EXACT = jax.lax.Precision.HIGHEST  # float32 products on every machine, because matrix units round to fewer bits
-# Numbers of a dense random matrix that are in memory at once, 16 MiB of float32; larger matrices are never stored.
+EXACT = jax.lax.Precision.HIGHEST  # full float32 products everywhere, because matrix units round to fewer bits
+# How many elements of a dense random matrix are in memory at once: 16 MiB of float32. Larger ones are never stored.
 DRAWN_AT_ONCE = 2**22
 
-# Draws stay the same where the vectors are float64 (`clip_then_project`).
+# Keeps the draws the same if the vectors are float64 (`clip_then_project`).
 DRAWS = jax.enable_x64(False)
 
-# One vector of d coordinates in pieces, float32 (size,) each: the flattened layers of a gradient.
+# One vector of d coordinates in pieces, each float32 (size,): the flattened layers of a gradient.
 Segments = Sequence[jax.Array]
 
 
 class Sketch(NamedTuple):
     """A random linear map P from d coordinates to p, with E[P^T P] = I, so that its transpose lifts without bias.
 
-    The draw depends on the key alone, so a `vmap` over vectors draws once for all of them.
+    The draw depends only on the key, so a `vmap` over vectors draws once for all of them.
 
-    project: (key, segments, rank) -> coordinates, float32 (n,) each: p numbers, and zeros where that is cheaper
+    project: (key, segments, rank) -> coordinates, each float32 (n,): p values, plus zeros if padding is cheaper
     lift:    (key, coordinates, sizes, rank) -> segments; the transpose of `project`
     stretch: (sizes, rank) -> the largest |P v| / |v| under any key; None if it is unbounded
     supports_ghost_norms: whether P only scales coordinates; the coordinates then have the shapes of the segments
-    encode_whole_batch: whether `project` draws more numbers than it is given, so that one call for all examples is best
+    encode_whole_batch: whether `project` draws more numbers than its input has, so that one call should do all examples
     """
 
     project: Callable[[jax.Array, Segments, int], Segments]
@@ -50,7 +50,7 @@ class Sketch(NamedTuple):
 
 
 def lift_by_transpose(project: Callable[[jax.Array, Segments, int], Segments]):
-    """The lift as jax's transpose of `project`, for a `project` that stores nothing larger than its argument."""
+    """Returns the lift, jax's transpose of `project`, for a `project` that stores nothing larger than its argument."""
 
     def lift(key: jax.Array, coordinates: Segments, sizes: Sequence[int], rank: int) -> Segments:
         like = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
@@ -64,20 +64,20 @@ def split_vector(vector: jax.Array, sizes: Sequence[int]) -> Segments:
 
 
 def random_signs(key: jax.Array, size: int) -> jax.Array:
-    """1 or -1 with equal probability, float32 (size,)."""
+    """Draws 1 or -1 with equal probability, float32 (size,)."""
     with DRAWS:
         return jax.random.rademacher(key, (size,), jnp.float32)
 
 
 def random_subset(key: jax.Array, sizes: Sequence[int], count: int) -> Segments:
-    """A uniformly random subset of exactly `count` coordinates: bool (size,) for each segment."""
+    """Draws a uniformly random subset of exactly `count` coordinates: bool (size,) for each segment."""
     with DRAWS:
         bits = split_vector(jax.random.bits(key, (sum(sizes),), jnp.uint32), sizes)
         return mask_of_largest(bits, jnp.int32(count))
 
 
 def _subset_project(key: jax.Array, segments: Segments, rank: int) -> Segments:
-    """p of the d coordinates, drawn uniformly at random, times sqrt(d/p)."""
+    """Keeps p of the d coordinates, drawn uniformly at random, times sqrt(d/p)."""
     sizes = [segment.size for segment in segments]
     scale = _subset_stretch(sizes, rank)
     kept = random_subset(key, sizes, rank)
@@ -97,13 +97,13 @@ SUBSET = Sketch(
 )
 
 # benchmarks/coordinates.py times the projection with these.
-UNROLLED = 16  # runs that get their own code, at most; more runs are added in a loop, because compiling takes longer
-PIECES = 8  # pieces of a long run, so that only an eighth of p numbers of memory is needed beyond bucket p - 1
-UNCUT = 1024  # coordinates of the longest run that is one piece, because small pieces cost more time than they save
+UNROLLED = 16  # the most runs that are unrolled; more are added in a loop, because unrolling takes longer to compile
+PIECES = 8  # pieces of a long run, so that only p / 8 more elements of memory are needed beyond bucket p - 1
+UNCUT = 1024  # the longest run that is not cut into pieces, because small pieces cost more time than they save
 
 
 def _countsketch_project(key: jax.Array, segments: Segments, rank: int) -> Segments:
-    """Coordinates with random signs, added up in p buckets (Charikar, Chen and Farach-Colton 2002).
+    """Adds up coordinates with random signs in p buckets (Charikar, Chen and Farach-Colton 2002).
 
     A run is p consecutive coordinates. Coordinate i, in run k = i // p, is added to bucket (i + r_k) mod p, with r_k
     uniform. Two coordinates share a bucket with probability at most 1/p, as under a random hash function. Shifting
@@ -117,9 +117,9 @@ def _countsketch_project(key: jax.Array, segments: Segments, rank: int) -> Segme
         offsets = jax.random.randint(offset_key, (runs,), 0, rank)
     if runs > UNROLLED:
         return [_bucket_sums_by_run(jnp.concatenate(segments) * signs, offsets, rank)]
-    # Pieces are added in place, because a batch is large. What goes past bucket p - 1 wraps around to the first ones.
+    # Pieces are added in place, because a batch is large. What passes bucket p - 1 wraps around to the first buckets.
     longest = min(rank, max(UNCUT, math.ceil(rank / PIECES)))
-    # This 0 depends on the example. With a constant 0, XLA would allocate the buckets of all examples too early.
+    # This 0 depends on the example: with a constant 0, XLA would allocate the buckets of all examples too early.
     zero = 0 * next(segment for segment in segments if segment.size)[0]
     total = jnp.full(rank + longest, zero)
     for start, piece in _pieces_of_segments(segments, rank, longest):
@@ -131,12 +131,12 @@ def _countsketch_project(key: jax.Array, segments: Segments, rank: int) -> Segme
 
 
 def _countsketch_stretch(sizes: Sequence[int], rank: int) -> float:
-    """The square root of the number of coordinates in the fullest bucket."""
+    """Returns the square root of the number of coordinates in the fullest bucket."""
     return math.sqrt(math.ceil(sum(sizes) / rank))
 
 
 def _pieces_of_segments(segments: Segments, rank: int, longest: int) -> Iterator[tuple[int, jax.Array]]:
-    """(start, piece) for each piece: the segments are cut at the ends of runs, and into at most `longest` numbers."""
+    """Yields (start, piece): cuts the segments at the ends of runs, and into pieces of at most `longest` elements."""
     start = 0
     for segment in segments:
         done = 0
@@ -147,7 +147,7 @@ def _pieces_of_segments(segments: Segments, rank: int, longest: int) -> Iterator
 
 
 def _bucket_sums_by_run(signed: jax.Array, offsets: jax.Array, rank: int) -> jax.Array:
-    """The buckets, float32 (rank,), of a vector times its signs: one run at a time."""
+    """Adds up a vector with its signs in buckets, float32 (rank,), one run at a time."""
     runs = jnp.pad(signed, (0, len(offsets) * rank - signed.size)).reshape(-1, rank)
 
     def add(total, run):
@@ -161,7 +161,7 @@ COUNTSKETCH = Sketch(_countsketch_project, lift_by_transpose(_countsketch_projec
 
 
 def _gaussian_project(key: jax.Array, segments: Segments, rank: int) -> Segments:
-    """A^T v / sqrt(p), where A is a d x p matrix of standard normals, drawn in blocks of the rows of A^T."""
+    """Returns A^T v / sqrt(p), where A is a d x p matrix of standard normals, drawn in blocks of rows of A^T."""
     vector = jnp.concatenate(segments)
 
     def block(_, number):
@@ -185,7 +185,7 @@ def _gaussian_lift(key: jax.Array, coordinates: Segments, sizes: Sequence[int], 
 
 
 def _rows_at_once(size: int, rank: int) -> int:
-    """How many rows of A^T, of d = `size` numbers each, are drawn at once."""
+    """Returns how many rows of A^T, each with d = `size` elements, are drawn at once."""
     return max(1, min(rank, DRAWN_AT_ONCE // size))
 
 
@@ -194,19 +194,19 @@ def _numbered_blocks(size: int, rank: int) -> int:
 
 
 def _block_of_rows(key: jax.Array, block: jax.Array, size: int, rank: int) -> jax.Array:
-    """One block of rows of A^T, float32 (height, size)."""
+    """Draws one block of rows of A^T, float32 (height, size)."""
     with DRAWS:
         return jax.random.normal(jax.random.fold_in(key, block), (_rows_at_once(size, rank), size))
 
 
 GAUSSIAN = Sketch(_gaussian_project, _gaussian_lift, stretch=None, encode_whole_batch=True)
-HADAMARD_BLOCK = 2**12  # coordinates of a block at most, a power of 2, so that the transform's two factors are 64 x 64
+HADAMARD_BLOCK = 2**12  # the most coordinates in a block, a power of 2: the transform's two factors are then 64 x 64
 
 
 def hadamard_transform(blocks: jax.Array) -> jax.Array:
-    """The Walsh-Hadamard transform of every row of float32 (n, 2^k), not scaled, as two matrix products.
+    """Computes the unscaled Walsh-Hadamard transform of every row of float32 (n, 2^k), as two matrix products.
 
-    H = H_a (x) H_c, a Kronecker product with a c = 2^k. Two products are faster than k passes of additions.
+    H = H_a (x) H_c is a Kronecker product with a c = 2^k. Two products are faster than k passes of additions.
     """
     rows, size = blocks.shape
     order = size.bit_length() - 1
@@ -217,7 +217,7 @@ def hadamard_transform(blocks: jax.Array) -> jax.Array:
 
 
 def _hadamard_project(key: jax.Array, segments: Segments, rank: int) -> Segments:
-    """Random signs, then H / sqrt(b) in blocks of b, then p of the results: the subsampled randomized transform."""
+    """Applies random signs and H / sqrt(b) in blocks of b, and keeps p results: the subsampled randomized transform."""
     sizes = [segment.size for segment in segments]
     padded = [_padded(size) for size in sizes]
     sign_key, row_key = jax.random.split(key)
@@ -234,7 +234,7 @@ def _hadamard_stretch(sizes: Sequence[int], rank: int) -> float:
 
 
 def _transform_segment(segment: jax.Array, signs: jax.Array, kept: jax.Array, *, scale: float) -> jax.Array:
-    """The transform of one segment, float32 (padded size,), times `scale`, with zeros at results that are not kept.
+    """Transforms one segment, float32 (padded size,), times `scale`, with zeros in place of results that are not kept.
 
     segment, signs: float32 (size,). kept: bool (padded size,).
     """
@@ -244,7 +244,7 @@ def _transform_segment(segment: jax.Array, signs: jax.Array, kept: jax.Array, *,
 
 
 def _block_size(size: int) -> int:
-    """The block size for a segment: the least power of 2 that is at least its size, but at most HADAMARD_BLOCK."""
+    """Returns a segment's block size: the smallest power of 2 that is at least its size, or HADAMARD_BLOCK if less."""
     return min(HADAMARD_BLOCK, 1 << (size - 1).bit_length())
 
 
@@ -253,7 +253,7 @@ def _padded(size: int) -> int:
 
 
 HADAMARD = Sketch(_hadamard_project, lift_by_transpose(_hadamard_project), _hadamard_stretch)
-ORTHONORMAL_BLOCK = 64  # coordinates of a block, at least; d / p if that is more, so that every block has a column
+ORTHONORMAL_BLOCK = 64  # the fewest coordinates in a block; d / p if that is more, so that every block has a column
 
 
 class CoordinateBlocks(NamedTuple):
@@ -261,7 +261,7 @@ class CoordinateBlocks(NamedTuple):
 
     count: the number of blocks. size: the number of coordinates in each.
     columns: the number of columns of the first `wide` blocks; the other blocks have one column fewer.
-    together: the number of blocks in a chunk, which are drawn at once. chunks: their number; the last is filled up.
+    together: the number of blocks in a chunk, drawn at once. chunks: the number of chunks; the last one is filled up.
     """
 
     count: int
@@ -280,7 +280,7 @@ def blocks_of(size: int, rank: int) -> CoordinateBlocks:
 
 
 def _orthonormal_project(key: jax.Array, segments: Segments, rank: int) -> Segments:
-    """Q^T v in blocks of about 64 coordinates; each block has its own Haar-random Q, by QR of Gaussians."""
+    """Returns Q^T v in blocks of about 64 coordinates; each block has its own Haar-random Q, by QR of Gaussians."""
     vector = jnp.concatenate(segments)
     blocks = blocks_of(vector.size, rank)
     padding = blocks.chunks * blocks.together * blocks.size - vector.size
@@ -295,15 +295,15 @@ def _orthonormal_lift(key: jax.Array, coordinates: Segments, sizes: Sequence[int
 
 
 def _orthonormal_stretch(sizes: Sequence[int], rank: int) -> float:
-    """sqrt(size / columns) of the blocks with the fewest columns, where P is this factor times an orthonormal map."""
+    """Returns sqrt(size / columns) of the blocks with the fewest columns; there P is this times an orthonormal map."""
     blocks = blocks_of(sum(sizes), rank)
     return math.sqrt(blocks.size / (blocks.columns if blocks.wide == blocks.count else blocks.columns - 1))
 
 
 def _each_chunk(product: str, key: jax.Array, blocks: CoordinateBlocks, chunks: jax.Array) -> jax.Array:
-    """The einsum `product` of every chunk's matrices with `chunks`, float32 (chunks, together, n).
+    """Computes the einsum `product` of every chunk's matrices with `chunks`, float32 (chunks, together, n).
 
-    Returns float32 (m,), the results of all blocks one after another.
+    Returns float32 (m,), the concatenated results of all blocks.
     """
 
     def chunk(_, numbered):
@@ -314,7 +314,7 @@ def _each_chunk(product: str, key: jax.Array, blocks: CoordinateBlocks, chunks: 
 
 
 def _orthonormal_blocks(key: jax.Array, blocks: CoordinateBlocks, chunk: jax.Array) -> jax.Array:
-    """Q sqrt(size / columns) for each block of a chunk, float32 (together, size, columns); a missing column is 0."""
+    """Draws Q sqrt(size / columns) for each block of a chunk, float32 (together, size, columns), padded with zeros."""
     shape = blocks.together, blocks.size, blocks.columns
     with DRAWS:
         q, _ = jnp.linalg.qr(jax.random.normal(jax.random.fold_in(key, chunk), shape))
@@ -338,11 +338,11 @@ SKETCHES: dict[str, Sketch] = {
     "hadamard": HADAMARD,
 }
 
-ROUNDING = 1 + 1e-5  # a largest stretch is multiplied by this, because a projection rounded in float32 may exceed it
+ROUNDING = 1 + 1e-5  # multiplies the largest stretch, which a projection that is rounded to float32 may exceed
 
 
 class ProjectionState(NamedTuple):
-    """step: int32 (), the number of releases. A projection depends on this number and the key alone."""
+    """step: int32 (), the number of releases. A projection depends only on this number and the key."""
 
     step: jax.Array
 
@@ -356,32 +356,32 @@ def random_projection(
     every: int | None = 1,
     key: jax.Array,
 ) -> Coordinates:
-    """Fewer, random coordinates: a gradient g of d coordinates as z = P g, lifted back by P^T, with E[P^T P] = I.
+    """Writes a gradient g of d coordinates as fewer, random ones, z = P g, lifted back by P^T, with E[P^T P] = I.
 
     In `in_coordinates(mechanism, random_projection(...))` every example is projected first and then bounded. The bound
-    holds for any projection, so the cost is the mechanism's. P^T lifts without bias, and the lifted noise has on
-    average the variance that it has without a projection. `clip_then_project` projects only the clipped sum.
+    holds for any projection, so the cost is the mechanism's. P^T lifts without bias, and the variance of the lifted
+    noise is, on average, as large as without a projection. `clip_then_project` projects only the clipped sum.
 
-    rank: p, in [1, d]. reduction_rate: instead of it, 1 - p/d in [0, 1). A number is for the whole gradient as one
+    rank: p, in [1, d]. reduction_rate: instead of it, 1 - p/d in [0, 1). A number projects the whole gradient as one
         vector; a pytree prefix of the gradients projects each group (layer) separately.
-    kind: the same projection is drawn for all examples of a step. "gaussian": A^T g / sqrt(p), A of standard normals
-        (Achlioptas 2001); every encode and decode draws these d p numbers in blocks, and stores none, so a step with
+    kind: all examples of a step share one projection. "gaussian": A^T g / sqrt(p), where A has standard normal elements
+        (Achlioptas 2001); every encode and decode draws these d p elements in blocks, and stores none, so a step with
         550,000 coordinates takes hours. "orthonormal": in blocks of 64 coordinates, Haar-random orthonormal columns
         times sqrt(d/p). "subset": p of the coordinates times sqrt(d/p); it only scales, so ghost norms are supported.
-        "countsketch": coordinates with random signs, added up in p buckets; the cheapest that mixes coordinates.
+        "countsketch": adds up coordinates with random signs in p buckets; the cheapest that mixes coordinates.
         "hadamard": p rows of H / sqrt(b) after random signs, times sqrt(d/p), d padded to blocks of b <= 4096.
-    every: the number of steps that a draw is kept; None for one draw for the whole run.
-    key: a PRNG key, (); its "projection" stream is used, which differs from the noise's, with the step folded in.
-    Raises ValueError for a rank outside [1, d] (above: while tracing), a rate outside [0, 1) or an unknown kind.
+    every: for how many steps a draw is kept; None keeps one draw for the whole run.
+    key: a scalar PRNG key, whose "projection" stream (not the noise's) is used, with the step folded in.
+    Raises ValueError for a rank outside [1, d] (above d: while tracing), a rate outside [0, 1) or an unknown kind.
     """
     made = projection(rank, reduction_rate, kind, every, keys.stream(key, "projection"), bounded=False)
     return made._replace(name=f"{made.name}; clip norm and noise are those of projected coordinates")
 
 
 def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.Array, *, bounded: bool) -> Coordinates:
-    """As `random_projection`, with the PRNG key, (), of the projection itself.
+    """Does what `random_projection` does, with the projection's own scalar key, `stream`.
 
-    bounded: divide z by the largest stretch, so that no vector is lengthened; the lift multiplies by it again.
+    bounded: whether to divide z by the largest stretch, so that no vector gets longer; the lift multiplies by it again.
     """
     every = None if every is None else require_whole("every", every)
     ranks, rank_of, words = _projection_ranks(rank, reduction_rate)
@@ -400,7 +400,7 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
         return jax.tree.map(of_group, numbers, ranks, *trees)
 
     def projection_sizes_of_group(configured, leaves) -> tuple[list[int], int, float]:
-        """The sizes of a group's layers, its rank, and the divisor of its coordinates."""
+        """Returns the sizes of a group's layers, its rank, and the divisor of its coordinates."""
         sizes = [math.prod(leaf.shape) for leaf in leaves]
         rank = rank_of(configured, sum(sizes))
         return sizes, rank, ROUNDING * stretch(sizes, rank) if stretch else 1.0
@@ -441,7 +441,7 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
 
 
 def _projection_ranks(rank, reduction_rate) -> tuple[Tree, Callable[[Any, int], int], str]:
-    """The configured numbers; a function (number, d) -> rank; and the ranks in words."""
+    """Returns the configured numbers, a function (number, d) -> rank, and the ranks in words."""
     if (rank is None) == (reduction_rate is None):
         given = f"rank={described(rank)}, reduction_rate={described(reduction_rate)}"
         raise ValueError(f"pass either rank or reduction_rate; got {given}")
@@ -468,10 +468,10 @@ def _projection_ranks(rank, reduction_rate) -> tuple[Tree, Callable[[Any, int], 
 
 
 def _at_least_float32(leaf: jax.Array) -> jax.Array:
-    """`leaf` in float32; in float64 as it is (`clip_then_project`)."""
+    """Converts `leaf` to float32, but leaves float64 as it is (`clip_then_project`)."""
     return leaf if leaf.dtype == np.float64 else leaf.astype(jnp.float32)
 
 
 def _as_tree(segments: Segments, leaves: list, structure: Any) -> Tree:
-    """The segments in the shapes of the leaves, as a tree."""
+    """Returns the segments as a tree, in the shapes of the leaves."""
     return jax.tree.unflatten(structure, [s.reshape(leaf.shape) for s, leaf in zip(segments, leaves, strict=True)])

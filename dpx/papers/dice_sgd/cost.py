@@ -1,12 +1,12 @@
-"""The cost of a run of error feedback: one event for all its steps, priced by the least of three bounds.
+"""The cost of a run with error feedback: one event for all its steps, whose cost is the least of three bounds.
 
-A participation of an example changes every later release, so the steps do not compose, and dp-accounting's accountants
-refuse the event.
+Whenever an example takes part, it changes every later release. So the steps do not compose, and dp-accounting's
+accountants refuse the event.
 
 # The energy: how far one example moves all releases of a run, sum_t |shift_t|^2 in units of C1 / B
 
-Leaving an example out moves the error by D and a release by S. S is the move of what is fed back, plus 1 at a step
-where the example takes part (a participation). F is the move of what is not fed back. Feeding back is a firmly
+Leaving an example out moves the error by D and a release by S. S is how far the fed-back part moves, plus 1 at a step
+where the example takes part (a participation). F is how far the rest of the error moves. Feeding back is a firmly
 non-expansive map of the error (the projection onto a ball, or its smooth form), so S^2 + F^2 <= D^2. The next D is F,
 plus at most rho (`error_sensitivity`) at a participation. For given participations:
 
@@ -142,13 +142,13 @@ class ErrorFeedbackDpEvent(DpEvent, PrivacyLoss):
         return ReleaseCount(self.steps, self.steps)
 
     def profile(self, accountant: Accountant, relation: Relation) -> Profile:
-        """The least of the bounds. The accountant "rdp" uses only the amplified bound, or Gaussian privacy."""
+        """Returns the least of the bounds. The accountant "rdp" uses only the amplified bound, or Gaussian privacy."""
         if self.noise_multiplier < renyi.SMALLEST_NOISE:
             return UNBOUNDED
         return ExtremeProfile(min, tuple(profiles_by_bound(self, accountant, relation).values()))
 
     def explain(self, delta: float, relation: Relation) -> str:
-        """The bounds of the run in words, and which of them is its cost."""
+        """Describes the bounds of the run, and which of them is its cost."""
         if self.noise_multiplier < renyi.SMALLEST_NOISE:
             return "Error feedback without noise has no finite epsilon."
         epsilons = {name: bound.epsilon(delta) for name, bound in profiles_by_bound(self, "tightest", relation).items()}
@@ -178,7 +178,7 @@ def _rounding_of_run(event: ErrorFeedbackDpEvent) -> str:
 
 
 def profiles_by_bound(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relation) -> dict[str, Profile]:
-    """The bounds that hold for the sampling and the relation, by name. Raises ValueError if there is none."""
+    """Returns the bounds that hold for the sampling and the relation, by name. Raises ValueError if there are none."""
     sampling, stated = event.sampling, event.sampling.relation
     if not sampling.plain:
         words = "its bounds are proved for coins of one rate"
@@ -215,11 +215,11 @@ def profiles_by_bound(event: ErrorFeedbackDpEvent, accountant: Accountant, relat
     return profiles
 
 
-TAIL = 1e-14  # probability of more participations than are considered; it is added to delta
+TAIL = 1e-14  # the probability of more participations than the bound considers; it is added to delta
 
 
 def accumulated_energies(most: int, error_shift: float) -> np.ndarray:
-    """c_k^2 for k = 0 .. most participations without a reset between them, float64 (most + 1,)."""
+    """Returns c_k^2 for k = 0 .. most participations without a reset between them, float64 (most + 1,)."""
     energies = np.zeros(most + 1)
     for k in range(1, most + 1):
         energies[k] = 1 + (error_shift + math.sqrt(energies[k - 1])) ** 2
@@ -229,7 +229,7 @@ def accumulated_energies(most: int, error_shift: float) -> np.ndarray:
 def trivial_energy_bounds(
     participations: np.ndarray, steps: int, reset_every: int, feedback_shift: float
 ) -> np.ndarray:
-    """The trivial energy of each number of participations, which holds for any error. int64 (n,) -> float64 (n,)."""
+    """Returns the trivial energy, which holds for any error, at each number of participations, float64 (n,)."""
     moved_by_error = steps - -(-steps // reset_every)  # the releases that are not the first of a stretch
     both = np.minimum(participations, moved_by_error)  # releases that the example moves twice
     energies = participations + 2 * feedback_shift * both + feedback_shift**2 * moved_by_error
@@ -239,10 +239,10 @@ def trivial_energy_bounds(
 def energy_of_epochs(
     steps: int, steps_per_epoch: int, reset_every: int, error_shift: float, feedback_shift: float
 ) -> float:
-    """The energy of one participation in every epoch, including an incomplete one, at the worst step of each.
+    """Returns the energy of one participation in every epoch, even an incomplete one, at the worst step of each.
 
-    Epochs i .. j can take part in one stretch between resets if epoch i does not end before the stretch of epoch j
-    begins.
+    The participations of epochs i .. j can be in one stretch between resets if epoch i does not end before the stretch
+    of epoch j begins.
     """
     epochs = -(-steps // steps_per_epoch)
     trivial = float(trivial_energy_bounds(np.array(epochs), steps, reset_every, feedback_shift))
@@ -259,7 +259,7 @@ def energy_of_epochs(
 def energies_at_any_steps(
     most: int, steps: int, reset_every: int, error_shift: float, feedback_shift: float
 ) -> np.ndarray:
-    """The energy of k = 0 .. most participations, at the worst steps, float64 (most + 1,)."""
+    """Returns the energy of k = 0 .. most participations, at the worst steps, float64 (most + 1,)."""
     participations = np.arange(most + 1)
     trivial = trivial_energy_bounds(participations, steps, reset_every, feedback_shift)
     if math.isinf(error_shift):
@@ -270,14 +270,14 @@ def energies_at_any_steps(
 
 
 def participations_quantile(steps: int, rate: float, tail: float) -> int:
-    """The least number that the participations exceed with probability at most `tail`."""
+    """Returns the least number that the participations exceed with probability at most `tail`."""
     return int(np.argmax(stats.binom.sf(np.arange(steps + 1), steps, rate) <= tail))
 
 
 def delta_of_random_participations(
     *, steps: int, rate: float, reset_every: int, error_shift: float, feedback_shift: float, noise_multiplier: float
 ) -> Callable[[float], float]:
-    """delta as a function of epsilon: its mean over random participations, as if these were known."""
+    """Returns delta as a function of epsilon: the mean over random participations of delta as if they were known."""
     most = participations_quantile(steps, rate, TAIL)
     probabilities = stats.binom.pmf(np.arange(1, most + 1), steps, rate)
     energies = energies_at_any_steps(most, steps, reset_every, error_shift, feedback_shift)
@@ -293,20 +293,20 @@ def delta_of_random_participations(
     return delta
 
 
-# The cost is an upper bound for any of these numbers, because every order, tail, grid and polygon gives one.
+# The cost is an upper bound for any choice of these, because every order, tail, grid and polygon gives one.
 _ORDERS = (*range(2, 17), 18, 20, 24, 28, 32, 40, 48, 64, 96, 128)
-_MOST_IDLE_ORDERS = 3  # orders in a row that do not lower the cost, after which the search stops
+_MOST_IDLE_ORDERS = 3  # the search stops after this many orders in a row that do not lower the cost
 _TAILS = tuple(10.0**-i for i in range(4, 19))  # probabilities of the participations left out
-_TAIL_SHARE = 1e-3  # share of delta that the participations left out may take
-_MOST_TRACKED = 36  # participations; above this, the recursion does not count how many there were so far
-_GRID_POINTS, _TRACKED_GRID_POINTS = 200, 700  # points, about, in one grid and in all counted grids together
+_TAIL_SHARE = 1e-3  # the share of delta that the participations left out may take
+_MOST_TRACKED = 36  # above this many participations, the recursion does not count how many there were so far
+_GRID_POINTS, _TRACKED_GRID_POINTS = 200, 700  # about how many points one grid, and all counted grids together, have
 _MOST_CELLS = 8  # grid cells in an interval of length rho
 _ANGLES = np.concatenate([[0.0], np.geomspace(0.01, math.pi / 2, 32)])  # where the polygon touches the quarter disc
 
 
 @dataclass(frozen=True, kw_only=True)
 class AmplifiedProfile:
-    """The least cost over the orders, and over the probability of the participations that are left out.
+    """The least cost over all orders and over the probability of the participations that are left out.
 
     steps: the number of steps of the run. rate: the sampling rate, in (0, 1). reset_every: the number of steps between
     two resets (a stretch), at most `steps`. error_shift: rho, finite. noise_multiplier: nu.
@@ -331,7 +331,7 @@ class AmplifiedProfile:
         return best
 
     def _least_over_orders(self, tail: float, ask: Callable[[RenyiProfile], float], best: float) -> float:
-        """The least answer of `ask`, for increasing orders until the answers stop falling.
+        """Returns the least result of `ask`, for increasing orders until the results stop falling.
 
         The stretches between resets are independent, so their log moments add up. ln E X^a is convex in a, so chords
         between whole orders bound the orders between them.
@@ -362,7 +362,7 @@ class AmplifiedProfile:
 def log_moment(
     order: int, *, steps: int, rate: float, error_shift: float, noise_multiplier: float, tail: float = 0.0
 ) -> float:
-    """A bound on a ln W_1(0) >= ln E X^a for a stretch of `steps`, except for an event of probability `tail`.
+    """Bounds a ln W_1(0) >= ln E X^a for a stretch of `steps`, except for an event of probability `tail`.
 
     order: a, int, at least 2.
     """
@@ -383,7 +383,7 @@ def log_moment(
     return float(order * values[0]) if np.isfinite(values[0]) else math.inf
 
 
-class _Grid(NamedTuple):
+class _MoveGrid(NamedTuple):
     """The points of one grid of the move d, or of one grid for each number of participations so far.
 
     moves:  float64 (points, 1), d in units of rho.
@@ -406,14 +406,14 @@ class _Grid(NamedTuple):
     cells: int
 
     def extended_values(self, values: np.ndarray) -> np.ndarray:
-        """ln U at the grid points, and at the points after the last participation, float64 (more points,)."""
+        """Returns ln U at the grid points, and at the points after the last participation, float64 (more points,)."""
         if self.tracked:
             return np.append(values, np.zeros(self.tracked))
         return np.append(values, values[-1] + np.arange(1, self.cells + 1) * (values[-1] - values[-2]))
 
 
 @functools.lru_cache(maxsize=16)
-def _grid_of_moves(most: int) -> _Grid:
+def _grid_of_moves(most: int) -> _MoveGrid:
     middles, halves = (_ANGLES[1:] + _ANGLES[:-1]) / 2, (_ANGLES[1:] - _ANGLES[:-1]) / 2
     fed, kept = np.sin(middles) / np.cos(halves), np.cos(middles) / np.cos(halves)
 
@@ -428,7 +428,7 @@ def _grid_of_moves(most: int) -> _Grid:
     places = np.minimum(numbers * kept, last)
     left = np.clip(places.astype(int), 0, np.maximum(last - 1, 0))
     following = np.repeat(starts[1:], counts)[:, None] if tracked else start
-    return _Grid(
+    return _MoveGrid(
         moves=numbers / cells,
         fed=fed,
         kept=kept,
@@ -441,7 +441,7 @@ def _grid_of_moves(most: int) -> _Grid:
 
 
 def _log_norm_of_likelihood_ratio(order: int, rate: float, noise_multiplier: float):
-    """The function shift -> ln |(1-q) + q e^shift l_1|_a, by the binomial formula."""
+    """Returns the function shift -> ln |(1-q) + q e^shift l_1|_a, by the binomial formula."""
     k = np.arange(order + 1)
     powers = (order - k) * math.log1p(-rate) + k * math.log(rate) + k * (k - 1) / (2 * noise_multiplier**2)
     with np.errstate(over="ignore"):
@@ -467,7 +467,7 @@ def proof_covers(
 ) -> bool:
     """Whether the conditions above hold. The arguments are as in `ErrorFeedbackDpEvent`.
 
-    batch_size: the expected one, B. Fewer than one in 10^12 Poisson batches has more rows than are counted here.
+    batch_size: B, the expected one. Fewer than one in 10^12 Poisson batches has more rows than this assumes.
     """
     rows = min(examples, batch_size + 8 * math.sqrt(batch_size) + 64)
     stretch = min(steps, reset_every or steps)

@@ -1,7 +1,7 @@
-"""Error feedback: the error that clipping leaves is remembered, and added, bounded, to later releases.
+"""Error feedback: remembers the error that clipping leaves, and adds it, clipped, to later releases.
 
 With `stability`, normalizing replaces clipping as in automatic DiceSGD: C1 g / (|g| + stability) and C2 e / (|e| + C2).
-The paper's e / |e| jumps near 0, which allows the trivial cost only; this form is non-expansive, as clipping is.
+The paper's e / |e| jumps near 0, so only the trivial cost would hold; this form is non-expansive, as clipping is.
 """
 
 import math
@@ -34,7 +34,7 @@ class ErrorFeedbackState(NamedTuple):
     """The error, which depends on raw data, and the record of the releases.
 
     release: ReleaseState, public.
-    unreleased_error: e, two float32 numbers for each number of the encoded gradient. It depends on raw data: never
+    unreleased_error: e, two float32 numbers for each element of the encoded gradient. It depends on raw data: never
         share it.
     """
 
@@ -59,27 +59,27 @@ def dice_sgd(
         private gradient = v + N(0, (nu C1 / B)^2 I),  v = (1/B) sum_i clip(g_i, C1) + clip(e, C2)
         next e = e + (1/B) sum_i clip(g_i, Cmax) - v,  with the v before noise; e starts at 0 and is never released
 
-    The paper claims noise of the size of DP-SGD's, however large the gradients are. That does not hold
+    The paper claims that noise as large as DP-SGD's suffices, however large the gradients are. That does not hold
     (`dpx.papers.dice_sgd.dice_theorem_noise`): the error depends on all earlier raw batches, and may move the release
-    at every step, whether the example is sampled or not. dpx counts the whole run as one event (`dpx.papers.dice_sgd`):
-    given the released values, a participation of one example moves v by at most C1 / B and e by (Cmax - C1) / B, and a
+    at every step, even if the example is not sampled. dpx counts the whole run as one event (`dpx.papers.dice_sgd`):
+    given the released values, when an example takes part it moves v by at most C1 / B and e by (Cmax - C1) / B, and a
     moved e moves later v. e is two float32 numbers. The noise covers their rounding for about 2^27 / B steps between
-    resets if C2 is at least 2 or 3 times Cmax - C1, and for 2^14 / sqrt(B) otherwise: the report says whether it does,
-    and `dpx.papers.dice_sgd.cost` why.
+    resets if C2 is at least 2 or 3 times Cmax - C1, and otherwise for 2^14 / sqrt(B). The report says whether it does,
+    and `dpx.papers.dice_sgd.cost` says why.
 
-    clip_norm: C1, in [2^-40, 1e15], on an example's gradient. outer_clip_norm: Cmax, in [C1, 1e15]; inf is DiceSGD as
+    clip_norm: C1, in [2^-40, 1e15], clips each gradient. outer_clip_norm: Cmax, in [C1, 1e15]; inf is DiceSGD as
         published, which has only the trivial cost: 2 C2 at every step, never amplified.
-    feedback_norm: C2, in [2^-40, 1e15], on the MEAN gradient, which an example moves by C1 / B; C2 >= C1 removes bias.
+    feedback_norm: C2, in [2^-40, 1e15], clips e, a MEAN: one example moves it by C1 / B. C2 >= C1 removes bias.
     noise_multiplier: nu >= 0, the standard deviation of the noise on the sum, divided by C1; a number, or the
-        `dpx.Budget` that it is calibrated to. 0 costs infinity.
+        `dpx.Budget` to which it is calibrated. 0 costs infinity.
     reset_every: set e to 0 after this many steps, which lowers the cost; None never does.
     stability: at least 1e-6, in the units of the gradient: normalize instead of clipping; None clips.
     sampling: one of the records of `dpx.sampling`.
-    key: a secret jax PRNG key, (), of one run; its "noise" stream is used.
+    key: a secret scalar jax PRNG key for one run, whose "noise" stream is used.
     Raises ValueError for a number outside its domain, and for a sampling or a key of another type.
-    `dpx.chain(dice_sgd(...), optax.scale_by_adam(), ...)` is the Adam form.
-    The table shows the noise multiplier, in units of C1, for epsilon 2 at delta 1e-5, 50,000 examples, batches of
-    1,000, 150 steps. DP-SGD that clips at C1 needs 0.93 with Poisson batches.
+    `dpx.chain(dice_sgd(...), optax.scale_by_adam(), ...)` is the Adam form. The table shows the noise multiplier, in
+    units of C1, for epsilon 2 at delta 1e-5, with 50,000 examples, batches of 1,000 and 150 steps. DP-SGD that clips at
+    C1 needs 0.93 with Poisson batches.
 
         outer / clip - 1             0.1    0.5    1      3
         Poisson                      1.47   4.91   9.5    28
@@ -89,8 +89,8 @@ def dice_sgd(
         the same, shuffled           3.80   5.18   6.9    13.8
 
     So with Poisson batches, error feedback needs MORE noise than clipping at outer_clip_norm, which has less bias than
-    clipping at C1: it can help only with an outer norm within a few percent of C1 and frequent resets. With shuffled
-    epochs and a reset in every epoch it needs LESS.
+    clipping at C1. It can help only if the outer norm is within a few percent of C1 and resets are frequent. With
+    shuffled epochs and a reset in every epoch it needs LESS.
     """
     if not isinstance(sampling, SAMPLINGS):
         raise ValueError(f"sampling must be one of {[s.__name__ for s in SAMPLINGS]}, got {described(sampling)}")
@@ -130,9 +130,9 @@ def _initial_state(params: Tree) -> ErrorFeedbackState:
 
 
 class _Run(NamedTuple):
-    """The numbers of a run, as the float32 values that are both used and paid for, and what they make of the sums.
+    """The settings of a run, as the float32 values that both the steps and the cost use, and the steps themselves.
 
-    clip_norm: C1. feedback_norm: C2. outer_clip_norm: Cmax, or inf. noise_key: the stream. The rest: `dice_sgd`.
+    clip_norm: C1. feedback_norm: C2. outer_clip_norm: Cmax, or inf. noise_key: the noise stream. See `dice_sgd`.
     """
 
     clip_norm: float
@@ -149,28 +149,28 @@ class _Run(NamedTuple):
         return min(self.outer_clip_norm, LARGEST_CLIP_NORM)
 
     def released(self, norm: jax.Array) -> jax.Array:
-        """The norm that an example's gradient of this norm has in the release, float32 (), at most C1."""
+        """Returns the norm in the release of a gradient with this norm, a float32 scalar, at most C1."""
         if self.stability is None:
             return jnp.minimum(norm, self.clip_norm)
         return self.clip_norm * norm / (norm + self.stability)
 
     def released_error_norm(self, norm: jax.Array) -> jax.Array:
-        """The norm that an error of this norm has in the release, at most C2."""
+        """Returns the norm in the release of an error with this norm, at most C2."""
         if self.stability is None:
             return jnp.minimum(norm, self.feedback_norm)
         return self.feedback_norm * (norm / (norm + self.feedback_norm))
 
     def error_sensitivity(self) -> float:
-        """The most that one example moves the sum of what is kept from the release."""
+        """The most that one example moves the sum of what the release withholds."""
         if self.stability is None:
             return self.outer - self.clip_norm
-        # An example of norm n moves what is kept by |min(n, Cmax) - C1 n / (n + stability)|. That is largest at n =
+        # An example of norm n moves what is withheld by |min(n, Cmax) - C1 n / (n + stability)|. That is largest at n =
         # Cmax or at n = sqrt(C1 stability) - stability, where a small gradient is lengthened most.
         lengthening = (self.clip_norm**0.5 - min(self.stability, self.clip_norm) ** 0.5) ** 2
         return max(self.outer - self.clip_norm * self.outer / (self.outer + self.stability), lengthening)
 
     def factors(self, norm: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The factors of an example of this norm, in the release and in what is kept from it; float32 () each."""
+        """Returns an example's factors at this norm, in the release and in what it withholds; float32 scalars."""
         norm = jnp.maximum(norm, SMALLEST_DIVISOR)
         released = self.released(norm)
         return released / norm, (jnp.minimum(norm, self.outer) - released) / norm
@@ -181,7 +181,7 @@ class _Run(NamedTuple):
         remembered, fed_back = self.error_factors(step, state.unreleased_error)
         with float64("error feedback"):
             exact = as_float64(state.unreleased_error)
-            # The error is added before the noise, because the release rounds the sum that it adds noise to.
+            # The error is added before the noise, because the release rounds the sum to which it adds noise.
             added = jax.tree.map(lambda t, e: t + (fed_back * e) * divisor, as_float64(total), exact)
             total = as_float_pair(added)
         deviation = self.noise_multiplier * self.clip_norm * (1 + ETA + ERROR)
@@ -194,14 +194,14 @@ class _Run(NamedTuple):
         return optax.tree.cast_like(updates, params), state
 
     def error_factors(self, step: jax.Array, error: FloatPair) -> tuple[jax.Array, jax.Array]:
-        """The factors of the error, float64 (): of what is remembered, which is 1 up to LARGEST_CLIP_NORM and 0 after a
-        reset, and of its part that is fed back."""
+        """Returns the factors, float64 scalars, of the error that is remembered (1 up to LARGEST_CLIP_NORM, 0 after a
+        reset) and of its part that is fed back."""
         forgotten = jnp.zeros((), bool) if self.reset_every is None else step % self.reset_every == 0
         with float64("error feedback"):
             norm = jnp.maximum(norm_of_pair(error), SMALLEST_DIVISOR)
             remembered = jnp.minimum(norm, LARGEST_CLIP_NORM)
             both = remembered / norm, self.released_error_norm(remembered) / norm
-            # The barrier makes XLA compute the numbers once, not for every number of the error.
+            # The barrier makes XLA compute these scalars once, not for every element of the error.
             return jax.lax.optimization_barrier(tuple(jnp.where(forgotten, 0.0, scale) for scale in both))
 
     def event(self, steps: int) -> DpEvent:
@@ -232,7 +232,7 @@ class _Run(NamedTuple):
 
 
 def _as_float32(name: str, value: float, minimum: float) -> float:
-    """`value` rounded to float32, as it is used and paid for. Raises ValueError outside [minimum, 1e15]."""
+    """Rounds `value` to float32, as both steps and cost use it. Raises ValueError outside [minimum, 1e15]."""
     rounded = float(np.float32(require_number(name, value, minimum=0)))
     return require_number(name, rounded, minimum=minimum, maximum=LARGEST_CLIP_NORM)
 
@@ -240,7 +240,7 @@ def _as_float32(name: str, value: float, minimum: float) -> float:
 def dice_theorem_noise(
     *, clip_norm: float, examples: int, steps: int, epsilon: float, delta: float, residual: float = math.inf
 ) -> float:
-    """The noise of DiceSGD's privacy theorem, a CLAIM that does not hold: compare with it, never train with its noise.
+    """Returns the noise of DiceSGD's privacy theorem, a CLAIM that does not hold: compare with it, never train with it.
 
     sigma_1 = sqrt(32 T (C^2 + 2 min(C, G')^2) ln(1/delta)) / (N epsilon)
 
@@ -249,7 +249,7 @@ def dice_theorem_noise(
     zero except one constant gradient of norm 150 C, with N 50000, B 1000, T 150, C1 = C2 = C / B. Then delta at epsilon
     2 is at least 0.408, but the theorem claims 1e-5.
 
-    clip_norm: C, with C1 <= C2 <= C / B. examples: their number N. steps: T, int, at least 0.
+    clip_norm: C, with C1 <= C2 <= C / B. examples: N, how many there are. steps: T, int, at least 0.
     epsilon: positive and finite. delta: in (0, 1). residual: G' = max(0, largest gradient + its deviation - C1).
     Raises ValueError for steps, epsilon or delta outside these ranges.
     """

@@ -28,14 +28,14 @@ def dynamic_dp_sgd(
     noise multiplier_t = noise_multiplier rho_mu^(-t/T),  clip norm_t = clip_norm rho_c^(-t/T),  t = 1..T = steps
 
     The paper claims the epsilon of a central limit theorem. That does not hold, because the true composition of all
-    steps costs more. dpx computes, and calibrates to, the true composition. (The paper's `noise_multiplier` is `1 /
-    dpx.papers.dynamic_dp_sgd.claims.first_mu(...)`. It is too small, and `dpx.epsilon` computes what it costs.)
+    steps costs more. dpx computes the true composition, and calibrates to it. (The paper's `noise_multiplier` is `1 /
+    dpx.papers.dynamic_dp_sgd.claims.first_mu(...)`. It is too small, and `dpx.epsilon` computes its true cost.)
 
     clip_norm: C_0, in [2^-40, 1e15], in the units of the gradient. steps: T, at least 1.
-    rho_mu: growing-mu. rho_c: sensitivity decay. Both at least 1; with 1, the noise or the clip norm is constant.
+    rho_mu: how fast the noise falls. rho_c: how fast the clip norm falls. Both are at least 1; 1 keeps it constant.
     noise_multiplier: 1 / mu_0, or a `dpx.Budget`.
-    every: at least 1, the steps of a block (an epoch) that keeps both schedules at its first step's value.
-    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
+    every: at least 1, the number of steps in a block (an epoch), which keeps the schedules' values at its first step.
+    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret scalar key for this run alone.
     Raises ValueError for numbers outside their domains.
     """
 

@@ -1,12 +1,12 @@
-"""Numbers of the paper of Dynamic DP-SGD, to compare a cost with. Report none of them as spent: use `dpx.epsilon`.
+"""Claims of the Dynamic DP-SGD paper, for comparison only. Do not report them as a cost: use `dpx.epsilon`.
 
-`mu_total` and `first_mu` rest on a central limit theorem (CLT) for many steps at small sampling rates (Bu et al. 2020,
+`mu_total` and `first_mu` rely on a central limit theorem (CLT) for many steps at small sampling rates (Bu et al. 2020,
 https://arxiv.org/abs/1911.11607, extended to changing noise by Dynamic DP-SGD, Du et al. 2021,
-https://arxiv.org/abs/2111.00173). They promise too little. The true epsilon, by privacy loss distributions, is 1.0 to
-1.05 times theirs at sampling rate 0.01 and 5,000 steps with all noise multipliers above 1, 1.5 to 3 times at 500 steps
-with a final multiplier near 0.5, and up to 11 times at rate 0.001.
+https://arxiv.org/abs/2111.00173). Their epsilon is too small. The true epsilon, by privacy loss distributions, is 1.0
+to 1.05 times theirs at sampling rate 0.01 and 5,000 steps with all noise multipliers above 1, 1.5 to 3 times at 500
+steps with a final multiplier near 0.5, and up to 11 times at rate 0.001.
 
-The paper compares with zCDP and tCDP, `zcdp_epsilon` and `tcdp_epsilon`: guarantees, but loose ones.
+The paper compares with zCDP and tCDP, `zcdp_epsilon` and `tcdp_epsilon`, whose guarantees hold but are loose.
 """
 
 import math
@@ -20,7 +20,7 @@ from dpx.values import require_number, require_whole
 
 
 def zcdp_rho(noise_multipliers: Any, *, counts: Any = None) -> float:
-    """rho of zero-concentrated DP for Gaussian releases without sampling: sum_t 1 / (2 sigma_t^2); inf if one is 0.
+    """Returns zCDP's rho for Gaussian releases without sampling: sum_t 1 / (2 sigma_t^2); inf if any sigma_t is 0.
 
     noise_multipliers: sigma_t, float (T,), at least 0. counts: int (T,), how often each step is repeated; default once.
     Raises ValueError for numbers outside these domains.
@@ -32,7 +32,7 @@ def zcdp_rho(noise_multipliers: Any, *, counts: Any = None) -> float:
 
 
 def zcdp_epsilon(rho: float, delta: float) -> float:
-    """An upper bound on epsilon, rho + 2 sqrt(rho ln(1/delta)) (Bun and Steinke 2016, Proposition 1.3).
+    """Returns an upper bound on epsilon, rho + 2 sqrt(rho ln(1/delta)) (Bun and Steinke 2016, Proposition 1.3).
 
     rho: at least 0. delta: in (0, 1). Raises ValueError for numbers outside these domains.
     """
@@ -41,13 +41,13 @@ def zcdp_epsilon(rho: float, delta: float) -> float:
 
 
 def tcdp(noise_multipliers: Any, sampling_rate: Any, *, counts: Any = None) -> tuple[float, float]:
-    """(rho, omega) of truncated concentrated DP: Renyi divergence at most rho alpha for every order alpha < omega.
+    """Returns (rho, omega) of truncated CDP: the Renyi divergence is at most rho alpha for all orders alpha < omega.
 
     A step at rate s with rho_t = 1 / (2 sigma_t^2) costs 13 s^2 rho_t up to omega_t = ln(1/s) / (4 rho_t). This holds
-    for a fixed-size sample without replacement, neighbors by replacement, and noise multipliers relative to the effect
-    of replacing one example (Bun, Dwork, Rothblum and Steinke 2018, https://doi.org/10.1145/3188745.3188946). It needs
-    s and rho_t at most 0.1, so sigma_t >= 2.24, and ln(1/s) >= max(6 rho_t, 3 rho_t (2 + log2(1/rho_t))). Other steps
-    count without amplification. Composition adds rho and takes the least omega.
+    for fixed-size samples without replacement, neighbors by replacement, and noise multipliers relative to the effect
+    of replacing one example (Bun, Dwork, Rothblum and Steinke 2018, https://doi.org/10.1145/3188745.3188946). It
+    requires s and rho_t at most 0.1 (so sigma_t >= 2.24) and ln(1/s) >= max(6 rho_t, 3 rho_t (2 + log2(1/rho_t))).
+    Other steps count without amplification. Composition adds rho and takes the smallest omega.
 
     noise_multipliers: float (T,), at least 0. sampling_rate: in (0, 1], one float or (T,). counts: int (T,), how often
     each step is repeated; default once. Raises ValueError for numbers outside these domains.
@@ -64,9 +64,9 @@ def tcdp(noise_multipliers: Any, sampling_rate: Any, *, counts: Any = None) -> t
 
 
 def tcdp_epsilon(rho: float, omega: float, delta: float) -> float:
-    """An upper bound on epsilon for tCDP: the minimum of rho alpha + ln(1/delta) / (alpha - 1) over alpha < omega.
+    """Returns an upper bound on epsilon for tCDP: min over alpha < omega of rho alpha + ln(1/delta) / (alpha - 1).
 
-    It equals the zCDP bound if the best alpha is below omega. rho: at least 0. omega: above 1, may be inf. delta: in
+    It equals the zCDP bound if the best alpha is below omega. rho: at least 0. omega: above 1, possibly inf. delta: in
     (0, 1). Raises ValueError for numbers outside these domains.
     """
     rho, delta = checks.require_nonnegative("rho", rho), checks.require_delta(delta)
@@ -85,7 +85,7 @@ def _rho(sigmas: np.ndarray) -> np.ndarray:
 
 
 def mu_total(noise_multipliers: Any, *, sampling_rate: Any, counts: Any = None) -> float:
-    """The CLT's mu of a schedule: an approximation that may be below the truth, so it is never a cost.
+    """Returns the CLT's mu of a schedule, an approximation that may be below the true mu, so it is never a cost.
 
     mu = sqrt(sum_t q_t^2 (exp(1 / sigma_t^2) - 1)); inf if a noise multiplier is 0. At rate 1 it is above the exact
     sqrt(sum_t 1 / sigma_t^2).
@@ -100,9 +100,9 @@ def mu_total(noise_multipliers: Any, *, sampling_rate: Any, counts: Any = None) 
 
 
 def first_mu(*, epsilon: float, delta: float, sampling_rate: float, steps: int, growth: float = 1.0) -> float:
-    """Dynamic DP-SGD's first mu: an approximation, whose noise may be too small for (epsilon, delta). Never a cost.
+    """Returns Dynamic DP-SGD's first mu, mu_0, an approximation whose noise may be too small for (epsilon, delta).
 
-    sigma_t = growth^(-t/steps) / mu_0, t = 1 .. steps, spends epsilon at delta according to the CLT, and more in truth.
+    By the CLT, sigma_t = growth^(-t/steps) / mu_0, t = 1 .. steps, costs epsilon at delta. In truth, it costs more.
 
     growth: rho_mu, finite and at least 1; 1 has the closed form sqrt(ln(mu_total^2 / (q^2 steps) + 1)).
     epsilon: positive and finite. delta: in (0, 1). sampling_rate: in (0, 1]. steps: int, at least 1. Raises ValueError
