@@ -1,7 +1,7 @@
 """The lines of the contract about the cost: what the releases cost, and that batches are drawn as the event says.
 
-Where noise is correlated over the steps, one example moves C G, where G has the sums of the steps, by as much as some
-pattern of the steps that the sampling allows, with some signs of its gradients: no cost may be less.
+If noise is correlated over the steps, one example moves C G, where G holds the sums of the steps. The cost must cover
+the largest move over all signs of its gradients and all sets of steps in which the sampling lets it take part.
 """
 
 import itertools
@@ -34,9 +34,9 @@ from dpx.states.record import identity_of
 
 BILLED = (0, 1, 2, 5, 12, 100, 1_001, 10_007, 50_021)  # numbers of steps
 BILLED_WITHOUT_SCHEDULE = 1_000_003  # the event of a schedule has as many parts as steps
-MUST = 12  # steps; a longer run may be refused
-TAKEN = 4  # steps of the state whose record is read
-OF_SAMPLINGS = (  # events of batches that are drawn in one way
+MUST = 12  # steps that a mechanism must allow; it may refuse longer runs
+TAKEN = 4  # steps after which the state's record is read
+OF_SAMPLINGS = (  # events that assume a certain sampling
     GroupGaussianDpEvent,
     PoissonSampledDpEvent,
     RandomAllocationDpEvent,
@@ -60,7 +60,7 @@ def check_cost(trial: Trial) -> str:
 
 
 def check_billed_releases(trial: Trial) -> str:
-    """What the events of runs of many lengths count, in words. Raises BrokenLine if that is less than what is drawn."""
+    """Describes what the events of runs of many lengths count. Raises BrokenLine if they count too few releases."""
     mechanism = trial.mechanism
     own, more, last = "", False, 0
     all_steps = BILLED if callable(mechanism.noise_multiplier) else (*BILLED, BILLED_WITHOUT_SCHEDULE)
@@ -74,7 +74,7 @@ def check_billed_releases(trial: Trial) -> str:
             raise NotChecked(f"{steps} steps have no event: {error}") from None
         last = steps
         if mechanism.correlated is None and _are_equal(event, expected):
-            continue  # nothing is missing, and to read each release of a long schedule would take seconds
+            continue  # nothing is missing, and reading each release of a long schedule takes seconds
         name = name_of_own_event(event, mechanism.sampling)
         if name or mechanism.correlated is not None:
             _require_plausible_event(event, trial.multipliers[:steps], mechanism.sampling)
@@ -93,7 +93,7 @@ def check_billed_releases(trial: Trial) -> str:
 def _are_equal(event: DpEvent, expected: DpEvent) -> bool:
     try:
         return bool(event == expected)
-    except ValueError:  # numpy's, of events that hold arrays
+    except ValueError:  # raised by numpy for events that hold arrays
         return False
 
 
@@ -106,10 +106,10 @@ def _require_billed(expected: DpEvent, event: DpEvent, steps: int) -> bool:
 
 
 def _require_plausible_event(event: DpEvent, multipliers: np.ndarray, sampling: Sampling) -> None:
-    """Raises BrokenLine for an event of another sampling than the one that draws, or of its own kind that counts less.
+    """Raises BrokenLine if an event assumes another sampling than the one that draws, or counts too little.
 
-    An event of its own kind, such as error feedback's, must have a proof, which cannot be checked here. But it must be
-    of the record that draws and at least of its rate, have all releases, and noise of at most the multiplier.
+    A special event, such as error feedback's, needs a proof, which cannot be checked here. But it must have the
+    sampling that draws, at least its rate, all releases, and noise of at most the mechanism's largest multiplier.
     """
     steps, parts = len(multipliers), list(_releases_of(event))
     if foreign := sorted(
@@ -137,7 +137,7 @@ def _sampling_types(sampling: Sampling) -> set[str]:
 
 
 def _releases_of(event: DpEvent) -> Iterator[DpEvent]:
-    """The releases of an event, and what is inside of their sampling."""
+    """Yields the releases of an event, and the events inside their sampling."""
     for release in from_event(event).events:
         while release is not None:
             yield release
@@ -145,9 +145,9 @@ def _releases_of(event: DpEvent) -> Iterator[DpEvent]:
 
 
 def _missing_release(expected: dict[DpEvent, int], billed: dict[DpEvent, int]) -> DpEvent | None:
-    """A release that is expected more often than the event has it, or None; numbers may differ by 1e-6.
+    """A release that is expected more often than the event has it, or None. Values may differ by 1e-6.
 
-    Equal events are counted together. The rest are compared in the order of their numbers.
+    Equal events are counted together. The rest are compared in sorted order.
     """
     wanted = _sorted_counts({event: count - billed.get(event, 0) for event, count in expected.items()})
     offered = _sorted_counts({event: count - expected.get(event, 0) for event, count in billed.items()})
@@ -188,11 +188,11 @@ def same_event(one: Any, other: Any) -> bool:
 
 
 SHORT, MOST_PATTERNS = 10, 4096  # steps of a run whose patterns are all tried, and how many at most
-BILL_SLACK = 1e-3  # of costs, which are rounded
+BILL_SLACK = 1e-3  # relative slack, because costs are rounded
 
 
 def require_costed_sensitivity(trial: Trial) -> str:
-    """The event of a short run costs at least what the worst pattern of steps moves."""
+    """The cost of a short run covers the largest move over all patterns of steps."""
     mechanism, shown = trial.mechanism, 0.0
     tried = 0
     for steps in range(1, SHORT + 1):
@@ -215,7 +215,7 @@ def require_costed_sensitivity(trial: Trial) -> str:
 
 
 def participation_patterns(sampling: Sampling, steps: int) -> Iterator[tuple[int, ...]]:
-    """The sets of steps in which one example may take part; for cyclic sampling, one coin's."""
+    """Yields the sets of steps in which one example may take part; for cyclic sampling, those of one coin."""
     if isinstance(sampling, CyclicPoissonSampling):
         yield from ((step,) for step in range(steps))
     elif isinstance(sampling, FixedOrder):
@@ -229,11 +229,11 @@ def participation_patterns(sampling: Sampling, steps: int) -> Iterator[tuple[int
         yield tuple(range(steps))
 
 
-DRAWN = 64  # batches that are drawn to see the sampling
-DRAWN_CUT = 1024  # where they are cut: few are, and which rows are left is seen in these alone
-EXAMPLES = 200_000  # a larger data set is not drawn from
-FAR = 10.0  # standard deviations of a sum of squares, whose tails are longer than the normal
-BATCH_RATE = 1e-6  # of false alarms, of each test of the batches
+DRAWN = 64  # batches drawn to test the sampling
+DRAWN_CUT = 1024  # more if batches may be truncated, because few are, and only these show which rows are left
+EXAMPLES = 200_000  # no batches are drawn from a larger dataset
+FAR = 10.0  # standard deviations of a sum of squares, whose tails are heavier than normal
+BATCH_RATE = 1e-6  # false-alarm rate of each test of the batches
 
 
 def check_sampling(trial: Trial) -> str:
@@ -332,7 +332,7 @@ def _require_equal_rates(taken: np.ndarray, trials: int, rate: float):
 
 
 def _require_weighted_poisson(batches: list[np.ndarray], rates: np.ndarray, billed: float):
-    """Examples of low and of high rates, and those shared with the next batch, fit independent coins."""
+    """Counts of low-rate and high-rate examples, and of those shared with the next batch, fit independent coins."""
     if rates.max() > billed * (1 + 1e-12):
         raise BrokenLine(f"an example takes part at rate {rates.max():.6g}, and {billed:.6g} is paid for")
     taken = np.bincount(np.concatenate(batches), minlength=len(rates))
@@ -369,7 +369,7 @@ def _require_variance(sizes: np.ndarray, variance: float):
 
 
 def _require_truncated_poisson(batches: list[np.ndarray], examples: int, event: TruncatedSubsampledGaussianDpEvent):
-    """Sizes fit coins at this rate, cut at the most rows; the examples are uniformly random, whatever the sizes are."""
+    """Sizes fit coins at this rate, truncated at the most rows. Examples are uniformly random for any sizes."""
     rate, most = event.sampling_probability, event.truncated_batch_size
     sizes = np.array([len(batch) for batch in batches])
     if sizes.max() > most or examples != event.dataset_size:
@@ -401,7 +401,7 @@ def _require_uniform_subsets(batches: list[np.ndarray], examples: int, event: Sa
 
 
 def _require_random_allocation(draw: Callable[[int], Draw], examples: int, steps: int):
-    """Once an epoch, in batches whose sizes vary as with independent examples, and different ones in the next epoch."""
+    """Examples take part once an epoch, in batches that vary in size as if independent, and change between epochs."""
     number = min(steps, DRAWN)
     epochs = [[_drawn_examples(draw(epoch * steps + place)) for place in range(number)] for epoch in (0, 1)]
     for taken in (np.bincount(np.concatenate(batches), minlength=examples) for batches in epochs):

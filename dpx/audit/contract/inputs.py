@@ -1,4 +1,4 @@
-"""The data for checking the contract: gradients, also hostile ones, and losses that have them as gradients."""
+"""Data for checking the contract: ordinary and hostile gradients, and losses that have them as gradients."""
 
 import math
 
@@ -9,17 +9,17 @@ import numpy as np
 from dpx.keys import is_key
 from dpx.values import Tree, unflatten_vectors
 
-ROWS = 6  # of a batch
-RANDOM = 8  # gradients far above any clip norm, whose contributions tell the clip norm
-SWEEP = np.geomspace(1e-3, 1e5, 33)  # so that no size is far from one that is tried
-BASIS = 64  # coordinates that are tried alone, at most
+ROWS = 6  # rows in a batch
+RANDOM = 8  # gradients far above any clip norm, whose contributions reveal the clip norm
+SWEEP = np.geomspace(1e-3, 1e5, 33)  # dense, so that every size is close to one that is tried
+BASIS = 64  # at most this many coordinates are tried alone
 SIZES = (0, 1e-30, 1e-6, 0.1, 1, 5e4, 3e38, math.nan, math.inf, -math.inf)
 LOW = (np.float16, jnp.bfloat16)
-VALUES = (0.5, -1.0, 0.0, 2.0, -0.125, 32.0, 1.0)  # of parameters; no rounding in 16 bits
+VALUES = (0.5, -1.0, 0.0, 2.0, -0.125, 32.0, 1.0)  # parameter values, exact in 16 bits
 
 
 def default_params() -> Tree:
-    """Parameters, float32, from no numbers to 4 axes: two equal shapes, and values of several sizes and signs."""
+    """Default float32 parameters with 0 to 4 axes, two of equal shape, and values of several sizes and signs."""
     shapes = {"kernel": (4, 3), "bias": (3,), "scale": (), "first": (2, 1, 3, 2), "second": (2, 1, 3, 2)}
     return extreme_values_like({name: np.ones(shape, np.float32) for name, shape in shapes.items()})
 
@@ -33,7 +33,7 @@ def extreme_values_like(params: Tree, first: int = 0) -> Tree:
 
 
 def normal_gradients(params: Tree, seed: int, scale: float = 1.0, rows: int = ROWS) -> Tree:
-    """Per-example gradients of normal numbers, float32, like `params` with `rows` examples on axis 0."""
+    """Normally distributed per-example gradients, float32, like `params` with `rows` examples on axis 0."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda p: np.asarray(scale * rng.normal(size=(rows, *p.shape)), np.float32), params)
 
@@ -50,9 +50,9 @@ def loud_gradients(params: Tree) -> Tree:
 
 
 def hostile_gradients(params: Tree) -> tuple[Tree, Tree, Tree]:
-    """Gradients of all sizes, float32 (rows, ...); and two copies with 0 and with 1 in leaves that are not finite.
+    """Gradients of all sizes, float32 (rows, ...), and two copies with 0 and 1 in the leaves that are not finite.
 
-    Each size of SIZES fills the whole gradient, or one leaf among ordinary values. All of it comes three times: in
+    Each of SIZES fills the whole gradient, or one leaf among ordinary values. Every gradient occurs three times: in
     float32, and rounded to float16 and to bfloat16.
     """
     leaves, structure = jax.tree.flatten(jax.tree.map(lambda g: g[0], normal_gradients(params, 1, rows=1)))
@@ -72,7 +72,7 @@ def hostile_gradients(params: Tree) -> tuple[Tree, Tree, Tree]:
 
 
 def hostile_examples(examples: Tree) -> Tree:
-    """Examples of a user, repeated with their floats scaled by sizes from 0 to infinity; whole numbers stay."""
+    """A user's examples, repeated with their floats scaled by sizes from 0 to infinity. Integers stay unchanged."""
 
     def scaled(leaf, size):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -86,7 +86,7 @@ def hostile_examples(examples: Tree) -> Tree:
 
 
 def with_garbage(rows: Tree, position: int) -> Tree:
-    """`rows` with other values on axis 0 at `position`: NaN, 1e30 or -inf in floats; whole numbers stay."""
+    """Replaces the floats of the row at `position` by NaN, 1e30 or -inf. Integers stay unchanged."""
     value = (math.nan, 1e30, -math.inf)[position % 3]
 
     def replace_leaf(leaf):
@@ -99,14 +99,14 @@ def with_garbage(rows: Tree, position: int) -> Tree:
 
 
 def loss_of_products(params: Tree, example: Tree) -> jax.Array:
-    """A loss whose gradient is the gradient in the example, as products that ghost norms follow: A^T B with A = 1."""
+    """A loss whose gradient is the one in the example, by products that ghost norms support: A^T B with A = 1."""
     ones, grad = example
     parts = jax.tree.map(lambda p, a, g: jnp.sum((a @ as_matrix(p)) * as_matrix(g)), params, ones, grad)
     return jnp.asarray(sum(jax.tree.leaves(parts)))
 
 
 def product_examples(params: Tree, grads: Tree) -> Tree:
-    """[B, ...] gradients as the examples of `loss_of_products`."""
+    """Converts gradients (B, ...) to examples of `loss_of_products`."""
     rows = len(jax.tree.leaves(grads)[0])
     ones = jax.tree.map(lambda p: jnp.eye(as_matrix(p).shape[0]), params)
     return jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, *a.shape)), ones), grads
@@ -122,12 +122,12 @@ def as_matrix(leaf: jax.Array) -> jax.Array:
 
 
 def oscillating_values(size: int, height: float, start: float = 0.0) -> np.ndarray:
-    """Numbers of about this height, other ones on every coordinate; float32 (size,)."""
+    """Values of about this magnitude, different on every coordinate; float32 (size,)."""
     return (height * np.cos(start + np.arange(size))).astype(np.float32)
 
 
 def zeros_like(tree: Tree) -> Tree:
-    """Arrays of 0 for arrays or their shapes."""
+    """Zeros in the shapes of arrays, or of their ShapeDtypeStructs."""
     return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), tree)
 
 
@@ -140,32 +140,32 @@ def take_rows(tree: Tree, rows: np.ndarray | slice) -> Tree:
 
 
 def flattened_leaves(tree: Tree, axes: int = 0) -> np.ndarray:
-    """All leaves as vectors on one last axis, float64; the first `axes` axes stay."""
+    """Flattens and joins all leaves along one last axis, float64, after the first `axes` axes."""
     leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)]
     return np.concatenate([leaf.reshape(*leaf.shape[:axes], -1) for leaf in leaves], axis=-1)
 
 
 def is_float(leaf: jax.Array) -> bool:
-    """Whether a leaf holds floats of at least 32 bits, whose changes are not lost in rounding."""
+    """Whether a leaf holds floats of at least 32 bits, so that rounding does not hide changes."""
     return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize >= 4
 
 
 def keys_as_bits(tree: Tree) -> Tree:
-    """A tree with PRNG keys replaced by their bits."""
+    """Replaces the PRNG keys in a tree by their bits."""
     return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if is_key(leaf) else leaf, tree)
 
 
 def public_floats(tree: Tree) -> jax.Array:
-    """The floats of a tree of at least 32 bits, float32 (o,)."""
+    """All floats of at least 32 bits in a tree, float32 (o,)."""
     leaves = [leaf.astype(jnp.float32).reshape(-1) for leaf in jax.tree.leaves(tree) if is_float(leaf)]
     return jnp.concatenate(leaves)
 
 
 def require_close(found: Tree, expected: Tree, tolerance: float = 1e-6) -> float:
-    """The largest difference, relative to the largest number. Whole numbers and bools must be equal.
+    """Returns the largest difference, relative to the largest value. Integers and bools must be equal.
 
-    Numbers of 16 bits may differ by their rounding. Raises AssertionError for a difference above the tolerance, or
-    another structure.
+    16-bit values may differ by rounding. Raises AssertionError if a difference exceeds the tolerance or the structures
+    differ.
     """
     assert jax.tree.structure(found) == jax.tree.structure(expected), "another structure"
     lefts, rights = jax.tree.map(np.asarray, keys_as_bits((jax.tree.leaves(found), jax.tree.leaves(expected))))

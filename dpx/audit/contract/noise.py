@@ -1,9 +1,9 @@
-"""The line of the contract about noise: its size against the cost, and that it is independent standard normals.
+"""The line of the contract about noise: whether it is as large as the cost says, and independent standard normals.
 
-At steps that no run of the check reaches, the counters are set. With larger parameters, one batch of many rows is
-released: each row must count alone there, and no number of the noise may repeat. Noise that is correlated over the
-steps (`Mechanism.correlated`) is C^-1 z in a run. So in the first steps of many runs, C times the released noise must
-be independent standard normals, in units of the noise of the first step.
+For steps that no run of the check reaches, it sets the counters. With larger parameters, it releases one batch of many
+rows: each row must contribute independently of the others, and the noise must not repeat. Noise that is correlated over
+the steps (`Mechanism.correlated`) is C^-1 z in a run. So in the first steps of many runs, C times the released noise
+must be independent standard normals, in units of the noise of the first step.
 """
 
 import functools
@@ -41,7 +41,7 @@ WITH_OTHERS = (1, 50)  # steps at which the parameters have other values, too
 
 
 def check_noise(trial: Trial) -> str:
-    """The noise is at least the stated multiple of what one example moves, wherever that is, in every direction."""
+    """In every direction, the noise is at least the stated multiple of what one example moves."""
     trial.require_noise()
     if trial.obvious_fault:
         raise BrokenLine(trial.obvious_fault)
@@ -72,7 +72,7 @@ def check_noise(trial: Trial) -> str:
 
 
 def _is_billed(trial: Trial, step: int) -> bool:
-    """Whether a run may be that long, and has noise there."""
+    """Whether a run may reach this step and has noise there."""
     try:
         trial.event(step + 1)
     except ValueError:
@@ -96,7 +96,7 @@ def _used_multiplier(trial: Trial, step: int, *, others: bool = False) -> float 
 
 
 def _check_draws(trial: Trial) -> str:
-    """Tests of the draws; "" if there is nothing to test. Each fails for a sound mechanism with probability RATE."""
+    """Tests the draws; "" if there is nothing to test. A test fails for a sound mechanism with probability RATE."""
     if not trial.noise.has_keys:
         raise BrokenLine("the step holds no PRNG key, so its noise is not secret, or it adds none")
     columns: dict[int, np.ndarray] = {}
@@ -138,10 +138,10 @@ LARGE = {  # shapes and dtypes
     "kernel": ((40, 30), np.float32), "again": ((40, 30), np.float32),
     "deep": [((4, 3, 10, 10), jnp.bfloat16), ((), np.float16)],
 }  # fmt: skip
-MANY = 1000  # numbers of a leaf whose deviation is known up to SLACK
-SLACK = 0.17  # six standard deviations of an estimate from MANY numbers have 0.13
-REPEATED = 0.04  # of the numbers of a draw; of 2,400 float32 normals, about 1 has the size of another one
-NORMAL_RATE = 1e-6  # of false alarms, of the test of the distribution
+MANY = 1000  # size from which a leaf's deviation is known up to SLACK
+SLACK = 0.17  # above 0.13, six standard deviations of the estimate from MANY values
+REPEATED = 0.04  # share of a draw that may repeat; among 2,400 float32 normals, about 1 has the size of another
+NORMAL_RATE = 1e-6  # false-alarm rate of the test of the distribution
 
 
 class LargeBatchProbe:
@@ -156,7 +156,7 @@ class LargeBatchProbe:
         self.trial = trial
         try:
             self._take(jax.tree.map(lambda leaf: np.empty(*leaf), LARGE, is_leaf=lambda node: isinstance(node, tuple)))
-        except Exception:  # what a mechanism raises for parameters that it was not made for
+        except Exception:  # whatever a mechanism raises for parameters it was not built for
             leaves, structure = jax.tree.flatten(trial.params)
             self._take(structure.unflatten([np.empty(p.shape, DTYPES[n % 3]) for n, p in enumerate(leaves)]))
 
@@ -195,11 +195,11 @@ class LargeBatchProbe:
         return inputs.flattened_leaves(self.program(grads, self.state, included), 1)[: len(sets)]
 
 
-large = functools.lru_cache(maxsize=1)(LargeBatchProbe)  # of a trial, compiled once
+large = functools.lru_cache(maxsize=1)(LargeBatchProbe)  # compiled once for a trial
 
 
 def require_rows_alone(trial: Trial) -> str:
-    """Raises BrokenLine if what a row adds depends on its position, or on the other rows; words."""
+    """Raises BrokenLine if a row's contribution depends on its position or on other rows. Returns words."""
     found = large(trial)
     rows = range(MANY_ROWS)
     everyone, *others = found.run(found.grads, rows, *([row for row in rows if row != one] for one in POSITIONS))
@@ -256,7 +256,7 @@ IN_A_ROW = 1030  # steps from 0 on, for periods up to about 1,000
 BLOCK = 30  # steps from each of STARTS on: counters of 8, 16 and 24 bits, and numbers of steps that a float rounds
 STARTS = (2_000, 4_096, 10_000, 2**16, 10**5, 10**6, 2**24, 2**31 - 40)
 NUMBERS = np.concatenate([np.arange(IN_A_ROW), *[np.arange(BLOCK) + start for start in STARTS]]).astype(np.int32)
-LAST = 50  # the step whose state has its counters set
+LAST = 50  # the step from whose state the counters are set
 
 
 def require_distinct_noise(trial: Trial) -> str:
@@ -301,7 +301,7 @@ def _require_no_repeats(trial: Trial, release: Release) -> None:
 
 
 def _require_other_keys(trial: Trial) -> bool:
-    """Whether each step's keys of `keys.normal_like` can be read. Raises BrokenLine if two draws share key and step."""
+    """Whether all keys given to `keys.normal_like` can be read. Raises BrokenLine if two draws share key and step."""
     zeros, state, elsewhere = inputs.zeros_like(trial.sums_like), trial.state(LAST), []
 
     def noise_at_step(step):

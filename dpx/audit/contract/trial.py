@@ -1,4 +1,4 @@
-"""What several lines of the contract ask of a mechanism, computed once."""
+"""Facts about a mechanism that several lines of the contract need, computed once."""
 
 import functools
 from collections.abc import Callable
@@ -15,19 +15,19 @@ from dpx.sampling.schemes import Sampling
 from dpx.schedules import values_over
 from dpx.values import Tree
 
-MULTIPLIERS = 2**20  # steps whose noise multipliers are read
+MULTIPLIERS = 2**20  # number of steps whose noise multipliers are read
 
 
 class Trial(Subject):
-    """A mechanism on trial. subject: the arguments of `Subject`. draws: int, how often the noise of a step is drawn.
-    seed: of the keys for that. rebuild: (key) -> the mechanism with this key, or None."""
+    """A mechanism under test. subject: the arguments of `Subject`. draws: int, number of draws of a step's noise.
+    seed: for the keys of these draws. rebuild: (key) -> the mechanism with this key, or None."""
 
     def __init__(self, *subject: Any, draws: int, seed: int, rebuild: Callable | None = None):
         super().__init__(*subject)
         self.draws, self.seed, self.rebuild = draws, seed, rebuild
         self._contributions: dict[int, dict[str, Tree]] = {}
         self._releases: dict[tuple[int, bool], Release] = {}
-        self.event = functools.lru_cache(self.mechanism.event)  # of schedules it takes some time
+        self.event = functools.lru_cache(self.mechanism.event)  # slow for schedules
         self.clip_norm = functools.lru_cache(self._clip_norm)
 
     @functools.cached_property
@@ -44,9 +44,9 @@ class Trial(Subject):
         return self.traced.normals > 0
 
     def release(self, step: int, *, others: bool = False) -> Release:
-        """How data and noise enter the release at this step: traced, or measured for the mechanism's own noise.
+        """The release at this step, traced, or measured if the noise is not dpx's.
 
-        others: for the other values of the parameters.
+        others: whether to use the other parameter values.
         """
         if (step, others) not in self._releases:
             found = self.traced.release_at(self.state(step), self.others if others else self.params)
@@ -59,7 +59,7 @@ class Trial(Subject):
 
     @functools.cached_property
     def obvious_fault(self) -> str:
-        """What is soon seen to be wrong with the mechanism's own noise, in words."""
+        """Describes an obvious fault in noise that is not dpx's; "" if none is found."""
         return "" if self.draws_noise_by_dpx else obvious_fault(self.traced)
 
     def multiplier(self, step: int) -> float:
@@ -72,9 +72,9 @@ class Trial(Subject):
         return values_over(self.mechanism.noise_multiplier, MULTIPLIERS)
 
     def contributions(self, step: int) -> dict[str, Tree]:
-        """The sums of single gradients, float32, the rows on axis 0, by path: loud ones, then hostile ones.
+        """The sums of single gradients by path, float32 with rows on axis 0: loud ones, then hostile ones.
 
-        At the steps FULLY on all paths, at others only for `Mechanism.update`.
+        All paths at the steps FULLY, but only `Mechanism.update` at other steps.
         """
         if step not in self._contributions:
             rows, state, names = self.with_loud(self.hostile[0]), self.state(step), list(self.problems[0].sums)
@@ -91,7 +91,7 @@ class Trial(Subject):
         return inputs.joined_rows([inputs.loud_gradients(self.params), rows])
 
     def released(self, step: int, sums: tuple[Tree, ...]) -> tuple[Tree, ...]:
-        """The sums that move anything that leaves; others are kept as unreleased state."""
+        """The sums that move anything public. The others are kept as unreleased state."""
         seen = self.release(step).seen
         return tuple(part for part, is_seen in zip(sums, seen, strict=True) if is_seen)
 
@@ -100,13 +100,13 @@ class Trial(Subject):
         return np.linalg.norm(inputs.flattened_leaves(self.released(step, sums), 1), axis=1)
 
     def _clip_norm(self, step: int) -> float:
-        """The norm of the contribution of a very large gradient: the median of some."""
+        """The median norm of the contributions of several very large gradients."""
         return float(np.median(self.norms(step, self.contributions(step)["update"])[: inputs.RANDOM]))
 
     def largest_contribution(self, step: int) -> float:
-        """The largest size of a contribution in units of the noise that a release pays for.
+        """The largest size of a contribution, in units of the noise, that the cost of a release covers.
 
-        It is 1 / sigma; if the event is not a Gaussian release, the largest that the clip norm allows.
+        It is 1 / sigma, or if the event is not a Gaussian release, the largest that the clip norm allows.
         """
         if self.billed_by_multiplier:
             return 1 / self.multiplier(step)
@@ -129,7 +129,7 @@ class Trial(Subject):
                 raise NotChecked(f"the noise multiplier is 0 at step {step}, so the cost is infinite")
 
     def require_linear(self, step: int, what: str) -> Release:
-        """The release of the step. Raises NotChecked unless the updates are a linear function of its noise."""
+        """Returns the release of the step. Raises NotChecked unless the updates are linear in its noise."""
         release = self.release(step)
         if not release.linear:
             raise NotChecked(f"{what}, because the updates are not a linear function of the noisy sum")
@@ -137,7 +137,7 @@ class Trial(Subject):
 
 
 def name_of_own_event(event: DpEvent, sampling: Sampling) -> str:
-    """The name of an event in which a Gaussian release moves the sum by more than the clip norm; otherwise ""."""
+    """The event's name if it has a Gaussian release that moves the sum by more than the clip norm; otherwise ""."""
     known = {type(release).__name__ for release in from_event(sampling.event(np.ones(1))).events}
     names = sorted({type(release).__name__ for release in from_event(event).events} - known - {"NonPrivateDpEvent"})
     return ", ".join(names)
