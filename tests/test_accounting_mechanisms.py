@@ -391,6 +391,7 @@ def test_bad_budgets_are_refused(change):
         (0.2860877085065363, 3, dict(epsilon=0.21171977642272063, delta=1.9171121613296497e-05, steps=21)),
     ],
 )
+@pytest.mark.filterwarnings("ignore:batch_size .* is below 1:UserWarning")
 def test_costs_that_rounding_alone_tells_apart_do_not_stop_a_search(batch_size, records, budget):
     sampling = dpx.PoissonSampling(examples=1000, batch_size=batch_size)
     given = dpx.Budget(**budget, accountant="rdp", records=records)
