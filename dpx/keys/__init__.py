@@ -1,7 +1,7 @@
 """The secret key, the named streams derived from it, and the noise that a stream draws.
 
-`streams.py` has the cipher and derives keys by it; `noise.py` is the noisy release of every mechanism, which rounds to
-a grid; `normals.py` makes its normals from blocks of the cipher.
+`streams.py` holds the cipher and derives keys with it; `noise.py` is the noisy release of every mechanism, rounded to a
+grid; `normals.py` turns blocks of the cipher into normals.
 """
 
 from dpx.keys.noise import normal_like as normal_like

@@ -7,19 +7,19 @@ For a sum S, with R = deviation / gamma, where gamma is a power of two and R is 
 For real g, k is round(S / gamma + R g), because the floor of a sum of an integer and a number is the sum of the integer
 and the floor. So it is a function of S + deviation * g, which is the Gaussian mechanism: rounding is post-processing
 that costs nothing, and adds at most gamma^2 / 12 = 3.3e-4 deviation^2 of variance. The computed g differs from a real
-one by what `normals.py` bounds, and `dpx.accounting.arithmetic` bills that. Without the grid, the released floats would
-show which sums are possible at all (Mironov 2012, https://doi.org/10.1145/2382196.2382264; docs/exact.md).
+one within the bound of `normals.py`, which `dpx.accounting.arithmetic` adds to the cost. Without the grid, released
+floats would show which sums are possible at all (Mironov 2012, https://doi.org/10.1145/2382196.2382264; docs/exact.md).
 
 gamma comes from the bits of the deviation, because a logarithm may be wrong at powers of two. y and y - floor(y) are
 exact, because S has at most 53 bits and gamma is a power of two. k may be rounded where it has more than 53 bits: that
 is a function of k. It is never -0., whose sign could show that of S, because a sum is -0. only if both of its terms
 are, and neither y - floor(y) nor 1/2 is.
 
-Number n of the tree, leaf after leaf, has the noise of number n of one stream, which is a function of the key, of the
-step and of n, and of how many numbers the tree has, if these are fewer than CHUNK_NUMBERS. So it does not depend on how
-the arrays are computed or sharded. The cipher takes the block (step + 1, number of a pair, number of a stream, 0), and
-(step + 1, 1, 0, RARE) for the word that the rarest pairs of the release have in common (`normals.py`). No two releases
-of a key share a block, and none is one from which keys are derived, because these end in another word (`streams.py`).
+Element n of the tree, counted leaf after leaf, gets element n of one stream of noise, which is a function of the key,
+the step and n, and of the tree's size if it has fewer than CHUNK_NUMBERS elements. So it does not depend on how the
+arrays are computed or sharded. The cipher takes the block (step + 1, number of a pair, number of a stream, 0), and
+(step + 1, 1, 0, RARE) for the word that the rarest pairs of the release share (`normals.py`). No two releases of a key
+share a block, and no block of a release derives a key, because those blocks end in another word (`streams.py`).
 """
 
 import contextlib
@@ -46,38 +46,38 @@ from dpx.xla.ordering import opaque_false
 from dpx.xla.place import Place, current_place, float64, refuse_to_compile_for_tpu, require_exact_math
 from dpx.xla.rows_apart import require_rows_apart
 
-# 32 KiB; from 2^11 to 2^17 numbers, a CPU is about equally fast (benchmarks/results/noise.md).
+# 32 KiB; from 2^11 to 2^17 elements, a CPU is about equally fast (benchmarks/results/noise.md).
 CHUNK_NUMBERS = 2**13
-LARGEST_RELEASE = 2**32  # numbers, for which the bill is made (dpx/accounting/arithmetic.py)
-ONE_STREAM = 2**31  # numbers, because an index of an array is an int32
-LARGEST_LEAF = 2**32 - CHUNK_NUMBERS  # numbers, because places in a leaf are uint32
-IN_INTEGERS = 64  # chunks that a TPU makes at once, of 2 MiB
-# Up to this many numbers, one TPU copies all leaves into one array: its loop has the only kernels to compile, and both
-# normals of a pair are made of one block, but 2.7 times the memory of the leaves is in use.
+LARGEST_RELEASE = 2**32  # elements, for which the cost is computed (dpx/accounting/arithmetic.py)
+ONE_STREAM = 2**31  # elements, because an index of an array is an int32
+LARGEST_LEAF = 2**32 - CHUNK_NUMBERS  # elements, because positions in a leaf are uint32
+IN_INTEGERS = 64  # chunks that a TPU computes at once, 2 MiB in all
+# Up to this many elements, one TPU copies all leaves into one array: only its loop has kernels to compile, and a block
+# gives both normals of a pair, but this takes 2.7 times the memory of the leaves.
 FLAT = 2**27
-SMALL_LEAF, LEAF_BLOCK = 2**16, 2**19  # numbers, otherwise; the second is for one device
-RARE_LANES = 16  # behind those of a chunk's pairs, of which one is read: a number that vectors of a CPU divide
-REPEATED = 4  # leaves with the shape of an earlier one; for fewer, sharing programs takes longer to compile
+SMALL_LEAF, LEAF_BLOCK = 2**16, 2**19  # elements, for larger trees; the second is for one device
+RARE_LANES = 16  # after a chunk's pairs, and only one of them is read: a multiple of a CPU's vector length
+REPEATED = 4  # leaves with the shape of an earlier one; sharing programs between fewer takes longer to compile
 GRID = 4  # the deviation is 2^4 to 2^5 times gamma
 
 _COUNTED: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar("counted", default=None)
 
 
 class StandIns(NamedTuple):
-    """What an audit traces a mechanism with, in place of these two functions; None is the function itself."""
+    """Replacements for these two functions while an audit traces a mechanism; None keeps the function itself."""
 
     release: Callable | None = None
     normal_like: Callable | None = None
 
 
-# A part of jax's own context of a trace: one thread sees it, and jax keeps what it traced of a jitted function with it
-# apart. Otherwise a run after an audit could have a stand-in for its noise.
+# Part of jax's own context of a trace: only one thread sees it, and jax keeps the traces of a jitted function with it
+# apart. Otherwise a run after an audit could use a stand-in for its noise.
 STAND_INS = jax.make_user_context(default_value=StandIns())
 
 
 class StreamPosition(NamedTuple):
-    """Where the numbers of a leaf are: `start` is the place of its first one in stream number `stream`, whose chunks
-    have 2 * half numbers."""
+    """Where the elements of a leaf are: `start` is the position of the first one in stream number `stream`, whose
+    chunks have 2 * half elements."""
 
     stream: int
     start: int
@@ -90,19 +90,20 @@ def release(
     total: FloatPair | Tree,
     deviation: jax.Array | float,
 ) -> Tree:
-    """`total` plus normal noise of this standard deviation, on a public grid: float32, in the shapes of `total`.
+    """Adds normal noise of this standard deviation to `total`, on a public grid: float32, in the shapes of `total`.
 
-    key: of the mechanism's "noise" stream, (). step: int (), below 2^31; two steps have independent noise.
-    total: float32 arrays, or a `FloatPair`. deviation: float32 (), public, at least 2^-126; 0 and smaller numbers
-        add no noise. For a Python 0.0 none is drawn either.
+    key: scalar key of the mechanism's "noise" stream. step: int (), below 2^31; two steps have independent noise.
+    total: float32 arrays, or a `FloatPair`. deviation: float32 (), public. Deviations below 2^-126, including 0, add no
+        noise; for a Python 0.0 none is drawn either.
 
-    On a CPU, a loop makes one chunk after another, which stays in the cache. On a TPU, it makes larger chunks, in
-    integers (`integer_normals.py`). On a GPU, all numbers are made at once. On several devices, and on a TPU for more
-    than FLAT numbers, every leaf is made from the places of its numbers, because XLA can shard that like the leaf.
+    On a CPU, a loop computes one chunk after another, which stays in the cache. On a TPU, it computes larger chunks, in
+    integers (`integer_normals.py`). On a GPU, all elements are computed at once. On several devices, and on a TPU for
+    more than FLAT elements, each leaf's noise is computed from its elements' positions, which XLA can shard like the
+    leaf.
 
-    Raises ValueError if XLA_FLAGS has fast math, under which no bound of a sum holds, for sums that differ between
-    the devices of a `jax.shard_map` with one key (unless it has check_vma=False), for more than
-    LARGEST_RELEASE numbers, a leaf of more than LARGEST_LEAF, or an XLA that mixes rows (`dpx.xla.rows_apart`).
+    Raises ValueError if XLA_FLAGS has fast math, under which no bound of a sum holds; for sums that differ between the
+    devices of a `jax.shard_map` with one key (unless it has check_vma=False); for more than LARGEST_RELEASE elements,
+    or a leaf of more than LARGEST_LEAF; and for an XLA that mixes rows (`dpx.xla.rows_apart`).
     """
     if (stand_in := STAND_INS.value.release) is not None:
         with STAND_INS(StandIns()):
@@ -131,19 +132,19 @@ def _require_own_key(words: jax.Array, arrays: Sequence[jax.Array]) -> None:
 
 
 def axes_that_vary(arrays: Sequence[jax.Array]) -> set[str]:
-    """The axes of a `jax.shard_map` over which some of the arrays differ; none under check_vma=False."""
+    """The axes of a `jax.shard_map` over which any of the arrays differ; none under check_vma=False."""
     types = [getattr(jax.typeof(array), "manual_axis_type", None) for array in arrays]
     return {axis for one in types for axis in getattr(one, "varying", ())}
 
 
 def unchecked_axes() -> tuple[str, ...]:
-    """The axes of a `jax.pmap` or of a `jax.shard_map` with check_vma=False, where no array says whether it differs."""
+    """The axes of a `jax.pmap`, or of a `jax.shard_map` with check_vma=False, where jax does not track what differs."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(axis for axis in manual if not axes_that_vary([jax.lax.axis_index(axis)]))
 
 
 def draws_noise(deviation: jax.Array | float) -> bool:
-    """Whether there is noise to draw: not for a deviation that is known to be 0 when the step is traced."""
+    """Whether there is noise to draw: False for a deviation that is known to be 0 when the step is traced."""
     return not (isinstance(deviation, float | int) and deviation == 0)
 
 
@@ -154,9 +155,9 @@ def as_deviation(deviation: jax.Array | float) -> jax.Array:
 
 
 def normal_like(key: jax.Array, step: jax.Array | int, tree: Tree) -> Tree:
-    """The standard normals that `release` draws for this key and step, float32, in the shapes of `tree`, to inspect.
+    """Returns the standard normals that `release` draws for this key and step, float32, like `tree`, for inspection.
 
-    A sum plus these numbers is not private, because its bits show the sum: use `release`.
+    A sum plus these is not private, because its bits reveal the sum: use `release`.
     """
     if (stand_in := STAND_INS.value.normal_like) is not None:
         with STAND_INS(StandIns()):
@@ -169,7 +170,7 @@ def normal_like(key: jax.Array, step: jax.Array | int, tree: Tree) -> Tree:
 
 
 def stream_positions_of(shapes: Sequence[tuple[int, ...]]) -> tuple[StreamPosition, ...]:
-    """The places of leaves of these shapes: in one stream, or each in a stream of its own if they are too large."""
+    """The positions of leaves of these shapes: in one stream, or in a separate stream for each leaf if too large."""
     sizes = [math.prod(shape) for shape in shapes]
     if (largest := max(sizes, default=0)) > LARGEST_LEAF:
         raise ValueError(f"a leaf must have at most {LARGEST_LEAF} numbers, got {largest}")
@@ -190,7 +191,7 @@ def _half_of_numbers(size: int) -> int:
 def release_leaves(
     words, step, deviation, highs, lows, places: tuple[StreamPosition, ...], place: Place, drawn: bool
 ) -> list[jax.Array]:
-    """The released leaves. words: of the key, uint32 (4,). highs, lows: of the `FloatPair`; lows may be None."""
+    """The released leaves. words: the key, uint32 (4,). highs, lows: the parts of the `FloatPair`; lows may be None."""
     highs, shapes = [high.astype(jnp.float32) for high in highs], [high.shape for high in highs]
     size = sum(map(math.prod, shapes))
     as_integers = place.platform == "tpu"
@@ -205,7 +206,7 @@ def release_leaves(
 
     def in_integers(highs, lows) -> list[jax.Array]:
         chunks = -(-size // (2 * places[0].half))
-        rows = -(-chunks // -(-chunks // IN_INTEGERS))  # as few as make the same number of turns
+        rows = -(-chunks // -(-chunks // IN_INTEGERS))  # as few as keep the number of turns
         rows = rows if rows == chunks else -(-rows // 8) * 8  # a TPU's registers have 8 rows
         low = None if lows is None else in_rows(lows, places, rows)
         made = _noisy_in_integers(words, step, deviation, in_rows(highs, places, rows), low, rows, drawn)
@@ -231,7 +232,7 @@ def _flat_leaves(leaves: list[jax.Array], padding: int = 0) -> jax.Array:
 
 
 def in_rows(leaves: list[jax.Array], places: tuple[StreamPosition, ...], chunks: int = 1) -> jax.Array:
-    """The leaves one after another, and zeros up to a multiple of this many chunks, float32 (2 * chunks, half)."""
+    """Concatenates the leaves, with zeros up to a multiple of this many chunks, float32 (2 * chunks, half)."""
     size, half = sum(leaf.size for leaf in leaves), places[0].half
     return _flat_leaves(leaves, -size % (2 * half * chunks)).reshape(-1, half)
 
@@ -239,11 +240,11 @@ def in_rows(leaves: list[jax.Array], places: tuple[StreamPosition, ...], chunks:
 def in_leaves(
     made: jax.Array, step, places: tuple[StreamPosition, ...], shapes: list[tuple[int, ...]]
 ) -> list[jax.Array]:
-    """The leaves of what `_flat_leaves` or `in_rows` has made."""
+    """Splits the result of `_flat_leaves` or `in_rows` into leaves."""
     made, starts = made.reshape(-1), [at.start for at in places]
     if len(shapes) - len(set(shapes)) >= REPEATED:
-        # XLA compiles equal kernels once. With starts that are constants, each leaf has a kernel of its own. With
-        # starts that are values, all leaves of one shape share one.
+        # XLA compiles equal kernels once. With constant starts, each leaf has a separate kernel. With starts that are
+        # computed, all leaves of one shape share one.
         starts = jax.lax.cond(opaque_false(step), lambda: [0] * len(shapes), lambda: [at.start for at in places])
     parts = zip(starts, shapes, strict=True)
     return [
@@ -253,15 +254,15 @@ def in_leaves(
 
 
 def noisy_in_chunks(words, step, deviation, high: jax.Array, low: jax.Array | None, drawn: bool) -> jax.Array:
-    """`high + low` with noise on the grid, float32 like both, (2 * chunks, half), made in the memory of `high`."""
+    """Adds noise to `high + low` on the grid, float32 like both, (2 * chunks, half), in the memory of `high`."""
     half = high.shape[1]
 
     def make_chunk(number, made):
-        # The lanes behind those of the pairs make the rare word. A cipher of its own would take .04 s more to compile.
+        # The lanes after those of the pairs give the rare word. A separate cipher would take .04 s more to compile.
         lane = jax.lax.iota(jnp.uint32, half + RARE_LANES)
         row = jax.lax.broadcasted_iota(jnp.uint32, (2, half), 0)
-        # Without the barrier, XLA moves what is the same in every turn out of the loop, into kernels of their own, and
-        # each takes time to compile.
+        # Without the barrier, XLA moves what is the same in every turn out of the loop, into separate kernels, and each
+        # takes time to compile.
         varying = number, step, [*words], lane, row
         number_here, step_here, words_here, lane, row = jax.lax.optimization_barrier(varying)
 
@@ -291,13 +292,13 @@ def noisy_in_chunks(words, step, deviation, high: jax.Array, low: jax.Array | No
 
 
 def _noisy_in_integers(words, step, deviation, high: jax.Array, low: jax.Array | None, chunks: int, drawn) -> jax.Array:
-    """`noisy_in_chunks` in integers, with this many chunks at once, which `high` has a multiple of."""
+    """Does the work of `noisy_in_chunks` in integers. chunks: how many at once, a divisor of the number in `high`."""
     half, rare = high.shape[1], rare_tail_word(words, step)
-    # On a TPU, an array of parts of 8 x 128 numbers lies in memory as one of one axis does, so no leaf is copied.
+    # On a TPU, an array in parts of 8 x 128 elements has the memory layout of a flat one, so no leaf is copied.
     parts = (half // 1024, 8, 128) if half % 1024 == 0 else (half,)
     rows = (chunks, 1, *parts)
     firsts, places = jax.lax.iota(jnp.uint32, chunks) * np.uint32(half), jax.lax.iota(jnp.uint32, half).reshape(parts)
-    # Outside of the loop, where XLA would have a kernel for them in every turn.
+    # Outside of the loop, where XLA would otherwise run a kernel for them in every turn.
     firsts, places = jax.lax.optimization_barrier((firsts, places))
     firsts = jax.lax.broadcast_in_dim(firsts, rows, (0,))
 
@@ -319,7 +320,7 @@ def _noisy_in_integers(words, step, deviation, high: jax.Array, low: jax.Array |
 def _release_leaves_in_integers(
     drawing: tuple, highs, lows, places: tuple[StreamPosition, ...], devices: int, drawn: bool
 ) -> list:
-    """The released leaves, each from the places of its numbers: all small ones at once, and large ones by blocks.
+    """The released leaves, each from its elements' positions: all small leaves at once, and large ones by blocks.
 
     drawing: the words of the key, the step and the deviation.
     """
@@ -353,11 +354,11 @@ def _release_leaves_in_integers(
 
 
 def _by_blocks(of_block: Callable, high: jax.Array, low: jax.Array | None, devices: int) -> jax.Array:
-    """`of_block(high, low, first, strides)` of one block after another, in the memory of `high`.
+    """Applies `of_block(high, low, first, strides)` to one block after another, in the memory of `high`.
 
-    A block is a slice of one axis. Where the devices may share that axis, it is seen as their number times the rest, so
-    that every device has its part of every block. first: the place of a block's first number in the leaf, uint32 ().
-    strides: from a number to the next one of each axis, ints.
+    A block is a slice of one axis. If the devices may share that axis, it is split into their number times the rest, so
+    that every device has its part of every block. first: the position of a block's first element in the leaf, uint32
+    (). strides: ints, the distance between neighbors along each axis.
     """
     shape, most = high.shape, LEAF_BLOCK * devices
     ways = []
@@ -380,7 +381,7 @@ def _by_blocks(of_block: Callable, high: jax.Array, low: jax.Array | None, devic
         found = of_block(
             before, more[0] if more else None, first.astype(jnp.uint32) * np.uint32(strides[axis]), strides
         )
-        if view[axis] % length:  # the last block begins among the numbers of the one before, which have their noise
+        if view[axis] % length:  # the last block overlaps the one before, with the same noise
             fresh = first + jax.lax.broadcasted_iota(jnp.int32, found.shape, axis) >= number * length
             found = jnp.where(fresh, found, before)
         return jax.lax.dynamic_update_slice_in_dim(made, found, first, axis)
@@ -391,8 +392,8 @@ def _by_blocks(of_block: Callable, high: jax.Array, low: jax.Array | None, devic
 
 
 def _polar_pairs(words, step, deviation, pair: jax.Array, stream: jax.Array | int, rare: jax.Array) -> tuple:
-    """The blocks of these pairs, and their `integer_normals.polar_radius`. With the barriers, one kernel is three, of a
-    size that a TPU's compiler can plan."""
+    """The blocks of these pairs, and their `integer_normals.polar_radius`. The barriers split one kernel into three,
+    small enough for a TPU's compiler to plan."""
     block = jax.lax.optimization_barrier(threefry4x32(words, _cipher_blocks(step, pair, stream)))
     scale = (jax.lax.bitcast_convert_type(deviation, jnp.uint32) & np.uint32(0x7FFFFF)) | np.uint32(0x800000)
     return block, jax.lax.optimization_barrier(integer_normals.polar_radius(block, rare, scale))
@@ -401,7 +402,7 @@ def _polar_pairs(words, step, deviation, pair: jax.Array, stream: jax.Array | in
 def _round_to_grid_in_integers(
     deviation, high: jax.Array, low: jax.Array | None, polar: tuple | None, second: jax.Array
 ):
-    """`round_to_grid` in integers. polar: `_polar_pairs` of the pairs; None for no noise. second: of `normal`."""
+    """`round_to_grid` in integers. polar: the `_polar_pairs`; None for no noise. second: as for `normal`."""
     noise = None if polar is None else integer_normals.normal(polar[1], polar[0], second)
     exponent = (jax.lax.bitcast_convert_type(deviation, jnp.uint32) >> 23).astype(jnp.int32)
     made = integer_normals.round_to_grid(high, low, noise, exponent - np.int32(127 + GRID))
@@ -411,9 +412,9 @@ def _round_to_grid_in_integers(
 def _normal_pairs_of_leaf(
     at: StreamPosition, shape: tuple[int, ...], first: ArrayLike = 0, strides: Sequence[int] = ()
 ) -> tuple[jax.Array, jax.Array]:
-    """Of each number of a leaf of this shape: the number of its pair, uint32, and whether it is the second, bool.
+    """For each element of a leaf of this shape: the number of its pair, uint32, and whether it is the second, bool.
 
-    first: of a block of a leaf, the place of its first number in the leaf, uint32 (). strides: of that leaf's axes.
+    first: for a block, its first element's position in the leaf, uint32 (). strides: those of the leaf's axes.
     """
     lax = jax.lax
 
@@ -430,11 +431,11 @@ def _normal_pairs_of_leaf(
 
 
 def _normals(words, step, at: StreamPosition, shape: tuple[int, ...], compact: bool = False) -> jax.Array:
-    """The normals of a leaf of this shape, float64, each made from its place. compact: of one axis."""
+    """The normals of a leaf of this shape, float64, each from its position. compact: for a leaf of one axis."""
     lax, (pair, second) = jax.lax, _normal_pairs_of_leaf(at, shape)
     block, rare = threefry4x32(words, _cipher_blocks(step, pair, at.stream)), rare_tail_word(words, step)
-    # The barriers keep a CPU from computing the cipher again for each word, and for each use of the radius. A GPU would
-    # write every word of it to memory for them, which is 8 times that of the numbers.
+    # The barriers keep a CPU from computing the cipher again for each word, and for each use of the radius. With them,
+    # a GPU would write every word of it to memory, which is 8 times as much as the normals.
     barrier = lax.optimization_barrier if current_place().platform == "cpu" else lambda arrays: arrays
     block, rare = barrier((_computed_in_one_program(block) if compact else block, rare))
     with jax.enable_x64(True):
@@ -456,19 +457,19 @@ def _float32_normals(
 
 
 def _cipher_blocks(step: jax.Array, pair: jax.Array, stream: jax.Array | int) -> list[jax.Array]:
-    """The block of every pair, uint32 like `pair`."""
+    """Enciphers the block of every pair, uint32 like `pair`."""
     first = jax.lax.broadcast(step.astype(jnp.uint32) + np.uint32(1), pair.shape)
     return [first, pair, jnp.full_like(pair, stream), jnp.zeros_like(pair)]
 
 
 def rare_tail_word(words, step: jax.Array) -> jax.Array:
-    """The word e of `normals.py` of one release, uint32 ()."""
+    """The word e of `normals.py` for one release, as a uint32 scalar."""
     return derive_key(words, step.astype(jnp.uint32) + np.uint32(1), RARE)[0]
 
 
 def _computed_in_one_program(arrays: list[jax.Array]) -> list[jax.Array]:
-    """The uint32 (n,) arrays, computed in one program on a CPU: the results of one reduction, of every number with
-    itself. Else what they have in common is computed for each, which was a quarter of the time.
+    """The uint32 (n,) arrays, computed in one program on a CPU: as the results of one reduction, of every element with
+    itself. Otherwise XLA computes what they share for each of them, which took a quarter of the time.
     """
     doubled = [jax.lax.broadcast_in_dim(x, (len(x), 2), (0,)) for x in arrays]
     zeros = [np.uint32(0)] * len(doubled)
@@ -482,17 +483,17 @@ def release_and_rest(
     parts: Tree,
     deviation: jax.Array | float,
 ) -> tuple[Tree, FloatPair]:
-    """`release` of the `FloatPair` `total(parts)`, of two numbers, and its rest: what was released less that total.
+    """Returns `release` of the `FloatPair` `total(parts)`, and its rest: what was released minus that total.
 
-    The released bits are those of `release`. The rest is in two float32 numbers, and SECRET, because it is noise.
+    The released bits are those of `release`. The rest is a pair of float32 numbers, and SECRET, because it is noise.
 
-    key: of the mechanism's "noise" stream, (). step: int (), below 2^31; two steps have independent noise.
-    total: a function of `parts` alone, the same object at every call, because jax keeps its trace. parts: a tree of
+    key: scalar key of the mechanism's "noise" stream. step: int (), below 2^31; two steps have independent noise.
+    total: a function of `parts` alone, the same object at every call, because jax caches its trace. parts: a tree of
         arrays.
     deviation: as for `release`.
 
-    On a CPU, the total is written where the chunks are made, and the rest is computed from there. `release` of a total
-    that is needed afterwards is slower: XLA computes it again, and copies its parts to have them until then. For one
+    On a CPU, the total is written where the chunks are computed, and the rest is computed from there. `release` of a
+    total that is needed later is slower: XLA computes it again, and copies its parts to keep them until then. For one
     step of memory, that took 2.2 times as long as independent noise instead of 1.7 (benchmarks/correlated_steps.py).
     """
     if STAND_INS.value.release is not None:
@@ -516,7 +517,7 @@ def release_and_rest(
 def _release_and_rest(
     words, step, deviation, parts, total, places: tuple[StreamPosition, ...], place: Place, drawn: bool
 ) -> tuple:
-    """The leaves of `release_and_rest`: three lists, of what is released, and of both numbers of the rest."""
+    """The leaves of `release_and_rest`, as three lists: the release, and both parts of the rest."""
     shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(total, parts).high)]
 
     def rest(released, highs, lows) -> tuple:
@@ -528,7 +529,7 @@ def _release_and_rest(
             high, low = (in_rows(jax.tree.leaves(numbers), places) for numbers in total(parts))
             return high, low
 
-        # The step is at least 0. XLA can compute nothing again that comes from a conditional.
+        # The step is at least 0. XLA cannot recompute the result of a conditional.
         zeros = functools.partial(optax.tree.zeros_like, jax.eval_shape(made))
         high, low = jax.lax.cond(step >= 0, made, zeros)
         released = noisy_in_chunks(words, step, deviation, high, low, drawn)
@@ -544,18 +545,18 @@ def _release_and_rest(
 
 
 def count_pairs(numbers: int) -> int:
-    """How many pairs of normals are drawn for `numbers` numbers of one stream, an int.
+    """How many pairs of normals are drawn for `numbers` elements of one stream, as an int.
 
-    Some pairs of the last chunk give one number and not two, but each counts as a whole pair.
+    Some pairs of the last chunk give one element instead of two, but each counts as a whole pair.
     """
     whole, rest = divmod(numbers, CHUNK_NUMBERS)
     return whole * (CHUNK_NUMBERS // 2) + min(rest, CHUNK_NUMBERS // 2) if whole else (numbers + 1) // 2
 
 
 def count_numbers_with_cost(shapes: Sequence[tuple[int, ...]]) -> int:
-    """How many numbers a release of leaves of these shapes has for its cost: that of `count_pairs`, for all its pairs.
+    """How many elements a release of leaves of these shapes counts for its cost: enough to cover every pair drawn.
 
-    In streams of their own, leaves draw more pairs than they have numbers for, so they count twice as many numbers.
+    In separate streams, the last chunk of a leaf may draw a pair for each element, so these elements count twice.
     """
     sizes = [math.prod(shape) for shape in shapes]
     if len(sizes) > 1 and sum(sizes) >= ONE_STREAM:
@@ -566,7 +567,7 @@ def count_numbers_with_cost(shapes: Sequence[tuple[int, ...]]) -> int:
 
 @contextlib.contextmanager
 def counting_releases() -> Iterator[list[int]]:
-    """A list that gets the `count_numbers_with_cost` every release that is traced inside, ints."""
+    """Yields a list that collects the `count_numbers_with_cost`, ints, of every release traced inside."""
     token = _COUNTED.set(found := [])
     try:
         yield found
@@ -575,7 +576,7 @@ def counting_releases() -> Iterator[list[int]]:
 
 
 def count_release(shapes: Sequence[tuple[int, ...]]) -> int:
-    """The `count_numbers_with_cost` a release, which `counting_releases` hears of."""
+    """Returns the `count_numbers_with_cost` of a release, and reports it to `counting_releases`."""
     numbers = count_numbers_with_cost(shapes)
     if (found := _COUNTED.get()) is not None:
         found.append(numbers)
@@ -583,7 +584,7 @@ def count_release(shapes: Sequence[tuple[int, ...]]) -> int:
 
 
 def round_to_grid(high: jax.Array, low: jax.Array | None, normals: ArrayLike, deviation: jax.Array) -> jax.Array:
-    """gamma k of `noise.py`'s docstring, float32 in the shape of `high`. normals: g, float64. deviation: float32 ()."""
+    """gamma k of the module docstring, float32 in the shape of `high`. normals: g, float64. deviation: float32 ()."""
     bits = jax.lax.bitcast_convert_type(deviation, jnp.int32)
     exponent = jax.lax.shift_right_logical(bits, np.int32(23)) - np.int32(127 + GRID)
     with jax.enable_x64(True):
@@ -597,5 +598,5 @@ def round_to_grid(high: jax.Array, low: jax.Array | None, normals: ArrayLike, de
 
 
 def _exact_power_of_two(exponent: jax.Array) -> jax.Array:
-    """2^exponent, float64 (), exactly. exponent: int32 (), of at least -1022."""
+    """2^exponent, exactly, as a float64 scalar. exponent: int32 (), at least -1022."""
     return jax.lax.bitcast_convert_type((exponent.astype(jnp.int64) + 1023) << 52, jnp.float64)

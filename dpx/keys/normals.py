@@ -61,8 +61,8 @@ ROOT_HALF = np.float64(math.sqrt(0.5)).view(np.int64)  # its bits
 
 
 def radius_and_angle(words: Sequence[jax.Array], rare: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """r and theta, or theta - 1 if that is nearer to 0, float64, from the four words of a block, uint32 of one shape.
-    rare: e, uint32 (), of the release. Call it inside `jax.enable_x64`."""
+    """Returns r and theta, or theta - 1 if that is nearer to 0, as float64, from the four words of a block, uint32 of
+    one shape. rare: the release's word e, uint32 (). Call it inside `jax.enable_x64`."""
     a, b, c, d = words
     small = lax.eq(a, _constant_like(a, 0, jnp.uint32))
 
@@ -91,8 +91,8 @@ def radius_and_angle(words: Sequence[jax.Array], rare: jax.Array) -> tuple[jax.A
 
 
 def normal(radius: jax.Array, theta: jax.Array, second: jax.Array) -> jax.Array:
-    """r sin(2 pi theta), or r cos(2 pi theta) where `second`, bool, is True: float64, of `radius_and_angle`.
-    All have one shape. Call it inside `jax.enable_x64`."""
+    """Returns r sin(2 pi theta), or r cos(2 pi theta) where `second`, bool, is True, as float64. radius, theta: from
+    `radius_and_angle`. All have one shape. Call it inside `jax.enable_x64`."""
     turns = lax.abs(theta)  # in [0, 1/2]
     folded = lax.min(turns, 0.5 - turns)  # sin(pi - x) = sin x
     turns = lax.select(second, 0.25 - turns, lax.select(theta < 0, -folded, folded))  # cos x = sin(pi / 2 - x)

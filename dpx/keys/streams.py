@@ -2,16 +2,16 @@
 
 Every random use in dpx has its own stream, because two uses of one stream could be subtracted from each other.
 
-The cipher is Threefry-4x32 of 20 rounds (Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405), on JAX arrays.
-It permutes the 2^128 blocks, in a way that each of 2^128 keys chooses. Threefry-2x32, the cipher of `jax.random.key`,
-has keys and blocks of 64 bits: 2^64 trials find a key, and at the 10^10 numbers of a long run, even an ideal
-permutation of 64-bit blocks differs from a random function, because no block comes twice.
+The cipher is Threefry-4x32 with 20 rounds (Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405), on JAX arrays.
+Each of 2^128 keys permutes the 2^128 blocks differently. Threefry-2x32, the cipher of `jax.random.key`, has keys and
+blocks of 64 bits: 2^64 trials find a key, and for the 10^10 numbers of a long run, even an ideal permutation of 64-bit
+blocks differs from a random function, because no block repeats.
 
 No two uses of one key encipher the same block, because they differ in the second or the last word:
 
     the noise                   (step + 1, place, 0, 0)
     a key of a key, `derive_key`   (number, 1, 0, DERIVED)
-    other numbers, `draw_bits`      (place, 1, 0, DRAWN)
+    other numbers, `draw_bits`      (position, 1, 0, DRAWN)
     the word of a release       (step + 1, 1, 0, RARE)
     jax's split and fold_in     (0, 0, high, low)
     jax's bits                  (high, low, 0, 0)
@@ -33,7 +33,7 @@ import numpy as np
 
 from dpx.values import names_arguments, warn_user
 
-# How far each round rotates its two words, in bits. The first word of a pair is number 0, the second 1 and 3 in turns.
+# How far each round rotates its two words, in bits. The first word of a pair is word 0, the second 1 and 3 in turns.
 TURNS = (10, 26), (11, 21), (13, 27), (23, 5), (6, 20), (17, 11), (25, 10), (18, 20)
 ROUNDS = 20
 PARITY = np.uint32(0x1BD11BDA)
@@ -42,8 +42,8 @@ DERIVED, DRAWN, RARE = 1, 2, 3  # the last word of a block
 
 
 def threefry4x32(key: Sequence[jax.Array] | jax.Array, block: Sequence[jax.Array]) -> list[jax.Array]:
-    """The enciphered blocks, four uint32 arrays. key: four words, uint32 () each. block: four uint32 arrays, one shape.
-    Word 0 is the lowest, as in the authors' code (Random123)."""
+    """Returns the enciphered blocks, four uint32 arrays. key: four uint32 scalars. block: four uint32 arrays of one
+    shape. Word 0 is the lowest, as in the authors' code (Random123)."""
     lax, shape = jax.lax, block[0].shape  # `jnp` takes longer to trace
 
     def constant_word(value) -> jax.Array:
@@ -74,19 +74,19 @@ def threefry4x32(key: Sequence[jax.Array] | jax.Array, block: Sequence[jax.Array
 
 @functools.partial(jax.jit, static_argnums=2)
 def derive_key(words: jax.Array, number: jax.Array, use: int = DERIVED) -> jax.Array:
-    """The words of a new key, uint32 (4,), from those of a key and a number, uint32 (). use: DERIVED or RARE."""
+    """Derives a new key, uint32 (4,), from the words of a key and a number, uint32 (). use: DERIVED or RARE."""
     lax, place = jax.lax, jax.lax.iota(jnp.uint32, 4)
     every = functools.partial(lax.full_like, place)
     found = threefry4x32([*words], [lax.broadcast(number, (4,)), every(1), every(0), every(use)])
-    # One array of four equal columns, from which the selects take one word each, is one program for XLA. Four scalars
-    # would be four programs, which take three times as long to compile.
+    # One array of four equal columns, from which each select takes one word, is one program for XLA. Four scalars would
+    # be four programs, which take three times as long to compile.
     low = lax.select(lax.lt(place, every(1)), found[0], found[1])
     high = lax.select(lax.lt(place, every(3)), found[2], found[3])
     return lax.select(lax.lt(place, every(2)), low, high)
 
 
 def draw_bits(words: jax.Array, count: int) -> list[jax.Array]:
-    """128 random bits for each of `count` places: four uint32 arrays (count,). words: of the key, uint32 (4,). Unlike
+    """Draws 128 bits for each of `count` positions: four uint32 arrays (count,). words: the key, uint32 (4,). Unlike
     `jax.random.bits`, they depend on no setting of jax."""
     every = functools.partial(jax.lax.full, (count,), dtype=jnp.uint32)
     return threefry4x32([*words], [jax.lax.iota(jnp.uint32, count), every(1), every(0), every(DRAWN)])
@@ -96,19 +96,19 @@ SMALL = (
     "the key must be secret, but it looks like one from a seed below 2^32, such as jax.random.key(0). Anyone can try "
     "all of these and subtract the noise: take dpx.secret_key()"
 )
-_WARNED: set[int] = set()  # the marks of the keys that were warned of
+_WARNED: set[int] = set()  # the marks of the keys that were warned about
 
 
 @names_arguments
 def secret_key(seed: int | np.integer | bytes | None = None) -> jax.Array:
-    """A typed PRNG key, (), from all 128 bits of `seed`. The key and the seed are as secret as the data.
+    """Returns a scalar typed PRNG key from all 128 bits of `seed`. The key and the seed are as secret as the data.
 
-    seed: an int in [0, 2^128), or 16 bytes, the highest first; None takes 128 fresh bits from the operating system. To
+    seed: an int in [0, 2^128), or 16 bytes, highest first; None takes 128 fresh bits from the operating system. To
         continue the run later, choose the seed yourself (`secrets.randbits(128)`) and keep it.
 
     A cipher with this 128-bit key draws everything random in dpx (`dpx.keys.streams`). Other JAX keys are accepted, but
-    hold less: `jax.random.key` keeps only the lowest 32 bits of a seed, so that anyone can try them all, and a
-    "threefry2x32" key has at most 64 secret bits. Raises ValueError for any other seed.
+    hold fewer secret bits: `jax.random.key` keeps only the lowest 32 bits of a seed, so anyone can try them all, and a
+    "threefry2x32" key has at most 64. Raises ValueError for any other seed.
 
         >>> import secrets
         >>> seed = secrets.randbits(128)  # keep it as secret as the data, to continue the run later
@@ -127,7 +127,7 @@ def secret_key(seed: int | np.integer | bytes | None = None) -> jax.Array:
 
 
 def require_key(key: jax.Array) -> jax.Array:
-    """`key` as a typed PRNG key, (). Raises ValueError unless it is one key, of an implementation that is safe here."""
+    """Returns `key` as a scalar typed PRNG key. Raises ValueError unless it is one key, of a safe implementation."""
     if not isinstance(key, jax.Array):
         raise ValueError(f"key must be a jax PRNG key (dpx.secret_key()), got a {type(key).__name__}")
     if not is_key(key):
@@ -149,8 +149,8 @@ def is_key(leaf: Any) -> bool:
 
 
 def is_small(key: jax.Array) -> bool:
-    """Whether a key, (), is known and looks like one from a seed below 2^32; others do with probability 2^-32 or less.
-    A "threefry4x32" or "philox" key of `jax.random.key` hides its seed, so it looks like any other."""
+    """Whether a scalar key is known and looks like one from a seed below 2^32; others do with probability at most
+    2^-32. A "threefry4x32" or "philox" key of `jax.random.key` hides its seed, so it looks like any other key."""
     if isinstance(key, jax.core.Tracer):
         return False
     data = jax.random.key_data(require_key(key))
@@ -161,7 +161,7 @@ def is_small(key: jax.Array) -> bool:
 
 
 def warn_if_guessable(key: jax.Array) -> jax.Array:
-    """`key`, (), with a warning, once for each key, at the user's line if it comes from a seed that can be guessed."""
+    """Returns the scalar `key`, and warns once per key, at the user's line, if it comes from a guessable seed."""
     if is_small(key) and (mark := int(mark_of_key(key))) not in _WARNED:
         _WARNED.add(mark)
         warn_user(SMALL)
@@ -169,21 +169,21 @@ def warn_if_guessable(key: jax.Array) -> jax.Array:
 
 
 def stream(key: jax.Array, name: str, step: jax.Array | int | None = None) -> jax.Array:
-    """The key, (), for the use called `name`; with a step, int (), the key for that step alone. A 128-bit
-    "threefry4x32" key, whatever implementation `key` has. Raises ValueError as `require_key` does."""
+    """Derives the scalar key for the use called `name`; with an int `step`, the key for that step alone. It is a
+    128-bit "threefry4x32" key, whatever implementation `key` has. Raises ValueError as `require_key` does."""
     named = fold_in(require_key(key), zlib.crc32(name.encode()))
     return named if step is None else fold_in(named, step)
 
 
 def fold_in(key: jax.Array, number: jax.Array | int) -> jax.Array:
-    """The "threefry4x32" key, (), derived from a key, (), and a number in [0, 2^32), int (). `jax.random.fold_in` would
-    share a block of the cipher with `jax.random.bits`. Raises OverflowError for a known number outside this range."""
+    """Derives a scalar "threefry4x32" key from a scalar key and an int in [0, 2^32). `jax.random.fold_in` would share a
+    block of the cipher with `jax.random.bits`. Raises OverflowError for a known number outside this range."""
     word = number.astype(jnp.uint32) if isinstance(number, jax.Array) else np.uint32(int(number))
     return _typed_key(derive_key(key_words(key), word))
 
 
 def key_words(key: jax.Array) -> jax.Array:
-    """The 128 bits of a key, (), that enter the cipher: uint32 (4,), the highest first.
+    """The 128 bits of a scalar key that enter the cipher: uint32 (4,), highest first.
 
     A shorter key is padded with zeros, so it stays the same number, which a fresh `secret_key` equals with probability
     2^-64 only. Words beyond four are folded in. Under `jax.vmap`, jax draws only from the first of all "rbg" keys, so
@@ -196,11 +196,11 @@ def key_words(key: jax.Array) -> jax.Array:
 
 
 def public_key(key: jax.Array) -> jax.Array:
-    """A "threefry2x32" key, (), for numbers that anyone may know: half of the words of `key`, (), which must have no
-    other use; a "threefry2x32" key is returned as it is.
+    """Returns a scalar "threefry2x32" key for numbers that anyone may know: half of the words of the scalar `key`,
+    which must have no other use. A "threefry2x32" key is returned as it is.
 
-    It reveals nothing about what `key` was derived from. Its cipher is smaller, so jax.random draws in half of the time
-    or less, and XLA compiles a step with a "hadamard" projection in 4 s instead of 21. With jax's threefry4x32 and
+    It reveals nothing about what `key` was derived from. Its cipher is smaller, so jax.random draws in at most half of
+    the time, and XLA compiles a step with a "hadamard" projection in 4 s instead of 21. With jax's threefry4x32 and
     without XLA's optimizations, `jax.random.randint` under `jax.vmap` took 50 s for 20,000 numbers.
     """
     return jax.random.wrap_key_data(key_words(key)[2:], impl="threefry2x32")
