@@ -1,5 +1,5 @@
-"""Budgets: (epsilon, delta) for a number of steps or epochs, given in place of a noise multiplier; and calibration: the
-least noise, rounded up, or the most steps, for which the cost is within a budget.
+"""Budgets, which state (epsilon, delta) for a number of steps or epochs in place of a noise multiplier; and
+calibration, which finds the least noise, rounded up, or the most steps that stay within a budget.
 """
 
 import functools
@@ -31,43 +31,44 @@ from dpx.values import (
 )
 
 M = TypeVar("M", bound=Any)
-_COARSE_BUCKETS = 24  # of a first, rough search, where the second one starts (benchmarks/accounting.py, calibration)
-_COARSE_TOLERANCE = 0.02  # of the first search, relative
+_COARSE_BUCKETS = 24  # for a rough first search, which starts the second one (benchmarks/accounting.py, calibration)
+_COARSE_TOLERANCE = 0.02  # relative, for the first search
 _LARGEST_MULTIPLIER = 1e6  # if this much noise does not meet a budget, the budget counts as impossible
-_MOST_STEPS = 10_000_000  # more than any run takes: a bill within the budget here does not bound the steps
-_FAR = 10.0  # of the logarithm of noise: no secant goes that far
-_NEARLY = 0.9  # of a budget: a calibration that ends below has met a cost that jumps to infinity
-_NEAR = 4  # slow bills of a search that begins near the answer
+_MOST_STEPS = 10_000_000  # more than any run takes: if these are within the budget, it does not bound the steps
+_FAR = 10.0  # longest step of a secant, in ln noise
+_NEARLY = 0.9  # share of a budget; a calibration that ends below it has met a cost that jumps to infinity
+_NEAR = 4  # evaluations of a slow cost in a search that starts near the answer
 _SMALLEST_MULTIPLIER = 1e-3  # the search stops here, because so large a budget is not a constraint
 
 
 @names_arguments
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """(epsilon, delta) for a run. Pass it as the noise multiplier of any function that accepts a budget.
+    """The (epsilon, delta) of a run. Pass it as the noise multiplier of any function that accepts a budget.
 
         >>> budget = dpx.Budget(epsilon=2.0, delta=1e-5, epochs=5)
         >>> dpx.dp_sgd(clip_norm=1.0, noise_multiplier=budget, sampling=sampling, key=key).noise_multiplier
         1.344...
 
-    The mechanism remembers its budget: `sampling.take` and `sampling.batches` refuse the step after the last one, and
-    a run that ends earlier still costs the whole budget, because the releases may have decided when it ends.
+    The mechanism remembers its budget: `sampling.take` and `sampling.batches` refuse any step after the last, and a run
+    that ends earlier still costs the whole budget, because the releases may have decided when it ends.
 
     epsilon: float, positive and finite. delta: float in (0, 1), ideally far below 1 divided by the number of examples.
-    steps: int, at least 1, of the whole run. epochs: float, positive, in place of steps. A mechanism turns epochs into
-        steps, by `sampling.steps(epochs=epochs)`, because the sampling decides how long an epoch is.
-    accountant: which one keeps the cost at most epsilon, as for `dpx.epsilon`.
+    steps: int, at least 1, the steps of the whole run. epochs: float, positive, in place of steps. The mechanism
+        converts epochs by `sampling.steps(epochs=epochs)`, because the sampling decides how long an epoch is.
+    accountant: the accountant that must find a cost of at most epsilon, as for `dpx.epsilon`.
     records: int, at least 1. Above 1, epsilon protects a person who owns up to this many examples, for Poisson samples
-        and full batches only. So does every later cost of the mechanism, and its report says so. You must ensure that
-        nobody owns more, for example with `dpx.sampling.records_to_keep`. With `dpx.UserData`, the sampling draws
-        persons, so leave it at 1.
+        and full batches only. So do all later costs and reports of the mechanism. You must ensure that nobody owns
+        more, for example with `dpx.sampling.records_to_keep`. With `dpx.UserData`, the sampling draws persons, so leave
+        it at 1.
     public_stop: bool. True promises that only public information decides when a run ends: no release, no
         metric of the parameters and no private data. A run that ends early then costs only the steps that it took.
-    numbers: int, at most 2^32, the most numbers that a step releases: those that the model trains, and one more with
-        adaptive clipping. Every cost is for this many, and `init` refuses more parameters. None:
-        the noise is for 2^32, and the cost of a state for its own. It matters for small deltas (`docs/exact.md`).
+    numbers: int, at most 2^32, the most elements that a step releases: one per trained parameter, and one more with
+        adaptive clipping. Every cost is for this many, and `init` refuses more parameters. With None, the noise is for
+        2^32, and the cost of a state for its own number. It matters for small deltas (`docs/exact.md`).
 
-    Raises ValueError for a field outside its range, unless exactly one of steps and epochs is given, and in arithmetic.
+    Raises ValueError for a field outside its range, if not exactly one of steps and epochs is given, and when it is
+    used as a number.
     """
 
     epsilon: float
@@ -95,7 +96,7 @@ class Budget:
             require_number("epochs", self.epochs, minimum=0, exclusive=True)
 
     def for_sampling(self, sampling: Sampling) -> "Budget":
-        """This budget with steps, those that its epochs are under `sampling`."""
+        """Returns this budget with its epochs converted to steps of `sampling`."""
         if self.epochs is None:
             return self
         return replace(self, steps=sampling.steps(epochs=self.epochs), epochs=None)
@@ -112,10 +113,10 @@ class Budget:
 
 
 def accepts_budget(build: Callable[..., M]) -> Callable[..., M]:
-    """Returns `build`, a function that builds a mechanism, so that its `noise_multiplier` may also be a `Budget`.
+    """Decorates a function that builds a mechanism, so that its `noise_multiplier` may also be a `Budget`.
 
-    Given a Budget, it finds the least noise multiplier that stays within it. Decorate the
-    function that builds the OUTERMOST mechanism, because a wrapper around a mechanism may raise its cost:
+    Given a Budget, it finds the least noise multiplier that stays within it. Decorate the function that builds the
+    OUTERMOST mechanism, because a wrapper around a mechanism may raise its cost:
 
         @dpx.accounting.accepts_budget
         def mine(*, noise_multiplier, **rest):
@@ -123,7 +124,8 @@ def accepts_budget(build: Callable[..., M]) -> Callable[..., M]:
 
     build: takes an argument `noise_multiplier`; the noise of every step must grow with that number.
 
-    Raises ValueError if `build` is not a function of such an argument; what it returns raises as `calibrate` does.
+    Raises ValueError if `build` is not a function of such an argument; the decorated function raises as `calibrate`
+    does.
     """
     if not callable(build):
         raise ValueError(f"build must be a function, got {described(build)}")
@@ -172,19 +174,19 @@ def calibrate(
     numbers: int | None = None,
     tolerance: float = 1e-4,
 ) -> float:
-    """The least noise multiplier for which `steps` steps of `make(noise_multiplier)` cost at most epsilon at delta.
+    """Finds the least noise multiplier with which `steps` steps of `make(noise)` cost at most epsilon at delta.
 
-    make: noise multiplier -> mechanism; its noise, constant or a schedule, must grow with the number.
+    make: noise multiplier -> mechanism, whose noise, constant or a schedule, must grow with the multiplier.
     steps: int, at least 1. epsilon: positive and finite. delta: in (0, 1).
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
     relation: how neighboring data sets differ; None is the relation that the sampling states.
     records, numbers: ints, as for `dpx.epsilon`.
     tolerance: in [1e-9, 1]; the cost is in [epsilon (1 - tolerance), epsilon] if it is a continuous function of noise.
 
-    Guarantee: `dpx.epsilon` of the mechanism that is built with the returned number is at most epsilon.
+    Guarantee: `dpx.epsilon` of the mechanism built with the returned multiplier is at most epsilon.
 
-    Raises ValueError for arguments outside these ranges, for a budget that no noise multiplier up to 1e6 meets, and
-    where `dpx.epsilon` does.
+    Raises ValueError for arguments outside these ranges, if no noise multiplier up to 1e6 meets the budget, and where
+    `dpx.epsilon` does.
 
         >>> def make(last):
         ...     noise = optax.linear_schedule(2 * last, last, 100)  # for constant noise, a dpx.Budget is enough
@@ -224,9 +226,9 @@ def calibrate(
 
 
 def _warn_of_unused_budget(budget: float, found: float, costs: Mapping[float, float]) -> None:
-    """Warns the user if the least noise multiplier of a finite cost leaves much of the budget.
+    """Warns the user if even the least noise multiplier with a finite cost leaves much of the budget.
 
-    costs: those that were computed, by noise multiplier.
+    costs: noise multiplier -> cost, as computed so far.
     """
     below = [noise for noise in costs if noise < found]
     if below and costs[found] < _NEARLY * budget and costs[max(below)] == math.inf:
@@ -239,9 +241,9 @@ def _warn_of_unused_budget(budget: float, found: float, costs: Mapping[float, fl
 
 @dataclass(frozen=True)
 class CalibratedSchedule:
-    """The noise multipliers `scale * shape` have an epsilon in `interval`, whose upper end is at most the budget.
+    """A scale for which the noise multipliers `scale * shape` meet a budget.
 
-    scale: float, positive. interval: the ends, floats.
+    scale: float, positive. interval: bounds on their epsilon; the upper one is at most the budget.
     """
 
     scale: float
@@ -263,12 +265,12 @@ def calibrate_schedule(
     numbers: int = LARGEST_RELEASE,
     exact_noise: bool = False,
 ) -> CalibratedSchedule:
-    """The least scale for which the noise multipliers `scale * shape` cost at most epsilon at delta.
+    """Finds the least scale for which the noise multipliers `scale * shape` cost at most epsilon at delta.
 
-    shape: float (T,), positive. epsilon: positive and finite. delta: in (0, 1). tolerance: relative, of epsilon.
+    shape: float (T,), positive. epsilon: positive and finite. delta: in (0, 1). tolerance: relative error of epsilon.
     The other arguments are those of `schedule_epsilon`, for one record; the buckets are chosen once, near the answer.
 
-    Raises ValueError for arguments outside these ranges, and for a budget that no scale meets.
+    Raises ValueError for arguments outside these ranges, and if no scale meets the budget.
 
         >>> noise = {"counts": [9, 9, 9], "sampling_rate": 0.01}
         >>> dpx.accounting.calibrate_schedule([1.2, 1.0, 0.8], epsilon=1.0, delta=1e-5, **noise)
@@ -307,15 +309,15 @@ def calibrate_schedule(
 
 
 def _require_tolerance(value: Any) -> float:
-    """Raises ValueError for a tolerance that no search reaches, because costs and noise are float64."""
+    """`value` as a float. Raises ValueError for a tolerance below what a search in float64 can reach."""
     return require_number("tolerance", value, minimum=1e-9, maximum=1)
 
 
 def least_noise_within(bill: Callable[[float], float], budget: float, tolerance: float, start: float) -> float:
-    """The least noise with bill(noise) <= budget, to the tolerance, for a cost that decreases.
+    """Finds the least noise with bill(noise) <= budget, to the tolerance, for a cost that decreases with noise.
 
-    First the answer is bracketed. Then the bracket is narrowed by secants in log-log coordinates, or by bisection if a
-    secant leaves the bracket. Returns the upper end of the bracket, whose cost is within the budget.
+    Brackets the answer, then narrows the bracket by secants in log-log coordinates, or by bisection if a secant leaves
+    the bracket. Returns the upper end, whose cost is within the budget.
     """
     low = high = start
     cost_low = cost_high = bill(start)
@@ -335,7 +337,7 @@ def least_noise_within(bill: Callable[[float], float], budget: float, tolerance:
         low *= max(0.25, 0.97 * min(cost_low / budget, 0.97))
         cost_low = bill(low)
     log_target = math.log(budget * (1 - tolerance / 3))
-    points = [(low, cost_low), (high, cost_high)]  # the last two evaluated
+    points = [(low, cost_low), (high, cost_high)]  # the two latest evaluations
     while cost_high < budget * (1 - tolerance) and high > low * (1 + tolerance * (1e-3 if cost_low < math.inf else 1)):
         middle = _secant(points, log_target)
         if middle is None or not low * (high / low) ** 1e-3 < middle < high * (low / high) ** 1e-3:
@@ -352,7 +354,7 @@ def least_noise_within(bill: Callable[[float], float], budget: float, tolerance:
 def _least_noise_near(
     bill: Callable[[float], float], budget: float, tolerance: float, start: float, power: float
 ) -> float:
-    """`least_noise_within` for slow costs, about noise^-power near the start: it asks for three of them or so."""
+    """`least_noise_within` for a slow cost, about noise^-power near the start; it evaluates about three of them."""
     noise, last = start, None
     for _ in range(_NEAR):
         cost = bill(noise)
@@ -364,7 +366,7 @@ def _least_noise_near(
             power = math.log(cost / last[1]) / math.log(last[0] / noise)
         last = noise, cost
         if abs(math.log(cost / budget)) > _FAR * power:
-            break  # rounding alone tells the last two apart
+            break  # the last two differ only by rounding
         noise *= (cost / (budget * (1 - tolerance / 3))) ** (1 / power)
     return least_noise_within(bill, budget, tolerance, noise)
 
@@ -376,7 +378,7 @@ def _secant(points: list[tuple[float, float]], log_target: float) -> float | Non
         return None
     log_cost, log_last = math.log(cost), math.log(last_cost)
     exponent = (log_target - log_last) / (log_cost - log_last) * math.log(noise / last_noise)
-    return last_noise * math.exp(exponent) if abs(exponent) < _FAR else None  # rounding alone tells the costs apart
+    return last_noise * math.exp(exponent) if abs(exponent) < _FAR else None  # the costs differ only by rounding
 
 
 @names_arguments
@@ -389,16 +391,15 @@ def max_steps(
     relation: Relation | None = None,
     records: int | None = None,
 ) -> int:
-    """The largest number of steps whose cost is at most epsilon at delta, an int; 0 if one step costs more.
+    """Finds the largest number of steps whose cost is at most epsilon at delta, an int; 0 if one step costs more.
 
     optimizer: a `dpx.Mechanism`. epsilon: positive and finite. delta: in (0, 1).
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
     relation: how neighboring data sets differ; None is the relation that the sampling states.
     records: int, the most examples that the protected person owns, as for `dpx.epsilon`.
 
-    A schedule may be defined for some steps only, and its event raises ValueError beyond them. The result is then at
-    most that number of steps. A cost grows with the steps, so the search doubles, then bisects, in about
-    2 log2(steps) evaluations.
+    If a schedule ends, its event raises ValueError beyond the last step, and the result is at most that step. The cost
+    grows with the steps, so the search doubles, then bisects, in about 2 log2(steps) evaluations.
 
     Guarantee: `dpx.epsilon(optimizer, max_steps(...), delta=delta)` is at most epsilon.
 

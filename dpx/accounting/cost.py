@@ -1,11 +1,11 @@
-"""The cost of an event, and of the steps of a run, before or after it: epsilon and delta.
+"""The cost, as epsilon and delta, of an event and of a run's steps, whether planned or taken.
 
-An event is read as a ledger, its releases as step losses, and these as a profile. The cost of an event is computed as
-if its noise were made of real numbers, so that the numbers can be compared with those of other libraries.
-`profile_of_run` adds what the arithmetic of dpx adds (`arithmetic`), and all costs of runs come from it.
+An event becomes a ledger, its releases become step losses, and these become a profile. The cost of an event treats its
+noise as real numbers, so that it can be compared with other libraries. `profile_of_run` adds the cost of dpx's
+arithmetic (`arithmetic`), and the cost of every run comes from it.
 
-dpx computes the cost of Gaussian events, Poisson-sampled (also truncated) and fixed-size-sampled Gaussian events, and
-the events that are a `PrivacyLoss`. dp-accounting's own accountants do so for all other events.
+dpx computes the cost of Gaussian events, on all data, on Poisson samples (also truncated) and on samples of a fixed
+size, and of events that are a `PrivacyLoss`. dp-accounting's own accountants compute all others.
 """
 
 import math
@@ -44,23 +44,23 @@ def event_epsilon(
     relation: Relation = "add_or_remove",
     buckets: int = BUCKETS,
 ) -> float:
-    """An upper bound on epsilon at `delta` for an event; inf if a release adds no noise.
+    """Returns an upper bound on epsilon at `delta` for an event; inf if a release adds no noise.
 
-    The noise counts as exact. The cost of a run of dpx, such as `dpx.epsilon`, is larger by what the arithmetic of its
-    noise adds: below 1e-3 for up to 10,000 Gaussians at a delta of at least 1e-6 (`dpx/accounting/arithmetic.py`).
+    The noise counts as exact. The cost of a run of dpx, such as `dpx.epsilon`, also includes the arithmetic of its
+    noise: below 1e-3 for up to 10,000 Gaussians at a delta of at least 1e-6 (`dpx/accounting/arithmetic.py`).
 
-    event: a dp-accounting event, or one of a type that is a `PrivacyLoss`.
-    delta: in [0, 1). At 0, epsilon is inf, except for events that cost nothing, for those of `PureDpEvent` only, and
-        for some whose cost dp-accounting knows.
-    accountant: "pld" composes privacy loss distributions, "rdp" Renyi divergences. "tightest" is "pld" where it is
-        known for every release, else "rdp"; "pld" is at most "rdp". All are guarantees.
+    event: a dp-accounting event, or one whose type is a `PrivacyLoss`.
+    delta: in [0, 1). At 0, epsilon is inf, except for events that cost nothing, that contain only `PureDpEvent`s, or
+        for which dp-accounting knows a finite cost.
+    accountant: "pld" composes privacy loss distributions, "rdp" Renyi divergences. "tightest" uses "pld" if it is known
+        for every release, and "rdp" otherwise; "pld" never costs more than "rdp". All are guarantees.
     relation: how neighboring data sets differ. The noise of a Gaussian event is relative to the effect of adding or
         removing one example, which is also the effect of nulling one ("zero_out"). Replacing one has twice that effect,
-        and is counted accordingly. The noise of an event of sampling without replacement is relative to the effect of
-        replacing one, and it holds for no other relation.
+        and costs accordingly. For sampling without replacement, the noise is relative to the effect of replacing one,
+        and the event holds for no other relation.
     buckets: the most distinct releases that PLD composes, counted separately on Poisson samples, on samples of a fixed
-        size and on truncated samples; more are rounded up in cost to this many. For epochs of random allocation, it is
-        a quarter of this number, and at most 24.
+        size and on truncated samples; further ones are merged by rounding their cost up. For epochs of random
+        allocation, the limit is a quarter of this number, and at most 24.
 
     Raises ValueError for an event that does not hold for the relation or whose cost the accountant does not know, and
     for a delta, accountant, relation or number of buckets outside its range.
@@ -85,7 +85,7 @@ def event_delta(
     relation: Relation = "add_or_remove",
     buckets: int = BUCKETS,
 ) -> float:
-    """An upper bound on delta at `epsilon` (at least 0) for an event; arguments and errors as for `event_epsilon`."""
+    """Returns an upper bound on delta at an `epsilon` >= 0. Other arguments and errors are as for `event_epsilon`."""
     epsilon = checks.require_epsilon(epsilon)
     return event_profile(event, accountant=accountant, relation=relation, buckets=buckets).delta(epsilon)
 
@@ -100,7 +100,7 @@ def event_profile(
 ) -> Profile:
     """The profile of an event, which computes epsilon and delta; see `event_epsilon`.
 
-    curve: True if deltas at many epsilons will be computed, each to 0.1 %; compute them at rising epsilons.
+    curve: True to compute deltas at many epsilons, each to 0.1 %; ask for them in rising order of epsilon.
     """
     checks.require_accountant(accountant)
     checks.require_relation(relation)
@@ -120,19 +120,19 @@ def profile_of_run(
     runs: int = 1,
     numbers: int | NormalSamplerError = LARGEST_RELEASE,
 ) -> RunProfile:
-    """The profile of a run of dpx with this event: that of `event_profile`, and what the arithmetic of its noise adds.
+    """The profile of a run of dpx with this event: `event_profile` plus the cost of its noise's arithmetic.
 
-    Every cost of a run is one of this profile. runs: how many runs each release of the event stands for. numbers: the
-    most of one release, or the `NormalSamplerError` that draw them; 0 for exact noise.
+    The cost of every run comes from this profile. runs: how many runs each release of the event stands for. numbers:
+    the most elements in one release, or the `NormalSamplerError` of their sampler; 0 for exact noise.
     """
     exact = event_profile(event, accountant=accountant, relation=relation, buckets=buckets, curve=curve)
     return from_event(event).implemented(exact, relation, runs=runs, numbers=numbers)
 
 
 def require_reachable_epsilon(run: RunProfile, epsilon: float, delta: float) -> float:
-    """The epsilon of a run at `delta`. Raises ValueError if no noise makes it `epsilon`, because of the arithmetic."""
+    """The epsilon of a run at `delta`. Raises ValueError if the arithmetic alone costs more than `epsilon`."""
     shift = 0.0 if math.isfinite(run.shift) else math.inf
-    at_best = replace(run, exact=GaussianProfile(0.0), shift=shift)  # of noise that is as large as one likes
+    at_best = replace(run, exact=GaussianProfile(0.0), shift=shift)  # with arbitrarily large noise
     if (least := at_best.epsilon(delta)) > epsilon:
         possible = 2 * (at_best.least_delta(delta) or 0.0)  # for noise of a usual size
         advice = f"Delta must be at least about {possible:.1g} for them" if possible else "Allow a larger epsilon"
@@ -157,31 +157,31 @@ def epsilon(
     records: int | None = None,
     numbers: int | None = None,
 ) -> float:
-    """An upper bound on epsilon at `delta` for the first steps of a run; inf if a step adds no noise.
+    """Returns an upper bound on epsilon at `delta` for the first steps of a run; inf if a step adds no noise.
 
-    optimizer: a `dpx.Mechanism`, also with optax transforms behind it (`dpx.chain`).
+    optimizer: a `dpx.Mechanism`, possibly followed by optax transforms (`dpx.chain`).
     steps_or_state: a number of steps (int, at least 0); or an optimizer state, for all steps that its run has taken or
-        planned (of a `dpx.Budget` or of `dpx.fit`), unless it was built with `public_stop=True`.
+        that its `dpx.Budget` or `dpx.fit` planned, unless it was built with `public_stop=True`.
     delta: in (0, 1), ideally far below 1 divided by the number of examples. A larger one warns.
     accountant: "tightest" uses "pld" (privacy loss distributions) if that is known for every release, and otherwise
         "rdp" (Renyi divergences).
     relation: how neighboring data sets differ; None is the relation that the mechanism's sampling states. The event of
-        a Poisson sampling also holds for replacing an example ("replace_one"), and, like that of random allocation, for
-        adding or removing one ("add_or_remove"). The latter gives the same number as "zero_out", but only for real
-        numbers: in a program, a deleted row moves all later ones, and the last bits of their float sum show the order
-        of the rows. So the released bits are private for neighbors by "zero_out", where a null keeps the row.
-    weight: of `PoissonSampling(..., weights=...)`: the cost of the examples of at most this weight; None covers all.
-    records: int, at least 1, the most examples that one person owns; None is that of the mechanism's
-        `dpx.Budget`, and 1 without one. Above 1, the cost is that of nulling all of them together
-        (`dpx/accounting/groups.py`), for `PoissonSampling` without `most_rows` and for `FullBatch`.
-    numbers: int, at most 2^32, the most numbers that a step releases. None is that of the mechanism's `dpx.Budget`;
-        without one, a state's own, and 2^32 for a number of steps. It matters for deltas below 1e-12.
+        Poisson sampling also holds for replacing an example ("replace_one"), and, like that of random allocation, for
+        adding or removing one ("add_or_remove"). The latter costs the same as "zero_out", but only in real arithmetic:
+        in a program, a deleted row moves all later ones, and the last bits of their float sum reveal the order of the
+        rows. So the released bits are private under "zero_out", where a null keeps the row in place.
+    weight: for `PoissonSampling(..., weights=...)`, bounds the cost of examples up to this weight; None covers all.
+    records: int, at least 1, the most examples that one person owns; None takes it from the mechanism's `dpx.Budget`,
+        or 1 without one. Above 1, the cost is that of nulling all of them together (`dpx/accounting/groups.py`), for
+        `PoissonSampling` without `most_rows` and for `FullBatch`.
+    numbers: int, at most 2^32, the most elements that a step releases. None takes it from the mechanism's `dpx.Budget`;
+        without one, from the state, or 2^32 for a number of steps. It matters for deltas below 1e-12.
 
     Warns for a state that has taken no step, because all steps that start from it have the same noise.
 
     Raises ValueError for a state that another mechanism made, for a relation that the event does not hold for, for an
-    event whose cost the accountant does not know, for a weight above all weights, for records of another sampling, and
-    for fewer numbers than those of the state or the budget.
+    event whose cost the accountant does not know, for a weight above the largest, for several records with another
+    sampling, and for fewer numbers than the state or the budget has.
 
         >>> sampling = dpx.PoissonSampling(examples=1_000, batch_size=50)
         >>> mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=dpx.secret_key())
@@ -205,15 +205,15 @@ def delta(
     records: int | None = None,
     numbers: int | None = None,
 ) -> float:
-    """An upper bound on delta at `epsilon` (at least 0) for the first steps of a run; 1 if a step adds no noise.
+    """Returns an upper bound on delta at `epsilon` (at least 0) for the first steps of a run; 1 if one adds no noise.
 
-    optimizer: a `dpx.Mechanism`, also with optax transforms behind it (`dpx.chain`).
+    optimizer: a `dpx.Mechanism`, possibly followed by optax transforms (`dpx.chain`).
     steps_or_state: a number of steps (int, at least 0), or an optimizer state, as for `dpx.epsilon`.
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
     relation: how neighboring data sets differ; None is the relation that the sampling states.
     weight, records, numbers: as for `epsilon`.
 
-    Raises ValueError for an epsilon below 0, and as `epsilon` does.
+    Raises ValueError for an epsilon below 0, and where `epsilon` does.
 
         >>> dpx.accounting.delta(mechanism, 200, epsilon=4.0)  # and epsilon is 4.77 at delta 1e-5
         9.98...e-05
@@ -224,10 +224,10 @@ def delta(
 
 
 class RunCost(NamedTuple):
-    """What a run releases, and who is protected: all that its profile depends on.
+    """What a run releases and whom it protects: everything that its profile depends on.
 
-    event: of the steps, for a unit that owns `records` records. relation: that the event is billed under.
-    numbers: the most that one release has, or what draws them. record: what its steps or its state say.
+    event: the event of the steps, for a unit that owns `records` records. relation: the one that the cost is for.
+    numbers: the most elements in one release, or their sampler. record: facts read from its steps or its state.
     """
 
     event: dp_accounting.DpEvent
@@ -238,11 +238,11 @@ class RunCost(NamedTuple):
 
     @property
     def normal_sampler(self) -> NormalSamplerError:
-        """What draws the normals of a release, for the cost of their arithmetic."""
+        """The sampler of a release's normals, for the cost of its arithmetic."""
         return normal_sampler(self.numbers, self.record.in_integers)
 
     def profile(self, accountant: Accountant = "tightest", **options: Any) -> RunProfile:
-        """See `profile_of_run`, which takes the options."""
+        """Calls `profile_of_run`, which takes the options."""
         given = {"accountant": accountant, "relation": self.relation, "numbers": self.normal_sampler}
         return profile_of_run(self.event, **given, **options)
 
@@ -257,10 +257,10 @@ def cost_of_run(
     numbers: int | None = None,
     distinct: int = DISTINCT,
 ) -> RunCost:
-    """The cost of the steps. The arguments are as for `epsilon`; distinct: int, of `event_for_unit`.
+    """The cost of the steps. The arguments are as for `epsilon`; distinct: as for `event_for_unit`.
 
-    Raises ValueError for a state that another mechanism made, for a relation that the event is not true for, for
-    records and a weight whose cost is not known, and for fewer numbers than are known of the run.
+    Raises ValueError for a state that another mechanism made, for a relation that the event does not hold for, for
+    records or a weight whose cost is unknown, and for fewer numbers than the run is known to have.
     """
     require_billable(optimizer)
     record, sampling = read_run(steps_or_state), optimizer.sampling
@@ -268,7 +268,7 @@ def cost_of_run(
         event = optimizer.event(record.steps) if record.steps else dp_accounting.NoOpDpEvent()
     elif hasattr(optimizer, "event_matching"):
         event = optimizer.event_matching(record.state, record.steps)
-        if record.made == 0:  # with a budget, the cost would look as that of a run does
+        if record.made == 0:  # with a budget, this would look like the cost of a run
             warn_user(_UNUSED)
     else:
         raise ValueError(f"a state must be read by the dpx Mechanism that made its releases, got {type(optimizer)}")
@@ -284,7 +284,7 @@ def cost_of_run(
 
 
 def records_per_unit_of_run(optimizer: Any, records: int | None) -> int:
-    """The most records that the unit of the cost owns: `records`, or those of the mechanism's budget, or 1."""
+    """The most records that the protected unit owns: `records`, or the mechanism's budget's, or 1."""
     budget = getattr(optimizer, "budget", None)
     if records is None:
         return 1 if budget is None else budget.records
@@ -292,7 +292,7 @@ def records_per_unit_of_run(optimizer: Any, records: int | None) -> int:
 
 
 def _relation_of(event: dp_accounting.DpEvent, sampling: Sampling, relation: Relation | None) -> Relation:
-    """`relation`, or the one that the sampling states. Raises ValueError if the event is not true for it."""
+    """`relation`, or the one that the sampling states. Raises ValueError if the event does not hold for it."""
     stated = checks.require_relation(sampling.relation)
     if relation is None or checks.require_relation(relation) == stated:
         return stated
@@ -309,7 +309,7 @@ def _relation_of(event: dp_accounting.DpEvent, sampling: Sampling, relation: Rel
 
 
 def _event_for_weight(event: dp_accounting.DpEvent, sampling: Sampling, weight: float) -> dp_accounting.DpEvent:
-    """The event of the same releases for an example of this weight, whose coins have a lower rate."""
+    """The event of the same releases for an example of this weight, which takes part at a lower rate."""
     if not isinstance(sampling, PoissonSampling):
         words = f"because the examples of {sampling} have no weights"
         raise ValueError(f"weight must be left out, {words}; got {described(weight)}")
@@ -328,9 +328,9 @@ def _event_for_weight(event: dp_accounting.DpEvent, sampling: Sampling, weight: 
 def event_for_unit(
     event: dp_accounting.DpEvent, sampling: Sampling, relation: Relation, records: int, *, distinct: int = DISTINCT
 ) -> dp_accounting.DpEvent:
-    """The event of the same releases for a unit that owns this many examples. Raises ValueError where it is not known.
+    """The event of the same releases for a unit that owns this many examples. Raises ValueError if it is not known.
 
-    distinct: int, how many noise multipliers are counted at most for more than one example.
+    distinct: int, the most distinct noise multipliers that the event keeps for more than one example.
     """
     if records == 1:
         return event

@@ -1,9 +1,9 @@
-"""Gaussian differential privacy: from mu to epsilon and delta, and back, exact.
+"""Gaussian differential privacy: exact conversion between mu and (epsilon, delta).
 
-mu-GDP means that to tell two neighboring data sets apart is at least as hard as to tell N(0, 1) from N(mu, 1).
+mu-GDP means that telling two neighboring data sets apart is at least as hard as telling N(0, 1) from N(mu, 1).
 
 `epsilon`, `delta`, `log_delta` and `mu` convert between mu and (epsilon, delta) (Dong, Roth and Su 2022,
-https://arxiv.org/abs/1905.02383). Costs of unsampled Gaussians use them.
+https://arxiv.org/abs/1905.02383). The cost of unsampled Gaussians uses them.
 """
 
 import math
@@ -15,16 +15,16 @@ from scipy import optimize, special
 
 from dpx.accounting import checks
 
-_ROUNDING = 2.0**-50  # of a logarithm and of epsilon, relative
-_LARGE = 1e6  # a mu from which the tail bound is exact to 1e-5, and float64 loses what tells the two deltas apart
+_ROUNDING = 2.0**-50  # relative rounding error of a logarithm and of epsilon
+_LARGE = 1e6  # above this mu, the tail bound is exact to 1e-5, and float64 cannot tell the two deltas apart
 
 
 def delta(mu: float, *, epsilon: float) -> float:
-    """The least delta for which mu-GDP implies (epsilon, delta), exact.
+    """Returns the least delta for which mu-GDP implies (epsilon, delta), exactly.
 
     delta = Phi(-epsilon/mu + mu/2) - e^epsilon Phi(-epsilon/mu - mu/2)
 
-    mu, epsilon: at least 0, may be inf. Raises ValueError for other numbers.
+    mu, epsilon: at least 0, may be inf. Raises ValueError otherwise.
     Source: Dong, Roth and Su 2022, https://arxiv.org/abs/1905.02383.
     """
     mu, epsilon = checks.require_nonnegative("mu", mu), checks.require_epsilon(epsilon)
@@ -36,12 +36,12 @@ def delta(mu: float, *, epsilon: float) -> float:
 
 
 def log_delta(mu: float, *, epsilon: float) -> float:
-    """ln of `delta(mu, epsilon=epsilon)`, rounded up, also if delta underflows. mu: positive and finite."""
+    """Returns ln `delta(mu, epsilon=epsilon)`, rounded up, even where delta underflows. mu: positive and finite."""
     upper = float(special.log_ndtr(mu / 2 - epsilon / mu))
     if upper == -math.inf:
         return upper
     lower = epsilon + float(special.log_ndtr(-mu / 2 - epsilon / mu))
-    # At a small mu both are nearly equal. Then their rounding counts, which could make a delta 0 that is not.
+    # At a small mu both are nearly equal, and rounding could turn a positive delta into 0.
     difference = upper + math.log(-math.expm1(min(lower - upper, 0.0) - _ROUNDING * (1 - upper + epsilon)))
     # With x = epsilon/mu - mu/2 and the density phi, delta = phi(x) (R(x) - R(x + mu)), where R is Mills' ratio,
     # because e^epsilon phi(x + mu) = phi(x). R(x) = int_0^inf e^(-x t - t^2/2) dt, so -R'(x) = 1 - x R(x) is convex,
@@ -54,7 +54,7 @@ def log_delta(mu: float, *, epsilon: float) -> float:
 
 
 def epsilon(mu: float, *, delta: float) -> float:
-    """The least epsilon >= 0 for which mu-GDP implies (epsilon, delta); exact, rounded up.
+    """Returns the least epsilon >= 0 for which mu-GDP implies (epsilon, delta); exact, rounded up.
 
     mu: at least 0, may be inf. delta: in (0, 1). Raises ValueError for numbers outside these domains.
     """
@@ -70,7 +70,7 @@ def epsilon(mu: float, *, delta: float) -> float:
 
 
 def mu(*, epsilon: float, delta: float) -> float:
-    """The largest mu for which mu-GDP implies (epsilon, delta); exact, rounded down.
+    """Returns the largest mu for which mu-GDP implies (epsilon, delta); exact, rounded down.
 
     epsilon: at least 0, may be inf. delta: in (0, 1). Raises ValueError for numbers outside these domains.
     """
@@ -83,7 +83,7 @@ def mu(*, epsilon: float, delta: float) -> float:
     low = top
     while log_delta(low, epsilon=epsilon) > log_target:
         low /= 16
-    # In logarithms, because mu may be far below the absolute error of a root.
+    # In logarithms, because mu may be far smaller than the absolute error of a root.
     root = _root_from_above(
         lambda log: log_delta(math.exp(-log), epsilon=epsilon) - log_target, -math.log(top), -math.log(low)
     )
@@ -96,7 +96,7 @@ def _root(function: Callable[[float], float], low: float, high: float) -> float:
 
 
 def _root_from_above(function: Callable[[float], float], low: float, high: float) -> float:
-    """A root of a decreasing function, rounded to the side where the function is not positive."""
+    """Finds a root of a decreasing function, rounded up to where the function is not positive."""
     root = _root(function, low, high)
     step = 1e-14 * max(1.0, abs(root))
     while function(root) > 0:

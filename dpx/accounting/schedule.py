@@ -1,4 +1,4 @@
-"""Epsilon and delta from numbers alone: of a schedule of noise multipliers, as intervals, and of a run of DP-SGD."""
+"""Epsilon and delta without a mechanism: intervals for a schedule of noise multipliers, and bounds for DP-SGD runs."""
 
 import math
 from collections import defaultdict
@@ -36,7 +36,7 @@ _RECORDS: dict[str, Any] = {"poisson": PoissonSampling, "fixed": FixedSizeSampli
 
 @dataclass(frozen=True)
 class Interval:
-    """A lower and an upper bound, floats. `float()` gives the upper one, which is the number to report as spent."""
+    """A lower and an upper bound, floats. `float()` gives the upper one, which is the one to report as spent."""
 
     lower: float
     upper: float
@@ -59,22 +59,22 @@ def schedule_epsilon(
     numbers: int = LARGEST_RELEASE,
     exact_noise: bool = False,
 ) -> Interval:
-    """Epsilon at `delta` of T Gaussian releases on Poisson samples, whose noise changes from step to step.
+    """Bounds epsilon at `delta` for T Gaussian releases on Poisson samples, whose noise may change from step to step.
 
     noise_multipliers: float (T,), standard deviations of the noise on the sum, in clip norms; a 0 costs infinity.
-    sampling_rate: in (0, 1], one float or (T,); 1 is without amplification.
-    counts: int (T,), how often each step is repeated; default once. relation: as for `event_epsilon`.
-    accountant: "pld", which "tightest" means here, composes privacy loss distributions. "rdp" adds the Renyi
+    sampling_rate: in (0, 1], one float or (T,); at 1, sampling does not amplify privacy.
+    counts: int (T,), how often each step is repeated; once by default. relation: as for `event_epsilon`.
+    accountant: "pld", which is also "tightest" here, composes privacy loss distributions. "rdp" adds the Renyi
         divergences of every distinct step at dp-accounting's orders; the lower end of its interval is 0.
     buckets: the most distinct steps in the composition. The width of the interval is about proportional to 1 / buckets;
-        if no more steps are distinct, only rounding in the fifth digit is left. With the default, the upper end is what
-        `dpx.epsilon` says of the same run. Fewer are faster, and their upper end is larger.
-    records: int, at least 1, the most records that the protected person owns, as for `dpx.epsilon`. Above
-        1, at most 32 distinct steps are composed, and the lower end counts one of the records at sampled steps.
-    numbers: int, at most 2^32, the most numbers that a step releases. exact_noise: as for `dp_sgd_epsilon`.
+        if no more steps are distinct, only rounding in the fifth digit is left. With the default, the upper end equals
+        `dpx.epsilon` of the same run. Fewer buckets are faster, but raise the upper end.
+    records: int, at least 1, the most records that the protected person owns, as for `dpx.epsilon`. Above 1, at most 32
+        distinct steps are composed, and the lower end counts only one record at sampled steps.
+    numbers: int, at most 2^32, the most elements that a step releases. exact_noise: as for `dp_sgd_epsilon`.
 
     Guarantee: the upper end is an upper bound for a run of dpx, whose noise is not exact, or with `exact_noise` for
-    noise of real numbers; the lower end is a lower bound for exact noise. Both are up to floating-point errors of the
+    real-valued noise; the lower end is a lower bound for exact noise. Both hold up to floating-point errors of the
     accountant (relative 1e-6).
 
     Raises ValueError for arguments outside these ranges, for functions or traced values in a schedule, and for several
@@ -107,9 +107,9 @@ def schedule_delta(
     numbers: int = LARGEST_RELEASE,
     exact_noise: bool = False,
 ) -> Interval:
-    """delta at `epsilon` (at least 0) of such a schedule.
+    """Bounds delta at `epsilon` (at least 0) for such a schedule.
 
-    The arguments, guarantee and errors are as for `schedule_epsilon`.
+    The guarantee and the other arguments and errors are as for `schedule_epsilon`.
 
         >>> dpx.accounting.schedule_delta([1.2, 1.0, 0.8], counts=[100, 100, 100], sampling_rate=0.01, epsilon=2.0)
         Interval(lower=1.55...e-06, upper=1.55...e-06)
@@ -124,14 +124,14 @@ def schedule_delta(
 def _profiles(
     noise, sampling_rate, counts, accountant, relation, buckets, records, numbers
 ) -> tuple[Profile, Profile | None]:
-    """The upper profile, and the lower one, or None if the accountant has no lower one."""
+    """The upper profile, and the lower one or None if the accountant has none."""
     sigmas, rates, repeats = checks.require_schedule(noise, sampling_rate, counts)
     relation, buckets = checks.require_relation(relation), require_whole("buckets", buckets)
     checks.require_accountant(accountant)
     if require_whole("records", records) > 1:
         of_several = dict(accountant=accountant, numbers=numbers, relation=relation)
         upper = _profile_for_several_records(sigmas, rates, repeats, records, buckets, of_several)
-        sigmas = np.where(rates == 1, sigmas / records, sigmas)  # one record is less than all of them
+        sigmas = np.where(rates == 1, sigmas / records, sigmas)  # at sampled steps, one record costs less than all
     else:
         whole = Buckets(sigmas, sigmas, rates, rates, repeats)
         steps = whole if accountant == "rdp" else bucketed_gaussians(sigmas, rates, repeats, buckets)
@@ -145,7 +145,7 @@ def _profiles(
 def _profile_for_several_records(
     sigmas: np.ndarray, rates: np.ndarray, repeats: np.ndarray, records: int, buckets: int, options: Any
 ) -> Profile:
-    """The profile of a run of dpx with these steps, arrays (T,), for a person who owns this many records."""
+    """The profile of a run of dpx with these steps, arrays (T,), for a person who owns `records` records."""
     require_zero_out(records, options["relation"])
     rows = zip(sigmas.tolist(), rates.tolist(), repeats.tolist(), strict=True)
     steps = [(PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)), count) for sigma, rate, count in rows if count]
@@ -160,7 +160,7 @@ def _interval_of_profiles(upper: Profile, lower: Profile | None, ask: Callable[[
 
 
 def gaussian_losses(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, relation: Relation) -> Losses:
-    """The steps of a schedule, arrays (T,), as step losses; steps of count 0 are left out."""
+    """Converts the steps of a schedule, arrays (T,), to step losses; leaves out steps of count 0."""
     losses: dict[SampledGaussian, int] = defaultdict(int)
     for sigma, rate, count in zip(sigmas.tolist(), rates.tolist(), counts.tolist(), strict=True):
         if count:
@@ -169,21 +169,21 @@ def gaussian_losses(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, r
 
 
 def upper_profile(steps: Buckets, *, accountant: Accountant, relation: Relation) -> Profile:
-    """An upper bound for exact arithmetic: noise is rounded down, and rates are rounded up."""
+    """An upper bound for exact arithmetic: rounds noise down and rates up."""
     return loss_profile(gaussian_losses(steps.smallest_noise, steps.largest_rate, steps.counts, relation), accountant)
 
 
 def implemented_profile(
     exact: Profile, sigmas: np.ndarray, counts: np.ndarray, relation: Relation, numbers: int | NormalSamplerError
 ) -> RunProfile:
-    """The profile of a run of dpx with these steps, as of `cost.profile_of_run`; exact: that of exact arithmetic."""
+    """The profile of a run of dpx with these steps, as by `cost.profile_of_run`. exact: the one of exact arithmetic."""
     least, effect = float(sigmas[counts > 0].min(initial=math.inf)), 2 if relation == "replace_one" else 1
     shift, normals = effect / least if least > 0 else math.inf, normal_sampler(numbers)
     return RunProfile(exact, int(counts.sum()), float(counts.sum()), shift, normals)
 
 
 def lower_profile(steps: Buckets, *, relation: Relation) -> Profile:
-    """A lower bound, which is never a cost: noise is rounded up, and rates are rounded down.
+    """A lower bound, never to be reported as a cost: rounds noise up and rates down.
 
     The bound is 0 if a noise multiplier is below 1e-6, but not 0.
     """
@@ -210,7 +210,7 @@ def dp_sgd_epsilon(
     numbers: int = LARGEST_RELEASE,
     exact_noise: bool = False,
 ) -> float:
-    """An upper bound on epsilon at `delta` for a run of DP-SGD, including a finished one, or one of another library.
+    """Returns an upper bound on epsilon at `delta` for a run of DP-SGD, planned or finished, in dpx or another library.
 
         >>> run = {"examples": 60_000, "batch_size": 256, "noise_multiplier": 1.1, "epochs": 15}
         >>> dpx.accounting.dp_sgd_epsilon(**run, delta=1e-5)
@@ -218,27 +218,26 @@ def dp_sgd_epsilon(
         >>> dpx.accounting.dp_sgd_epsilon(**run, delta=1e-5, sampling="shuffled")
         20.562...
 
-    examples: int, of the data set. batch_size: the expected one, in (0, examples]; whole unless sampling is "poisson".
-    noise_multiplier: the standard deviation of the noise on the SUM of the clipped gradients of a batch, divided by the
-        clip norm: a float of at least 0, where 0 costs infinity; a function of the step; or one for each step, float
-        (steps,), in place of steps and epochs. With "shuffled", it is a number, or the smallest one of each epoch,
-        float (epochs,).
+    examples: int, the size of the data set. batch_size: the expected batch size, in (0, examples]; an integer unless
+        sampling is "poisson".
+    noise_multiplier: the standard deviation of the noise on the SUM of a batch's clipped gradients, divided by the clip
+        norm: a float of at least 0, where 0 costs infinity; a function of the step; or one per step, float (steps,), in
+        place of steps and epochs. With "shuffled", a number, or the smallest of each epoch, float (epochs,).
     delta: in (0, 1), ideally far below 1 / examples. A larger one warns.
-    steps: int, at least 0: give it if you know it. epochs: float, positive, in place of steps, which are then
+    steps: int, at least 0; preferred if you know it. epochs: float, positive, in place of steps, which are then
         epochs * examples / batch_size, rounded up.
-    sampling: how the batches were REALLY drawn, and what epsilon then protects against.
-        "poisson": each example takes part in a step by a coin of its own; nulling one example.
-        "fixed": a new random subset of `batch_size` examples at every step; replacing one example.
-        "shuffled": the usual data loader, where each example takes part at most once an epoch, in any order. Then no
-        amplification is proved; setting one example's contribution to zero. Needs epochs, because loaders differ in
-        the steps of an epoch.
-    accountant: as for `dpx.epsilon`, which says the same of such a run of dpx (up to the rounding of the noise
-        multiplier to float32, in which dpx adds it).
-    records: int, at least 1, the most examples that the protected person owns, as for
-        `dpx.epsilon`. Above 1, sampling must be "poisson".
-    numbers: int, at most 2^32, the most numbers that a step releases: the parameters that are trained.
-    exact_noise: whether the noise counts as real numbers. False adds what the arithmetic of dpx's noise costs, which is
-        not true of another library: of its noise in floating point, no cost is proved. For such a run, pass True.
+    sampling: how the batches were REALLY drawn, which also decides what epsilon protects against.
+        "poisson": each example joins a step by an independent coin; protects against nulling one example.
+        "fixed": a new random subset of `batch_size` examples at every step; protects against replacing one example.
+        "shuffled": the usual data loader, where each example takes part at most once an epoch, in any order. No
+        amplification is proved; protects against setting one example's contribution to zero. Needs epochs, because
+        loaders differ in the steps of an epoch.
+    accountant: as for `dpx.epsilon`, which gives the same cost for such a run of dpx (except that dpx rounds the noise
+        multiplier to float32 when it adds noise).
+    records: int, at least 1, the most examples that one person owns, as for `dpx.epsilon`; above 1, only "poisson".
+    numbers: int, at most 2^32, the most elements that a step releases: the number of trained parameters.
+    exact_noise: whether the noise counts as real numbers. False adds the cost of the arithmetic of dpx's noise. Pass
+        True for another library: no cost is proved for its floating-point noise, and dpx's does not apply.
 
     Raises ValueError for arguments outside these ranges, and for several records with another sampling.
     """
