@@ -1,4 +1,4 @@
-"""What all accountants share: their names, what a profile answers, and checks of their arguments."""
+"""What all accountants share: their names, the interface of a profile, and checks of arguments."""
 
 import math
 from typing import Any, Literal, Protocol
@@ -16,7 +16,7 @@ ACCOUNTANTS = ("tightest", "pld", "rdp")
 RELATIONS = ("add_or_remove", "zero_out", "replace_one")
 
 MOST_RELEASES = 2**53
-_LARGEST_USUAL_DELTA = 0.1  # a larger one warns even if the number of examples is not known
+_LARGEST_USUAL_DELTA = 0.1  # a larger delta warns even if the number of examples is unknown
 
 
 class Profile(Protocol):
@@ -32,7 +32,7 @@ class Profile(Protocol):
 
 
 def require_concrete(name: str, value: Any) -> Any:
-    """`value` unchanged. Raises ValueError if jax traces it, because a number must be known before it has a cost."""
+    """Returns `value`. Raises ValueError if jax traces it, because a cost needs a known number."""
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
             f"{name} must be known before the run, got the traced value {value}; "
@@ -42,7 +42,7 @@ def require_concrete(name: str, value: Any) -> Any:
 
 
 def require_nonnegative(name: str, value: Any) -> float:
-    """`value` as a float. Raises ValueError unless it is at least 0; infinity is allowed, because a cost may be it."""
+    """`value` as a float. Raises ValueError unless it is at least 0; infinity is allowed, because a cost can be inf."""
     number = as_real(require_concrete(name, value))
     if number is None or not 0 <= number:
         raise ValueError(f"{name} must be at least 0, got {described(value)}")
@@ -62,7 +62,7 @@ def require_positive_epsilon(value: Any) -> float:
 
 
 def require_delta(value: Any, *, zero: bool = False) -> float:
-    """`value` as a float. Raises ValueError unless it is in (0, 1), or 0 where `zero` says so."""
+    """`value` as a float. Raises ValueError unless it is in (0, 1), or 0 if `zero`."""
     if value is None:
         words = "the chance that epsilon fails, far below 1 / the number of people, such as 1e-6"
         raise ValueError(f"delta must be given: {words}")
@@ -130,7 +130,7 @@ def require_schedule(multipliers: Any, sampling_rate: Any, counts: Any) -> tuple
 
 
 def require_countable(releases: float):
-    """Raises ValueError for more releases than float64 counts one by one, in which integers of 64 bits may overflow."""
+    """Raises ValueError for more releases than float64 counts exactly; int64 counts of more might overflow."""
     if not releases <= MOST_RELEASES:
         raise ValueError(f"releases must be at most {MOST_RELEASES}, the most that float64 counts, got {releases:.6g}")
 
@@ -142,7 +142,7 @@ def _broadcast(name: str, values: np.ndarray, like: np.ndarray) -> np.ndarray:
 
 
 def numbers_per_release(numbers: Any, exact_noise: Any = False) -> int:
-    """How many numbers a release is billed for: `numbers`, or 0 for exact noise. Raises ValueError for other values."""
+    """How many elements the cost of a release counts: `numbers`, or 0 for exact noise. Raises ValueError otherwise."""
     if not isinstance(exact_noise, bool):
         raise ValueError(f"exact_noise must be True or False, got {described(exact_noise)}")
     if require_whole("numbers", numbers) > LARGEST_RELEASE:

@@ -1,4 +1,4 @@
-"""The cost of several runs on the same data, together; and of a search, the best of a random number of trials."""
+"""The joint cost of several runs on the same data; and the cost of a search, the best of a random number of trials."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,15 +33,15 @@ MOST_RUNS = 4  # which can share their batches in 14 ways
 
 @dataclass(frozen=True)
 class Composition:
-    """The cost of several runs together, as upper bounds, like `dpx.epsilon` and `dpx.accounting.delta`.
+    """The joint cost of several runs: upper bounds, like `dpx.epsilon` and `dpx.accounting.delta`.
 
     event: the event of all runs. relation: how neighboring data sets differ, the same for all runs.
-    together: int, how many releases of noisy numbers each release of the event stands for.
-    keys: of the runs' noise, each (). batch_keys: the marks of the keys that drew their batches, ints, where known.
-    units: the mark of what the batches of each run hold, int, 0 where not known. examples: of each run's sampling.
-    records: int, the most records that the protected person owns; 1 is for what the sampling draws.
-    others: events that the runs may have in place of `event`; the cost is the largest.
-    numbers: int, the most that one release of a run has; or what draws them, which is not printed.
+    together: int, how many noisy releases each release of the event stands for.
+    keys: the scalar noise keys of the runs. batch_keys: int marks of the keys that drew the batches, where known.
+    units: for each run, the int mark of what its batches hold, 0 if unknown. examples: for each run, its sampling's.
+    records: int, the most records that the protected person owns; 1 means the unit that the sampling draws.
+    others: alternative events of the same runs; the cost is the largest over these and `event`.
+    numbers: int, the most elements in one release of a run; or their sampler.
     """
 
     event: dp_accounting.DpEvent
@@ -56,15 +56,15 @@ class Composition:
     numbers: int | NormalSamplerError = field(default=LARGEST_RELEASE, kw_only=True, repr=False)
 
     def epsilon(self, *, delta: float, accountant: Accountant = "tightest") -> float:
-        """An upper bound on epsilon at `delta`, which is in (0, 1); see `dpx.epsilon`."""
+        """Returns an upper bound on epsilon at `delta`, which is in (0, 1); see `dpx.epsilon`."""
         return self.profile(accountant).epsilon(checks.require_delta(delta))
 
     def delta(self, *, epsilon: float, accountant: Accountant = "tightest") -> float:
-        """An upper bound on delta at `epsilon`, which is at least 0; see `dpx.accounting.delta`."""
+        """Returns an upper bound on delta at `epsilon`, which is at least 0; see `dpx.accounting.delta`."""
         return self.profile(accountant).delta(checks.require_epsilon(epsilon))
 
     def profile(self, accountant: Accountant = "tightest", *, curve: bool = False) -> Profile:
-        """What `epsilon` and `delta` ask; curve: as for `event_profile`."""
+        """The profile that answers `epsilon` and `delta`. curve: as for `event_profile`."""
         of: Any = {"accountant": accountant, "relation": self.relation, "curve": curve}
         of |= {"runs": self.together, "numbers": self.numbers}
         found = tuple(profile_of_run(event, **of) for event in (self.event, *self.others))
@@ -73,33 +73,33 @@ class Composition:
 
 @names_arguments
 def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | None = None) -> Composition:
-    """The cost of `runs` together, each a (mechanism, optimizer state) or a (mechanism, number of steps).
+    """Computes the joint cost of `runs`, each a (mechanism, optimizer state) or a (mechanism, number of steps).
 
-    If the runs drew their own batches, a run may also be a `Composition`, from an earlier call or from
+    If every run drew its own batches, a run may also be a `Composition`, from an earlier call or from
     `dpx.accounting.best_of`.
 
         >>> again = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=dpx.secret_key())
         >>> dpx.compose_runs((mechanism, 200), (again, 200), shared_batches=False).epsilon(delta=1e-5)
         6.700...
 
-    shared_batches: False if every run drew its own batches, with a key of its own. Then all their events compose.
+    shared_batches: False if every run drew its own batches, with its own key. Then all their events compose.
         True if step t of every run used the same batch. Sampling amplifies the releases of one batch only together: a
         step costs one Gaussian of noise multiplier (sum_i sigma_i^-2)^(-1/2) on the sampled batch. At small deltas that
         is more than the cost of independent batches (two runs at Poisson rate 0.01, noise multipliers 1, 1,000 steps,
         delta 1e-5: epsilon 4.48 instead of 2.58).
         None reads it from the states. If they do not show it, the cost is the largest over all ways in which up to
         four runs can share their batches.
-    records: int, the most examples that one person owns, as for `dpx.epsilon`. None is that of the runs'
-        budgets, which must then agree.
+    records: int, the most examples that one person owns, as for `dpx.epsilon`. None takes it from the runs' budgets,
+        which must then agree.
 
     Pass states rather than numbers of steps, because a state records the key of its batches, and what they hold.
 
-    Raises ValueError for no runs; for two runs with one key, because they share their noise; for states whose keys
-    contradict `shared_batches`, or that come from several keys; for states of different units, such as examples and
-    users (`dpx.UserData`), because a run that protects examples costs a user with many of them more; for different
-    neighboring relations; for a `Composition` of other records, and budgets of several without `records`; and, with
-    batches that are shared, or not known, for different samplings and for mechanisms that are not counted as one
-    Gaussian release per step. Warns of samplings of different sizes, where a unit is not known.
+    Raises ValueError for no runs; for two runs with one key, because they share their noise; for states whose batch
+    keys contradict `shared_batches`, or that used several; for states of different units, such as examples and users
+    (`dpx.UserData`), because a run that protects examples costs a user with many of them more; for different
+    neighboring relations; if the runs' records disagree; and, if batches are shared or unknown, for different samplings
+    and for mechanisms that do not count as one Gaussian release per step. Warns if a unit is unknown and the samplings
+    differ in size.
     """
     if shared_batches is not None:
         require_bool("shared_batches", shared_batches)
@@ -155,9 +155,9 @@ def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | 
 
 
 def records_per_common_unit(runs: Iterable[Any], records: int | None) -> int:
-    """How many records the unit owns that is billed: `records`, or those of the runs' budgets.
+    """The number of records that the protected unit owns: `records`, or the runs' budgets'.
 
-    Raises ValueError for a `Composition` of another number, and for several numbers.
+    Raises ValueError if the runs and Compositions disagree.
     """
     found = {run.records for run in runs if isinstance(run, Composition)}
     found |= {
@@ -192,7 +192,7 @@ def _composition_of_run(run: Any, records: int) -> Composition:
 
 
 def _require_consistent_batch_keys(batch_keys: list[int], *, several_runs: bool, shared_batches: bool | None) -> None:
-    """Raises ValueError where the marks of the keys of the batches contradict `shared_batches`."""
+    """Raises ValueError if the marks of the batch keys contradict `shared_batches`."""
     if SEVERAL_KEYS in batch_keys and several_runs:
         raise ValueError(
             "one of these runs drew its batches with several keys, so its state does not show whether it saw the "
@@ -206,7 +206,7 @@ def _require_consistent_batch_keys(batch_keys: list[int], *, several_runs: bool,
 
 
 def require_one_unit(units: tuple[int, ...], examples: tuple[int, ...]) -> None:
-    """Raises ValueError for different units, whose marks are known; warns of different sizes, where one is not."""
+    """Raises ValueError if known units differ; warns if a unit is unknown and the numbers of examples differ."""
     if len(set(units) - {0}) > 1:
         raise ValueError(
             "every run must protect the same unit, but the batches of these runs hold units of different kinds, such "
@@ -250,7 +250,7 @@ def _event_on_shared_batches(runs, events, records: int) -> dp_accounting.DpEven
 
 
 def same_key(first: jax.Array, second: jax.Array) -> bool:
-    """Whether two PRNG keys, (), are one."""
+    """Whether two scalar PRNG keys are equal."""
     first_words, second_words = (np.asarray(keys.key_words(keys.require_key(key))) for key in (first, second))
     return np.array_equal(first_words, second_words)
 
@@ -258,10 +258,10 @@ def same_key(first: jax.Array, second: jax.Array) -> bool:
 def events_of_shared_batches(
     apart: Sequence[dp_accounting.DpEvent], of_group: Callable[[list[int]], dp_accounting.DpEvent]
 ) -> list[dp_accounting.DpEvent]:
-    """The event of every way in which at least two of the runs share their batches, because none bounds all others.
+    """One event for each way in which at least two runs may share batches, because none of these bounds the others.
 
-    apart: the event of each run with batches of its own. of_group: that of some runs, by their numbers, on the same
-    batches. Raises ValueError for too many runs, and for those whose cost on shared batches is not known.
+    apart: the event of each run with its own batches. of_group: indices of runs -> their event on shared batches.
+    Raises ValueError for too many runs, or if their cost on shared batches is unknown.
     """
     if len(apart) > MOST_RUNS:
         words = f"for more than {MOST_RUNS} runs whose states do not show the keys of their batches"
@@ -280,7 +280,7 @@ def events_of_shared_batches(
 
 
 def _partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
-    """Every way to put the items into groups."""
+    """Yields every partition of the items into groups."""
     if not items:
         yield []
         return
@@ -292,10 +292,10 @@ def _partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
 
 @dataclass(frozen=True)
 class Selection(Composition):
-    """The cost of the best of a random and secret number of trials, if nothing else of them is released.
+    """The cost of the best of a random and secret number of trials, if nothing else about them is released.
 
-    trial: the event of one trial without its score. trials: the expected number of them. distribution: of that number.
-    configurations: int, how many different ones are paid for. score: how the score is paid for, in words.
+    trial: the event of one trial without its score. trials, distribution: the expected number of trials, and its law.
+    configurations: int, how many the cost covers. score: what the score costs, in words.
     """
 
     trial: DpEvent
@@ -326,26 +326,25 @@ def best_of(
     relation: Relation | None = None,
     records: int | None = None,
 ) -> Selection:
-    """The cost of a search that releases the best of a random number of trials, and nothing else.
+    """Computes the cost of a search that releases the best of a random number of trials, and nothing else.
 
         >>> dpx.accounting.best_of((mechanism, 200), trials=10, score_on="public").epsilon(delta=1e-5)
         8.231...
 
-    candidates: each a (mechanism, steps or state), or an event, as `dpx.compose_runs` takes them; what a trial may
-        run. A trial costs as much as the worst of them, even if it is never drawn.
+    candidates: what a trial may run, each a (mechanism, steps or state) or an event. A trial costs as much as the worst
+        of them, even if that one is never drawn.
     trials: float, at least 1, the expected number. The number itself must be drawn from the distribution and stay
-        secret, as `dpx.tuning.search` does; the best of a fixed number of runs is paid for by `dpx.compose_runs`.
-    score_on: "public" if the score sees a trial's release and public data only; else the event of the noise in the
-        score, which every trial pays too.
+        secret, as in `dpx.tuning.search`; for the best of a fixed number of runs, use `dpx.compose_runs`.
+    score_on: "public" if the score sees only a trial's release and public data; otherwise the event of the noise in the
+        score, which adds to the cost of every trial.
     distribution: "logarithmic", "geometric" or "poisson"; in this order, many trials cost more, and their number varies
         less.
-    relation: of events, "zero_out" by default; None for mechanisms, whose samplings state it.
-    records: int, the most examples that one person owns, as for `dpx.compose_runs`; the score is paid for by
-        as many.
+    relation: for events, "zero_out" by default; None for mechanisms, whose samplings state it.
+    records: int, the most examples that one person owns, as for `dpx.compose_runs`; also applies to the score.
 
-    The cost is by Renyi divergences ("rdp"), because no tighter one is known to dp-accounting.
+    The cost uses Renyi divergences ("rdp"), because dp-accounting knows no tighter one.
 
-    Raises ValueError for no candidates, several relations, other arguments, and events of unknown Renyi divergences.
+    Raises ValueError for no candidates, several relations, arguments out of range, and unknown Renyi divergences.
     Source: Papernot and Steinke 2022, https://arxiv.org/abs/2110.03620; `accounting/selection.py`.
     """
     trials = require_number("trials", trials, minimum=1)
@@ -365,7 +364,7 @@ def best_of(
     events = tuple(as_hashable(run.event) for run in runs)
     trial = events[0] if all(event == events[0] for event in events) else OneOfDpEvent(events)
     scored = trial if score is None else dp_accounting.ComposedDpEvent((trial, score))  # pyrefly: ignore
-    trial_loss(from_event(scored), stated).renyi(renyi.ORDERS)  # refuses what has no bill
+    trial_loss(from_event(scored), stated).renyi(renyi.ORDERS)  # raises if the cost is unknown
     return Selection(
         event=RepeatAndSelectDpEvent(scored, trials, SHAPES[distribution]),
         relation=stated,

@@ -1,7 +1,7 @@
-"""A `Ledger`: how often each kind of release was made. It is read from an event, and answers for its cost.
+"""`Ledger`: counts how often each kind of release was made. `from_event` reads one from an event; it knows its cost.
 
-dp-accounting's events are the language in which samplings and mechanisms state their cost, and `from_event` is the
-border. All facts of a kind are in its `PrivacyLoss`, so nothing else asks what an event is.
+Samplings and mechanisms state their cost as dp-accounting events, and `from_event` is the border. All facts about a
+kind of release are in its `PrivacyLoss`, so no other code inspects events.
 """
 
 import math
@@ -49,15 +49,15 @@ from dpx.sampling.schemes import compose_events
 from dpx.sampling.varying import RandomAllocationDpEvent
 from dpx.values import described, require_whole
 
-_FREE = 1e9  # a Gaussian of so much more noise than another costs nothing beside it, in float64
-DISTINCT, FEW = 32, 6  # noise multipliers of several records' cost, and of the rough costs of a calibration
+_FREE = 1e9  # a Gaussian with this many times the noise of another adds nothing to its cost, in float64
+DISTINCT, FEW = 32, 6  # the most noise multipliers in the cost of several records, and in a calibration's rough costs
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """The releases of an event tree, without compositions and free events. Two ledgers add up to that of both runs.
+    """The releases of an event tree, flattened, without free events. The sum of two ledgers composes their runs.
 
-    event: the tree. counts: how often each release was made.
+    event: the tree. counts: release -> how often it was made.
     """
 
     event: DpEvent
@@ -67,12 +67,12 @@ class Ledger:
         return from_event(dp_accounting.ComposedDpEvent([self.event, other.event]))
 
     def holds_for_all(self, holds: Callable[[PrivacyLoss], bool]) -> bool:
-        """Whether something holds for every release."""
+        """Whether a predicate holds for every release."""
         return all(map(holds, self.counts))
 
     @property
     def events(self) -> dict[DpEvent, int]:
-        """The event of each release, and how often it was made."""
+        """Counts how often the event of each release occurs."""
         events: dict[DpEvent, int] = defaultdict(int)
         for loss, count in self.counts.items():
             events[event_of_release(loss)] += count
@@ -85,12 +85,12 @@ class Ledger:
 
     @property
     def readable(self) -> bool:
-        """Whether dpx computes the cost of every release, so that none is left to dp-accounting."""
+        """Whether dpx computes the cost of every release, without dp-accounting's accountants."""
         return self.holds_for_all(lambda loss: loss.readable)
 
     @property
     def independent(self) -> bool:
-        """Whether every release was made on a batch in which chance decides about each example alone."""
+        """Whether every private release was made on a batch that each example joins by its own chance."""
         return self.holds_for_all(lambda loss: loss.independent or not loss.private)
 
     @property
@@ -100,18 +100,18 @@ class Ledger:
 
     @property
     def released(self) -> ReleaseCount:
-        """How many releases of noisy numbers were made."""
+        """The number of noisy releases."""
         most, mean = 0, 0.0
         for loss, count in self.counts.items():
             most, mean = most + count * loss.released.most, mean + count * loss.released.mean
         return ReleaseCount(most, mean)
 
     def largest_shift(self, relation: Relation) -> float:
-        """The largest shift of one of the releases."""
+        """The largest shift of any release."""
         return max((loss.largest_shift(relation) for loss in self.counts), default=0.0)
 
     def pure(self, relation: Relation) -> float:
-        """Epsilon at delta 0: the sum of those of all releases; inf if one has none."""
+        """Epsilon at delta 0, summed over all releases; inf if one has none."""
         return math.fsum(count * loss.pure(relation) for loss, count in self.counts.items())
 
     @property
@@ -120,7 +120,7 @@ class Ledger:
 
     @property
     def whole_run(self) -> PrivacyLoss | None:
-        """The one release that is billed as a whole run, or None. Raises ValueError if it is not alone."""
+        """The release whose cost is that of a whole run, or None. Raises ValueError if there are other releases."""
         if not self.whole_runs:
             return None
         loss = self.whole_runs[0]
@@ -130,20 +130,20 @@ class Ledger:
         return loss
 
     def losses(self, relation: Relation) -> Losses:
-        """The step loss of every release, and how often. Raises the ValueErrors of `PrivacyLoss.step_loss`."""
+        """Counts the step losses of all releases. Raises ValueError where `PrivacyLoss.step_loss` does."""
         losses: dict[StepLoss, int] = defaultdict(int)
         for loss, count in self.counts.items():
             losses[loss.step_loss(relation)] += count
         return losses
 
     def map(self, event_of: Callable[[PrivacyLoss], DpEvent]) -> DpEvent:
-        """The event with another one in place of each release."""
+        """The event with each release replaced by `event_of` it."""
         return compose_events((event_of(loss), count) for loss, count in self.counts.items())
 
     def profile(
         self, accountant: Accountant, relation: Relation, *, buckets: int = BUCKETS, curve: bool = False
     ) -> Profile:
-        """The profile, for noise of real numbers; see `cost.event_profile`."""
+        """The profile for real-valued noise; see `cost.event_profile`."""
         if not self.private:
             return UNBOUNDED
         require_countable(sum(self.counts.values()))
@@ -162,7 +162,7 @@ class Ledger:
         return loss_profile(losses, accountant, curve=curve)
 
     def words(self) -> tuple[str, ...]:
-        """The releases in words: up to 8 noise multipliers one by one, more of them by their range."""
+        """The releases in words. Lists up to 8 noise multipliers one by one, and gives the range of more."""
         if not self.readable:
             return (str(self.event),)
         gaussians: dict[str, Counter[float]] = defaultdict(Counter)  # by name, how often each noise multiplier was used
@@ -183,21 +183,21 @@ class Ledger:
         return (*lines, *others) if self.private else (*lines, *others, "a release without noise")
 
     def in_one_line(self) -> str:
-        """The same in one line."""
+        """The releases in words, in one line."""
         return ", ".join(self.words()) or "nothing"
 
     def implemented(
         self, exact: Profile, relation: Relation, *, runs: int = 1, numbers: int | NormalSamplerError
     ) -> RunProfile:
-        """The profile `exact` with what the arithmetic of the noise adds; see `cost.profile_of_run`."""
+        """Adds the cost of the noise's arithmetic to the profile `exact`; see `cost.profile_of_run`."""
         most, mean = self.released
         return RunProfile(exact, runs * most, runs * mean, self.largest_shift(relation), normal_sampler(numbers))
 
     def of_records(self, records: int, *, distinct: int = DISTINCT) -> DpEvent:
-        """The event of the same releases for a unit that owns up to `records` records, each with coins of its own.
+        """The event of the same releases for a unit that owns up to `records` records, each drawn independently.
 
-        distinct: int, the most noise multipliers that it has, because more of them are rounded down to this many.
-        Raises ValueError for other releases than Gaussians on all data or on Poisson samples.
+        distinct: int, the most noise multipliers in the event; more are rounded down to this many.
+        Raises ValueError unless all releases are Gaussians on all data or on Poisson samples.
         """
         if records == 1:
             return self.event
@@ -207,8 +207,8 @@ class Ledger:
             words = "must have only Gaussian releases, on all data or on Poisson samples, for more than one record"
             raise ValueError(f"the event {words}; got {self.event}")
         losses = self.losses("add_or_remove")
-        # Several releases on one sample are one loss here, and the first below, so that none moves farther. But each
-        # has noise whose arithmetic is billed.
+        # Several releases on one sample are one loss here, and the first of those below, so that none moves farther.
+        # But each draws noise, whose arithmetic has a cost.
         together = math.ceil(self.released.most / max(sum(losses.values()), 1))
         sigmas, rates = np.array([(loss.noise_multiplier, loss.rate) for loss in losses]).reshape(-1, 2).T
         steps = bucketed_steps(sigmas, rates, np.array(list(losses.values()), np.int64), distinct)
@@ -239,9 +239,9 @@ class NoiselessRelease(PrivacyLoss):
 
 @dataclass(frozen=True)
 class Gaussian(PrivacyLoss):
-    """Gaussian releases on all data, or on one Poisson sample, as one.
+    """Gaussian releases on all data, or on one Poisson sample, treated as one.
 
-    event: of one release, or of several together. parts: pairs (noise multiplier, how often), which they are.
+    event: the event of the release, or of several merged. parts: their pairs (noise multiplier, count).
     """
 
     event: Any
@@ -295,10 +295,10 @@ KINDS: Mapping[type, Callable[[Any], PrivacyLoss]] = {
 
 
 def from_event(event: DpEvent) -> Ledger:
-    """The releases of an event tree: of dp-accounting's events, and of those that are a `PrivacyLoss`.
+    """Reads the releases of a tree of dp-accounting events and events that are a `PrivacyLoss`.
 
-    Raises ValueError for a release that is repeated another number of times than a whole one, and for events that are
-    not in a list or a tuple.
+    Raises ValueError for a repetition count that is not an integer of at least 0, and for composed events that are not
+    in a list, a tuple or an array.
     """
     counts: dict[PrivacyLoss, int] = defaultdict(int)
     _count_releases(event, 1, counts)
@@ -309,7 +309,7 @@ def _count_releases(event: Any, count: int, counts: dict[PrivacyLoss, int]) -> N
     if count == 0 or is_free(event):
         pass
     elif isinstance(event, dp_accounting.SelfComposedDpEvent):
-        # A fraction would be a composition of fewer, and a number below 0 take others off.
+        # A fraction would undercount, and a negative count would subtract other releases.
         times = require_whole("count of a SelfComposedDpEvent", event.count, minimum=0)
         _count_releases(event.event, count * times, counts)
     elif isinstance(event, dp_accounting.ComposedDpEvent):
@@ -320,8 +320,8 @@ def _count_releases(event: Any, count: int, counts: dict[PrivacyLoss, int]) -> N
 
 
 def _inner_events(event: Any) -> Iterable[DpEvent]:
-    """The events in an event. Raises ValueError unless each reading finds them all: the second one of a generator finds
-    none, and a set has equal releases once."""
+    """The events in an event. Raises ValueError for a container that may lose some: a generator is empty when read
+    again, and a set drops equal releases."""
     if isinstance(event.events, list | tuple | np.ndarray):
         return event.events
     kind = type(event).__name__
@@ -338,10 +338,10 @@ def _privacy_loss_of(event: Any) -> PrivacyLoss | None:
 
 
 def _merge_on_one_sample(event: PoissonSampledDpEvent) -> PrivacyLoss | None:
-    """Several Gaussian releases of one Poisson sample as one, with sigma^-2 = sum_i sigma_i^-2; None if there are none.
+    """Merges Gaussian releases on one Poisson sample into one of sigma^-2 = sum_i sigma_i^-2; None if there are none.
 
-    Proof: rotate the joint release so that the sampled example moves it along one axis only. The other axes then have
-    noise alone. Other releases on a sample are left to dp-accounting.
+    Proof: rotate the joint release so that the sampled example moves it along one axis only. The other axes then hold
+    only noise. Other releases on a sample are left to dp-accounting.
     """
     inner = from_event(event.event)
     if not inner.counts:
@@ -369,7 +369,7 @@ def is_free(event: Any) -> bool:
 
 
 def without_truncation(event: DpEvent) -> DpEvent:
-    """The event of the same releases on Poisson samples that are not cut: to say what the truncation costs."""
+    """The event of the same releases on Poisson samples that are not cut, which shows what truncation costs."""
     return from_event(event).map(
         lambda loss: loss.untruncated if isinstance(loss, TruncatedRelease) else event_of_release(loss)
     )

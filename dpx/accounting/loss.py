@@ -1,13 +1,13 @@
-"""A `PrivacyLoss`: all that dpx knows of one kind of release. A new cost is one file, with one subclass.
+"""`PrivacyLoss`: everything dpx knows about one kind of release. A new cost is one file with one subclass.
 
 Two are here: `DpAccountingRelease`, whose cost dp-accounting's own accountants compute, and `PureDpEvent`.
 
-A release of pure differential privacy is, for example, one with Laplace noise or of the exponential mechanism. No set
-of outputs is more than e^epsilon times as likely with an example as without. Of all such pairs of laws, coins that show
-a secret bit with probability p = e^epsilon / (1 + e^epsilon), and the other bit otherwise, dominate (Kairouz, Oh and
-Viswanath 2015, https://arxiv.org/abs/1311.0776, theorem 3.4). So the privacy loss is epsilon with probability p, and
--epsilon otherwise. Against the loss of Laplace noise itself, that costs up to 2 % of epsilon in a composition of 100
-releases, and nothing for one. It needs no more than the largest ratio of two probabilities, which programs compute.
+Releases with Laplace noise and by the exponential mechanism are examples of pure differential privacy: no set of
+outputs is more than e^epsilon times as likely with an example as without. All such pairs of laws are dominated by a
+coin that shows a secret bit with probability p = e^epsilon / (1 + e^epsilon), and the other bit otherwise (Kairouz, Oh
+and Viswanath 2015, https://arxiv.org/abs/1311.0776, theorem 3.4). So the privacy loss is epsilon with probability p,
+and -epsilon otherwise. Compared with the loss of Laplace noise itself, this costs up to 2 % of epsilon in a composition
+of 100 releases, and nothing for one. It needs only the largest ratio of two probabilities, which programs compute.
 """
 
 import functools
@@ -31,24 +31,24 @@ NEIGHBORS = {
     "zero_out": dp_accounting.NeighboringRelation.REPLACE_SPECIAL,
     "replace_one": dp_accounting.NeighboringRelation.REPLACE_ONE,
 }
-_GRID = 1e-4  # spacing of privacy losses in dp-accounting's PLD; at 1e-3 some long runs are billed 1.5 times too much
+_GRID = 1e-4  # spacing of privacy losses in dp-accounting's PLD; at 1e-3, some long runs cost 1.5 times too much
 
 
 class ReleaseCount(NamedTuple):
-    """How many releases of noisy numbers an event stands for: at most (int), and on average (float)."""
+    """The number of noisy releases that an event stands for: at most (int), and on average (float)."""
 
     most: int
     mean: float
 
 
 class PrivacyLoss:
-    """One kind of release, hashable. An event of dpx is a kind itself; others have a field `event`, of dp-accounting.
+    """One kind of release, hashable. An event of dpx is itself one; others hold a dp-accounting event in `event`.
 
-    fresh: whether its noise is independent of that of other releases, so that a run may skip it.
+    fresh: whether its noise is independent of other releases' noise, so that a run may skip it.
     gaussian: whether it is a Gaussian, on all data or on a Poisson sample.
-    readable: whether dpx computes its cost, and leaves it to none of dp-accounting's accountants.
+    readable: whether dpx computes its cost instead of one of dp-accounting's accountants.
     private: whether it adds noise.
-    whole_run: whether it is the cost of a whole run (`profile`, `explain`), which composes with nothing.
+    whole_run: whether it is the cost of a whole run (`profile`, `explain`), which composes with nothing else.
     """
 
     fresh = False
@@ -59,30 +59,30 @@ class PrivacyLoss:
 
     @property
     def released(self) -> ReleaseCount:
-        """How many releases of noisy numbers it stands for."""
+        """The number of noisy releases that it stands for."""
         return ReleaseCount(1, 1.0)
 
     @property
     def independent(self) -> bool:
-        """Whether chance decides about each example of its batch alone, so that another one changes no other's part."""
+        """Whether each example joins the batch by its own chance, so that adding one does not affect the others."""
         return False
 
     @property
     def rate(self) -> float | None:
-        """The rate of the coins of a Poisson sample; None for other releases."""
+        """The rate of a Poisson sample; None for other releases."""
         return None
 
     @property
     def name(self) -> str:
-        """The name of Gaussian releases that a report lists by their `noise_multiplier`; "" for others."""
+        """The name under which a report lists Gaussian releases by `noise_multiplier`; "" for other releases."""
         return ""
 
     def step_loss(self, relation: Relation) -> StepLoss:
-        """Its privacy loss. Raises ValueError for a relation under which it is not known."""
+        """Its privacy loss. Raises ValueError if that is unknown under this relation."""
         raise NotImplementedError
 
     def profile(self, accountant: Accountant, relation: Relation) -> Profile:
-        """The bound of a whole run."""
+        """The privacy bound of a whole run."""
         raise NotImplementedError
 
     def pure(self, relation: Relation) -> float:
@@ -94,14 +94,14 @@ class PrivacyLoss:
         raise NotImplementedError
 
     def largest_shift(self, relation: Relation) -> float:
-        """The most that one example, or all records of a unit, move a release, in standard deviations of its noise.
+        """The most that one example, or all records of a unit, can move a release, in standard deviations of its noise.
 
-        It is inf where no proof of `arithmetic` says better: see `far` there.
+        It is inf unless a proof in `arithmetic` gives a bound: see `far` there.
         """
         return math.inf
 
     def at_rate(self, rate: float) -> DpEvent:
-        """The event of the same release for an example that takes part at a lower rate."""
+        """The event of this release for an example that takes part at a lower rate."""
         raise ValueError(
             f"the cost of one weight is known only for releases on Poisson samples, got {event_of_release(self)}"
         )
@@ -112,17 +112,17 @@ class PrivacyLoss:
 
 
 def event_of_release(loss: Any) -> Any:
-    """The event that a release stands for: the release itself, or the one of dp-accounting that it is of."""
+    """The event of a release: the release itself, or the dp-accounting event that it wraps."""
     return loss if isinstance(loss, DpEvent) else loss.event
 
 
 def in_deviations(effect: float, noise_multiplier: float) -> float:
-    """How far an effect, in clip norms, moves a release, in deviations of its noise; inf without noise."""
+    """Converts an effect from clip norms to standard deviations of the noise; inf without noise."""
     return effect / noise_multiplier if noise_multiplier > 0 else math.inf
 
 
 def as_hashable(value: Any) -> Any:
-    """An event with tuples in place of the lists and arrays in it, and in the events in it."""
+    """Replaces the lists and arrays in an event, and in the events nested in it, by tuples."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, list | tuple):
@@ -138,7 +138,7 @@ def as_hashable(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class DpAccountingRelease(PrivacyLoss):
-    """A release whose kind dpx does not know. inner: where it is a Poisson sample, the `Ledger` of what is on it."""
+    """A release whose kind dpx does not know. inner: for a Poisson sample, the `Ledger` of the releases on it."""
 
     event: DpEvent
     inner: Any = None
@@ -159,7 +159,7 @@ class DpAccountingRelease(PrivacyLoss):
 
 @dataclass(frozen=True)
 class DpAccountingStep(StepLoss):
-    """A release of which dp-accounting knows the Renyi divergences, such as a Laplace one."""
+    """A release whose Renyi divergences dp-accounting knows, such as Laplace noise."""
 
     event: DpEvent
     relation: Relation
@@ -173,7 +173,7 @@ class DpAccountingStep(StepLoss):
 
 @dataclass(frozen=True)
 class DelegatedProfile:
-    """The answers of one of dp-accounting's accountants, which has composed the event."""
+    """A profile that asks one of dp-accounting's accountants, which has composed the event."""
 
     accountant: Any
 
@@ -185,7 +185,7 @@ class DelegatedProfile:
 
 
 def delegated_profile(event: DpEvent, accountant: Accountant, relation: Relation) -> DelegatedProfile:
-    """The profile by dp-accounting; "tightest" is its PLD, or its RDP where its PLD refuses the event."""
+    """The profile by dp-accounting; "tightest" is its PLD, or its RDP if the PLD accountant refuses the event."""
     refusals = []
     for name in ("pld", "rdp") if accountant == "tightest" else (accountant,):
         if name == "pld":
@@ -202,14 +202,14 @@ def delegated_profile(event: DpEvent, accountant: Accountant, relation: Relation
     raise ValueError(f'accountant "{accountant}" knows no cost of {event} under relation "{relation}": {refusals}')
 
 
-_LARGEST = 600.0  # of epsilon; more counts as no noise, because e^epsilon must be a float64
+_LARGEST = 600.0  # largest epsilon; more counts as no noise, because e^epsilon must be a float64
 
 
 @attrs.frozen
 class PureDpEvent(DpEvent, PrivacyLoss):
-    """One release that is epsilon-differentially private with delta 0, for nulls in place of one example.
+    """One release that is epsilon-differentially private at delta 0, for a null in place of one example.
 
-    epsilon: float, at least 0, because twice a small integer of numpy, or one with a minus, would be another number.
+    epsilon: float, at least 0; converted to a float, because doubling or negating a small numpy integer may overflow.
         dp-accounting's accountants refuse this event.
     """
 
@@ -218,7 +218,7 @@ class PureDpEvent(DpEvent, PrivacyLoss):
 
     @property
     def released(self) -> ReleaseCount:
-        return ReleaseCount(0, 0.0)  # its bits have this epsilon: there are no normals whose arithmetic would add to it
+        return ReleaseCount(0, 0.0)  # its bits have this epsilon: it draws no normals whose arithmetic would add to it
 
     def largest_shift(self, relation: Relation) -> float:
         return 0.0

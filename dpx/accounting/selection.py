@@ -1,15 +1,15 @@
 """The privacy loss of the best of a random number of trials, and the distributions of that number.
 
-A trial trains and scores the result. The count K of trials is random and secret, the trials are independent and alike,
-and only the best is released. Papernot and Steinke 2022 (https://arxiv.org/abs/2110.03620) bound the Renyi divergences
-of the winner by those of one trial. What their theorems need, and where it holds here:
+A trial trains and scores the result. The number K of trials is random and secret, the trials are independent and
+identically distributed, and only the best is released. Papernot and Steinke 2022 (https://arxiv.org/abs/2110.03620)
+bound the Renyi divergences of the winner by those of one trial. Their theorems need the following, which holds here:
 
 * K has one of their distributions, depends on nothing else, and is not released: `draw_trial_count`, `dpx.tuning`.
-* The trials are alike: each draws its configuration afresh, so that this is a part of the trial. The divergence of a
-  trial is then at most the largest among all configurations (`OneOfLosses`), drawn or not.
-* A trial's result is what its cost covers: the score is computed from it and from public data, or is paid for with it.
-* The results are totally ordered. Of equal scores the first wins: because the trials are independent and alike, this
-  winner has the distribution of one that is drawn at random among them: an order by score, then by a random number.
+* The trials are identically distributed: each draws its configuration afresh, as part of the trial. So the divergence
+  of a trial is at most the largest among all configurations (`OneOfLosses`), drawn or not.
+* A trial's cost covers its result: the score uses only that and public data, or is part of the trial's cost.
+* The results are totally ordered. Of equal scores the first wins; because the trials are independent and identically
+  distributed, this winner has the same law as if a random number, drawn with each result, broke the ties.
 * If K = 0, which only the Poisson distribution allows, the output does not depend on the data.
 """
 
@@ -30,26 +30,26 @@ from dpx.accounting.pld.losses import SampledGaussian, StepLoss, total_renyi
 
 SHAPES: dict[str, float] = {"logarithmic": 0.0, "geometric": 1.0, "poisson": math.inf}  # eta of the paper
 _SMALLEST_EXPONENT, _LARGEST_EXPONENT = 1e-9, 700.0  # of 1 / gamma; e^700 is a float
-# A bound of the winner adds bounds of a trial at two orders, of which the best may be anywhere; the finest grid that is
-# worth its time (at 2,000 orders, epsilon is at most .1 % less). A pure loss has the same divergence at all large ones.
+# The winner's bound adds a trial's bounds at two orders, and the best ones may be anywhere. A finer grid is not worth
+# its time (2,000 orders lower epsilon by at most 0.1 %). A pure loss has the same divergence at all large orders.
 _ORDERS = np.union1d(
     renyi.WIDE_ORDERS, np.concatenate([1 + np.geomspace(0.02, 20, 30), 2.0 ** (np.arange(15, 43) / 3)])
 )
 _ORDERS = np.where(_ORDERS > 20, np.round(_ORDERS), _ORDERS)
 _PURE_ORDERS = np.append(_ORDERS, 2.0 ** np.arange(15, 35))
-_MORE_TRIALS = 1e-20  # probability of more trials than are billed for the arithmetic of their noise (`arithmetic`)
+_MORE_TRIALS = 1e-20  # probability of more trials than the cost of the noise's arithmetic covers (`arithmetic`)
 
 
 @attrs.frozen
 class OneOfDpEvent(DpEvent):
-    """One of several events, by a choice that does not depend on the data and may be released. events: a tuple."""
+    """One of several events. The choice must not depend on the data, and may be released. events: a tuple."""
 
     events: tuple[DpEvent, ...]
 
 
 @dataclass(frozen=True)
 class SeveralSteps(StepLoss):
-    """Some steps together, as one. steps: pairs (step loss, how often)."""
+    """Several steps composed into one. steps: pairs (step loss, count)."""
 
     steps: tuple[tuple[StepLoss, int], ...]
 
@@ -92,7 +92,7 @@ class BestOf(StepLoss):
 
     @property
     def orders(self) -> np.ndarray:
-        """The orders that its cost searches, rising, float64 (orders,)."""
+        """The orders at which to search its cost, rising, float64 (orders,)."""
         steps = self.trial.steps if isinstance(self.trial, SeveralSteps) else ()
         return _PURE_ORDERS if steps and all(isinstance(step, DpAccountingStep) for step, _ in steps) else _ORDERS
 
@@ -132,7 +132,7 @@ def log_inverse_gamma_of_trials(mean: float, shape: float) -> float:
 
 
 def trials_quantile(mean: float, shape: float) -> int:
-    """A count that K exceeds with a probability of at most `_MORE_TRIALS`; mean, shape: as for `draw_trial_count`.
+    """A number that K exceeds with probability at most `_MORE_TRIALS`. mean, shape: as for `draw_trial_count`.
 
     For a shape of at most 1, P(K = k + 1) <= (1 - gamma) P(K = k), so P(K > k) <= (1 - gamma)^k.
     """
@@ -155,7 +155,7 @@ def _probability_more(count: int, mean: float, shape: float, gamma: float) -> fl
 
 
 def draw_trial_count(key: jax.Array, mean: float, shape: float) -> int:
-    """K, from 53 bits of a secret key, (); shape: 0 (logarithmic), 1 (geometric) or inf (Poisson). mean: at least 1."""
+    """Draws K from 53 bits of a secret scalar key. mean: at least 1. shape: one of the values of `SHAPES`."""
     high, low = np.asarray(jax.random.bits(key, (2,), np.uint32)).tolist()
     quantile = ((high << 32 | low) >> 11) / 2**53  # in [0, 1)
     if shape == math.inf:
@@ -175,7 +175,7 @@ def draw_trial_count(key: jax.Array, mean: float, shape: float) -> int:
 
 
 def trial_loss(trial: Any, relation: Relation) -> StepLoss:
-    """The loss of one trial, of any events whose Renyi divergences are known. Raises ValueError for others.
+    """The loss of one trial. Raises ValueError if the Renyi divergences of one of its events are unknown.
 
     trial: the `Ledger` of one trial.
     """
