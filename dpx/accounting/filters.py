@@ -1,41 +1,41 @@
-"""A privacy filter: a budget for releases that are chosen one after the other, each by what was released before.
+"""A privacy filter: a budget for releases that are chosen one after another, each based on the earlier ones.
 
 A composed privacy loss distribution bounds releases whose events are fixed in advance. It is no bound if an event
-depends on earlier releases: whoever has seen a large privacy loss may choose what adds to large ones, and after a small
-loss what is rarely large but then very much. `tests/test_filters.py` has such a case. So a filter counts each release
-in one unit, in which such a choice gains nothing.
+depends on earlier releases: after a large privacy loss, one may choose releases that add to large losses, and after a
+small loss, releases whose loss is rarely large but then huge. `tests/test_filters.py` has such a case. So a filter
+counts each release in one unit, in which such a choice gains nothing.
 
 **The unit.** A release is counted by the mu and d for which its delta(epsilon) is at most d + (1 - d) delta_mu(epsilon)
-at every epsilon >= 0, where delta_mu is that of N(0, 1) against N(mu, 1). A profile is for both directions, and a pair
+at every epsilon >= 0, where delta_mu is that of N(0, 1) against N(mu, 1). A profile covers both directions, and a pair
 of Gaussians is symmetric, so the same holds at every epsilon < 0. By Blackwell's theorem (Dong, Roth and Su 2022,
 https://arxiv.org/abs/1905.02383, Theorem 2.10; Vadhan and Zhang 2023, https://arxiv.org/abs/2207.08335, for a run
 whose steps alternate with other releases) the release is then a random function of two things: a coin that shows
-everything with probability d, and one number of N(0, 1) or of N(mu, 1). `dominating_mu` finds mu.
+everything with probability d, and one sample of N(0, 1) or of N(mu, 1). `dominating_mu` finds mu.
 
 **The filter.** Releases are allowed while sum mu_i^2 <= B and sum d_i <= S. Then all of them together are
-(epsilon, delta)-private if a Gaussian of mu = sqrt(B) is (epsilon, delta - S)-private. Proof: the numbers, each divided
-by its deviation and added up, are a Brownian motion that is read at the times sum mu_i^2, of which each is chosen by
-what was read. Whoever reads the whole path up to B knows no more than its end, which is one Gaussian of mu = sqrt(B).
-The coins show something with a probability of at most S. (Smith and Thakurta 2022, https://arxiv.org/abs/2210.17520;
-Koskela, Tobaben and Honkela 2023, https://arxiv.org/abs/2209.15596.)
+(epsilon, delta)-private if a Gaussian of mu = sqrt(B) is (epsilon, delta - S)-private. Proof: the samples, each divided
+by its deviation and added up, are a Brownian motion that is read at the times sum mu_i^2, each of which is chosen by
+what was read before. Reading the whole path up to B reveals no more than its end, which is one Gaussian of
+mu = sqrt(B). The coins show something with a probability of at most S. (Smith and Thakurta 2022,
+https://arxiv.org/abs/2210.17520; Koskela, Tobaben and Honkela 2023, https://arxiv.org/abs/2209.15596.)
 
-**Pure releases.** One of epsilon e and delta 0 counts as mu = 2 Phi^-1(1 / (1 + exp(-e))), which costs several times e.
-If a share E of epsilon were set apart for them in advance, their epsilons could simply add up to it: on every path, the
-ratio of their probabilities is at most e^E, and the filter holds for the rest at epsilon - E. But whoever may choose,
-by what a Gaussian has shown, whether the rest is for Gaussians or for pure releases, exceeds delta by 60 %
+**Pure releases.** One with epsilon e and delta 0 counts as mu = 2 Phi^-1(1 / (1 + exp(-e))), which costs several times
+e. If a share E of epsilon were reserved for them in advance, their epsilons could simply add up to it: on every path,
+the ratio of their probabilities is at most e^E, and the filter holds for the rest at epsilon - E. But if the output of
+a Gaussian may decide whether the rest goes to Gaussians or to pure releases, delta is exceeded by 60 %
 (`tests/test_filters.py`). So the smaller of both costs is no bound.
 
-**Parts.** If a partition of the data is public, a release of one part counts for its own members alone, so each part
-has sums of its own, with those of the releases of all data.
+**Parts.** If a partition of the data is public, a release about one part counts only for its members. So each part has
+its own sums, which include the releases about all data.
 
 **A run that ends early.** A run of T Gaussian steps on Poisson samples is paid for before it begins. If it ends after t
-steps, for whatever reason, what would have been released by the others is independent of all that was, and a Gaussian
-of mu_c can be made of it, with a coin of probability c, if delta_(mu_c)(epsilon) is at most c + (1 - c) times the delta
-of the others at every epsilon in both directions. So mu_c^2 was paid for and not used, and the filter may take it off
-(`credit_mu`). Its coin counts twice, because the arithmetic of the noise multiplies a delta by less than 2.
+steps, for whatever reason, what the other steps would have released is independent of everything released, and can be
+turned into a Gaussian of mu_c, with a coin of probability c, if delta_(mu_c)(epsilon) is at most c + (1 - c) times the
+delta of those steps at every epsilon in both directions. So mu_c^2 was paid for and not used, and the filter may
+subtract it (`credit_mu`). Its coin counts twice, because the arithmetic of the noise multiplies a delta by less than 2.
 
-**The odometer.** `PrivacyFilter.odometer` bounds what was released so far at every moment, also at one that was chosen
-by what was released: P(E) <= E'[e^epsilon; E] + delta for its epsilon at that moment. Proof: at the time v the motion
+**The odometer.** `PrivacyFilter.odometer` bounds what was released so far at all times, even at a time chosen by what
+was released: P(E) <= E'[e^epsilon; E] + delta for its epsilon at that time. Proof: at the time v the motion
 has lost L = v / 2 + w, and M = 2 sqrt(r / (v + r)) e^(w^2 / 2 (v + r)) Phi(w / sqrt(v + r)), a mixture of e^(t w - t^2
 v / 2) over positive t, has a mean of at most 1 whenever one stops (Robbins 1970,
 https://doi.org/10.1214/aoms/1177696786). The epsilon is the least for which 1 - e^(epsilon - L) <= (delta - S) M for
@@ -56,17 +56,17 @@ from dpx.accounting.checks import Profile, require_delta, require_positive_epsil
 from dpx.accounting.pld.losses import Losses, SampledGaussian
 from dpx.accounting.profiles import ComposedProfile, least_number, lower_deltas, unsampled_profile
 
-COINS = 0.2  # share of delta that is for coins; a tenth and a third give the same epsilons to 1 %
+COINS = 0.2  # share of delta for coins; a tenth and a third give the same epsilons to 1 %
 _COARSE, _POINTS = 32, 512  # intervals of epsilon in which profiles are compared, at first and where it matters most
-_NEAR = 1e-4  # of mu, by which it is then too large
-_RARER = 2.0**-16  # of the coins that a release may have: Gaussians need no more
-_NEARLY = 1.001  # of mu: if rarer coins cost no more, they are taken
+_NEAR = 1e-4  # relative excess of mu that this leaves
+_RARER = 2.0**-16  # share of a release's coins that is enough for Gaussians
+_NEARLY = 1.001  # rarer coins are used if they raise mu by no more than this factor
 _ROUNDING = 1e-12  # far above that of float64
 _FARTHEST = 500.0  # an epsilon, and a mu
 
 
 class Spent(NamedTuple):
-    """What was released. precision: sum of mu^2. delta: sum of the probabilities of the coins; floats."""
+    """The sums over all releases of mu^2 (precision) and of the probabilities of their coins (delta), floats."""
 
     precision: float
     delta: float
@@ -77,7 +77,7 @@ NOTHING = Spent(0.0, 0.0)
 
 @dataclass(frozen=True)
 class PrivacyFilter:
-    """The filter of a budget. epsilon: positive and finite. delta: in (0, 1). Raises ValueError for others."""
+    """The filter of a budget. epsilon: positive and finite. delta: in (0, 1). Raises ValueError otherwise."""
 
     epsilon: float
     delta: float
@@ -88,16 +88,16 @@ class PrivacyFilter:
 
     @property
     def most(self) -> Spent:
-        """B and S."""
+        """The limits B and S."""
         return Spent(gdp.mu(epsilon=self.epsilon, delta=(1 - COINS) * self.delta) ** 2, COINS * self.delta)
 
     def affords(self, spent: Spent) -> bool:
         return spent.precision <= self.most.precision and spent.delta <= self.most.delta
 
     def charge(self, profile: Profile, spent: Spent) -> Spent:
-        """What a release of this profile costs after `spent`: of the coins that are left, at most a quarter.
+        """The cost of a release with this profile after `spent`; it uses at most a quarter of the remaining coins.
 
-        The precision is inf for a profile that no Gaussian bounds, because of its noise or of so small a delta.
+        The precision is inf if no Gaussian bounds the profile, because it has too little noise or delta is too small.
         """
         coins = max(0.0, self.most.delta - spent.delta) / 4
         often, rarely = dominating_mu(profile, coins), dominating_mu(profile, coins * _RARER)
@@ -106,11 +106,11 @@ class PrivacyFilter:
         return Spent(often**2, coins)
 
     def epsilon_of(self, spent: Spent) -> float:
-        """Epsilon at the delta of the budget, if what was released had been fixed in advance."""
+        """Epsilon at the budget's delta, as if all releases had been fixed in advance."""
         return gdp.epsilon(math.sqrt(spent.precision), delta=self.delta - spent.delta)
 
     def odometer(self, spent: Spent) -> float:
-        """Epsilon at the delta of the budget, at every moment at once. spent: without what was given back."""
+        """Epsilon at the budget's delta, valid at all times simultaneously. spent: before credits are subtracted."""
         time, rate, delta = spent.precision, self.most.precision / 16, self.delta - self.most.delta
         if not 0 < time < math.inf:
             return time
@@ -124,11 +124,11 @@ class PrivacyFilter:
 
 
 def dominating_mu(profile: Profile, delta: float) -> float:
-    """The least mu of which `profile` is at most delta + (1 - delta) delta_mu at every epsilon, rounded up.
+    """The least mu for which `profile` is at most delta + (1 - delta) delta_mu at every epsilon, rounded up.
 
     Proof: as functions of e^epsilon, both are convex. So between two points the profile is below its chord, and
-    delta_mu is above its tangent in the middle; both are lines, so the ends are enough. Beyond the last point, delta is
-    enough. Only where the least mu is decided are more points taken, because those of any set are enough.
+    delta_mu is above its tangent in the middle; both are lines, so comparing the ends is enough. Beyond the last point,
+    delta is enough. Any set of points gives a bound, so points are added only where they decide the least mu.
     """
     top = profile.epsilon(delta) if delta > 0 else math.inf
     if not top < _FARTHEST:
@@ -152,7 +152,7 @@ def dominating_mu(profile: Profile, delta: float) -> float:
 
 
 def _is_above_chords(points: np.ndarray, needed: np.ndarray, mu: float) -> np.ndarray:
-    """Whether delta_mu is above the chords of `needed`, bool (points - 1,): by its tangents in the middles."""
+    """Whether the midpoint tangents of delta_mu are above the chords of `needed`, bool (points - 1,)."""
     middles = (points[:-1] + points[1:]) / 2
     likely, slope = special.log_ndtr(mu / 2 - middles / mu), special.log_ndtr(-mu / 2 - middles / mu)
     height = -np.exp(likely) * (np.expm1(middles + slope - likely) + _ROUNDING)
@@ -161,11 +161,10 @@ def _is_above_chords(points: np.ndarray, needed: np.ndarray, mu: float) -> np.nd
 
 
 def credit_mu(losses: Losses, coins: float) -> Spent:
-    """What steps that were paid for, and not made, give back: the largest mu^2 of a Gaussian that they bound, and its
-    coins. Nothing for steps of which no lower bound is known. losses: of Poisson-sampled Gaussians.
-
-    Proof: both deltas fall with epsilon, so from one point to the next that of the Gaussian is at most its value at the
-    first, and that of the steps at least its value at the second.
+    """What steps give back that were paid for but not taken: the largest mu^2 of a Gaussian that they dominate, and its
+    coins. Nothing if no lower bound of the steps is known. losses: Poisson-sampled Gaussians. Proof: both deltas fall
+    with epsilon, so between two points the Gaussian's is at most its value at the first, and the steps' is at least
+    their value at the second.
     """
     exact = unsampled_profile(losses)
     if exact is not None:

@@ -1,8 +1,8 @@
-"""The cost of a unit that owns several records, where the sampling draws records and not units.
+"""The cost of a unit that owns several records, when the sampling draws records and not units.
 
-A unit owns at most k records. All of them are nulled in their places ("zero_out"). At one step, each record has a coin
-of its own, of a rate of at most q, and moves the sum by at most 1 in units of the clip norm; the noise has the standard
-deviation s. The pair that dominates the step, in both directions, is
+A unit owns at most k records. All of them are nulled in their places ("zero_out"). At each step, every record takes
+part by its own coin, at a rate of at most q, and moves the sum by at most 1 in units of the clip norm; the noise has
+standard deviation s. The pair that dominates the step, in both directions, is
 
     sum_j P(Bin(k, q) = j) N(j, s^2)   against   N(0, s^2)
 
@@ -44,16 +44,16 @@ from dpx.accounting.loss import PrivacyLoss, ReleaseCount, in_deviations
 from dpx.accounting.pld import renyi
 from dpx.accounting.pld.losses import Pmf, StepLoss, dominating_pmf, normal_masses
 
-LARGEST_NOISE = 1e9  # more is billed as this, because float64 loses the squares of larger numbers
+LARGEST_NOISE = 1e9  # more noise costs as much as this, because float64 loses the squares of larger numbers
 _TAIL, _STAIR = 1e-40, 1.25
 _SMALLEST, _UNSURE = 1e-280, 1e-270  # scipy's tails are 0 from 1e-286 on; smaller probabilities have a logarithm
-_ROUNDING = 1e-9  # relative, of binomial probabilities and of moments: they are rounded up by it
-_CELLS = 4096  # of the line, for the Renyi divergences
-_FARTHEST = 12.0  # deviations: the first cell begins there, and the last one ends so far above the largest shift
-_COARSE = 16  # tangents, or outputs, of which one is enough at first
+_ROUNDING = 1e-9  # relative amount by which binomial probabilities and moments are rounded up
+_CELLS = 4096  # cells of the line, for the Renyi divergences
+_FARTHEST = 12.0  # deviations: the first cell begins this far below 0, and the last ends farther above the shifts
+_COARSE = 16  # at first, only one in this many tangents or outputs is used
 _CHUNK = 2**15  # outputs at once
-_GROUP, _POWERS = 16, 8  # cells that are left out together, and powers at once: for speed
-_NEGLIGIBLE = 45.0  # thousands of cells that are e^-45 of the largest are less than its rounding error
+_GROUP, _POWERS = 16, 8  # cells that are skipped together, and powers at once: for speed
+_NEGLIGIBLE = 45.0  # thousands of cells that are e^-45 of the largest add less than its rounding error
 _HALF = math.sqrt(0.5)
 
 
@@ -67,10 +67,10 @@ def require_zero_out(records: int, relation: Relation) -> None:
 class GroupGaussianDpEvent(DpEvent, PrivacyLoss):
     """A Gaussian release on a Poisson sample of records, for a unit that owns some of them.
 
-    noise_multiplier: relative to the effect of one record. sampling_probability: in (0, 1), the largest rate of one of
-    its records. records: int, the most that it owns. releases: int, of noisy numbers on this sample, as one.
+    noise_multiplier: relative to the effect of one record. sampling_probability: in (0, 1), the largest rate of any of
+    its records. records: int, the most that it owns. releases: int, how many noisy releases on this sample it merges.
 
-    It is true for nulls in place of all records of the unit. dp-accounting's accountants refuse this event.
+    It holds for nulls in place of all records of the unit. dp-accounting's accountants refuse this event.
     """
 
     noise_multiplier: float
@@ -113,7 +113,7 @@ class SeveralRecordsGaussian(StepLoss):
 
     @functools.cached_property
     def shift_probabilities(self) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers j that are billed, rising from 0, and their probabilities, float64 (numbers,) each."""
+        """The values of j that the bound uses, rising from 0, and their probabilities, float64 (numbers,) each."""
         numbers, k, q = [0], self.records, self.rate
         while numbers[-1] < k:
             last = numbers[-1]
@@ -138,13 +138,13 @@ class SeveralRecordsGaussian(StepLoss):
         with np.errstate(divide="ignore"):
             logs = np.log(probabilities)
         tiny = np.flatnonzero((probabilities < _UNSURE) & (numbers > 0))
-        least = numbers[tiny - 1] + 1  # each stands for the numbers from here on
+        least = numbers[tiny - 1] + 1  # each stands for all numbers from here on
         tails = -k * (special.rel_entr(least / k, q) + special.rel_entr(1 - least / k, 1 - q))
         logs[tiny] = np.where(least == numbers[tiny], stats.binom.logpmf(least, k, q) + 1e-3, tails)
         return logs
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:
-        """By bounds of the log density l(x), which is convex: chords above it and tangents below it, in many cells.
+        """Bounds the convex log density l(x) in many cells, by chords from above and tangents from below.
 
         Most orders need few of the tangents: with a sixteenth of them, the second moment is still below the first.
         """
@@ -199,10 +199,11 @@ class SeveralRecordsGaussian(StepLoss):
         return np.maximum.accumulate(x)
 
     def _solved(self, wanted: np.ndarray, first: np.ndarray | float) -> np.ndarray:
-        """The outputs at which the part of all j > 0 in the privacy loss has these values, from a first guess.
+        """Solves for the outputs at which the terms j > 0 of the privacy loss have these values, from a first guess.
 
-        By Newton's method. That part is convex in x, so no step ends on the left, and where one term alone has the
-        value is on the right. A step e leaves at most e^2 / 2 times the ratio of the derivatives, which is below k/s^2.
+        Uses Newton's method. These terms are convex in x, so no step ends left of the root; a point where a single term
+        has the value is right of it. A step e leaves at most e^2 / 2 times the ratio of derivatives, which is below
+        k/s^2.
         """
         s, numbers, logs = self.noise_multiplier, self.shift_probabilities[0][1:], self.log_probabilities[1:]
         x = np.minimum(((wanted[:, None] - logs) * s**2 / numbers + numbers / 2).min(axis=1), first)
@@ -249,10 +250,10 @@ class MixtureOfGaussians(SeveralRecordsGaussian):
 
 @dataclass(frozen=True)
 class Mixture(PrivacyLoss):
-    """A mixture of Gaussians, sum_j p_j N(c_j, s^2) against N(0, s^2). event: dp-accounting's of that name.
+    """A mixture of Gaussians, sum_j p_j N(c_j, s^2) against N(0, s^2). event: dp-accounting's event of that name.
 
-    It is the pair of `SeveralRecordsGaussian` with other shifts and probabilities. dp-accounting's own PLD takes
-    minutes at a grid that is fine enough, because it solves an equation for each point alone.
+    It has the pair of `SeveralRecordsGaussian` with other shifts and probabilities. dp-accounting's own PLD takes
+    minutes on a fine enough grid, because it solves an equation separately for each point.
     """
 
     event: Any
@@ -281,8 +282,8 @@ def log_moments_of_piecewise_linear(
 ) -> np.ndarray:
     """ln of the integrals of exp(power * line) under N(0, s^2), float64 (powers,), where the line is straight in cells.
 
-    x: the ends of the cells, of one width, float64 (cells + 1,). lines: the line at the left and at the right end of
-    each, float64 (cells,) each. slopes: of the line below the first and above the last cell.
+    x: the ends of equally wide cells, float64 (cells + 1,). lines: the values of the line at the left and right end of
+    each cell, float64 (cells,) each. slopes: the line's slopes below the first and above the last cell.
     """
     (left, right), squares, width = lines, (x / sigma) ** 2 / 2, (x[1] - x[0]) / sigma
     first, last = powers * slopes[0] * sigma, powers * slopes[1] * sigma  # means of the normals beyond the cells
@@ -311,9 +312,9 @@ def log_moments_of_piecewise_linear(
 def _cells_that_count(
     powers: np.ndarray, left: np.ndarray, right: np.ndarray, squares: np.ndarray, width: float
 ) -> np.ndarray:
-    """Whether a group of cells counts for a power, bool (powers, groups): all others are e^-45 of the largest cell.
+    """Whether a group of cells matters for a power, bool (powers, groups): the rest are e^-45 of the largest cell.
 
-    The integrand within a cell is at most e^(w^2 / 8) times that at one of its ends, because the cell is w deviations.
+    A cell is w deviations wide, so the integrand within it is at most e^(w^2 / 8) times that at one of its ends.
     """
     highest, lowest = np.maximum(left, right).reshape(-1, _GROUP), np.minimum(left, right).reshape(-1, _GROUP)
     nearest = np.minimum(squares[:-1], squares[1:]).reshape(-1, _GROUP).min(axis=1)

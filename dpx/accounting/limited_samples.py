@@ -34,7 +34,7 @@ It is not assumed that the data sets which are worst for one step are worst for 
 Kamath and Steinke 2024, https://arxiv.org/abs/2405.20769), because f bounds all neighbors at every a, in both orders.
 
 f is attained at a >= 1: if one example contributes C and all others -C, and it is replaced by one of -C, then the
-outputs are the pair of the removed example. So no bill may be below the one of these two data sets, which is the bill
+outputs are the pair of the removed example. So no cost may be below that of these two data sets, which is the cost
 of Poisson sampling at HALF the noise multiplier on the sum.
 
 **Public coins.** `arithmetic` needs a bill that holds if all coins but those of the example are public. A batch has
@@ -69,7 +69,7 @@ public coin of probability tau, so its privacy loss is the mixture of both. exp(
 gives the Renyi divergences. (dp-accounting, after https://arxiv.org/abs/2508.15089, has the pair of a replaced example
 in place of f, which costs a little more.)
 
-Poisson's bill would be below the truth: where all others contribute -1 and the example +1, a full batch moves by 2.
+Poisson's cost would be below the truth: if all others contribute -1 and the example +1, a full batch moves by 2.
 
 **Public coins.** `arithmetic` needs a bill that holds if all coins but those of the example are public. The coins of
 the others here are not such ones, because K decides about p. But a full batch has the law of these coins: a uniform
@@ -106,7 +106,7 @@ _ROUNDING = 1e-9  # relative, of the probabilities of binomials: they are rounde
 
 
 def gaussian_loss(event: Any, relation: Relation, rate: float = 1.0) -> SampledGaussian:
-    """The loss of a Gaussian event on a Poisson sample of this rate. Raises ValueError for a wrong noise or rate."""
+    """The loss of a Gaussian event on a Poisson sample. Raises ValueError if its noise or the rate is out of range."""
     sigma = float(event.noise_multiplier)
     if not (0 <= sigma < math.inf and 0 < rate <= 1):
         raise ValueError(f"noise must be finite and at least 0, at a rate in (0, 1]; got {event} at rate {rate}")
@@ -115,7 +115,7 @@ def gaussian_loss(event: Any, relation: Relation, rate: float = 1.0) -> SampledG
 
 @dataclass(frozen=True)
 class FixedSizeRelease(PrivacyLoss):
-    """A Gaussian on a sample of a fixed size. event: dp-accounting's `SampledWithoutReplacementDpEvent` of one."""
+    """A Gaussian on a sample of a fixed size. event: dp-accounting's `SampledWithoutReplacementDpEvent`."""
 
     event: Any
     fresh = True
@@ -146,10 +146,10 @@ class FixedSizeRelease(PrivacyLoss):
 
 @dataclass(frozen=True)
 class FixedSizeGaussian(GaussianStep):
-    """One such step, under the relation "replace_one"; no other relation is true for it.
+    """The privacy loss of one step on a sample of a fixed size. It holds only for the relation "replace_one".
 
-    noise_multiplier: relative to the effect of replacing one example, s. rate: the sample size divided by the data
-    size, q. Less noise and a higher rate cost more: f falls with s and rises with q.
+    noise_multiplier: s, relative to the effect of replacing one example. rate: q, the sample size divided by the data
+    size. Less noise and a higher rate cost more: f falls with s and rises with q.
     """
 
     def schedule_renyi(
@@ -169,7 +169,7 @@ class FixedSizeGaussian(GaussianStep):
 
 @dataclass(frozen=True)
 class TruncatedGaussian(GaussianStep):
-    """The privacy loss of one such step.
+    """The privacy loss of one step on a truncated Poisson sample.
 
     noise_multiplier: s. rate: q, below 1. full: tau, in (0, 1]. rate_if_full: p.
     """
@@ -184,7 +184,7 @@ class TruncatedGaussian(GaussianStep):
 
     @property
     def cases(self) -> tuple[SampledGaussian, FixedSizeGaussian]:
-        """The privacy loss if the batch is not full without the example, and if it is."""
+        """The privacy losses for a batch that is not full without the example, and for one that is."""
         sampled = SampledGaussian(self.noise_multiplier, self.rate, self.relation)
         return sampled, FixedSizeGaussian(self.noise_multiplier / 2, self.rate_if_full)
 
@@ -202,7 +202,7 @@ class TruncatedGaussian(GaussianStep):
 
 
 def bucketed_truncated_losses(losses: Losses, buckets: int) -> Losses:
-    """`losses`, but of the steps of one sampling at most `buckets` are distinct; the others are billed with less noise.
+    """Merges the steps of each sampling into at most `buckets` distinct ones by rounding their noise down.
 
     A step with less noise dominates, because noise can be added afterwards.
     """

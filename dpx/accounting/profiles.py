@@ -1,7 +1,7 @@
 """Profiles: upper bounds on the privacy loss of a run, which compute epsilon at a delta and delta at an epsilon.
 
-An event is read as a profile, and a function that needs a number asks the profile. `loss_profile` is the one place
-that chooses among the accountants of step losses.
+Functions that need a number turn an event into a profile and ask it. `loss_profile` is the only place that chooses
+among the accountants of step losses.
 """
 
 import functools
@@ -17,15 +17,15 @@ from dpx.accounting.pld import composition, renyi
 from dpx.accounting.pld.composition import Side, SummedLoss
 from dpx.accounting.pld.losses import Losses, SampledGaussian, total_renyi
 
-# Every answer is an upper bound for any of these numbers, which trade time for digits. The digits are tested in
+# These constants trade time for digits; answers are upper bounds for any of them. The digits are tested in
 # tests/test_accounting_soundness.py and tests/test_accounting_mechanisms.py, the time in benchmarks/accounting.py.
 _INFINITE_EPSILON = 1e8  # a larger epsilon counts as infinite
 _MOST_BOUNDED = 1e-5  # share of delta that may be bounded instead of computed
-_MOST_BOUNDED_REUSED = 1e-3  # the same, if the composition was planned for another epsilon
-# Of `composition.plan_composition`; the second keeps a curve within 0.1 %.
+_MOST_BOUNDED_REUSED = 1e-3  # such a share if the composition was planned for another epsilon
+# `deviations` for `composition.plan_composition`; the second keeps a curve within 0.1 %.
 _DEVIATIONS_ONE_ANSWER, _DEVIATIONS_CURVE = 0.5, 4.0
 _PLANNED_RATIO = 4  # a composition is fine enough for an epsilon this many times smaller than the planned one
-_LOWER_DELTAS = (0.1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8, 1e-10)  # around which lower bounds are composed
+_LOWER_DELTAS = (0.1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8, 1e-10)  # lower bounds are composed around these
 _MOST_KEPT = 4  # compositions that a profile keeps, of up to 30 MiB each
 _MOST_ATTEMPTS = 5  # compositions for one question
 
@@ -47,9 +47,9 @@ UNBOUNDED = GaussianProfile(math.inf)
 
 
 def least_number(holds: Callable[[float], bool], *, most: float, fine: float, smallest: float = 0.0) -> float:
-    """The least positive number that holds, rounded up by a share of at most `fine`; inf if none up to `most` does.
+    """The least positive number for which `holds`, rounded up by a share of at most `fine`; inf if above `most`.
 
-    holds: for all numbers above one that holds. smallest: a step that is fine enough for any number.
+    holds: if true for a number, it must be true for all larger ones. smallest: a step fine enough for any number.
     """
     low, high = 0.0, 1.0
     while not holds(high):
@@ -99,7 +99,7 @@ class DeltaProfile:
 
 @dataclass(frozen=True)
 class ExtremeProfile:
-    """The least of several profiles of one run (`min`), or the largest, where it is not known which it has (`max`)."""
+    """The least of several profiles of one run (`min`); or the largest (`max`), if the run may have any of them."""
 
     pick: Callable[[Iterable[float]], float]
     profiles: tuple[Profile, ...]
@@ -120,10 +120,10 @@ class ComposedProfile:
     Its epsilon is at most the RDP cost of these steps.
 
     The first composition is planned around the RDP cost. If too much of the answer was bounded instead of computed, or
-    if epsilon is much smaller than planned, more compositions are planned around the answer. Compositions are kept for
-    later questions about delta, because one composition answers for all neighboring epsilons.
+    if epsilon is much smaller than planned, further ones are planned around the answer. Compositions are kept for later
+    queries of delta, because one composition answers for all nearby epsilons.
 
-    side: "below" gives lower bounds instead, for which the losses must be `SampledGaussian`s.
+    side: "below" gives lower bounds instead; the losses must then be `SampledGaussian`s.
     deviations: as for `composition.plan_composition`.
     """
 
@@ -131,7 +131,7 @@ class ComposedProfile:
         self._losses, self._deviations = losses, deviations
         self._side: Side = side
         self._renyi = RenyiProfile(total_renyi(losses))
-        self._kept: list[tuple[float, Directions]] = []  # with the epsilon that each was planned for
+        self._kept: list[tuple[float, Directions]] = []  # (planned epsilon, composition)
 
     def epsilon(self, delta: float) -> float:
         def epsilon_of(directions: Directions) -> tuple[float, float]:
@@ -197,9 +197,9 @@ class ComposedProfile:
 
 
 def lower_deltas(losses: Losses, epsilons: np.ndarray) -> np.ndarray:
-    """Lower bounds of delta at rising epsilons from 0, in the direction in which it is less, float64 (epsilons,).
+    """Lower bounds on delta at epsilons rising from 0, in the direction of the smaller delta, float64 (epsilons,).
 
-    losses: `SampledGaussian`s. Each of several compositions is precise around another delta.
+    losses: `SampledGaussian`s. Composes them several times, each time precisely around another delta.
     """
     upper, found = ComposedProfile(losses), np.zeros(len(epsilons))
     below = ComposedProfile(losses, side="below", deviations=_DEVIATIONS_CURVE)
@@ -218,11 +218,11 @@ def _uncomputed_share(directions: Directions, epsilon: float) -> float:
 
 
 def loss_profile(losses: Losses, accountant: Accountant = "tightest", *, curve: bool = False) -> Profile:
-    """The profile of a composition of steps by an accountant: the one place where accountants are chosen.
+    """The profile of composed steps by an accountant. No other function chooses accountants.
 
-    "pld" is exact for unsampled Gaussians. Otherwise it composes privacy loss distributions, and is at most the RDP
-    cost of the same steps (if there are many distinct steps, of the few rounded ones). So "tightest" is "pld" if every
-    step has a privacy loss distribution, else "rdp".
+    "pld" is exact for unsampled Gaussians. Otherwise it composes privacy loss distributions, and costs at most the RDP
+    of the steps that it composes (after rounding many distinct ones to few). So "tightest" is "pld" if every step has a
+    privacy loss distribution, and "rdp" otherwise.
 
     curve: True if deltas at many rising epsilons will be computed, each to 0.1 %.
 
@@ -232,7 +232,7 @@ def loss_profile(losses: Losses, accountant: Accountant = "tightest", *, curve: 
     if accountant == "rdp" or (accountant == "tightest" and without_pmfs):
         searched = [loss.orders for loss in losses] or [renyi.ORDERS]
         orders = functools.reduce(np.union1d, searched)
-        orders = orders[orders <= min(each[-1] for each in searched)]  # that all of them can compute
+        orders = orders[orders <= min(each[-1] for each in searched)]  # orders that all losses can compute
         return RenyiProfile(total_renyi(losses, orders), orders=orders)
     if without_pmfs:
         raise ValueError(f'{without_pmfs[0]} has no privacy loss distribution: pass accountant="rdp" or "tightest"')
@@ -241,7 +241,7 @@ def loss_profile(losses: Losses, accountant: Accountant = "tightest", *, curve: 
 
 
 def unsampled_profile(losses: Losses) -> GaussianProfile | None:
-    """The exact profile if every step is a Gaussian without sampling, else None."""
+    """The exact profile if every step is a Gaussian without sampling, otherwise None."""
     squares = 0.0
     for loss, count in losses.items():
         if not isinstance(loss, SampledGaussian) or loss.rate < 1:

@@ -1,4 +1,4 @@
-"""The composition of many steps by one Fourier transform, from which epsilon or delta is computed.
+"""Composes many steps by one Fourier transform, and computes epsilon or delta from the result.
 
 The probability mass function (pmf) of the summed loss is computed under a tilt e^(theta loss), which moves most of its
 mass to the losses that decide delta. So deltas far below the rounding error of a plain transform are still precise.
@@ -22,7 +22,7 @@ from dpx.accounting.pld.losses import Losses, Pmf
 Side = Literal["above", "below"]
 
 _FLOAT64_EPSILON = float(np.finfo(np.float64).eps)
-# A plan with other numbers still gives upper bounds. These numbers give four digits, in 0.3 s for 10,000 steps
+# A plan with other constants still gives upper bounds. These give four digits, in 0.3 s for 10,000 steps
 # (benchmarks/accounting.py, interval).
 _TAIL_SHARE = 1e-7  # share of delta that truncated losses may add
 _WRAP_SHARE = 1e-7  # share of delta that losses may add by wrapping around the window
@@ -61,7 +61,7 @@ class CompositionGrid:
         return (self.first + self.size - 1) * self.grid
 
     def wraparound_delta(self, losses: np.ndarray) -> np.ndarray:
-        """A bound on the part of delta at `losses`, float64 (n,), that wrapped around the window, from either end."""
+        """Bounds the part of delta at `losses`, float64 (n,), that wrapped around either end of the window."""
         span = self.size * self.grid
         above = self.tilt * span + self.wrap_log_moment - self.wrap_tilt * (losses + span)
         return np.exp(np.minimum(above, 700)) + math.exp(-self.tilt * span)
@@ -77,10 +77,10 @@ def plan_composition(
     expected_epsilon: float | None = None,
     deviations: float = 0.5,
 ) -> CompositionGrid | None:
-    """A plan from the RDP bill of `steps` steps; None if epsilon is too large (thousands) for any grid.
+    """Plans a composition from the RDP of `steps` steps; None if epsilon is too large (thousands) for any grid.
 
-    rdp, orders: float64 (orders,). epsilon, delta: a pair that holds. expected_epsilon: one closer to the truth at that
-    delta. deviations: an epsilon below this many standard deviations of the loss gets no finer grid.
+    rdp, orders: float64 (orders,). epsilon, delta: a pair that is proved. expected_epsilon: an estimate closer to the
+    truth at that delta. deviations: the grid is no finer for epsilons below this many standard deviations of the loss.
 
     With R the Renyi divergence at order t + 1, the tilt t needs, by Chernoff, a window up to R + ln(1/tail) / t. Losses
     that wrap around from above have e^(t span) times too much weight; a larger tilt bounds them. The rounding error at
@@ -125,7 +125,7 @@ def _more_tilts(tilts: np.ndarray, renyis: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 class SummedLoss:
-    """The summed privacy loss in one direction of the relation, from above or from below, at grid points from 0 up.
+    """A bound on the summed privacy loss in one direction of the relation, from above or below, at grid points >= 0.
 
     delta at a point is `upper - lower + bounded`. upper and lower: the probability of larger losses under each
     distribution of the pair, the second times e^(loss at the point). bounded: for an upper bound, the probability that
@@ -158,7 +158,7 @@ class SummedLoss:
         return np.where(np.isnan(deltas), 1.0, deltas)  # what cannot be computed is not private
 
     def uncomputed_share(self, epsilon: float) -> float:
-        """The share of delta at epsilon that was not computed but bounded, because it was dropped or rounded."""
+        """The share of delta at epsilon that was bounded instead of computed, because it was dropped or rounded."""
         k = self._index(epsilon)
         return float(self._bounded[k]) / max(self.delta(epsilon), 1e-300)
 
@@ -184,9 +184,9 @@ class SummedLoss:
 
 
 def compose_losses(losses: Losses, plan: CompositionGrid, *, side: Side = "above") -> list[SummedLoss]:
-    """The composition in each direction of the relation; one is enough if every step is symmetric.
+    """Composes the losses in each direction of the relation, or in one if every step is symmetric.
 
-    The side "below" needs `SampledGaussian`s only.
+    On the side "below", all losses must be `SampledGaussian`s.
     """
     total = sum(losses.values())
     size = plan.size // 2 + 1
@@ -206,7 +206,7 @@ class _Spectrum:
     """The transform of the tilted pmf of the steps so far, in one direction of the relation.
 
     log_modulus, angle: float64 (size // 2 + 1,). log_moment: ln E e^(tilt loss). log_finite: ln of the probability that
-    the loss is finite. steps: how many are summed.
+    the loss is finite. steps: the number of steps.
     """
 
     log_modulus: np.ndarray

@@ -1,10 +1,10 @@
-"""The privacy loss of one step as a probability mass function (pmf) on a grid, rounded up or rounded down; and long
-schedules as few distinct steps.
+"""The privacy loss of one step as a probability mass function (pmf) on a grid, rounded up or down; and the rounding of
+long schedules to few distinct steps.
 
-Proof that long schedules are rounded to one side: a step with less noise, or with a higher sampling rate, dominates
-another one, because noise can be added and examples can be dropped afterwards. Domination also holds for adaptive
-compositions. So the bill is at least the truth if every noise multiplier is rounded DOWN to the smallest in its bucket,
-and every rate UP to the largest. It is at most the truth if they are rounded in the other direction.
+Proof that this rounding goes to one side: a step with less noise or a higher sampling rate dominates, because noise can
+be added and examples can be dropped afterwards. Domination also holds for adaptive compositions. So the cost is at
+least the truth if every noise multiplier is rounded DOWN to the smallest in its bucket, and every rate UP to the
+largest. It is at most the truth if they are rounded the other way.
 """
 
 import math
@@ -21,7 +21,7 @@ from dpx.accounting.pld import renyi
 
 
 class Pmf(NamedTuple):
-    """The loss `(first + i) * grid` has `probabilities[i]`, float64 (n,); an infinite loss has `infinity`, a float."""
+    """The loss `(first + i) * grid` has probability `probabilities[i]`, float64 (n,); inf has `infinity`, float."""
 
     first: int
     probabilities: np.ndarray
@@ -29,7 +29,7 @@ class Pmf(NamedTuple):
 
 
 def mix_pmfs(pmfs: Sequence[Pmf], shares: Sequence[float], infinity: float = 0.0) -> Pmf:
-    """The mixture of pmfs of one grid, with `infinity` added to the probability of an infinite loss."""
+    """Mixes pmfs on one grid, and adds `infinity` to the probability of an infinite loss."""
     first = min(pmf.first for pmf in pmfs)
     total = np.zeros(max(pmf.first + len(pmf.probabilities) for pmf in pmfs) - first)
     for pmf, share in zip(pmfs, shares, strict=True):
@@ -49,18 +49,18 @@ class StepLoss:
 
     @property
     def orders(self) -> np.ndarray:
-        """The orders of the Renyi divergences that an accountant searches, rising, float64 (orders,)."""
+        """The Renyi orders that an accountant searches, rising, float64 (orders,)."""
         return renyi.ORDERS
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:
-        """Upper bounds of the Renyi divergences at `orders`, float64 (orders,), in either direction; inf if unknown."""
+        """Upper bounds on the Renyi divergences at `orders` in both directions, float64 (orders,); inf if unknown."""
         raise NotImplementedError
 
     def pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
         """A dominating pmf for each direction of the relation (one if symmetric), on multiples of `grid`.
 
-        Losses above `largest`, and others of total probability `tail`, may count as infinite. A kind without this
-        method has no known privacy loss distribution.
+        Losses above `largest`, and further ones of total probability `tail`, may count as infinite. A subclass without
+        this method has no known privacy loss distribution.
         """
         raise NotImplementedError
 
@@ -70,7 +70,7 @@ class StepLoss:
 
 @dataclass(frozen=True)
 class GaussianStep(StepLoss):
-    """A step with a noise multiplier and a rate; for speed, the divergences of many of one kind are found together."""
+    """A step with a noise multiplier and a rate. For speed, many of one kind share a computation of divergences."""
 
     noise_multiplier: float
     rate: float
@@ -85,7 +85,7 @@ class GaussianStep(StepLoss):
     def schedule_renyi(
         self, sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, orders: np.ndarray
     ) -> np.ndarray:
-        """The divergences of many such steps together, float64 (orders,); the other arrays are (T,)."""
+        """The divergences of many such steps composed, float64 (orders,). sigmas, rates, counts: (T,)."""
         raise NotImplementedError
 
 
@@ -110,7 +110,7 @@ class SampledGaussian(GaussianStep):
         return self._discretized(dominating_pmf, grid, tail, largest)
 
     def dominated_pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
-        """Like `pmfs`, but dominated by the true pair: for lower bounds."""
+        """Like `pmfs`, but dominated by the true pair, for lower bounds."""
         return self._discretized(dominated_pmf, grid, tail, largest)
 
     def _discretized(self, make_pmf: Callable[..., Pmf], grid: float, tail: float, largest: float) -> tuple[Pmf, ...]:
@@ -131,7 +131,7 @@ class SampledGaussian(GaussianStep):
         return upper, without
 
     def grid_points(self, grid: float, tail: float, largest: float) -> tuple[int, np.ndarray]:
-        """The first index, and the grid points, float64 (n,), outside of which the probability is at most `tail`."""
+        """The first index and the grid points, float64 (n,); the probability outside them is at most `tail`."""
         farthest = -float(special.ndtri(tail / 4)) * self.noise_multiplier
         ends = self._losses_at(np.array([-farthest - 1, farthest + 1]))
         first, last = np.clip(ends, -largest, largest) / grid
@@ -168,11 +168,11 @@ class SampledGaussian(GaussianStep):
         return s2 * ratio + 0.5
 
 
-Losses = Mapping[Any, int]  # StepLoss -> how many such steps
+Losses = Mapping[Any, int]  # StepLoss -> number of such steps
 
 
 def total_renyi(losses: Losses, orders: np.ndarray = renyi.ORDERS) -> np.ndarray:
-    """Upper bounds of the Renyi divergences of all steps together, float64 (orders,).
+    """Upper bounds on the Renyi divergences of all steps composed, float64 (orders,).
 
     All `GaussianStep`s of one kind are computed at once, for speed.
     """
@@ -252,7 +252,7 @@ def normal_masses(z: np.ndarray) -> np.ndarray:
     return np.concatenate([[below], between, [above]])
 
 
-# Distinct steps in a composition by PLD, the same for every bill. A schedule of 10,000 takes about a second, and its
+# Distinct steps in a composition by PLD, the same for every cost. A schedule of 10,000 takes about a second, and its
 # epsilon is at most 1.4 % above the truth (benchmarks/accounting.py: mechanism_epsilon, against the lower end of
 # interval).
 BUCKETS = 512
@@ -262,7 +262,7 @@ _SMALLEST_GAP = 1e-12  # between neighboring values of ln sigma, so that every s
 
 
 class Buckets(NamedTuple):
-    """Arrays (buckets,): float64, the ends of the noise multipliers and rates in each; int64, the number of steps."""
+    """The range of noise multipliers and rates in each bucket, float64 (buckets,), and its number of steps, int64."""
 
     smallest_noise: np.ndarray
     largest_noise: np.ndarray
@@ -276,7 +276,7 @@ class Buckets(NamedTuple):
 
 
 def round_losses_to_buckets(losses: Losses, gaussian: type, buckets: int) -> Losses:
-    """`losses`, but those of one Gaussian type are rounded up in cost to at most `buckets` distinct ones."""
+    """Rounds the losses of one Gaussian type up in cost to at most `buckets` distinct ones; keeps the rest."""
     chosen = [loss for loss in losses if isinstance(loss, gaussian)]
     if not chosen:
         return losses
@@ -303,7 +303,7 @@ def bucketed_gaussians(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray
 
 
 def bucketed_steps(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, buckets: int) -> Buckets:
-    """At most `buckets` groups of the steps, of about equal rounding cost; exact if there are no more distinct steps.
+    """Groups steps into at most `buckets`, of about equal rounding cost; exact if there are no more distinct steps.
 
     sigmas, rates: float64 (T,). counts: int64 (T,). Rates are grouped first, because more than sqrt(buckets) distinct
     rates would leave too few buckets for the noise.
@@ -337,7 +337,7 @@ def bucketed_steps(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, bu
 
 
 def _noise_cost_slope(sigmas: np.ndarray, rates: np.ndarray) -> np.ndarray:
-    """The change of each step's bill with a relative change of its noise, up to a constant factor; float64 (T,)."""
+    """The change of each step's cost with a relative change of its noise, up to a constant factor; float64 (T,)."""
     precision = np.minimum(sigmas**-2.0, _LARGEST_PRECISION)
     return precision * np.exp(np.minimum(precision, -2 * np.log(rates)))
 

@@ -20,27 +20,27 @@ from dpx.accounting.checks import Relation
 
 ORDERS = np.array(rdp_privacy_accountant.DEFAULT_RDP_ORDERS, np.float64)
 
-# More orders, because the best order of a large epsilon is near 1, and that of a tiny epsilon is large.
+# More orders, because the best order is near 1 for a large epsilon, and large for a tiny one.
 WIDE_ORDERS = np.concatenate(
     [[1.002, 1.005, 1.01, 1.02, 1.035, 1.05, 1.075], ORDERS, [1.15, 1.25, 1.35], 2.0 ** np.arange(11, 15)]
 )
 WIDE_ORDERS.sort()
 
-SMALLEST_NOISE = 1e-6  # a smaller noise multiplier is billed as none, because its epsilon would be above 1e11
+SMALLEST_NOISE = 1e-6  # a smaller noise multiplier counts as none, because its epsilon would be above 1e11
 
 # Chunks of these sizes stay in the cache: 10,000 steps take 0.7 s (benchmarks/accounting.py, rdp).
 _CHUNK_STEPS = 512  # steps at once
 _CHUNK_TERMS = 2**20  # terms of one order at once, float64: 8 MiB
-_MOST_TERMS = 1000  # of a series; if it has not converged by then, the bill is infinite
-# The next two numbers only round up, so that no bill is below the truth.
+_MOST_TERMS = 1000  # of a series; if it has not converged by then, the cost is infinite
+# The next two constants only round up, so that no cost is below the truth.
 _SMALLEST_DIVERGENCE = 1e-15  # a smaller positive one is raised to it, for dp-accounting's log(1 - e^-divergence)
-_MOMENT_ROUNDING = 1e-14  # rounding error of a moment near 1, added to its ln, because a tiny cost would be billed 0
+_MOMENT_ROUNDING = 1e-14  # rounding error of a moment near 1, added to its ln, because a tiny cost would round to 0
 
 
 def gaussian_rdp(sigmas: np.ndarray, rates: np.ndarray, orders: np.ndarray = ORDERS) -> np.ndarray:
     """The RDP of each step, float64 (T, orders); inf if the series of a fractional order does not converge.
 
-    At fractional orders the absolute values of an alternating series are summed, which gives upper bounds.
+    At fractional orders, sums the absolute values of an alternating series, which gives upper bounds.
     """
     sigmas, rates = np.broadcast_arrays(np.asarray(sigmas, np.float64), np.asarray(rates, np.float64))
     result = np.empty((len(sigmas), len(orders)))
@@ -64,7 +64,7 @@ def gaussian_rdp(sigmas: np.ndarray, rates: np.ndarray, orders: np.ndarray = ORD
 def add_or_remove_rdp(
     sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, orders: np.ndarray = ORDERS
 ) -> np.ndarray:
-    """The RDP of a whole schedule under adding or removing one example, float64 (orders,)."""
+    """The RDP of a whole schedule for adding or removing one example, float64 (orders,)."""
     repeats, steps = _distinct_steps(sigmas, rates, counts)
     return repeats @ _cached_gaussian_rdp(steps.tobytes(), orders.tobytes())
 
@@ -72,7 +72,7 @@ def add_or_remove_rdp(
 def fixed_size_rdp(
     sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, orders: np.ndarray = ORDERS
 ) -> np.ndarray:
-    """Upper bounds of the RDP of steps on samples of a fixed size, float64 (orders,); inf without noise.
+    """Upper bounds on the RDP of steps on samples of a fixed size, float64 (orders,); inf without noise.
 
     Noise is relative to the effect of replacing one example. Proof for the pair of `limited_samples.py`: let r be the
     likelihood ratio of the Poisson-sampled Gaussian, under the second distribution. The moment of the pair is
@@ -87,14 +87,14 @@ def fixed_size_rdp(
 
 
 def _fixed_size_rdp_of_steps(steps: np.ndarray, orders: np.ndarray) -> np.ndarray:
-    """The bounds of `fixed_size_rdp` for each step, float64 (n, orders). steps: of `_distinct_steps`, (2, n)."""
+    """The bounds of `fixed_size_rdp` for each step, float64 (n, orders). steps: from `_distinct_steps`, (2, n)."""
     log_moments = (orders - 1) * _cached_gaussian_rdp(steps.tobytes(), orders.tobytes())
     sampled = (log_moments + np.log1p(-np.expm1(-log_moments))) / (orders - 1)
     return np.minimum(sampled, orders / (2 * steps[0][:, None] ** 2))
 
 
 class FullTruncatedSample(NamedTuple):
-    """A truncated sample that is full without the example: its probability, and the rate of the example given that."""
+    """The probability that a truncated sample is full without the example, and the example's rate given that."""
 
     probability: float
     rate: float
@@ -108,10 +108,10 @@ def truncated_poisson_rdp(
     relation: Relation,
     orders: np.ndarray = ORDERS,
 ) -> np.ndarray:
-    """Upper bounds of the RDP of steps on truncated Poisson samples, float64 (orders,); inf without noise.
+    """Upper bounds on the RDP of steps on truncated Poisson samples, float64 (orders,); inf without noise.
 
-    From the joint convexity of exp((a - 1) D_a), of Poisson sampling and of a sample of fixed size at half the noise
-    multiplier: see `dpx/accounting/limited_samples.py`.
+    Mixes the bounds for Poisson sampling and for a sample of fixed size at half the noise multiplier, because
+    exp((a - 1) D_a) is jointly convex: see `dpx/accounting/limited_samples.py`.
     """
     if np.any(sigmas[counts > 0] < 2 * SMALLEST_NOISE):
         return np.full(len(orders), np.inf)
@@ -128,7 +128,7 @@ def truncated_poisson_rdp(
 
 
 def _distinct_steps(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How often each distinct step occurs, float64 (n,), and its noise multiplier and rate, float64 (2, n)."""
+    """Counts the distinct steps, float64 (n,), and returns their noise multipliers and rates, float64 (2, n)."""
     steps, inverse = np.unique(np.stack([sigmas, rates]), axis=1, return_inverse=True)
     repeats = np.bincount(inverse.reshape(-1), counts, steps.shape[1])
     return repeats[repeats > 0], steps[:, repeats > 0]
@@ -136,7 +136,7 @@ def _distinct_steps(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray) -
 
 @functools.lru_cache(maxsize=8)
 def _cached_gaussian_rdp(steps: bytes, orders: bytes) -> np.ndarray:
-    """`gaussian_rdp`, kept for the next question about the same steps: another delta or other counts."""
+    """Caches `gaussian_rdp` for further queries of the same steps, at another delta or with other counts."""
     sigmas, rates = np.frombuffer(steps).reshape(2, -1)
     return gaussian_rdp(sigmas, rates, np.frombuffer(orders))
 
@@ -144,9 +144,9 @@ def _cached_gaussian_rdp(steps: bytes, orders: bytes) -> np.ndarray:
 def schedule_rdp(
     sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, relation: Relation, orders: np.ndarray = ORDERS
 ) -> np.ndarray:
-    """Upper bounds of the RDP of a whole schedule under any relation, float64 (orders,); inf without noise.
+    """Upper bounds on the RDP of a whole schedule under any relation, float64 (orders,); inf without noise.
 
-    Replacing one example is removing one and adding another. So its bound is the weak triangle inequality
+    Replacing one example means removing one and adding another. So its bound is the weak triangle inequality
     D_a(P|R) <= (a - 1/2)/(a - 1) D_2a(P|Q) + D_(2a-1)(Q|R) (Mironov 2017, https://arxiv.org/abs/1702.07476,
     Proposition 11), or that of the unsampled Gaussian of sensitivity 2, if it is less.
     """
@@ -194,7 +194,7 @@ def _log_moments_fractional(s: np.ndarray, q: np.ndarray, orders: np.ndarray) ->
     """Section 3.3 of Mironov et al.: two series, split where the mixture's densities cross; float64 (T, orders)."""
     log_q, log_p = np.log(q), np.log1p(-q)
     crossing = s**2 * (log_p - log_q) + 0.5
-    # The terms are summed at the middle of two numbers between which the moment lies.
+    # Terms are scaled by the midpoint of a lower and an upper bound on the moment.
     full = orders * (orders - 1) / (2 * s**2)
     scale = (np.maximum(0, orders * log_q + full) + np.logaddexp(log_p, log_q + full)) / 2
     tails = special.log_ndtr((orders - crossing) / s)  # ln P(N(orders - i, s^2) > crossing), float64 (T, orders)
