@@ -231,7 +231,7 @@ class Allocation(PrivacyLoss):
 # Any of these numbers gives upper bounds. benchmarks of them: tests/test_accounting_allocation.py.
 _SPACING = 0.04  # of the grid, in relative standard deviations of the sum
 _COARSEST = 0.02  # of the grid of one ratio, times max(1, 1 / its noise multiplier)
-_CUTS = 64  # tails are cut so often at most, between the first law and the last
+_CUTS = 64  # tails are cut at most 64 times between the first law and the last
 
 
 class SumLaw(NamedTuple):

@@ -24,7 +24,7 @@ _NEGLIGIBLE_DELTA = 1e-6  # a smaller delta cannot be seen in a trade-off curve
 class EpsilonOverSteps(NamedTuple):
     """Epsilon as a function of the number of steps.
 
-    steps: int64 (points,), increasing. epsilon: float64 (points,), upper bounds on the epsilon of so many steps.
+    steps: int64 (points,), increasing. epsilon: float64 (points,), upper bounds on epsilon after that many steps.
     delta: float, the delta of these epsilons. by_epoch: bool, whether the first step of an epoch costs as much as the
         whole epoch; then the steps are the first one and the ends of epochs, and in between the later epsilon is spent.
     records: int, the most records of the person whom epsilon protects; 1 is one unit that the sampling draws.

@@ -172,8 +172,8 @@ def _rounding_of_run(event: ErrorFeedbackDpEvent) -> str:
     if covered:
         return "The noise also covers the rounding of the error."
     return (
-        "The noise does not cover the rounding of the error in so many steps between resets, so this epsilon is for "
-        "real numbers (docs/exact.md)."
+        "With this many steps between resets, the noise does not cover the rounding of the error, so this epsilon is "
+        "for real numbers (docs/exact.md)."
     )
 
 
