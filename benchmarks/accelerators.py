@@ -205,7 +205,7 @@ def leave_out_the_proof() -> None:
     import jax.numpy as jnp
 
     from dpx.gradients.ghost import weighted_sums
-    from dpx.sums import float_pair
+    from dpx.sums import rounding
     from dpx.xla.matrix_units import MatrixUnit
 
     one_by_one = weighted_sums.sum_one_by_one
@@ -217,7 +217,7 @@ def leave_out_the_proof() -> None:
         total = jnp.einsum("nkti,nkto->kio", a, b * factors[:, None, None, None])
         return weighted_sums.transpose(sites[0].arrange, shape, total)
 
-    patched: Any = jax.lax, float_pair, MatrixUnit, weighted_sums
+    patched: Any = jax.lax, rounding, MatrixUnit, weighted_sums
     patched[0].optimization_barrier = lambda tree: tree
     patched[1].may_add_in_float32 = lambda *_, **__: True
     patched[2].round_operand = patched[2].truncate_operand = lambda _, x: x.astype(jnp.float32)

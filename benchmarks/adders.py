@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import report
-from dpx.sums import float_pair as bounds
-from dpx.sums.float_pair import MOST_ROWS, UNIT
+from dpx.sums import rounding as bounds
+from dpx.sums.rounding import MOST_ROWS, UNIT
 from dpx.xla.matrix_units import MatrixUnit, tensor_core_adder
 
 # (k, e) of the proof: the products of an instruction, and the bits that it keeps of each beyond float32's.

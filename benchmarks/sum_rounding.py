@@ -27,7 +27,7 @@ import numpy as np
 
 import dpx
 from benchmarks import report
-from dpx.sums.float_pair import ETA, MOST_ROWS, as_pair
+from dpx.sums.rounding import ETA, MOST_ROWS, as_pair
 
 WIDTH, POSITIONS = 4, 3  # numbers of a gradient; positions of a sequence
 LARGE = 31 / 32  # a row that is not clipped

@@ -34,8 +34,8 @@ from benchmarks.timing import CLOCKS, Timer, interleaved, pin
 from benchmarks.zoo_models import ANIMALS
 from dpx.gradients.ghost import norms, weighted_sums
 from dpx.gradients.one_example import rows_with_keys
-from dpx.sums import float_pair
-from dpx.sums.float_pair import as_pair
+from dpx.sums import rounding
+from dpx.sums.rounding import as_pair
 from dpx.xla.matrix_units import MatrixUnit
 
 ROUNDS = 8
@@ -78,7 +78,7 @@ def without_proof() -> Iterator[None]:
 
     plain: dict[Any, dict[str, Any]] = {
         jax.lax: {"optimization_barrier": jax.lax.optimization_barrier},
-        float_pair: {"may_add_in_float32": float_pair.may_add_in_float32},
+        rounding: {"may_add_in_float32": rounding.may_add_in_float32},
         MatrixUnit: {"round_operand": MatrixUnit.round_operand, "truncate_operand": MatrixUnit.truncate_operand},
         weighted_sums: {
             "sum_one_by_one": weighted_sums.sum_one_by_one,
@@ -90,7 +90,7 @@ def without_proof() -> Iterator[None]:
             "frobenius": lambda x: jnp.sqrt(jnp.sum(x * x)),
         },
     }
-    cached = float_pair.most_float32_rows, float_pair.most_float32_turns
+    cached = rounding.most_float32_rows, rounding.most_float32_turns
     with contextlib.ExitStack() as patches:
         for holder, functions in plain.items():
             patches.enter_context(mock.patch.multiple(holder, **functions))

@@ -57,7 +57,7 @@ from dpx.reports.report import PrivacyReport, privacy_report, version_of
 from dpx.states.reading import release_state, steps_taken
 from dpx.states.record import fingerprint
 from dpx.statistics.metrics import PrivateMetric
-from dpx.sums.float_pair import ETA, FloatPair
+from dpx.sums.rounding import ETA, FloatPair
 from dpx.values import (
     Tree,
     described,

@@ -23,7 +23,7 @@ from dpx import keys
 from dpx.mechanism import masks
 from dpx.sampling.batch import Draw
 from dpx.sums.clipped_sum import sum_contributions
-from dpx.sums.float_pair import as_pair
+from dpx.sums.rounding import as_pair
 from dpx.values import unflatten_vectors
 
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=8)

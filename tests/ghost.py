@@ -9,7 +9,7 @@ import numpy as np
 
 import dpx
 from dpx.gradients.ghost import algorithms
-from dpx.sums.float_pair import as_pair
+from dpx.sums.rounding import as_pair
 from tests.compiling import AS_A_USER
 from tests.problems import dp_sgd, poisson
 

@@ -20,7 +20,7 @@ from dpx.accounting.profiles import GaussianProfile
 from dpx.accounting.selection import trials_quantile
 from dpx.keys.noise import CHUNK_NUMBERS, count_numbers_with_cost, count_pairs
 from dpx.papers.dice_sgd.cost import ErrorFeedbackDpEvent
-from dpx.sums.float_pair import ETA
+from dpx.sums.rounding import ETA
 
 BITS = 17
 COARSE = NormalSamplerError(evaluation=0.0, digits=((0, 2.0**-18, 2.0**-18),), pairs=1)  # 2^17 radii times 2^17 angles

@@ -12,7 +12,7 @@ import dpx
 from dpx import keys
 from dpx.audit.contract.noise import require_standard_normals
 from dpx.sums.clipped_sum import sum_contributions
-from dpx.sums.float_pair import ETA
+from dpx.sums.rounding import ETA
 
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=20)
 KEY = jax.random.key(5)

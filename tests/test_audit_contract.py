@@ -26,7 +26,7 @@ from dpx.audit.contract.draws import (
 from dpx.audit.contract.subject import BrokenLine, NotChecked
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import quick_noise, replacing_key_functions, without_grid
-from dpx.sums.float_pair import ETA
+from dpx.sums.rounding import ETA
 from dpx.xla.jaxprs import spread_marks
 from tests.broken import (
     ZOO,

@@ -34,7 +34,7 @@ from dpx.mechanism import masks
 from dpx.papers.dice_sgd.cost import ERROR
 from dpx.sampling.varying import RandomAllocationDpEvent
 from dpx.states.reading import read_run, release_state
-from dpx.sums.float_pair import ETA, as_pair
+from dpx.sums.rounding import ETA, as_pair
 from dpx.xla.place import full_precision
 from tests import broken
 from tests.compiling import EMITTERS

@@ -23,7 +23,7 @@ from dpx.audit.contract.subject import BrokenLine
 from dpx.audit.contract.trial import Trial
 from dpx.keys.noise import GRID
 from dpx.papers.correlated_noise.cost import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, rounding_move
-from dpx.sums.float_pair import ETA, as_float64, as_float_pair, difference_to_total
+from dpx.sums.rounding import ETA, as_float64, as_float_pair, difference_to_total
 from tests.devices import on_eight_devices
 
 module = importlib.import_module("dpx.papers.correlated_noise.mechanism")

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import dpx
-from dpx.sums.float_pair import ETA, as_pair
+from dpx.sums.rounding import ETA, as_pair
 
 SAMPLING = dpx.PoissonSampling(examples=500, batch_size=20)  # not the 16 rows of `model`
 KEY = jax.random.key(0)

@@ -13,7 +13,7 @@ import dpx
 from dpx import keys
 from dpx.papers.dice_sgd.cost import ERROR
 from dpx.states.record import ReleaseState
-from dpx.sums.float_pair import ETA, FloatPair
+from dpx.sums.rounding import ETA, FloatPair
 from examples import loop
 from examples.config import Config
 

@@ -11,7 +11,7 @@ import pytest
 import dpx
 from dpx.papers.dice_sgd.cost import ERROR, proof_covers
 from dpx.states.record import ReleaseState
-from dpx.sums.float_pair import FloatPair, as_float64, as_float_pair, norm_of_pair
+from dpx.sums.rounding import FloatPair, as_float64, as_float_pair, norm_of_pair
 
 UNIT = 2.0**-53  # v of the proof
 SIZE = 1000

@@ -18,7 +18,7 @@ import pytest
 
 import dpx
 from dpx import catalog, keys
-from dpx.sums.float_pair import ETA
+from dpx.sums.rounding import ETA
 from examples import data, demo, fashion_mnist, federated, frontier, loop, methods, records, runs, samplings, train
 from examples.config import Config
 from examples.methods import METHODS

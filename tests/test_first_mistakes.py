@@ -16,7 +16,7 @@ from dpx import keys
 from dpx.coordinates import trainable
 from dpx.fitting import loop
 from dpx.reports.plan import PlannedSampling, SamplingPlan
-from dpx.sums.float_pair import FloatPair
+from dpx.sums.rounding import FloatPair
 
 ROWS = 12
 FULL = dpx.FullBatch(examples=ROWS)

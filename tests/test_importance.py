@@ -10,7 +10,7 @@ import pytest
 
 import dpx
 from dpx import keys
-from dpx.sums.float_pair import ETA
+from dpx.sums.rounding import ETA
 from tests.ghost import noiseless
 from tests.test_masks import KEY, LIKE, SAMPLING, SIZE, example_gradients, flat, loss, noise_at, problem
 

@@ -12,7 +12,7 @@ import dpx
 from dpx import keys
 from dpx.accounting.arithmetic import INTEGERS, NORMALS
 from dpx.keys import integer_normals, noise, normals
-from dpx.sums.float_pair import FloatPair
+from dpx.sums.rounding import FloatPair
 from dpx.xla.place import float64, tracing_for_place
 from tests.problems import dp_sgd
 from tests.test_noise import KEY, LONG, RARE, chosen_words, uniform_numbers, words_at_random

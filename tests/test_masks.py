@@ -12,7 +12,7 @@ from jax.flatten_util import ravel_pytree
 import dpx
 from dpx import keys
 from dpx.mechanism.masks import mask_of_largest, number_of_share, random_mask
-from dpx.sums.float_pair import ETA
+from dpx.sums.rounding import ETA
 from tests.problems import squared_error as loss
 
 SAMPLING = dpx.PoissonSampling(examples=100, batch_size=5)

@@ -16,7 +16,7 @@ from benchmarks import exact
 from dpx import keys
 from dpx.keys import noise, normals
 from dpx.keys.streams import threefry4x32
-from dpx.sums.float_pair import FloatPair
+from dpx.sums.rounding import FloatPair
 from dpx.xla.place import fast_math, tracing_for_place
 
 KEY, LONG = jax.random.key(3), np.longdouble

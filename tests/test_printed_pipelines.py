@@ -10,7 +10,7 @@ import pytest
 import dpx
 from dpx.audit.stand_ins import drawing_normals_by
 from dpx.papers.d2p2_sgd.projections import projection
-from dpx.sums.float_pair import ETA
+from dpx.sums.rounding import ETA
 from tests.mechanisms import ALIGNED, ALL, MECHANISMS, PARAMS, PER_LAYER_RANK, Case
 
 KEY = jax.random.key(7)  # of every case's mechanism

@@ -15,7 +15,7 @@ import dpx
 from dpx import keys
 from dpx.papers.d2p2_sgd.cost import with_projected_event
 from dpx.papers.d2p2_sgd.projections import SKETCHES, UNROLLED, hadamard_transform, projection
-from dpx.sums.float_pair import ETA
+from dpx.sums.rounding import ETA
 from tests.mechanisms import PARAMS, POISSON
 from tests.test_dp_sgd import loss, model
 

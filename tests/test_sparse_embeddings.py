@@ -12,7 +12,7 @@ import dpx
 from dpx.papers import sparse_embeddings
 from dpx.states.reading import release_state
 from dpx.sums.clipped_sum import sum_contributions
-from dpx.sums.float_pair import ETA
+from dpx.sums.rounding import ETA
 from dpx.xla.jaxprs import equations
 from tests.ghost import integers, noiseless, normal
 

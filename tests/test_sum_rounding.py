@@ -17,9 +17,9 @@ from benchmarks import sum_rounding
 from dpx.audit.setup import static_findings
 from dpx.mechanism.dp_sgd import tree_norm
 from dpx.papers.d2p2_sgd.methods import _project_sum
-from dpx.sums import float_pair as bounds
+from dpx.sums import rounding as bounds
 from dpx.sums.clipped_sum import sum_contributions, sum_over_microbatches
-from dpx.sums.float_pair import ETA, MOST_ROWS, RESERVE, FloatPair
+from dpx.sums.rounding import ETA, MOST_ROWS, RESERVE, FloatPair
 from dpx.xla.jaxprs import inner_bodies
 
 RNG = np.random.default_rng(0)

@@ -9,7 +9,7 @@ import dpx
 from dpx.gradients.clipped_gradients import choose_microbatches
 from dpx.gradients.ghost import hooks
 from dpx.gradients.ghost.plan import GhostPlan
-from dpx.sums.float_pair import FloatPair
+from dpx.sums.rounding import FloatPair
 from dpx.xla.jaxprs import equations
 from dpx.xla.place import Place, tracing_for_place
 from tests import test_ghost_scans

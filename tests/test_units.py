@@ -15,10 +15,10 @@ from benchmarks.adders import CORES, emulated, searched
 from dpx.gradients.ghost import algorithms, hooks, rules, weighted_sums
 from dpx.gradients.ghost import norms as ghost_norms
 from dpx.sums import clipped_sum as sums
-from dpx.sums import float_pair as bounds
 from dpx.sums import norms
+from dpx.sums import rounding as bounds
 from dpx.sums.clipped_sum import sum_in_blocks
-from dpx.sums.float_pair import ETA, MOST_ROWS, RESERVE, UNIT
+from dpx.sums.rounding import ETA, MOST_ROWS, RESERVE, UNIT
 from dpx.xla import matrix_units
 from dpx.xla.jaxprs import equations
 from dpx.xla.matrix_units import BFLOAT16, FLOAT32, FUSED, OF_A_TPU, TF32, MatrixUnit

@@ -10,7 +10,7 @@ import numpy as np
 
 from dpx import keys
 from dpx.keys.noise import STAND_INS
-from dpx.sums.float_pair import as_pair
+from dpx.sums.rounding import as_pair
 from dpx.values import Tree, unflatten_vectors
 
 

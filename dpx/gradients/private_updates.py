@@ -21,7 +21,7 @@ from dpx.mechanism import Mechanism
 from dpx.mechanism.guards import checked_params
 from dpx.sampling.batch import Batch, included_rows, require_batch
 from dpx.states.record import DrawRecord, ReleaseState, fingerprint
-from dpx.sums.float_pair import FloatPair, add_pairs, with_low
+from dpx.sums.rounding import FloatPair, add_pairs, with_low
 from dpx.values import (
     Tree,
     batch_size,

@@ -40,7 +40,7 @@ from dpx.keys import integer_normals
 from dpx.keys.normals import normal, radius_and_angle
 from dpx.keys.streams import RARE, derive_key, threefry4x32
 from dpx.keys.streams import key_words as secret_words
-from dpx.sums.float_pair import FloatPair, as_pair, difference_to_total
+from dpx.sums.rounding import FloatPair, as_pair, difference_to_total
 from dpx.values import Tree, require_number
 from dpx.xla.ordering import opaque_false
 from dpx.xla.place import Place, current_place, float64, refuse_to_compile_for_tpu, require_exact_math

@@ -23,7 +23,7 @@ from dpx.mechanism.base import SUM, Mechanism, describe
 from dpx.mechanism.dp_sgd import SMALLEST_CLIP_NORM, dp_sgd, tree_norm
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule, value_at, values_over
-from dpx.sums.float_pair import as_pair
+from dpx.sums.rounding import as_pair
 from dpx.values import Tree, float32_like, require_number, require_open_fraction
 
 SMALLEST, LARGEST = SMALLEST_CLIP_NORM, 1 / SMALLEST_CLIP_NORM  # bounds on the moving clip norm

@@ -35,7 +35,7 @@ from dpx.schedules import ScalarOrSchedule, values_over
 from dpx.states.reading import require_state_of_mechanism, steps_taken
 from dpx.states.record import check_batch, fingerprints_of, release_and_count, stamp_state
 from dpx.sums.clipped_sum import sum_contributions
-from dpx.sums.float_pair import ETA
+from dpx.sums.rounding import ETA
 from dpx.values import Tree, batch_size, float32_like, names_arguments, path_of
 
 
@@ -55,7 +55,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     norm:     (encoded) -> norms; float32 (), or one for each group (a pytree prefix of `encoded`)
     clip_factors: (norms, state) -> tuple of factors, each with the structure of the norms
     bound:    (state) -> the largest norm, float32 (), of a contribution by the first factor; one for each norm
-    release:  (sums, state, params) -> (updates, state). `sums` has one `dpx.sums.float_pair.FloatPair` or float32 tree
+    release:  (sums, state, params) -> (updates, state). `sums` has one `dpx.sums.rounding.FloatPair` or float32 tree
               for each factor. Adds noise by `keys.release`, (1 + ETA) times the stated deviation. `params`: arrays or
               their shapes
     event:    (steps) -> DpEvent; the cost of the first `steps` releases, sampling included

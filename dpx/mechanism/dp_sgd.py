@@ -3,7 +3,7 @@
 Proof of the bound. An example whose gradient has norm n enters with the factor C / max(n, C), so its contribution has
 norm n C / max(n, C), at most C. With groups of clip norms C_k, its norm is at most sqrt(sum_k C_k^2) = C, because the
 groups share no coordinate. Leaving the example out changes the sum by its contribution alone, so by at most C, and the
-computed sum by at most C (1 + ETA), whatever the data (`dpx.sums.float_pair`). The noise on every coordinate has
+computed sum by at most C (1 + ETA), whatever the data (`dpx.sums.rounding`). The noise on every coordinate has
 standard deviation sigma C (1 + ETA), where sigma and C are functions of the step, so one release is the Gaussian
 mechanism with noise multiplier sigma. The division by B is post-processing.
 
@@ -24,7 +24,7 @@ from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule, require_scalar_or_schedule, value_at, values_over
 from dpx.states.record import ReleaseState
 from dpx.sums import norms
-from dpx.sums.float_pair import ETA
+from dpx.sums.rounding import ETA
 from dpx.values import Tree, described, range_in_words, require_number
 
 # In the units of the gradient. The squares of norms outside this range, or sums of them, leave float32's range.

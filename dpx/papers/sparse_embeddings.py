@@ -33,7 +33,7 @@ from dpx.mechanism.dp_sgd import dp_sgd
 from dpx.sampling.batch import Batch, included_rows, require_batch
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule
-from dpx.sums.float_pair import FloatPair
+from dpx.sums.rounding import FloatPair
 from dpx.values import (
     Tree,
     batch_size,
@@ -254,7 +254,7 @@ class PrivateRowStep:
     def _require_ghost_norms(self, *given: Tree):
         """Requires ghost norms. One example more or less moves the positions of rows that others read. Lookups add rows
         one after another, wherever they are, but the rounding of a matrix product may depend on the positions, beyond
-        what `dpx.sums.float_pair` proves."""
+        what `dpx.sums.rounding` proves."""
         with self.row_sum.placed():
             plan, _ = self.row_sum.plan(*given)
         if isinstance(plan, str):

@@ -19,7 +19,7 @@ from dpx.accounting.ledger import from_event
 from dpx.reports.attacks import AttackBounds, bounds_and_curve
 from dpx.reports.rendering import Section, as_html, as_markdown, as_text, attack_curve
 from dpx.states.record import unit_mark
-from dpx.sums.float_pair import ETA
+from dpx.sums.rounding import ETA
 from dpx.values import described, for_whom, names_arguments, require_text, rounded_up, unit_in_words
 
 _PACKAGES = ("dpx-jax", "jax", "optax", "dp-accounting", "numpy", "scipy")  # a report states their versions

@@ -224,7 +224,7 @@ def scatter_examples(drawn: np.ndarray, size: int, key: jax.Array) -> Draw:
     """Puts the drawn examples into uniformly random rows of arrays of `size` rows; `size` must be large enough.
 
     This keeps the rounding of sums private. If a coin leaves an example out, all other examples are in the same rows
-    with the same probability, and its row becomes padding, so only this row differs (`dpx.sums.float_pair`). If the
+    with the same probability, and its row becomes padding, so only this row differs (`dpx.sums.rounding`). If the
     examples filled the first rows instead, all later ones would move up by one row, which changes the last bits of
     their gradients and of every sum.
     """

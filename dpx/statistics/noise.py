@@ -37,7 +37,7 @@ from scipy import special
 from dpx import keys
 from dpx.keys import streams
 from dpx.keys.noise import GRID
-from dpx.sums.float_pair import FloatPair
+from dpx.sums.rounding import FloatPair
 
 Kind = Literal["gaussian", "laplace"]
 

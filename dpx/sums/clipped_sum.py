@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from dpx.sums.float_pair import (
+from dpx.sums.rounding import (
     FloatPair,
     add_pairs,
     count_blocks,
@@ -94,7 +94,7 @@ def repeat_to_shape(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def weighted_sum(factors: jax.Array, rows: jax.Array, *, apart: bool = False) -> jax.Array:
     """Returns sum_i f_i z_i, float32 (...). factors: float32 (B,), 0 for excluded rows. rows: float32 (B, ...), for B
-    up to `most_float32_rows`; they are added in blocks, as in `dpx.sums.float_pair`. apart: whether the rows are
+    up to `most_float32_rows`; they are added in blocks, as in `dpx.sums.rounding`. apart: whether the rows are
     matrices that XLA has written one after another.
 
     XLA compiles a separate kernel for each product of a vector and a matrix, but compiles equal sums of vectors only
@@ -253,7 +253,7 @@ def sum_over_microbatches(
     """Calls `function(ordered, rows) -> (sums, outputs)` for every microbatch; adds the sums, concatenates the outputs.
 
     `FloatPair`s are added in float32 within groups of microbatches. The groups are added as pairs, or in float32 where
-    that is exact enough (`dpx.sums.float_pair`).
+    that is exact enough (`dpx.sums.rounding`).
 
     rows: a pytree of arrays with the examples on axis 0; `function` gets at most `microbatch_size` of them.
     ordered: returns its argument unchanged, but makes this microbatch start after the previous one.

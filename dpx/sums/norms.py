@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax  # `jnp` takes longer to trace
 
-from dpx.sums.float_pair import UNIT
+from dpx.sums.rounding import UNIT
 from dpx.xla.place import current_place
 
 WIDTH = 128  # elements in a sum

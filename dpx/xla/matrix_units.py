@@ -32,7 +32,7 @@ together. Let D_i count the instruction that adds row i and all later ones. Then
 
     2 u c sum_i D_i |z_i|,   c = 1 + (k + 1) 2^-e,
 
-where a float32 addition, off by u M in each run, has k = 1 and c = 1. `dpx.sums.float_pair` bounds this over all
+where a float32 addition, off by u M in each run, has k = 1 and c = 1. `dpx.sums.rounding` bounds this over all
 coordinates and orders. For blocks of up to 96 rows it is less than for float32 additions, so a tensor core needs no
 other blocks.
 

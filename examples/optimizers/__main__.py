@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 import dpx
-from dpx.sums.float_pair import ETA
+from dpx.sums.rounding import ETA
 from examples import records
 from examples.optimizers.problems import TASKS, Problem, Task
 from examples.optimizers.transforms import OPTIMIZERS, SUMMED, Optimizer, both_points

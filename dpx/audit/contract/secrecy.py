@@ -27,7 +27,7 @@ from dpx.audit.contract.subject import STEPS, BrokenLine, NotChecked, all_but_on
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import replacing_key_functions
 from dpx.states.reading import publishable_state
-from dpx.sums.float_pair import ETA, FloatPair, as_pair, with_low
+from dpx.sums.rounding import ETA, FloatPair, as_pair, with_low
 from dpx.values import Tree, unflatten_vectors
 from dpx.xla.jaxprs import spread_marks
 
@@ -215,7 +215,7 @@ def require_low_parts_read(trial: Trial) -> None:
             if not (np.abs(found - expected) <= 0.5 * np.abs(expected))[moved].all():
                 raise BrokenLine(
                     "a release reads the high numbers of a sum, and not the low ones: hand the "
-                    "`dpx.sums.float_pair.FloatPair` to `dpx.keys.release`, because a float32 sum of many rows moves "
+                    "`dpx.sums.rounding.FloatPair` to `dpx.keys.release`, because a float32 sum of many rows moves "
                     "by more than the clip norm"
                 )
 

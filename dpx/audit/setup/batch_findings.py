@@ -23,7 +23,7 @@ from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch
 from dpx.schedules import values_over
 from dpx.sums.clipped_sum import LARGEST, in_range, sum_contributions, sum_over_microbatches
-from dpx.sums.float_pair import as_pair
+from dpx.sums.rounding import as_pair
 from dpx.values import Tree, batch_size, first_words, path_of
 from dpx.xla.jaxprs import equations
 from dpx.xla.rows_apart import iterates_together

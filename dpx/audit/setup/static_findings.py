@@ -27,7 +27,7 @@ from dpx.sampling.batch import Batch, included_rows
 from dpx.sampling.loading import length_of
 from dpx.sampling.schemes import Sampling
 from dpx.states.record import fingerprint
-from dpx.sums.float_pair import ETA
+from dpx.sums.rounding import ETA
 from dpx.values import Tree, batch_size, described, first_words, for_whom, path_of, rounded_up
 from dpx.xla import jaxprs
 from dpx.xla.jaxprs import spread_marks

@@ -295,7 +295,7 @@ class NormAlgorithm(NamedTuple):
         norm of what the sum computes for an example with factor 1
     weighted_sum: (uses, shape, records, factors) -> float32, of the parameter's shape, without `scale`. records: the
         gradients that `norm` kept, or else the records. factors: float32 (B,), B at most `most_float32_rows`. It adds
-        whole contributions of examples, in blocks: see the proof in `dpx.sums.float_pair`
+        whole contributions of examples, in blocks: see the proof in `dpx.sums.rounding`
     keeps_gradients: bool, whether the gradients of all examples of a microbatch are in memory
     raised: uses -> the share of the norm that a bound on its rounding adds at most, if no positions cancel
     """

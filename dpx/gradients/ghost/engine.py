@@ -35,7 +35,7 @@ from dpx.gradients.ghost.plan import GhostPlan
 from dpx.gradients.ghost.program import assemble_parts
 from dpx.mechanism import Mechanism
 from dpx.sums.clipped_sum import in_range, zero_excluded
-from dpx.sums.float_pair import FloatPair, pair_of_trees
+from dpx.sums.rounding import FloatPair, pair_of_trees
 from dpx.values import Tree
 from dpx.xla.ordering import compute_after, compute_after_each, opaque_false
 from dpx.xla.place import current_place

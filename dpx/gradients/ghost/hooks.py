@@ -7,7 +7,7 @@ those of gradients in a TPU's memory, and their sums, because it would write eac
 
 Parts and their slices share no element. So the square of a gradient's norm is the sum of the squares of the norms of
 its parts, none of which is below the true one (`dpx.sums.norms` adds the squares). Every coordinate of a sum is a
-coordinate of the sum of one slice, so the proof in `dpx.sums.float_pair` holds: it allows each coordinate another order
+coordinate of the sum of one slice, so the proof in `dpx.sums.rounding` holds: it allows each coordinate another order
 of additions.
 
 INSIDE A BACKWARD PASS they are computed for layers in scans or under `jax.checkpoint`. A checkpoint would hand out
@@ -39,7 +39,7 @@ from dpx.gradients.ghost.plan import Choice, GhostPlan
 from dpx.gradients.ghost.program import REMAT, View, assemble_parts
 from dpx.gradients.ghost.weighted_sums import shortening_factors
 from dpx.sums.clipped_sum import AT_ONCE, total_of_rows
-from dpx.sums.float_pair import FloatPair, with_low
+from dpx.sums.rounding import FloatPair, with_low
 from dpx.values import Tree
 from dpx.xla.place import current_place
 

@@ -41,7 +41,7 @@ from dpx.gradients.ghost.program import (
 from dpx.gradients.ghost.rules import CapturedInputs, Site
 from dpx.sums.clipped_sum import plus_finished, total_of_rows, weighted_sum
 from dpx.sums.clipped_sum import repeat_to_shape as spread
-from dpx.sums.float_pair import FloatPair
+from dpx.sums.rounding import FloatPair
 from dpx.xla import jaxprs
 
 Values = Mapping[int, jax.Array]  # public values, by number

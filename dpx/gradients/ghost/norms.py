@@ -30,8 +30,8 @@ import numpy as np
 from jax import lax  # `jnp` takes longer to trace
 
 from dpx.sums.clipped_sum import LARGEST, add_in_turns, repeat_to_shape
-from dpx.sums.float_pair import PRODUCTS, UNIT, FloatPair, add_pairs, error_of_chained_sum, with_low
 from dpx.sums.norms import norm, raised_by_roundings
+from dpx.sums.rounding import PRODUCTS, UNIT, FloatPair, add_pairs, error_of_chained_sum, with_low
 from dpx.xla.place import current_place
 from dpx.xla.rewrites import sum_of_outer_products
 
@@ -177,7 +177,7 @@ def sum_error(*positions: int) -> float:
     relative to the root of the sum of all (|a_t| |b_t|)^2.
 
     If the term of a position is rounded D times in an element, this is off by at most 2^-24 sum D |a_t b_t|. By
-    Cauchy-Schwarz, as in `dpx.sums.float_pair`, that is at most 2^-24 sqrt(sum D^2) sqrt(sum a_t^2 b_t^2). Over all
+    Cauchy-Schwarz, as in `dpx.sums.rounding`, that is at most 2^-24 sqrt(sum D^2) sqrt(sum a_t^2 b_t^2). Over all
     elements, the squares of the last root add up to those of |a_t| |b_t|. D is the sum of the roundings in a segment,
     in the sum of segments and in that of uses, and sqrt(sum D^2) is at most the sum of the roots for each. On a matrix
     unit, sqrt(sum D^2) is up to `rounding_factor` times as large (`dpx.xla.matrix_units`).
@@ -189,7 +189,7 @@ def sum_error(*positions: int) -> float:
 
 
 def _sum_depths(positions: int, segments: int) -> float:
-    """sqrt(sum D^2) of a sum in segments, the longest of which are chains, as in `dpx.sums.float_pair`."""
+    """sqrt(sum D^2) of a sum in segments, the longest of which are chains, as in `dpx.sums.rounding`."""
     width = math.ceil(positions / segments)
     within, across = error_of_chained_sum(width, PRODUCTS), error_of_chained_sum(segments, 0)
     return math.sqrt(segments / width) * within + math.sqrt(width / segments) * across

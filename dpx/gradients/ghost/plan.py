@@ -24,7 +24,7 @@ from dpx.gradients.ghost.program import (
     parts_of_parameter,
 )
 from dpx.mechanism import Mechanism
-from dpx.sums.float_pair import ETA
+from dpx.sums.rounding import ETA
 from dpx.values import Tree, float32_like
 from dpx.xla.jaxprs import identity_of_equation
 from dpx.xla.place import current_place

@@ -2,7 +2,7 @@
 
 A partial sum over the positions of an example may be much longer than its gradient, because positions cancel, and so
 may its rounding. So where a site has several positions, whole gradients are added, one example after another: the norm
-then contains the rounding of that example's gradient (`norms.sum_error`), and `dpx.sums.float_pair` bounds the rounding
+then contains the rounding of that example's gradient (`norms.sum_error`), and `dpx.sums.rounding` bounds the rounding
 of the sum over examples. At most one gradient of a microbatch is in memory.
 
 A matrix unit multiplies short numbers exactly (`dpx.xla.matrix_units`), but a short number times its factor is long.
@@ -34,7 +34,7 @@ from dpx.sums.clipped_sum import (
     scaled_rows,
     sum_in_blocks,
 )
-from dpx.sums.float_pair import count_blocks
+from dpx.sums.rounding import count_blocks
 from dpx.xla.place import current_place
 
 SOME_NUMBERS = 2**21  # of the gradients that a matrix unit finishes at once, 8 MiB; a kernel alone takes 1,800 cycles

@@ -35,7 +35,7 @@ from dpx.papers.correlated_noise.strategy import lambda_cgd as strategy_of
 from dpx.sampling.schemes import FixedOrder, FullBatch, Sampling, ShuffledEpochs
 from dpx.sampling.varying import CyclicPoissonSampling
 from dpx.states.record import ReleaseState
-from dpx.sums.float_pair import (
+from dpx.sums.rounding import (
     ETA,
     FloatPair,
     as_float64,

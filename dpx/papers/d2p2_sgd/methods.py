@@ -35,7 +35,7 @@ from dpx.papers.d2p2_sgd.cost import with_projected_event
 from dpx.papers.d2p2_sgd.projections import ProjectionKind, ProjectionState, projection, random_projection
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule
-from dpx.sums.float_pair import FloatPair, as_float64, as_float_pair, as_pair
+from dpx.sums.rounding import FloatPair, as_float64, as_float_pair, as_pair
 from dpx.values import Tree, described, require_number, require_whole
 from dpx.xla.place import float64, require_ieee_float64
 

@@ -60,12 +60,12 @@ on a quarter disc is at most its maximum on the corners of a polygon around the 
 # Why the costs hold for the computed releases, and for which runs
 
 The unit is C1 / B, so what is fed back counts B / C1 times. The computed sums and withheld parts move by at most 1 +
-ETA times 1 and rho (`dpx.sums.float_pair`), and the noise is 1 + ETA + ERROR times what the cost assumes. The bounds
+ETA times 1 and rho (`dpx.sums.rounding`), and the noise is 1 + ETA + ERROR times what the cost assumes. The bounds
 scale: nu, shifts and error moves, all times 1 + ETA + ERROR, cost the same. So the rounding of the error may move a run
 by ERROR times the shift, and rho, of its first participation.
 
 A STEP, with v = 2^-53, from an error e with |e| <= M, which is two float32 numbers and exact in float64. The computed
-norm is off by 32 v (`sums.float_pair`), the scale of the part that is fed back by 36 v, that part by 37 v M, what is
+norm is off by 32 v (`sums.rounding`), the scale of the part that is fed back by 36 v, that part by 37 v M, what is
 remembered by 33 v M, and its difference, the division of the withheld part, their sum, and its two float32 numbers by
 37 v M more: the next error by 107 v M in all. The released sum T + B fed is off by 72 v B M + 34 v |T|, |T| <= n for n
 rows. The exact map is the projection onto a ball, where what is remembered has a largest norm, and then the firmly

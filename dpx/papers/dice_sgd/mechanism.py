@@ -22,7 +22,7 @@ from dpx.mechanism.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, require_
 from dpx.papers.dice_sgd.cost import ERROR, SAMPLINGS, ErrorFeedbackDpEvent
 from dpx.sampling.schemes import Sampling
 from dpx.states.record import ReleaseState
-from dpx.sums.float_pair import ETA, FloatPair, as_float64, as_float_pair, as_pair, norm_of_pair
+from dpx.sums.rounding import ETA, FloatPair, as_float64, as_float_pair, as_pair, norm_of_pair
 from dpx.values import Tree, described, require_number, require_whole
 from dpx.xla.ordering import compute_after
 from dpx.xla.place import float64, require_ieee_float64
