@@ -205,7 +205,7 @@ def train_by_hand(rank, rows, everywhere, folder, begin):
         write(folder / "resumed", rank, made, *train(step, params, state, sharding=rows))
 
 
-@mock.patch("dpx.sampling.loading.FIRST", 0)  # no item is read again
+@mock.patch("dpx.sampling.data.FIRST", 0)  # no item is read again
 def check_loading(rank, sharding, state):
     """A process reads the rows of its own devices alone; together the processes hold the batch of one process."""
     key = optimizer()[0]

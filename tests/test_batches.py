@@ -54,7 +54,7 @@ def after(made, steps):
 @pytest.fixture
 def read_once(monkeypatch):
     """No item is read again to see whether it is the same: to count the others."""
-    monkeypatch.setattr(loading, "FIRST", 0)
+    monkeypatch.setattr("dpx.sampling.data.FIRST", 0)
 
 
 class Source:

@@ -14,7 +14,7 @@ import pytest
 
 import dpx
 from dpx import keys
-from dpx.sampling import loading
+from dpx.sampling import data as reading
 from tests.problems import dp_sgd, normal, poisson
 
 KEY = dpx.secret_key(2**90 + 1)
@@ -181,7 +181,7 @@ def test_a_rare_change_is_seen_later(monkeypatch):
         def __getitem__(self, number):
             return X[number] * np.float32(self.rng.uniform() if self.rng.uniform() < 0.002 else 1)
 
-    monkeypatch.setattr(loading, "EVERY", 4)
+    monkeypatch.setattr(reading, "EVERY", 4)
     source, asked = Rarely(1), itertools.count()
     with pytest.raises(ValueError, match="function of its number alone"):
         for _ in SAMPLING.batches(source, KEY, STATE, steps=600, prefetch=0):
@@ -201,8 +201,8 @@ def test_what_reading_again_costs(one_call):
     read = [SAMPLING.draw(KEY, step if one_call else 0).indices for step in range(60)]
     wanted = sum(len(np.unique(numbers)) for numbers in read)
     again = len(source.read) - wanted - (1 if one_call else 60)  # item 0, which says what an item looks like
-    first = -(-loading.FIRST // min(len(np.unique(numbers)) for numbers in read))
-    assert 16 + wanted // loading.EVERY - 1 <= again <= 16 * first + wanted // loading.EVERY
+    first = -(-reading.FIRST // min(len(np.unique(numbers)) for numbers in read))
+    assert 16 + wanted // reading.EVERY - 1 <= again <= 16 * first + wanted // reading.EVERY
 
 
 class Augmented(Steady):
@@ -240,12 +240,12 @@ def test_an_item_depends_on_its_number_the_step_and_the_key():
 
 def test_the_random_numbers_are_a_public_stream_of_their_own():
     words = np.asarray(keys.key_words(keys.stream(KEY, "items", 3)))
-    state = loading.generators_of_items(KEY, 3)(5).bit_generator.state["state"]
+    state = reading.generators_of_items(KEY, 3)(5).bit_generator.state["state"]
     number = sum(int(word) << 32 * (3 - place) for place, word in enumerate(words))
     assert sum(int(word) << 64 * place for place, word in enumerate(state["key"])) == number
     assert state["counter"].tolist() == [0, 0, 0, 5]
     drawn = [
-        loading.generators_of_items(KEY, step)(item).integers(2**62) for step in range(3) for item in (0, 1, 2**31 - 1)
+        reading.generators_of_items(KEY, step)(item).integers(2**62) for step in range(3) for item in (0, 1, 2**31 - 1)
     ]
     assert len(set(drawn)) == 9
 

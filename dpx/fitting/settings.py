@@ -18,7 +18,7 @@ from dpx.ledgers import PrivacyLedger
 from dpx.mechanism import Mechanism
 from dpx.mechanism.guards import FLAX, checked_params, require_no_nan
 from dpx.reports.report import require_one_line_names
-from dpx.sampling.loading import CheckedData
+from dpx.sampling.data import CheckedData
 from dpx.states.reading import read_run
 from dpx.values import Tree, described, require_bool, require_whole, rounded_up, warn_user
 

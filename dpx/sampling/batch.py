@@ -14,6 +14,7 @@ import scipy.special
 
 from dpx import keys
 from dpx.keys import streams
+from dpx.sampling.data import zero_excluded_rows
 from dpx.states.record import DrawRecord, fingerprint, unit_mark
 from dpx.values import Tree, batch_size, described, repr_with_shapes, require_whole, warn_user
 
@@ -86,14 +87,6 @@ class Draw(NamedTuple):
     included: np.ndarray
 
     __repr__ = repr_with_shapes
-
-
-def zero_excluded_rows(rows: jax.Array, included: jax.Array | np.ndarray) -> jax.Array:
-    """Returns `rows`, (B, ...), with zeros in the rows where `included`, bool (B,), is False."""
-    if jnp.issubdtype(rows.dtype, jax.dtypes.prng_key):
-        words = zero_excluded_rows(jax.random.key_data(rows), included)
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(rows))
-    return jnp.where(included.reshape(-1, *[1] * (rows.ndim - 1)), rows, jnp.zeros((), rows.dtype))
 
 
 @jax.tree_util.register_dataclass

@@ -35,7 +35,7 @@ from dpx.sampling.batch import (
     require_step,
     step_key,
 )
-from dpx.sampling.loading import CheckedData
+from dpx.sampling.data import CheckedData
 from dpx.states.reading import next_steps
 from dpx.states.record import identity_by_fields
 from dpx.values import Tree, names_arguments, require_number, require_whole

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from dpx.sampling.loading import read_rows
+from dpx.sampling.data import read_rows
 from dpx.states.record import unit_mark
 from dpx.values import Tree, batch_size, names_arguments, require_whole, warn_user
 

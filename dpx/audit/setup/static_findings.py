@@ -24,7 +24,7 @@ from dpx.accounting.ledger import without_truncation
 from dpx.gradients.one_example import BATCH_NORM, INSTEAD, LARGE_CONSTANTS, updates_batch_norm
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, included_rows
-from dpx.sampling.loading import length_of
+from dpx.sampling.data import length_of
 from dpx.sampling.schemes import Sampling
 from dpx.states.record import fingerprint
 from dpx.sums.rounding import ETA

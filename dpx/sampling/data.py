@@ -1,0 +1,243 @@
+"""Reads rows of a data set, from arrays or from a source that gives one example at a time.
+
+A row may depend only on its number or, for random items, also on the step and the key of the batches. Then the coins of
+one example cannot change the row of another, and a step that is repeated after a kill or an exception reads the same
+rows. dpx cannot prove this of a source, so it reads some rows a second time, each one alone and the last one first.
+"""
+
+import contextlib
+import functools
+import hashlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpx import keys
+from dpx.values import Tree, advice_to_stack, batch_size, first_words, path_of, refuse_mask, require_arrays
+
+Rows = Callable[[np.ndarray, np.ndarray, int], Tree]  # (indices int32 (B,), `included` bool (B,), step) -> rows
+
+AGAIN = 16  # repeated readings: a random item flipped by a fair coin escapes them with probability 2^-16
+FIRST, EVERY = 64, 256  # AGAIN readings per call for the first 64 rows of a source, then one reading per 256 rows
+MARKED, MARKED_ITEMS = 64, 8  # how many rows of arrays, or items of a source, the mark reads, evenly spaced
+_READ: dict[int, list[int]] = {}  # source id -> number of rows read so far, while the source is alive
+
+
+def rows_of(data: Any, examples: int, key: jax.Array) -> Rows:
+    """Returns a function (indices int32 (B,), `included` bool (B,), step) -> rows of `data`, a pytree of arrays with
+    the B rows on axis 0, and zeros in the rows that are not included. So no program sees an example that was not drawn.
+
+    data: a pytree of arrays with the examples on axis 0 of each, or a source as `Sampling.take` describes it.
+    key: scalar key of the batches.
+    Raises ValueError unless `data` holds `examples` examples. The returned function raises ValueError if the items of a
+    source differ in structure, shape or dtype, and if a row differs when it is read again.
+    """
+    if (length := length_of(data)) != examples:
+        users = ": for users, give the sampling examples=len(users)"
+        hint = advice_to_stack(data) if unit_of(data) == "example" else users
+        raise ValueError(f"data must hold the {examples} examples of the sampling, got {length}{hint}")
+    if _is_data_source(data):
+        read = _checking_repeats(data, _items_of(data, key))
+    elif others := [leaf for leaf in jax.tree.leaves(data) if not isinstance(leaf, jax.Array | np.ndarray)]:
+        # arrays in files, or computed when they are indexed
+        read = _checking_repeats(
+            others[0], lambda numbers, step: jax.tree.map(lambda leaf: read_rows(leaf, numbers), data)
+        )
+    else:
+
+        def rows_of_arrays(indices, included, step):
+            def of_leaf(leaf):
+                if isinstance(leaf, jax.Array):
+                    return _taken(leaf, indices, included)
+                return _zero_excluded_in_place(read_rows(leaf, indices), included)
+
+            return jax.tree.map(of_leaf, data)
+
+        return rows_of_arrays
+    return lambda indices, included, step: jax.tree.map(
+        lambda leaf: _zero_excluded_in_place(leaf, included), read(indices, step)
+    )
+
+
+class CheckedData:
+    """The examples of a run. rows: from `rows_of`, whose arguments and errors apply here. unit: from `unit_of`."""
+
+    def __init__(self, data: Any, examples: int, key: jax.Array):
+        self.data, self.examples, self.key = data, examples, key
+        self.rows, self.unit = rows_of(data, examples, key), unit_of(data)
+
+    def in_arrays(self) -> bool:
+        return all(isinstance(leaf, np.ndarray | jax.Array) for leaf in jax.tree.leaves(self.data))
+
+    @functools.cached_property
+    def some_rows(self) -> Tree:
+        """Returns MARKED rows of arrays, or MARKED_ITEMS of a source, whose items may be slow to read; on axis 0."""
+        source = _is_data_source(self.data)
+        places = np.unique(np.linspace(0, self.examples - 1, MARKED_ITEMS if source else MARKED).astype(np.int32))
+        if source:
+            return self.rows(places, np.ones(len(places), bool), 0)
+        return jax.tree.map(lambda leaf: read_rows(leaf, places), self.data)
+
+    def mark(self) -> int:
+        """A keyed hash of some rows, and of who owns the rows of a source; it reveals nothing without `key`.
+        Two data sets that differ in these have different marks, except with probability 2^-32.
+
+        It detects processes that loaded different parts of the data or another order, and a run that continues with
+        other data, which would reveal the difference without noise.
+        """
+        rows = jax.tree.leaves(self.some_rows)
+        leaves = [np.asarray(jax.random.key_data(leaf) if keys.is_key(leaf) else leaf) for leaf in rows]
+        parts = [part for leaf in leaves for part in (f"{leaf.dtype}{leaf.shape}".encode(), leaf.tobytes())]
+        if hasattr(self.data, "identity_of_units"):
+            parts += [repr(self.data.identity_of_units()).encode()]
+        secret = np.asarray(keys.key_words(keys.stream(self.key, "first example"))).tobytes()
+        return int(hashlib.blake2b(b"".join(parts), digest_size=4, key=secret).hexdigest(), 16)
+
+
+def _checking_repeats(source: Any, read: Callable[[np.ndarray, int], Tree]) -> Callable[[np.ndarray, int], Tree]:
+    """Wraps `read` to read some rows a second time. source: the object by which earlier readings are counted."""
+    count = _READ.get(id(source), [0])
+    if id(source) not in _READ:
+        with contextlib.suppress(TypeError):  # raised if it does not support weak references
+            weakref.finalize(source, _READ.pop, id(source), None)
+            _READ[id(source)] = count
+
+    def rows(indices, step):
+        numbers, inverse = np.unique(indices, return_inverse=True)
+        found = read(numbers, step)
+        before, count[0] = count[0], count[0] + len(numbers)
+        often = AGAIN if before < FIRST else int(before // EVERY < count[0] // EVERY)
+        for place in [-1 - turn % len(numbers) for turn in range(often)]:
+            alone = read(numbers[[place]], step)
+            for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
+                if not isinstance(one, jax.Array) and one[place].tobytes() != other[0].tobytes():
+                    raise ValueError(
+                        "an item of data must be a function of its number alone, but one that was read again "
+                        "differed. For random items (augmentation), give the source a method random_item(number, "
+                        "rng), and take all its random numbers from rng; or see dpx.augmented"
+                    )
+        return jax.tree.map(lambda leaf: leaf[inverse], found)
+
+    return rows
+
+
+def generators_of_items(key: jax.Array, step: int) -> Callable[[int], np.random.Generator]:
+    """Returns a function from an item's number to its random generator, for one step of a run.
+
+    The generator is numpy's Philox, with the 128-bit key of the "items" stream of the scalar `key` at this step; each
+    item has its own 2^192 blocks. So the random numbers do not depend on which items are read, when or where. They may
+    be public, because nothing else uses the stream, and it reveals nothing about `key` or its other streams.
+    """
+    words = np.asarray(keys.key_words(keys.stream(key, "items", step))).astype(">u4").tobytes()
+    return lambda number: np.random.Generator(np.random.Philox(key=int.from_bytes(words), counter=number << 192))
+
+
+def zero_excluded_rows(rows: jax.Array, included: jax.Array | np.ndarray) -> jax.Array:
+    """Returns `rows`, (B, ...), with zeros in the rows where `included`, bool (B,), is False."""
+    if jnp.issubdtype(rows.dtype, jax.dtypes.prng_key):
+        words = zero_excluded_rows(jax.random.key_data(rows), included)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(rows))
+    return jnp.where(included.reshape(-1, *[1] * (rows.ndim - 1)), rows, jnp.zeros((), rows.dtype))
+
+
+_taken = jax.jit(lambda array, indices, included: zero_excluded_rows(array[indices], included))
+
+
+def _zero_excluded_in_place(rows: Any, included: np.ndarray) -> Any:
+    """Returns `zero_excluded_rows`; changes a numpy array in place, so the caller must hold the only reference."""
+    if isinstance(rows, jax.Array):
+        return zero_excluded_rows(rows, included)
+    rows[~included] = 0
+    return rows
+
+
+def length_of(data: Any) -> int:
+    """Returns how many examples `data`, arrays or a source, holds. Raises ValueError for anything else."""
+    return len(data) if _is_data_source(data) else batch_size(data)
+
+
+def unit_of(data: Any) -> str:
+    """Returns the name of what one item of `data` is: its `privacy_unit`, which `dpx.UserData` has, or "example"."""
+    unit = getattr(data, "privacy_unit", "example")
+    return unit if isinstance(unit, str) else "example"
+
+
+def _is_data_source(data: Any) -> bool:
+    """Whether `data` is a source, read one item at a time. Raises ValueError unless it is one or holds arrays."""
+    iterator = hasattr(data, "__next__")
+    if not iterator:
+        require_arrays(data)
+    if not iterator and all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in jax.tree.leaves(data)):
+        return False
+    gives = hasattr(data, "__getitem__") or hasattr(data, "random_item")
+    one = jax.tree_util.all_leaves([data]) and not isinstance(data, str | bytes)
+    if not iterator and one and hasattr(data, "__len__") and gives:
+        return True
+    advice = "convert lists of numbers to arrays, with numpy.asarray"
+    if iterator or hasattr(data, "dataset") or (one and hasattr(data, "__iter__")):
+        advice = "give what a loader or an iterator reads, because the sampling draws the batches"
+    raise ValueError(
+        "data must be a pytree of arrays with the examples on axis 0 of each, or a source with __len__ and "
+        f"__getitem__(int); got {type(data)}: {advice}"
+    )
+
+
+def read_rows(array: Any, indices: np.ndarray) -> Any:
+    """Reads rows of one array: a jax or numpy array, or one in a file."""
+    if isinstance(array, jax.Array) or type(array) is np.ndarray:
+        return array[indices]
+    ascending, inverse = np.unique(indices, return_inverse=True)  # files read faster in order, or only then
+    return np.asarray(array[ascending])[inverse]
+
+
+def _copied(leaf: Any) -> np.ndarray:
+    """Returns a copy, because a source may reuse its buffer. (torch tensors warn if they are given to `np.array`.)"""
+    refuse_mask(leaf)
+    return np.asarray(leaf).copy()
+
+
+def _items_of(source: Any, key: jax.Array) -> Callable[[np.ndarray, int], Tree]:
+    """Returns the function that reads items of a source. Reads item 0 at once, because all items must be like it."""
+    chance, several = getattr(source, "random_item", None), getattr(source, "__getitems__", None)
+    first = source[0] if chance is None else chance(0, generators_of_items(key, 0)(0))
+    expected = _describe(jax.tree.map(np.asarray, first))
+    kinds = [jnp.issubdtype(dtype, jnp.number) or dtype.kind == "b" for _, dtype in expected[1]]
+    if not kinds or not all(kinds):
+        paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(first)]
+        odd = first_words([path for path, good in zip(paths, kinds, strict=True) if not good])
+        found = f", with no numbers in {odd}: encode words as numbers, or leave them out" * (odd != "")
+        raise ValueError(f"an item of data must be a pytree of arrays and numbers, got {type(first)}{found}")
+
+    def read(rows, step):
+        numbers = rows.tolist()
+        if chance is not None:
+            random = generators_of_items(key, step)
+            items = (chance(number, random(number)) for number in numbers)
+        else:
+            items = (source[number] for number in numbers) if several is None else several(numbers)
+        items = [jax.tree.map(_copied, item) for item in items]
+        if len(items) != len(numbers):
+            raise ValueError(f"__getitems__ of data must give {len(numbers)} items, one for each row, got {len(items)}")
+        for number, item in zip(numbers, items, strict=True):
+            if (found := _describe(item)) != expected:
+                raise ValueError(
+                    "the items of data must be alike in structure, shapes and dtypes: row 0 has "
+                    f"{_in_words(expected)}, row {number} has {_in_words(found)}"
+                )
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *items)
+
+    return read
+
+
+def _describe(item: Tree) -> tuple[Any, list[tuple[tuple[int, ...], np.dtype]]]:
+    leaves, structure = jax.tree.flatten(item)
+    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+
+def _in_words(description: tuple[Any, list]) -> str:
+    structure, leaves = description
+    return str(jax.tree.unflatten(structure, [f"{dtype}{list(shape)}" for shape, dtype in leaves]))
