@@ -18,6 +18,7 @@ if FLAGS not in (given := os.environ.get("XLA_FLAGS", "")):  # to which `import 
     os.environ["XLA_FLAGS"] = f"{FLAGS} {given}".strip()  # the first computation reads them, and the last of two counts
 hurry()
 keep_programs()
+jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")  # also where there is a GPU
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 LEAST_SAVED, plan.LEAST_SAVED = plan.LEAST_SAVED, 0.0  # the models of the tests are small, and stand for large ones

@@ -25,6 +25,7 @@ def poisson(examples: Any = 1000, batch_size: Any = 8, **options: Any) -> dpx.Po
 
 
 POISSON = poisson()
+on_a_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="expects the programs that a CPU gets")
 
 
 def dp_sgd(

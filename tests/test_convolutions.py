@@ -11,6 +11,7 @@ import dpx
 from dpx.gradients.clipped_gradients import hides_convolutions
 from dpx.xla.jaxprs import inner_bodies
 from dpx.xla.rewrites import with_reordered_convolutions
+from tests.problems import on_a_cpu
 from tests.test_dp_sgd import dp_sgd
 
 FAST = ((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2))
@@ -49,6 +50,7 @@ def small_loss(params, x):
     return jnp.sum(convolve(hidden, params["second"], ("HWCN", "HWIO", "NHWC")))
 
 
+@on_a_cpu
 def test_all_convolutions_of_a_loop_have_the_fast_order():
     params = {"first": normal(2, 3, 3, 2), "second": normal(3, 3, 2, 4)}
     mechanism, batch = dp_sgd(), dpx.Batch(normal(16, 2, 6, 5), None)

@@ -15,6 +15,7 @@ import dpx
 from dpx.sums.clipped_sum import sum_over_microbatches
 from dpx.xla import rows_apart
 from tests.devices import on_eight_devices
+from tests.problems import on_a_cpu
 from tests.test_dp_sgd import dp_sgd, loss, model
 
 
@@ -174,6 +175,7 @@ def test_memory_is_that_of_a_microbatch(loss):
     assert gradients_held(loss, 4) < 12
 
 
+@on_a_cpu
 @pytest.mark.parametrize("size", [64, 61])
 @pytest.mark.long_cases("61")
 def test_where_a_batch_would_leave_the_cache_of_a_cpu_microbatches_are_chosen(size, monkeypatch):

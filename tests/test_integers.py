@@ -14,7 +14,7 @@ from dpx.accounting.arithmetic import INTEGERS, NORMALS
 from dpx.keys import integer_normals, noise, normals
 from dpx.sums.rounding import FloatPair
 from dpx.xla.place import float64, tracing_for_place
-from tests.problems import dp_sgd
+from tests.problems import dp_sgd, on_a_cpu
 from tests.test_noise import KEY, LONG, RARE, chosen_words, uniform_numbers, words_at_random
 
 PI = LONG("3.14159265358979323846264338327950288")
@@ -162,6 +162,7 @@ def test_a_release_for_a_tpu_has_the_bits_of_a_cpu(shapes, devices):
         np.testing.assert_array_equal(same, sums)
 
 
+@on_a_cpu
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_blocks_of_large_leaves_have_the_bits_of_a_cpu(devices, monkeypatch):
     """Of one axis, with and without a rest; seen as the devices times the rest, or not; and small leaves at once."""

@@ -18,6 +18,7 @@ from dpx.keys import noise, normals
 from dpx.keys.streams import threefry4x32
 from dpx.sums.rounding import FloatPair
 from dpx.xla.place import fast_math, tracing_for_place
+from tests.problems import on_a_cpu
 
 KEY, LONG = jax.random.key(3), np.longdouble
 TOP = 2**32 - 1
@@ -301,6 +302,7 @@ def test_the_precision_tells_nothing(multiplier, size=200_000):
     np.testing.assert_array_equal(made[1] - np.float32(large), made[0])
 
 
+@on_a_cpu
 @pytest.mark.parametrize(
     ("flags_of_xla", "on"),
     [

@@ -8,6 +8,7 @@ from jax import lax
 
 import dpx
 from dpx.xla.rewrites import with_fast_products
+from tests.problems import on_a_cpu
 
 ROWS, POSITIONS, INPUTS, OUTPUTS = 4, 6, 5, 3
 RNG = np.random.default_rng(0)
@@ -45,6 +46,7 @@ def test_the_gradients_stay_and_a_hostile_row_reaches_no_other(name):
         np.testing.assert_array_equal(beside[1:], found[1:])
 
 
+@on_a_cpu
 @pytest.mark.parametrize(("name", "moved"), [("dense", True), ("of a loop", True), ("transposed", False)])
 def test_only_products_that_xla_does_not_transpose_itself_are_moved(name, moved):
     closed = jax.make_jaxpr(lambda *given: with_fast_products(gradients(LOSSES[name]))(*given)[0])(W, X)
@@ -52,6 +54,7 @@ def test_only_products_that_xla_does_not_transpose_itself_are_moved(name, moved)
     assert ("optimization_barrier" in live) == moved
 
 
+@on_a_cpu
 def test_a_private_step_has_the_fast_order():
     sampling = dpx.FullBatch(examples=ROWS)
     optimizer = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=0.0, sampling=sampling, key=dpx.secret_key(2**100))
