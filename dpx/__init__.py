@@ -63,10 +63,9 @@ from dpx.accounting import Budget, compose_runs, epsilon
 from dpx.audit.setup import check_setup
 from dpx.fitting import fit
 from dpx.gradients import augmented, explain_norms, private_updates, private_updates_from, private_updates_in_chunks
-from dpx.gradients.optimizer import chain
 from dpx.keys import secret_key
 from dpx.ledgers import PrivacyLedger
-from dpx.mechanism import Mechanism, in_coordinates
+from dpx.mechanism import Mechanism, chain, in_coordinates
 from dpx.mechanisms import dp_sgd
 from dpx.reports import plan_noise, privacy_report
 from dpx.sampling import Batch, FixedSizeSampling, FullBatch, PoissonSampling, ShuffledEpochs, UserData

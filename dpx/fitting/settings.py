@@ -13,9 +13,8 @@ from dpx.accounting.cost import cost_of_run, records_per_unit_of_run
 from dpx.accounting.filters import NOTHING
 from dpx.fitting import processes
 from dpx.fitting.step import Carry
-from dpx.gradients.optimizer import ChainState
 from dpx.ledgers import PrivacyLedger
-from dpx.mechanism import Mechanism
+from dpx.mechanism.base import ChainState, Mechanism
 from dpx.mechanism.guards import FLAX, checked_params, require_no_nan
 from dpx.reports.report import require_one_line_names
 from dpx.sampling.data import CheckedData

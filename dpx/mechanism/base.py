@@ -36,7 +36,7 @@ from dpx.states.reading import require_state_of_mechanism, steps_taken
 from dpx.states.record import check_batch, fingerprints_of, release_and_count, stamp_state
 from dpx.sums.clipped_sum import sum_contributions
 from dpx.sums.rounding import ETA
-from dpx.values import Tree, batch_size, float32_like, names_arguments, path_of
+from dpx.values import Tree, batch_size, described, float32_like, names_arguments, path_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -323,6 +323,77 @@ def derivatives_along(function: Callable, params: Tree, along: Callable, count: 
 
     none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function, params))
     return jax.lax.scan(next_direction, none, jnp.arange(count, dtype=jnp.int32))
+
+
+class ChainState(NamedTuple):
+    """inner: the state of the mechanism. transforms: the state of the optax transforms after it."""
+
+    inner: Tree
+    transforms: Tree
+
+
+def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Mechanism:
+    """Composes as `optax.chain(mechanism, *transforms)` does, but into a Mechanism, which `private_updates` needs.
+
+    The transforms see only the released gradient, so any optax optimizer, decay or momentum costs no privacy. They do
+    not see parameters whose gradient the mechanism drops at every step (`coordinates.trainable`), so weight decay does
+    not move these. Masks that change (`random_freeze`) stop the gradients of a step, but neither decay nor momentum.
+    Raises ValueError unless `mechanism` is a Mechanism and no transform is one; without transforms; inside coordinates;
+    and for transforms that hold updates back (`optax.MultiSteps`) or need more than an update, such as the loss.
+
+        >>> optimizer = dpx.chain(mechanism, optax.sgd(0.1, momentum=0.9))
+        >>> optimizer.stages[-1]
+        'optax transforms'
+    """
+    require_mechanism(mechanism)
+    _require_transforms(transforms)
+    after = optax.chain(*transforms)
+    guards.try_transform(after)
+
+    def on_trained(params):
+        """Applies the transforms to the trained parameters. The rest get the released gradient, which is zero."""
+        flags = guards.trained_mask(mechanism, params)
+        return after if all(jax.tree.leaves(flags)) else optax.masked(after, lambda _: flags)
+
+    def release(sums, state, params):
+        updates, inner = mechanism.release(sums, state.inner, params)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+            raise ValueError(
+                "dpx.chain must be outside of coordinates and other mechanisms, because optax transforms read "
+                "the parameters; write dpx.chain(dpx.in_coordinates(mechanism, coordinates), *transforms)"
+            )
+        try:
+            updates, transformed = on_trained(updates).update(updates, state.transforms, params)
+        except (AttributeError, TypeError, ValueError) as error:
+            if type(error).__module__.startswith("jax"):
+                raise
+            guards.refuse_optax_transform(error)
+        return updates, ChainState(inner, transformed)
+
+    return mechanism.wrap(
+        begin=lambda params: ChainState(
+            mechanism.begin(params), guards.require_no_held_updates(on_trained(params).init(params))
+        ),
+        release=release,
+        stages=(*mechanism.stages, "optax transforms"),
+    )
+
+
+def _require_transforms(transforms: tuple[Any, ...]):
+    """Raises ValueError if there are no transforms, or if one is a mechanism, coordinates, or anything else."""
+    if not transforms:
+        raise ValueError(
+            "transforms must be optax transforms, such as optax.sgd(0.1), got none: a mechanism alone returns "
+            "a gradient, and optax.apply_updates would increase the loss along it"
+        )
+    for transform in transforms:
+        if isinstance(transform, Mechanism):
+            raise ValueError("a chain must have one mechanism, its first part; got a second one among the transforms")
+        if isinstance(transform, Coordinates):
+            words = f"the coordinates {transform.name!r}; write dpx.in_coordinates(mechanism, coordinates)"
+            raise ValueError(f"transforms must be optax transforms, got {words}")
+        if not (hasattr(transform, "init") and hasattr(transform, "update")):
+            raise ValueError(f"transforms must be optax transforms such as optax.sgd(0.1), got {described(transform)}")
 
 
 def require_mechanism(mechanism: Any):

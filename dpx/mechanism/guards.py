@@ -1,7 +1,7 @@
 """Checks that refuse inputs for which a mechanism's stated cost would not be true."""
 
 import operator
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from dpx.keys.noise import STAND_INS
 from dpx.values import Tree, batch_size, first_words, float32_like, path_of, require_arrays
 from dpx.xla.jaxprs import inputs_read
 
+HOLDING = ("MultiStepsState", "ApplyEvery")  # states of optax transforms that hold updates back
 FEW = 3  # parameters that a message lists
 FLAX = (
     'Of a result of fit, take its params; of Flax Linen, model.init(...)["params"]; of Flax NNX, split the model: '
@@ -238,3 +239,42 @@ def require_fixed_coordinates(mechanism: Any, coordinates: Any):
     if mechanism.correlated is not None and not coordinates.fixed:
         words = "because what cancels later must be in the same places"
         raise ValueError(f"coordinates must be fixed with correlated noise, {words}; got those that {coordinates.name}")
+
+
+def require_no_held_updates(state: Tree) -> Tree:
+    """Returns `state`. Raises ValueError if its transforms hold updates back."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node).__name__ in HOLDING)
+    if any(type(node).__name__ in HOLDING for node in nodes):
+        raise ValueError(
+            "transforms must not hold updates back, as optax.MultiSteps and apply_every do, because each step in "
+            "between has noise and a cost of its own. Give the larger batch to the sampling instead, and say with "
+            "microbatch_size or chunk_size how much of it fits in memory"
+        )
+    return state
+
+
+def refuse_optax_transform(error: Exception) -> NoReturn:
+    raise ValueError(
+        "transforms must compute an update from the released gradient, their state and the parameters alone. Those "
+        "that need the loss or its gradient (lbfgs, reduce_on_plateau, polyak_sgd, momo), or parameters in another "
+        "form (lookahead), would get private values, or fail: call them yourself, with the released updates and public "
+        f"values. Got {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    ) from error
+
+
+def try_transform(transform: optax.GradientTransformation):
+    """Raises ValueError early, before there are parameters, if `transform` holds updates back or needs more arguments.
+
+    It is tried on one parameter; a failure for any other reason is ignored, because it may work on a real model.
+    """
+    like = {"parameter": jax.ShapeDtypeStruct((2, 2), jnp.float32)}
+    try:
+        state = jax.eval_shape(transform.init, like)
+        jax.eval_shape(transform.update, like, state, like)
+    except TypeError as error:
+        if "required keyword-only argument" in str(error):
+            refuse_optax_transform(error)
+    except Exception:
+        return
+    else:
+        require_no_held_updates(state)
