@@ -190,7 +190,7 @@ CASES = {
         lambda w, e: dense(w, e[:2]) + dense(w, e[2:]),
         f32(3, 2),
         (f32(1, 3), f32(1, 2), f32(256, 3), f32(256, 2)),
-        {"again"},
+        {"recomputed"},
     ),
     "used transposed": Case(
         lambda w, e: jnp.sum(e[0] * (jnp.tanh(e[1] @ w) @ w.T)), f32(12, 9), (f32(12), f32(12)), {"shared"}
@@ -233,7 +233,7 @@ CASES = {
         made(lambda w: w / jnp.linalg.norm(w, axis=0, keepdims=True)), f32(7, 5), (f32(7), f32(5)), {"product"}
     ),
     "kernel normalized, large": Case(
-        made(lambda w: w / jnp.linalg.norm(w, axis=0, keepdims=True)), f32(72, 72), (f32(72), f32(72)), {"again"}
+        made(lambda w: w / jnp.linalg.norm(w, axis=0, keepdims=True)), f32(72, 72), (f32(72), f32(72)), {"recomputed"}
     ),
     "backward pass of its own": Case(
         lambda w, e: jnp.sum(e[1] * limited(w, e[0])), f32(30, 40), (f32(2, 30), f32(2, 40)), {"gram"}

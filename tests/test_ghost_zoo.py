@@ -439,7 +439,7 @@ def direction(inputs, outputs, *stack):
 
 
 row("weight_normalized_by_flax", "product small")(lambda: module(linen.WeightNorm(linen.Dense(4)), 20, 3))
-row("weight_normalized_that_is_large", "again")(
+row("weight_normalized_that_is_large", "recomputed")(
     lambda: layer(lambda p, x: jnp.tanh(x @ normalized(p)), direction(70, 72), 2, 70)
 )
 row("weight_normalized_that_is_used_twice", "product")(
@@ -500,7 +500,7 @@ def weight_standardized_of_a_convolution():
 row("tied_weights", "shared")(lambda: layer(lambda w, x: jnp.tanh(x @ w) @ w.T, normal(1, 3, 4), 3))
 
 
-@animal("again", tolerance=5e-4)
+@animal("recomputed", tolerance=5e-4)
 def weight_used_twice_on_many_positions():
     return layer(lambda w, x: jnp.stack([jnp.tanh(x[:150] @ w), jnp.cos(x[150:] @ w)]), normal(1, 6, 5), 300, 6)
 

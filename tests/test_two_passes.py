@@ -129,7 +129,7 @@ def test_what_a_scan_keeps_of_its_layers_decides_what_fits():
     plan, cost = dpx.private_updates(products, mechanism(), norms="ghost").row_sum.plan(*given)
     places = (Place("cpu", 1, memory=2 * BATCH * of_example - less) for less in (0, 1))
     assert [choose_microbatches(cost, plan, params, BATCH, place).size for place in places] == [BATCH, 2]
-    assert 4 * plan.recorded_numbers() == of_example and plan.recorded_numbers({0}) == 0
+    assert 4 * plan.captured_elements() == of_example and plan.captured_elements({0}) == 0
 
 
 def test_one_pass_where_two_would_save_nothing():

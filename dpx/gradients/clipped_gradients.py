@@ -142,7 +142,7 @@ def _written_bytes(cost: ForwardCost, plan: Plan, params: Tree) -> tuple[int, in
     """The bytes that one example's equations write, plus its stored gradients, for one pass and for two."""
     leaves = jax.tree.leaves(params)
     kept = {n for n in range(len(leaves)) if isinstance(plan, str) or plan.keeps_gradients(n)}
-    nowhere, all_layers = ghost.leaves_kept_nowhere(plan) if isinstance(plan, ghost.GhostPlan) else (set(), False)
+    nowhere, all_layers = ghost.leaves_never_kept(plan) if isinstance(plan, ghost.GhostPlan) else (set(), False)
     of_passes = (cost.numbers, kept), (cost.stored if all_layers else cost.numbers, kept - nowhere)
     one, two = (n // EQUATION_NUMBERS_PER_WRITE + sum(leaves[leaf].size for leaf in some) for n, some in of_passes)
     return max(1, 4 * one), max(1, 4 * two)
@@ -153,8 +153,8 @@ def _held_bytes(written: tuple[int, int], plan: Plan) -> tuple[int, int]:
     keeps of layers, if that is more. XLA fuses hardly any of a scan's arrays away."""
     if not isinstance(plan, ghost.GhostPlan):
         return written
-    without = frozenset(), ghost.leaves_kept_nowhere(plan)[0]
-    one, two = (max(n, 4 * plan.recorded_numbers(of)) for n, of in zip(written, without, strict=True))
+    without = frozenset(), ghost.leaves_never_kept(plan)[0]
+    one, two = (max(n, 4 * plan.captured_elements(of)) for n, of in zip(written, without, strict=True))
     return one, two
 
 

@@ -1,6 +1,6 @@
-"""The ways to compute the norms of one parameter's per-example gradients and their clipped sum, a record for each.
+"""Algorithms that compute the norms of one parameter's per-example gradients and their clipped sum.
 
-To add one: a record here and its name in `GHOST`, a model that takes it in tests/test_ghost_zoo.py, and a case in
+A new one needs a `NormAlgorithm` listed in `GHOST`, a model that selects it in tests/test_ghost_zoo.py, and a case in
 tests/test_ghost_hostile.py.
 """
 
@@ -33,7 +33,7 @@ from dpx.xla.place import current_place
 
 
 class SharedElements(enum.Enum):
-    """How a second group of uses sees the elements that the first one sees."""
+    """How a second group of uses sees the elements that a first group sees."""
 
     SAME = enum.auto()
     TRANSPOSED = enum.auto()
@@ -41,9 +41,9 @@ class SharedElements(enum.Enum):
 
 
 class UseGroup(NamedTuple):
-    """Uses that see the elements of the parameter in the same order, and so count as one use with more positions.
+    """Uses that see a parameter's elements in the same order, and so count as one use with more positions.
 
-    sites: numbers of the uses. sizes: (K, T, I, O) as in a `Site`; T is the sum over the uses
+    sites: the numbers of the uses. sizes: (K, T, I, O), as in a `Site`; T is the sum over the uses
     lookup: bool, True if the uses look up rows of the parameter
     """
 
@@ -60,9 +60,9 @@ class Sharing(NamedTuple):
         <G_u, G_v> = sum_st (a_us . a_vt)(b_us . b_vt)
 
     if both see the elements in the same order. If one sees them transposed, A_v and B_v change places; if they see
-    different elements, the product is 0. Other pairs are not followed.
+    disjoint elements, the product is 0. Parameters with other pairs are not followed.
 
-    use_groups: the groups of uses. relations: by pair (i, j) of groups, i < j
+    use_groups: the groups of uses. relations: for each pair (i, j) of groups, i < j
     """
 
     use_groups: tuple[UseGroup, ...]
@@ -98,9 +98,9 @@ class _Elements:
 
     def __init__(self, sites: tuple[Site, ...], shape: tuple[int, ...]):
         self.sites, self.shape = sites, shape
-        self.views = self.seen(np.empty(shape, np.int8))  # nobody reads it, so even a large one takes no memory
+        self.views = self.seen(np.empty(shape, np.int8))  # never read, so even a large array takes no memory
 
-    def seen(self, elements: Any) -> list[np.ndarray]:  # of NumPy: views, not copies
+    def seen(self, elements: Any) -> list[np.ndarray]:  # NumPy returns views, not copies
         with jax.ensure_compile_time_eval():
             return [np.asarray(site.arrange(elements)) for site in self.sites]
 
@@ -109,7 +109,7 @@ class _Elements:
         return self.seen(np.arange(math.prod(self.shape), dtype=np.int32).reshape(self.shape))
 
     def equal(self, i: int, j: int, axes: tuple[int, ...] = (0, 1, 2)) -> bool:
-        """Whether use i sees the elements in the order of use j, with its axes in another order."""
+        """Whether use i sees the elements in the same order as use j does with its axes permuted to `axes`."""
         if self.views[i].__array_interface__ == self.views[j].transpose(axes).__array_interface__:
             return True
         return np.array_equal(self.numbers[i], self.numbers[j].transpose(axes))
@@ -122,23 +122,23 @@ class _Elements:
         return SharedElements.DISJOINT if np.intersect1d(self.numbers[i], self.numbers[j]).size == 0 else None
 
 
-def gram_operations(sharing: Sharing) -> float:
-    """Floating-point operations of the Gram matrices for the norm of one example."""
+def gram_flops(sharing: Sharing) -> float:
+    """The floating-point operations of the Gram matrices for the norm of one example."""
     total = 0.0
     for i, j in itertools.combinations_with_replacement(range(len(sharing.use_groups)), 2):
         first, second = sharing.use_groups[i], sharing.use_groups[j]
         if sharing.relations.get((i, j)) is SharedElements.DISJOINT:
             continue
         kernels, positions, fan_in, fan_out = first.sizes
-        # A lookup multiplies only its B, because comparing or taking indices costs almost nothing.
+        # A lookup needs only the products of its B, because comparing or taking indices costs almost nothing.
         width = fan_out if first.lookup or second.lookup else fan_in + fan_out
         total += 2 * kernels * positions * second.sizes[1] * width
     return total
 
 
 def _norm_of_uses(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]], positions: list[int]) -> jax.Array:
-    """|sum_u A_u^T B_u| for one example, float32 (), with bounds on rounding as in `norms.gram_norm`. matrices: A_u
-    and B_u of every use, as a `Site` gives them. positions: as in `Uses`."""
+    """|sum_u A_u^T B_u| for one example, float32 (), with bounds on rounding as in `norms.gram_norm`. matrices: A_u and
+    B_u of every use, from `Site.matrices`. positions: as in `Uses`."""
     sides, size = _group_matrices(sharing, matrices), jnp.float32(1)
     if not current_place().unit.rounds:
         sides, size = _rescaled_matrices(sharing, sides)
@@ -156,7 +156,7 @@ def _norm_of_uses(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]],
 
 
 def _products_within(x: jax.Array) -> Products:
-    """The inner products of rows with each other, as `_gram` takes rows; those of indices are exact."""
+    """The inner products of rows with each other; `_gram` says what rows are. Those of indices are exact."""
     if x.ndim > 1:
         return products_within(_gram(x, x), x)
     ones = jnp.ones((1, len(x)), jnp.float32)
@@ -164,7 +164,7 @@ def _products_within(x: jax.Array) -> Products:
 
 
 def _products_between(left: jax.Array, of_left: Products, right: jax.Array, of_right: Products) -> Products:
-    """The inner products of rows with others. Those with a row of a one-hot matrix pick a number, which is exact."""
+    """The inner products of rows with other rows. One with a one-hot row picks a single number, which is exact."""
     error = error_of_inner_products(left, right) if left.ndim == right.ndim > 1 else 0.0
     return Products(_gram(left, right), (of_left.lengths[0], of_right.lengths[0]), error)
 
@@ -181,7 +181,7 @@ def _group_matrices(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]
 
 
 def _rescaled_matrices(sharing: Sharing, sides: list[tuple[jax.Array, jax.Array]]):
-    """A and B of every group, rescaled as in `norms.balanced`, and the size, float32 (), that this divides out."""
+    """A and B of every group, divided by a common size as in `norms.rescale_factors`, and this size, float32 ()."""
     measured = []
     for group, (a, b) in zip(sharing.use_groups, sides, strict=True):
         b, size = split_off_scale(b)
@@ -192,8 +192,8 @@ def _rescaled_matrices(sharing: Sharing, sides: list[tuple[jax.Array, jax.Array]
 
 
 def _gram(left: jax.Array, right: jax.Array) -> jax.Array:
-    """The inner products, float32 (K, S, T), of the rows of (K, S, n) and (K, T, n). Indices, int32 (S,), stand for the
-    rows, (1, S, n), of a one-hot matrix, and a negative index for a row of zeros."""
+    """The inner products, float32 (K, S, T), of the rows of (K, S, n) and (K, T, n). Indices, int32 (S,), represent
+    one-hot rows, (1, S, n), and a negative index represents a row of zeros."""
     if left.ndim == right.ndim == 1:
         return ((left[:, None] == right[None, :]) & (left >= 0)[:, None]).astype(jnp.float32)[None]
     if left.ndim == 1:
@@ -204,32 +204,32 @@ def _gram(left: jax.Array, right: jax.Array) -> jax.Array:
     return inner_products(left, right)
 
 
-# The unit of cost is one floating-point operation of a large matrix product, on one CPU core (benchmarks/step.py).
-OPERATIONS_PER_BYTE = 12.0  # the cost to move one byte of fresh memory
+# The unit of cost is one floating-point operation of a large matrix product on one CPU core (benchmarks/step.py).
+OPERATIONS_PER_BYTE = 12.0  # the cost of moving one byte of fresh memory
 CACHED_BYTES = 2**20  # a larger per-example gradient leaves the cache before it is read (benchmarks/transformers.py)
-# A gradient this small stays in a core's cache for all examples, so its bytes cost less than the many small operations
+# Gradients this small stay in a core's cache for all examples, so their bytes cost less than the many small operations
 # of a ghost norm, as in an LSTM of width 16 (benchmarks/results/zoo.md).
 SMALL_BYTES, OPERATIONS_PER_SMALL_BYTE = 2**14, 2.0
-# What a turn of the loop over examples costs that adds gradients on a CPU, and the product of one of several groups,
-# such as the channels of a depthwise convolution, whatever their sizes (benchmarks/results/zoo.md).
+# Costs on a CPU, whatever the sizes: one turn of the loop that adds the gradients of examples, and the product of one
+# group among several, such as a channel of a depthwise convolution (benchmarks/results/zoo.md).
 OPERATIONS_PER_TURN, OPERATIONS_PER_GROUP = 2.0**15, 2.0**10
 GRAM_SLOWDOWN = 2.5  # the cost of an operation of a Gram matrix, because these are small (benchmarks/transformers.py)
 PATCH_GRAM_SLOWDOWN = 4.0  # the same for the patches of a convolution
-TOO_LARGE = 1e6  # the cost of a byte of a gradient that is too large: any other way is then cheaper
+TOO_LARGE = 1e6  # the cost of each byte of a gradient that is too large, so that any other algorithm is cheaper
 DENSE_GRADIENT_SLOWDOWN = 1.1  # the cost of an operation of a dense layer's per-example gradient
-KEPT_ON_DEVICES = 2.0  # on several devices, a gradient with more numbers than this for each of its records is too large
-CONVOLUTION_GRADIENT_SLOWDOWN = 4.0  # as for a dense layer, because `jax.vmap` turns a convolution into a grouped one
+KEPT_ON_DEVICES = 2.0  # several devices keep no gradient larger than this times its inputs and cotangents
+CONVOLUTION_GRADIENT_SLOWDOWN = 4.0  # as for a dense layer; higher because `jax.vmap` makes it a grouped convolution
 TILE = 16  # rows of bfloat16 that a TPU stores together
-MOST_UNROUNDED = 2**22  # numbers, 16 MiB: in a TPU's fast memory, where rounding takes longer than to read them twice
-SMALL_TABLE = 2**20  # bytes, for which the kernels of `tied_gradients` take longer than the backward pass
+MOST_UNROUNDED = 2**22  # elements, 16 MiB, that fit a TPU's fast memory, where reading twice is faster than rounding
+SMALL_TABLE = 2**20  # bytes; for smaller tables, the kernels of `tied_gradients` are slower than the backward pass
 
 
 class Uses(NamedTuple):
-    """Where the loss uses a parameter.
+    """Where the loss uses a parameter, or each of several equal slices of it.
 
-    sites: one for each use; none where the parameter is not followed. slices: int, how many equal parameters are
-    computed one after another. sharing: how several sites see the parameter's elements; None for one site. shape: of
-    such a parameter
+    sites: one for each use; empty if the parameter is not followed. slices: int, the number of slices, which are
+    computed one after another. sharing: how several sites see the parameter's elements; None for one site. shape: that
+    of the parameter, or of one slice
     """
 
     sites: tuple[Site, ...] = ()
@@ -239,12 +239,12 @@ class Uses(NamedTuple):
 
     @property
     def groups(self) -> list[tuple[int, ...]]:
-        """The numbers of the sites that see the elements alike."""
+        """The numbers of sites, grouped by the order in which they see the elements."""
         return [group.sites for group in self.sharing.use_groups] if self.sharing else [(0,)]
 
     @property
     def positions(self) -> list[int]:
-        """How many positions each sum has that an example's gradient is the sum of: one for all lookups of a group."""
+        """The number of positions in each of the sums that add up to the gradient; a group's lookups form one sum."""
         found = []
         for numbers in self.groups:
             counts = [self.sites[number].sizes[1] for number in numbers]
@@ -253,18 +253,18 @@ class Uses(NamedTuple):
 
     @property
     def positions_together(self) -> int:
-        """How many positions Gram matrices compare. Those of lookups have zeros and ones, so they count apart."""
+        """How many positions Gram matrices compare. Lookups, whose rows are one-hot, count separately."""
         return max(sum(site.sizes[1] for site in self.sites if site.lookup == lookup) for lookup in (False, True))
 
     @property
     def few_positions(self) -> bool:
-        """Whether Gram matrices find a norm that rounding hardly raises."""
+        """Whether there are so few positions that bounds on rounding hardly raise the norm from Gram matrices."""
         return self.positions_together <= norms.MOST_POSITIONS
 
     @property
     def tied(self) -> tuple[tuple[int, ...], int, bool] | None:
-        """Of a table whose rows are looked up and that multiplies data once, the numbers of the sites that look up, of
-        the one that multiplies, and whether its B has the table's rows; None of other parameters."""
+        """For a table whose rows are looked up and that multiplies data once: the numbers of the sites that look up,
+        the number of the one that multiplies, and whether the latter's B has the table's rows. Otherwise None."""
         if self.sharing is None or sorted(group.lookup for group in self.sharing.use_groups) != [False, True]:
             return None
         product, lookups = sorted(self.sharing.use_groups, key=lambda group: group.lookup)
@@ -280,7 +280,7 @@ class Uses(NamedTuple):
         return same_rows and bool(self.sites) and all(site.lookup for site in self.sites)
 
 
-# [(inputs, cotangents) at each site], or the gradients, float32, without sites; with the B examples on axis 0.
+# [(inputs, cotangents) for each site], or the gradients, float32, if there are no sites; the B examples are on axis 0.
 Captured = Any
 
 
@@ -288,16 +288,16 @@ class NormAlgorithm(NamedTuple):
     """How to compute, for one parameter, the norms of its per-example gradients and their sum with clip factors.
 
     words: for `explain`
-    cost: (uses, scaled) -> operations for one example, norm and sum; None if this way does not apply. scaled: bool,
-        whether the mechanism scales the coordinates of the parameter
+    cost: (uses, scaled) -> operations for one example, norm and sum; None if this algorithm does not apply. scaled:
+        bool, whether the mechanism scales the coordinates of the parameter
     norm: (uses, scale, records) -> (gradients, norms) of B examples. scale: float32, of the parameter's shape, or None.
         gradients: kept for the sum, without `scale`, or None. norms: float32 (B,), with `scale`, and never below the
         norm of what the sum computes for an example with factor 1
     weighted_sum: (uses, shape, records, factors) -> float32, of the parameter's shape, without `scale`. records: the
-        gradients that `norm` kept, or else the records. factors: float32 (B,), B at most `most_float32_rows`. It adds
-        whole contributions of examples, in blocks: see the proof in `dpx.sums.rounding`
+        gradients that `norm` kept, or the records if it kept none. factors: float32 (B,), B at most
+        `most_float32_rows`. It adds whole contributions of examples in blocks: see the proof in `dpx.sums.rounding`
     keeps_gradients: bool, whether the gradients of all examples of a microbatch are in memory
-    raised: uses -> the share of the norm that a bound on its rounding adds at most, if no positions cancel
+    raised: uses -> the largest relative increase of the norm by a bound on its rounding, if no positions cancel
     """
 
     words: str
@@ -352,7 +352,7 @@ def _product_cost(uses: Uses, scaled: bool) -> float | None:
 
 
 def kept_products(uses: Uses, records: Captured) -> jax.Array:
-    """The gradients, (B, K, I, O), that norm and sum read."""
+    """The gradients, (B, K, I, O), that norms and sums read."""
     (site,), (record,) = uses.sites, records
     products = site.products(*record)
     few = uses.slices == 1 and products.size <= MOST_UNROUNDED and current_place().platform == "tpu"
@@ -360,9 +360,9 @@ def kept_products(uses: Uses, records: Captured) -> jax.Array:
 
 
 def _product_norm(uses: Uses, scale: jax.Array | None, records: Captured):
-    taken = isinstance(records, jax.Array)  # the gradients, by a hook
-    grads = records if taken else jax.lax.optimization_barrier(kept_products(uses, records))  # for norm and sum alike
-    # The barrier makes XLA move the elements once, instead of once for every example.
+    taken = isinstance(records, jax.Array)  # whether a hook has taken the gradients
+    grads = records if taken else jax.lax.optimization_barrier(kept_products(uses, records))  # norm and sum read these
+    # The barrier makes XLA rearrange the scale once instead of once for every example.
     scale = None if scale is None else jax.lax.optimization_barrier(uses.sites[0].arrange(scale))
     return None if taken else grads, _scaled_gradient_norms(grads, scale)
 
@@ -376,21 +376,21 @@ def _norm_by_rows_cost(uses: Uses, scaled: bool) -> float | None:
     if not uses.are_one_lookup:
         return None
     positions, numbers = (sum(site.sizes[1] * by for site in uses.sites) for by in (1, uses.sites[0].sizes[3]))
-    compared = 0 if _number_of_distinct_rows(uses.sites) else positions
+    compared = 0 if _rows_are_distinct(uses.sites) else positions
     return 2.0 * compared * numbers + OPERATIONS_PER_BYTE * 4 * 2 * numbers
 
 
-def _number_of_distinct_rows(sites: tuple[Site, ...]) -> bool:
+def _rows_are_distinct(sites: tuple[Site, ...]) -> bool:
     return len(sites) == 1 and sites[0].distinct
 
 
 def _rows_of_lookups(sites: tuple[Site, ...], records: Captured) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The indices of one group of lookups, int32 (B, T), and what `norms.gradient_rows_of_lookup` finds of them."""
+    """The indices of one group of lookups, int32 (B, T), and the results of `norms.gradient_rows_of_lookup`."""
 
     def of_one_example(record):
         read = [site.matrices(*row) for site, row in zip(sites, record, strict=True)]
         indices, b = (jnp.concatenate(each) if len(each) > 1 else each[0] for each in zip(*read, strict=True))
-        return indices, *norms.gradient_rows_of_lookup(indices, b, distinct=_number_of_distinct_rows(sites))
+        return indices, *norms.gradient_rows_of_lookup(indices, b, distinct=_rows_are_distinct(sites))
 
     return jax.vmap(of_one_example)(records)
 
@@ -412,13 +412,13 @@ def _tied_cost(uses: Uses, scaled: bool) -> float | None:
     product = uses.sites[uses.tied[1]]
     if 4 * _parameter_size(product) <= SMALL_TABLE:
         return None
-    return sum(map(gradient_operations, uses.sites)) + _gradient_memory_cost(product, uses.slices)
+    return sum(map(gradient_flops, uses.sites)) + _gradient_memory_cost(product, uses.slices)
 
 
 def tied_gradients(uses: Uses, records: Captured) -> jax.Array:
-    """The gradients, (B, V', D), of a table of V rows in a TPU's memory. Norm and sum read these alone, so nothing else
-    is rounded. Zeros behind the rows make V' a multiple of TILE. Then all examples are one array of rows, without a
-    copy, and what an example looked up is added to its own rows there. On several devices, each table is its own."""
+    """The gradients, (B, V', D), of a table of V rows in a TPU's memory. Norm and sum read only these, so nothing else
+    is rounded. Zeros after the rows make V' a multiple of TILE. So all examples form one array of rows without a copy,
+    and the rows that each example looked up are added to its part of it. On several devices, tables stay separate."""
     assert uses.tied
     (lookups, number, transposed), unit = uses.tied, current_place().unit
     of_product = jax.vmap(uses.sites[number].matrices)(*records[number])
@@ -426,20 +426,20 @@ def tied_gradients(uses: Uses, records: Captured) -> jax.Array:
     count = -(-rows.shape[-1] // TILE) * TILE
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, count - rows.shape[-1])))
     several = current_place().devices > 1
-    if several:  # XLA may multiply parts in turn, and rounds only the parts if the products are short
+    if several:  # XLA may split this product, and if the result is short, rounds only the parts
         tables = jnp.einsum("btv,btd->bvd", rows, columns, preferred_element_type=jnp.bfloat16)
     else:
         tables = unit.round_kept(jnp.einsum("btv,btd->bvd", rows, columns, precision=unit.precision))
     sites = tuple(uses.sites[site] for site in lookups)
     indices, found, _ = _rows_of_lookups(sites, [records[site] for site in lookups])
-    # Where an index is repeated, or negative, its row is 0, or not a number: only the first one is written.
+    # Repeated and negative indices have rows that are 0, or not numbers. Only the first row of each index is written.
     written = (indices >= 0) & jnp.any(found != 0, -1).reshape(indices.shape)
 
     def with_lookups(table, place, rows):
         rows += table.at[place].get(mode="fill", fill_value=0).astype(jnp.float32)
         return table.at[place].set(unit.round_kept(rows), mode="drop")
 
-    if several:  # of one array of rows, XLA would send each to all devices
+    if several:  # XLA would send every row of a single array to all devices
         return jax.vmap(with_lookups)(tables, jnp.where(written, indices, count), found)
     of_all, found = tables.reshape(-1, tables.shape[-1]), found.reshape(-1, tables.shape[-1])
     first = count * jnp.arange(len(tables), dtype=jnp.int32)[:, None]
@@ -450,7 +450,7 @@ def tied_gradients(uses: Uses, records: Captured) -> jax.Array:
 def _tied_sum(uses: Uses, shape: tuple[int, ...], records: jax.Array, factors: jax.Array) -> jax.Array:
     assert uses.tied
     site = uses.sites[uses.tied[0][0]]
-    # The barrier, because XLA sums in three kernels, and 2.7 times the cycles, if it leaves out the rows behind there.
+    # Without the barrier, XLA drops the padding inside the sum, which then takes 3 kernels and 2.7 times the cycles.
     total = jax.lax.optimization_barrier(weighted_sum(factors, records, apart=True))[: site.sizes[2]]
     return weighted_sums.transpose(site.arrange, shape, total[None])
 
@@ -458,7 +458,7 @@ def _tied_sum(uses: Uses, shape: tuple[int, ...], records: jax.Array, factors: j
 def _shared_cost(uses: Uses, scaled: bool) -> float | None:
     if uses.sharing is None or scaled or uses.are_one_lookup or not uses.few_positions:
         return None
-    operations = gram_operations(uses.sharing) * GRAM_SLOWDOWN + sum(map(gradient_operations, uses.sites))
+    operations = gram_flops(uses.sharing) * GRAM_SLOWDOWN + sum(map(gradient_flops, uses.sites))
     return operations + _if_on_cpu(OPERATIONS_PER_TURN)
 
 
@@ -474,10 +474,10 @@ def _shared_norm(uses: Uses, scale: jax.Array | None, records: Captured):
 def _recomputation_cost(uses: Uses, scaled: bool) -> float | None:
     if scaled or uses.are_one_lookup or uses.few_positions:
         return None
-    return 2 * sum(map(gradient_operations, uses.sites)) + OPERATIONS_PER_BYTE * 4 * 2 * math.prod(uses.shape)
+    return 2 * sum(map(gradient_flops, uses.sites)) + OPERATIONS_PER_BYTE * 4 * 2 * math.prod(uses.shape)
 
 
-def _again_norm(uses: Uses, scale: jax.Array | None, records: Captured):
+def _recomputed_norm(uses: Uses, scale: jax.Array | None, records: Captured):
     def of_one_example(record):  # no scale: see the cost
         gradient = weighted_sums.example_gradient(uses.sites, uses.groups, uses.shape, record, jnp.float32(1))
         matrices = [site.matrices(*row) for site, row in zip(uses.sites, record, strict=True)]
@@ -487,7 +487,7 @@ def _again_norm(uses: Uses, scale: jax.Array | None, records: Captured):
 
 
 def _with_lengths_of_rows(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A and B as they are, or for a lookup one column of the lengths of the rows of its one-hot A, and B as a group."""
+    """Returns A and B unchanged; for a lookup, a column of the lengths of A's one-hot rows, and B as one group."""
     if a.ndim > 1:
         return a, b
     taken = (a >= 0)[:, None]
@@ -504,7 +504,7 @@ def _sum_of_examples(uses: Uses, shape: tuple[int, ...], records: list, factors:
 
 
 def gradient_cost(uses: Uses) -> float:
-    """Operations of the backward pass, the norm and the sum of one example's gradient."""
+    """The cost of the backward pass, the norm and the sum of one example's gradient."""
 
     def at(site):
         size = 4 * _parameter_size(site)
@@ -517,13 +517,13 @@ def gradient_cost(uses: Uses) -> float:
     return sum(map(at, uses.sites))
 
 
-def gradient_operations(site: Site) -> float:
-    """Operations of one example's gradient at a site."""
+def gradient_flops(site: Site) -> float:
+    """The floating-point operations of one example's gradient at a site."""
     return 2.0 * site.sizes[1] * site.sizes[3] if site.lookup else _sum_cost(site)
 
 
 def _only_dense_site(uses: Uses) -> Site | None:
-    """The site of a parameter that is used once, if it is no lookup."""
+    """The site of a parameter that is used once and not in a lookup, or None."""
     site = uses.sites[0]
     return site if len(uses.sites) == 1 and not site.lookup else None
 
@@ -538,16 +538,16 @@ def _parameter_size(site: Site) -> int:
 
 
 def _sum_cost(site: Site) -> float:
-    """Operations of A^T B, for one gradient, or for one example's share of the sum."""
+    """The operations of A^T B, for one gradient or for one example's share of the sum."""
     return 2.0 * site.sizes[1] * _parameter_size(site)
 
 
 def _gradient_memory_cost(site: Site, slices: int) -> float:
     """The cost of writing a per-example gradient, and reading it for the norm and for the sum. Between the norm and the
-    sum of one slice come those of the other `slices`.
+    sum of one slice, those of all other `slices` are computed.
 
-    A model that needs several devices has no memory for gradients larger than what they are computed from: a decoder of
-    16 layers took 4.5 times the memory of a step without privacy (benchmarks/results/sharded.md).
+    A model that needs several devices lacks the memory for gradients larger than what they are computed from: with
+    these, a decoder of 16 layers took 4.5 times the memory of a nonprivate step (benchmarks/results/sharded.md).
     """
     size = 4 * _parameter_size(site)
     groups, positions, fan_in, fan_out = site.sizes
@@ -557,7 +557,7 @@ def _gradient_memory_cost(site: Site, slices: int) -> float:
 
 
 def _scaled_gradient_norms(grads: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """The norms, float32 (B,), of gradients that are scaled coordinate by coordinate."""
+    """The norms, float32 (B,), of gradients that are first scaled coordinate by coordinate."""
     return jax.vmap(lambda grad: norms.frobenius(grad if scale is None else grad * scale))(grads)
 
 
@@ -577,10 +577,10 @@ TIED = NormAlgorithm(
 SHARED = NormAlgorithm(
     "norm from Gram matrices of all uses", _shared_cost, _shared_norm, _sum_of_examples, raised=_gram_raised
 )
-AGAIN = NormAlgorithm(
+RECOMPUTED = NormAlgorithm(
     "norm from a gradient that the sum computes again",
     _recomputation_cost,
-    _again_norm,
+    _recomputed_norm,
     _sum_of_examples,
     raised=lambda uses: 2 * norms.sum_error(*uses.positions),
 )
@@ -601,4 +601,4 @@ UNUSED = NormAlgorithm(
 FORWARD = UNUSED._replace(words="no gradient, but its derivatives along the mechanism's directions")
 NOT_TRAINED = UNUSED._replace(words="not trained")
 
-GHOST = (OUTER, GRAM, PRODUCT, ROWS, TIED, SHARED, AGAIN)  # these need no gradient from the backward pass
+GHOST = (OUTER, GRAM, PRODUCT, ROWS, TIED, SHARED, RECOMPUTED)  # these need no gradient from the backward pass

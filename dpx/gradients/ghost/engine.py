@@ -1,4 +1,4 @@
-"""The clipped sum of a batch by a plan: a backward pass, norms, clip factors, weighted sums."""
+"""Computes the clipped sum of a batch by a plan: a backward pass, norms, clip factors, weighted sums."""
 
 import functools
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from dpx.gradients.ghost.hooks import (
     Hook,
     Part,
     capture_for_all_readers,
-    equations_of_few_images,
+    convolutions_of_small_data,
     equations_of_tied_tables,
     fill_unread_operands,
     gradient_hooks,
@@ -53,13 +53,13 @@ def sum_by_plan(
     backward_passes: int = 1,
     apart: Callable[[Callable], Callable] = lambda function: function,
 ) -> tuple[tuple[FloatPair, ...], tuple[jax.Array, Tree, Tree]]:
-    """sum_i f(|z_i|) z_i for each factor f, as in `dpx.sums.clipped_sum.sum_contributions`; losses, norms and aux.
+    """Computes sum_i f(|z_i|) z_i for each factor f, as in `dpx.sums.clipped_sum.sum_contributions`.
 
-    params: arrays. examples: arrays with the B examples on axis 0. state: of the mechanism. included: bool (B,).
-    backward_passes: int, 2 if the layers in scans and checkpoints keep no inputs and cotangents: see `hooks`.
-    apart: `xla.apart.rows_apart`, if the function of one example needs it under `jax.vmap`.
+    params: arrays. examples: arrays with the B examples on axis 0. state: the mechanism's. included: bool (B,).
+    backward_passes: int, 2 to keep no inputs and cotangents of layers in scans and checkpoints: see `hooks`.
+    apart: `xla.rows_apart.rows_apart`, if the function of one example needs it under `jax.vmap`.
     Returns one `FloatPair` for each factor, like the encoded gradient of one example; and, for each example, the
-    losses, (B,), the norms, float32 (B,) in each leaf, and what the loss returns beside its value.
+    losses, (B,), the norms, float32 (B,) in each leaf, and the auxiliary results of the loss.
     """
     leaves = jax.tree.leaves(params)
     reads = frozenset(number for site in plan.sites for number in site.reads)
@@ -80,7 +80,7 @@ def sum_by_plan(
     sums: tuple[dict[Part, FloatPair], ...] = ()
     without = frozenset(part for choices in twice.values() for part in choices)
     for factor in of_leaves:
-        factor = compute_after(sums, factor)  # one set of weighted cotangents in memory at a time
+        factor = compute_after(sums, factor)  # so that only one set of weighted cotangents is in memory
         sums += (_weighted_sums(plan, leaves, captured, factor, scales, without, backwards),)
     if twice:
         by_leaf = {encoded.leaf: [f[encoded.leaf] for f in of_leaves] for encoded in plan.encoded}
@@ -102,9 +102,9 @@ def _second_pass(
     made: list[FloatPair],
     apart: Callable,
 ) -> dict[Part, Any]:
-    """The sums that the hooks find in a backward pass after `included`, which needs all norms, and after sums
-    `kernels`. It is one branch of a conditional whose other branch is never taken, whatever the data. Otherwise
-    XLA would keep what both passes share, such as the zeros that a scan begins with, between them."""
+    """Computes the hooks' sums in a second backward pass. It runs after `included`, which needs all norms, and after
+    the sums `made`. The pass is one branch of a conditional whose other branch is never taken, whatever the data.
+    Otherwise XLA would keep what both passes share, such as the initial zeros of a scan, in memory between them."""
     first = compute_after_each(made, included.astype(jnp.float32))
 
     def find():
@@ -122,8 +122,8 @@ def _backward_pass(
     *,
     only_hooks: bool = False,
 ) -> tuple[jax.Array, Tree, Captured, dict[Part, Any]]:
-    """The losses, (B,), their aux, what is captured of the examples, and what the hooks find, from one backward pass.
-    only_hooks: capture nothing else."""
+    """Runs one backward pass. Returns the losses, (B,), their auxiliary results, what was captured, and what the hooks
+    computed. only_hooks: capture nothing else."""
     pieces = {leaf: plan.choices[leaf][0].pieces for leaf in plan.differentiated if not only_hooks}
     differentiated = {leaf: leaves[leaf] for leaf in pieces if not pieces[leaf]}
     sliced = [equation for of_leaf in pieces.values() for _, equations in of_leaf for equation in equations]
@@ -136,14 +136,14 @@ def _backward_pass(
     instruments = interpreter.InterpreterHooks(
         plan.unread_operands | {equation: {0} for equation in sliced},
         {equation: hook.at for equation, hook in hooks.items()},
-        interpreter.starts_of_slices(plan.program, fixed),
+        interpreter.slice_starts(plan.program, fixed),
         interpreter.equations_computed_once(plan.program, kept),
         frozenset(products),
-        frozenset(exact | equations_of_few_images(plan, len(jax.tree.leaves(examples)[0]))),
+        frozenset(exact | convolutions_of_small_data(plan, len(jax.tree.leaves(examples)[0]))),
     )
 
     def gradient_of(leaf, cotangents):
-        """A parameter's gradient from those of its slices; without it, each would be padded to full size and added."""
+        """Assembles a parameter's gradient from its slices; otherwise each would be padded to full size and added."""
         found = [
             functools.reduce(jnp.add, [cotangents[n].astype(jnp.float32) for n in each]) for _, each in pieces[leaf]
         ]
@@ -181,7 +181,7 @@ def _backward_pass(
     return losses, aux, captured, found
 
 
-Backwards = list[tuple[kernels.KernelBackward, bool]]  # for each group of kernels, and whether its gradients are kept
+Backwards = list[tuple[kernels.KernelBackward, bool]]  # for each group of kernels: (pass, whether to keep gradients)
 
 
 def _norms(
@@ -192,8 +192,8 @@ def _norms(
     found: dict,
     backwards: Backwards,
 ):
-    """The norms of the parameters' per-example gradients, float32 (B,), by leaf; and `captured` with the gradients that
-    were kept. found: both, (..., B, ...) and (..., B), of the parts with hooks."""
+    """Returns the norms of the parameters' per-example gradients, float32 (B,), by leaf, and `captured` with the kept
+    gradients. found: kept gradients, (..., B, ...), and norms, (..., B), of the parts with hooks."""
     norms, gradients = {}, {}
     of_part = _shared_programs(plan, leaves, scales, lambda choice, shape, *of: part_norm(choice, *of))
     for backward, keep in backwards:
@@ -219,7 +219,7 @@ def _norms(
 
 
 def _shared_programs(plan: GhostPlan, leaves: list[jax.Array], scales: dict[Part, jax.Array], function: Callable):
-    """(leaf, number) -> `function(choice, shape, scale, ...)` of a part, traced once for all parts of one kind."""
+    """Returns (leaf, number) -> `function(choice, shape, scale, ...)`; parts with one `program_key` share its trace."""
     programs: dict[tuple, Callable] = {}
 
     def of_part(leaf: int, number: int) -> Callable:
@@ -227,14 +227,14 @@ def _shared_programs(plan: GhostPlan, leaves: list[jax.Array], scales: dict[Part
         shape, scale = choice.view.shape(leaves[leaf].shape), scales.get((leaf, number))
         if scale is not None:
             return functools.partial(function, choice, shape, scale)
-        kind, of_batch = plan.kind(choice, shape), functools.partial(function, choice, shape, None)
-        return of_batch if kind is None else programs.setdefault(kind, jax.jit(of_batch))
+        key, of_batch = plan.program_key(choice, shape), functools.partial(function, choice, shape, None)
+        return of_batch if key is None else programs.setdefault(key, jax.jit(of_batch))
 
     return of_part
 
 
 def _norms_and_factors(plan: GhostPlan, mechanism: Mechanism, norms: dict[int, jax.Array], state: Tree, size: int):
-    """The mechanism's norms and its factors, each a tree of float32 (B,), from the norms of the leaves."""
+    """The mechanism's norms and factors, each a tree of float32 (B,), from the norms of the leaves."""
 
     def of_one_example(norms):
         leaf_norms = [norms.get(encoded.leaf, jnp.float32(0)) for encoded in plan.encoded]
@@ -245,7 +245,7 @@ def _norms_and_factors(plan: GhostPlan, mechanism: Mechanism, norms: dict[int, j
 
 
 def _factors_of_leaves(plan: GhostPlan, factor: Tree, included: jax.Array) -> dict[int, jax.Array]:
-    """One factor by leaf, float32 (B,), from one for each group of leaves; 0 where not included."""
+    """Spreads a factor for each group of leaves to the leaves, float32 (B,) each; 0 for examples not included."""
     groups = jax.tree.unflatten(plan.structure, [encoded.leaf for encoded in plan.encoded])
     factor = jax.tree.map(lambda f: zero_excluded(f, included), factor)
     spread = jax.tree.map(lambda f, group: jax.tree.map(lambda _: f, group), factor, groups)
@@ -261,9 +261,9 @@ def _weighted_sums(
     without: frozenset[Part],
     backwards: Backwards,
 ) -> dict[Part, FloatPair]:
-    """sum_i f_i z_i for one factor f, by part of a parameter, from what is captured, except for the parts `without`. On
-    several devices, those outside of scans come last: a device may hold a whole sum before it is sharded, and the sum
-    of an embedding is large."""
+    """Computes sum_i f_i z_i for one factor f from what was captured, by part of a parameter, except the parts in
+    `without`. On several devices, parts outside scans come last, because a device may hold a whole sum before it is
+    sharded, and the sum of an embedding is large."""
     sums, of_part = {}, _shared_programs(plan, leaves, scales, part_sum)
     for backward, keep in backwards:
         of_group = backward.made.leaves
@@ -295,8 +295,8 @@ def _joined(plan: GhostPlan, leaves: list[jax.Array], sums: dict[Part, FloatPair
 def _coordinate_scales(
     plan: GhostPlan, mechanism: Mechanism, params: Tree, state: Tree, values
 ) -> dict[Part, jax.Array]:
-    """The factor of every coordinate, float32, by part: what the mechanism scales it by, times the slopes of a kernel
-    that the loss makes of it. values: public values, by number."""
+    """The factors of all coordinates, float32, by part: the mechanism's scale times the slopes of the kernel that the
+    loss makes from the part. values: public values, by number."""
     scales: dict[Part, jax.Array] = {}
     if any(encoded.scaled for encoded in plan.encoded):
         ones = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.float32), params)

@@ -1,26 +1,25 @@
-"""The norms and the clipped sum of a part of a parameter, which may be in slices, and of all parts together.
+"""The norms and the clipped sum of a part of a parameter, possibly in slices, and of all parts together.
 
 Slices are computed one after another, each like a whole parameter: the plan's algorithm sees one slice. So only one
-slice's arrays are in memory, and a stack of layers compiles like one layer. Where a matrix unit rounds, the norms of
-all slices are computed at once if their Gram matrices are small, because many small kernels take longer there. So are
-those of gradients in a TPU's memory, and their sums, because it would write each slice again.
+slice's arrays are in memory, and a stack of layers compiles like one layer. There are two exceptions, which compute all
+slices at once: norms on a matrix unit that rounds, if their Gram matrices are small, because many small kernels are
+slow there; and norms and sums of gradients in a TPU's memory, because a loop would write each slice again.
 
-Parts and their slices share no element. So the square of a gradient's norm is the sum of the squares of the norms of
-its parts, none of which is below the true one (`dpx.sums.norms` adds the squares). Every coordinate of a sum is a
-coordinate of the sum of one slice, so the proof in `dpx.sums.rounding` holds: it allows each coordinate another order
-of additions.
+Parts and their slices share no element. So the squared norm of a gradient is the sum of the squared norms of its parts,
+none of which is underestimated (`dpx.sums.norms` adds the squares). Every coordinate of a sum is a coordinate of one
+slice's sum, so the proof in `dpx.sums.rounding` holds, which allows each coordinate its own order of additions.
 
-INSIDE A BACKWARD PASS they are computed for layers in scans or under `jax.checkpoint`. A checkpoint would hand out
-captured arrays in the forward pass and keep them until its end. So those of its layers are taken in the backward pass,
-where it computes its inputs again.
+INSIDE A BACKWARD PASS, hooks compute norms and sums for layers in scans or under `jax.checkpoint`. A checkpoint would
+return captured arrays in the forward pass and keep them until the end of the pass. So the arrays of its layers are
+captured in the backward pass, which recomputes its inputs.
 
 With one backward pass, the inputs and cotangents of all layers are in memory until the last norm is known. With two,
-those of a layer in a scan exist only while the pass is at that layer: the first pass takes its norms, and the second
-its weighted sum. They are taken by a function that returns a layer's output unchanged, but with a special derivative:
-the gradient by its `slot` is not a gradient, but the norms or the sums. Where the gradients of all examples are small,
-one pass takes these as well, and is enough.
+those of a layer in a scan exist only while a pass is at that layer: the first pass computes its norms, and the second
+its weighted sum. Both come from a function that returns a layer's output unchanged but has a custom derivative: the
+"gradient" with respect to its `slot` is the norms or the sums. If the gradients of all examples are small, the first
+pass also keeps these, and needs no second one.
 
-The second pass may round its cotangents differently. So it computes the norm of every contribution again, and shortens
+The second pass may round its cotangents differently. So it recomputes the norm of every contribution, and shortens
 those that are longer than in the first pass. Therefore no example adds more to a part of a parameter than its clip
 factor times the norm from which this factor was computed, whatever the second pass computes.
 """
@@ -45,9 +44,9 @@ from dpx.xla.place import current_place
 
 
 def part_norm(choice: Choice, scale: jax.Array | None, records: Any) -> tuple[Any, jax.Array]:
-    """The gradients of a part that are kept, or None, and the norms of the part's per-example gradients, float32 (B,).
-    records: as in an `Algorithm`, but with an axis for each of the part's slices before the axis of the B examples, as
-    in the kept gradients. scale: float32, of the part's shape, or None."""
+    """The kept gradients of a part, or None, and the norms of its per-example gradients, float32 (B,). records: as in
+    `NormAlgorithm`, but, like the kept gradients, with an axis for each scan that slices the part before the axis of
+    the B examples. scale: float32, of the part's shape, or None."""
 
     def of_slice(rows):
         scale, records = rows
@@ -65,7 +64,7 @@ def norm_of_all(of_parts: jax.Array) -> jax.Array:
 def part_sum(
     choice: Choice, shape: tuple[int, ...], scale: jax.Array | None, records: Any, factors: jax.Array
 ) -> FloatPair:
-    """sum_i f_i z_i of a part of this shape. records: as in `part_norm`. factors: float32 (B,)."""
+    """Computes sum_i f_i z_i for a part of this shape. records: as in `part_norm`. factors: float32 (B,)."""
     inside = shape[len(choice.view.slices) :]
 
     def of_slice(rows):
@@ -80,7 +79,7 @@ def part_sum(
 
 
 def joined_parts(of_views: list[View], totals: list[FloatPair], shape: tuple[int, ...]) -> FloatPair:
-    """The sum of a parameter of this shape from the sums of its parts."""
+    """Joins the sums of the parts of a parameter to the sum of the parameter, of this shape."""
     if any(total.low is not None for total in totals):
         totals = [with_low(total) for total in totals]
     low = [total.low for total in totals if total.low is not None]
@@ -89,8 +88,8 @@ def joined_parts(of_views: list[View], totals: list[FloatPair], shape: tuple[int
 
 
 def _at_once(choice: Choice, records: Any) -> bool:
-    """Whether the norms of all slices are computed at once: of a TPU's gradients, or on a matrix unit, from Gram
-    matrices that are small for all slices and examples."""
+    """Whether the norms of all slices are computed at once: those of gradients kept on a TPU, or on a matrix unit that
+    rounds, if the Gram matrices of all slices and examples together are small."""
     if _are_kept(records):
         return True
     if choice.algorithm.keeps_gradients or not (choice.uses.few_positions and current_place().unit.rounds):
@@ -100,12 +99,12 @@ def _at_once(choice: Choice, records: Any) -> bool:
 
 
 def _are_kept(records: Any) -> bool:
-    """Whether these are gradients in the memory of a TPU, which reads those of all slices alike."""
+    """Whether these are gradients kept in the memory of a TPU, which reads all slices in one array."""
     return isinstance(records, jax.Array) and current_place().platform == "tpu"
 
 
 def _over_slices(function: Callable, choice: Choice, *, at_once: bool = False) -> Callable:
-    """`function` of arrays without the axes of a part's slices, for all of them at once or in a loop."""
+    """Maps `function`, which takes the arrays of one slice, over all slices of a part, at once or in a loop."""
     for _ in choice.view.slices:
 
         def function(rows, inner=function):
@@ -115,8 +114,8 @@ def _over_slices(function: Callable, choice: Choice, *, at_once: bool = False) -
 
 
 def _scaled(total: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """`total` times `scale`. A coordinate of scale 0 becomes 0, because it may have overflowed: no norm counts it. So
-    does one of a scale that is not finite: then no norm is finite, and no example contributes."""
+    """Returns `total` times `scale`. A coordinate with scale 0 becomes 0, because no norm counts it, so it may have
+    overflowed. One with a nonfinite scale becomes 0 too: then no norm is finite, and no example contributes."""
     return total if scale is None else jnp.where((scale == 0) | ~jnp.isfinite(scale), 0, total * scale)
 
 
@@ -124,11 +123,12 @@ class Captured(NamedTuple):
     """The arrays from which norms and contributions are computed, with the B examples on axis 0.
 
     gradients: by number of the parameter leaf and of its part, the per-example gradients that its `NormAlgorithm`
-        keeps, or what it computes them from, if that is not at the equations
-    inputs: by number of the equation of a site, all operands of the equation, in their dtypes; None for a parameter
-    cotangents: by number of the equation of a site, the gradients of the losses with respect to the equation's output
+        keeps, or what it computes them from, if that differs from what is at the equations
+    inputs: by number of a site's equation, all operands of the equation, in their dtypes; None for a parameter
+    cotangents: by number of a site's equation, the gradients of the losses with respect to the equation's output
 
-    Before the axis of the examples, an equation in a scan has one for its iterations, and a part in slices for these.
+    Before the axis of the examples, arrays of an equation in a scan have an axis for its iterations, and those of a
+    part in slices have an axis for these.
     """
 
     gradients: dict[tuple[int, int], Any]
@@ -136,7 +136,7 @@ class Captured(NamedTuple):
     cotangents: dict[int, jax.Array]
 
     def arrays_of(self, leaf: int, part: int, choice: Choice):
-        """What is captured for one part of a parameter leaf, as `part_norm` reads it."""
+        """What was captured for one part of a parameter leaf, in the form that `part_norm` reads."""
         if (leaf, part) in self.gradients:
             return self.gradients[leaf, part]
 
@@ -150,8 +150,8 @@ class Captured(NamedTuple):
 
 
 def capture_for_all_readers(captured: Captured) -> Captured:
-    """`captured`, with gradients and what stands for records rounded like records, and all behind a barrier: norms and
-    sums must read the same numbers, but XLA may round for one alone."""
+    """Returns `captured` with gradients, and replaced inputs and cotangents, rounded like captured ones, all behind a
+    barrier: norms and sums must read the same numbers, but XLA might otherwise round for only one of them."""
     unit = current_place().unit
     gradients = {
         part: unit.round_kept(x) if isinstance(x, jax.Array) else jax.tree.map(unit.round_stored, x)
@@ -160,11 +160,11 @@ def capture_for_all_readers(captured: Captured) -> Captured:
     captured = captured._replace(gradients=gradients)
 
     def narrow(x):
-        # XLA copies an array with axes of length 1, such as a batch of one image, before a loop or another operation.
+        # XLA copies an array with axes of length 1, such as a batch of one image, before loops and other operations.
         return x.reshape([size for axis, size in enumerate(x.shape) if size != 1 or axis in (0, x.ndim - 1)])
 
     leaves, structure = jax.tree.flatten(captured)
-    # A layer's weights and bias share their cotangents. If these passed twice, XLA would compile their kernels twice.
+    # A layer's weights and bias share cotangents. If these passed the barrier twice, XLA would compile twice as much.
     distinct = list({id(x): x for x in leaves}.values())
     behind = jax.lax.optimization_barrier([narrow(x) for x in distinct])
     found = {id(x): same.reshape(x.shape) for x, same in zip(distinct, behind, strict=True)}
@@ -172,7 +172,7 @@ def capture_for_all_readers(captured: Captured) -> Captured:
 
 
 def fill_unread_operands(plan: GhostPlan, captured: Captured, values: Mapping[int, jax.Array]) -> Captured:
-    """`captured`, with what stands for inputs and cotangents in place of those that nothing else reads."""
+    """Returns `captured` with inputs and cotangents replaced as in `CapturedInputs`; drops what nothing else reads."""
     gradients, plain = dict(captured.gradients), set()
     made: dict[tuple, Any] = {}
 
@@ -201,7 +201,7 @@ def fill_unread_operands(plan: GhostPlan, captured: Captured, values: Mapping[in
 
 
 def take_tied_gradients(plan: GhostPlan, captured: Captured) -> Captured:
-    """`captured`, with the gradients of tied tables in place of what nothing else reads."""
+    """Returns `captured` with the gradients of tied tables, and drops the arrays that nothing else reads."""
     found, alone = dict(captured.gradients), equations_of_tied_tables(plan)
     for part, choice in plan.parts.items():
         if choice.algorithm is TIED:
@@ -214,16 +214,16 @@ def take_tied_gradients(plan: GhostPlan, captured: Captured) -> Captured:
 
 
 def equations_of_tied_tables(plan: GhostPlan) -> set[int]:
-    """Those whose inputs and cotangents are for the gradients of tied tables alone."""
+    """The equations whose inputs and cotangents only the gradients of tied tables read."""
     by_way: dict[bool, set[int]] = {True: set(), False: set()}
     for choice in plan.parts.values():
         by_way[choice.algorithm is TIED].update(site.use.equation for site in choice.uses.sites)
     return by_way[True] - by_way[False]
 
 
-def equations_of_few_images(plan: GhostPlan, size: int) -> set[int]:
-    """The convolutions on one TPU whose data, of `size` examples, is small and for patches of kept gradients alone. The
-    patches round what they read, and a kernel that rounds it before takes as long."""
+def convolutions_of_small_data(plan: GhostPlan, size: int) -> set[int]:
+    """The convolutions on one TPU whose data, of `size` examples, is small and read only for the patches of kept
+    gradients. Making patches rounds what it reads, and a kernel that rounds it earlier would take as long."""
     of_equation: dict[int, set[tuple]] = {}
     for choice in plan.parts.values():
         for site in choice.uses.sites:
@@ -240,15 +240,15 @@ def equations_of_few_images(plan: GhostPlan, size: int) -> set[int]:
 EXAMPLES = "the examples of dpx"  # the name of the examples' axis in a backward pass
 
 Part = tuple[int, int]  # the numbers of a parameter leaf and of its part
-CAPTURED = -1  # instead of a leaf's number: what is captured at the equation of this number
+CAPTURED = -1  # in place of a leaf's number: the second number is an equation, and the value what is captured there
 
 
 class Hook(NamedTuple):
-    """What is computed at one equation.
+    """What is computed at one equation during the backward pass.
 
     compute: (captured, given) -> found. captured: the inputs and cotangents of all B examples, (B, ...)
     slot: zeros like `found`. given: arrays. Both begin with an axis for each scan around the equation.
-    shared: numbers of operands that later equations read too, and that this one captures for them
+    shared: the numbers of operands that this equation captures for later equations that read them too
     """
 
     compute: Callable[[Any, Tree], Tree]
@@ -261,11 +261,11 @@ class Hook(NamedTuple):
         return self.slot, self.given
 
     def at(self, output: jax.Array, operands: tuple, added: tuple[Tree, Tree]) -> tuple[jax.Array, list]:
-        """`output` and the shared operands; the gradient by the slot in `added` is what `compute` finds.
+        """Returns `output` and the shared operands. The gradient of the slot in `added` is the result of `compute`.
 
-        Later equations must read the returned operands. Otherwise nothing would be captured where only a later equation
-        has a cotangent, for example an expert layer that reads the input of a router, when only an argmax reads the
-        router.
+        Later equations must read the returned operands. Otherwise nothing would be captured if only a later equation
+        has a cotangent. An example is an expert layer that reads the input of a router when only an argmax reads the
+        router's output.
         """
 
         @jax.custom_vjp
@@ -288,16 +288,16 @@ def slots_for_gradients(hooks: dict[int, Hook]) -> dict[Part, Tree]:
     return {part: slot for hook in hooks.values() for part, slot in hook.slot.items()}
 
 
-Hooked = dict[int, dict[Part, Choice]]  # by number of an equation, the parts of parameters that it uses
+Hooked = dict[int, dict[Part, Choice]]  # by number of an equation, the parts that it uses and their choices
 
 
 def hooked_equations(plan: GhostPlan, backward_passes: int) -> tuple[Hooked, Hooked]:
-    """The equations in bodies whose parameters are all used once, in slices by all scans around, and not scaled: those
-    that need one pass, and those that need two.
+    """The equations in bodies whose parameters are all used once, sliced by every scan around, and not scaled: those
+    whose hooks need one backward pass, and those whose hooks need two.
 
-    One pass is enough for kept per-example gradients that are much smaller than inputs and cotangents, as with low-rank
-    adapters. If there is only one, it takes them on several devices alone, where memory counts most, and all that are
-    kept on one TPU, which then writes no inputs and cotangents: a GPU, where these are as long, would move more.
+    One pass is enough if per-example gradients are kept that are much smaller than inputs and cotangents, as with
+    low-rank adapters. With only one pass, hooks take these on several devices, where memory matters most, and all kept
+    gradients on one TPU, which then writes no inputs and cotangents; a GPU keeps float32, and would move more data.
     """
     place = current_place()
     all_kept = backward_passes == 1 and takes_kept_gradients()
@@ -325,9 +325,9 @@ def hooked_equations(plan: GhostPlan, backward_passes: int) -> tuple[Hooked, Hoo
     return once if place.devices > 1 or all_kept else {}, {}
 
 
-def leaves_kept_nowhere(plan: GhostPlan) -> tuple[set[int], bool]:
-    """The leaves of whose layers two backward passes keep neither records nor gradients, and whether that is so of all
-    layers in checkpoints."""
+def leaves_never_kept(plan: GhostPlan) -> tuple[set[int], bool]:
+    """The leaves for whose layers two backward passes keep neither inputs and cotangents nor gradients, and whether all
+    layers in checkpoints have hooks then."""
     once, twice = hooked_equations(plan, 2)
     parts = {part for choices in twice.values() for part in choices}
     leaves = {leaf for leaf, of_leaf in enumerate(plan.choices) if {(leaf, n) for n in range(len(of_leaf))} <= parts}
@@ -335,14 +335,14 @@ def leaves_kept_nowhere(plan: GhostPlan) -> tuple[set[int], bool]:
 
 
 def takes_kept_gradients() -> bool:
-    """Whether hooks take all gradients that are kept, and leave their norms to the end."""
+    """Whether hooks take all gradients that are kept, whose norms are then computed after the backward pass."""
     place = current_place()
     return place.platform == "tpu" and place.devices == 1
 
 
 def norm_hooks(plan: GhostPlan, equations: Hooked, size: int, *, keep: bool) -> dict[int, Hook]:
-    """Hooks that find, for each part, the gradients of `size` examples, or None, and their norms, float32 (B,). keep:
-    whether gradients are kept, as by `part_norm`."""
+    """Hooks that compute, for each part, the norms of the gradients of `size` examples, float32 (B,), and return them
+    with the gradients that `part_norm` keeps if `keep`, otherwise with None."""
 
     def compute(choices, captured, given):
         found = {part: part_norm(_slice_choice(choice), None, [captured]) for part, choice in choices.items()}
@@ -355,8 +355,8 @@ def norm_hooks(plan: GhostPlan, equations: Hooked, size: int, *, keep: bool) -> 
 
 
 def gradient_hooks(plan: GhostPlan, equations: Hooked, size: int) -> dict[int, Hook]:
-    """Hooks that find the gradients of `size` examples, which alone norm and sum read: so nothing else is rounded. XLA
-    writes them where the scan stacks them, and the norms are found after it."""
+    """Hooks that compute the gradients of `size` examples. Norms and sums read only these, so nothing else is rounded.
+    XLA writes them where the scan stacks them, and the norms are computed after it."""
 
     def compute(choices, captured, given):
         return {part: kept_products(choice.uses, [captured]) for part, choice in choices.items()}
@@ -368,8 +368,8 @@ def gradient_hooks(plan: GhostPlan, equations: Hooked, size: int) -> dict[int, H
 
 
 def make_capture_hooks(plan: GhostPlan, hooks: dict[int, Hook], size: int) -> dict[int, Hook]:
-    """Hooks that capture inputs and cotangents of `size` examples, at the equations in checkpoints without `hooks`. The
-    first of several equations that read a value captures it."""
+    """Hooks that capture the inputs and cotangents of `size` examples at equations in checkpoints that have no hook in
+    `hooks`. If several equations read a value, the first captures it."""
     inside = _rematerialized_sites(plan) - set(hooks) - set(plan.products)
     equations = {equation for equation in inside if _is_real(plan, equation)}
     places_of = _captured_operands(plan, equations)
@@ -390,8 +390,8 @@ def make_capture_hooks(plan: GhostPlan, hooks: dict[int, Hook], size: int) -> di
 
 
 def merge_captured(plan: GhostPlan, once: Hooked, captured: Captured, found: dict[Part, Any]) -> Captured:
-    """`captured` with what hooks found for all readers: those that capture, and those at `once` that take gradients
-    alone. It is taken out of `found`."""
+    """Moves what norms and sums read from `found` to `captured`: what capturing hooks found, and the gradients from
+    hooks at the equations `once`, if these take only gradients."""
     parts_taken = [part for choices in once.values() for part in choices] if takes_kept_gradients() else []
     gradients = {part: found.pop(part) for part in parts_taken}
     by_equation = {part[1]: found.pop(part) for part in list(found) if part[0] == CAPTURED}
@@ -408,7 +408,7 @@ def merge_captured(plan: GhostPlan, once: Hooked, captured: Captured, found: dic
 
 
 def _rematerialized_sites(plan: GhostPlan) -> set[int]:
-    """The equations of sites in bodies that a backward pass computes again."""
+    """The equations of sites in bodies that a backward pass recomputes."""
     equations = plan.program.equations
     bodies = [(number, one.body) for number, one in enumerate(equations) if one.body and one.name in REMAT]
     inside = {number for first, body in bodies for number in range(first + 1, body.stop)}
@@ -423,7 +423,7 @@ def _is_real(plan: GhostPlan, equation: int) -> bool:
 
 
 def _captured_operands(plan: GhostPlan, equations: set[int]) -> dict[tuple[int, int], Any]:
-    """What is captured at each equation and operand, in order: the number of the value, or the place of a constant."""
+    """By equation and operand, in order, a key of what is captured: a value's number, or a constant's own place."""
     return {
         (equation, i): value if isinstance(value, int) else (equation, i)
         for equation in sorted(equations)
@@ -439,7 +439,7 @@ def make_sum_hooks(
     norms: dict[Part, jax.Array],
     factors: dict[int, list[jax.Array]],
 ) -> dict[int, Hook]:
-    """Hooks that find each part's sums. norms: by part, from `norm_hooks`. factors: by leaf, float32 (B,) for each."""
+    """Hooks that compute each part's sums. norms: by part, from `norm_hooks`. factors: by leaf, float32 (B,) each."""
 
     def hook(equation: int, choices: dict[Part, Choice]) -> Hook:
         counts = plan.program.equations[equation].counts
@@ -462,7 +462,7 @@ def make_sum_hooks(
 
 
 def _sums(choice: Choice, shape: tuple[int, ...], captured: Any, norms: jax.Array, factors: list) -> list[FloatPair]:
-    """The sums of a part's contributions, none longer than its factor times its norm, float32 (B,)."""
+    """The sums of a part's contributions, each shortened to at most its factor times its norm, float32 (B,)."""
     choice = _slice_choice(choice)
     kept, found = part_norm(choice, None, captured)
     shorter = shortening_factors(found, norms)
@@ -470,13 +470,13 @@ def _sums(choice: Choice, shape: tuple[int, ...], captured: Any, norms: jax.Arra
 
 
 def _slice_choice(choice: Choice) -> Choice:
-    """The choice for one slice of its part, as the body of a scan sees it."""
+    """The choice for one slice of a part, as the body of a scan sees it."""
     return choice._replace(view=View())
 
 
 def _hook(plan: GhostPlan, equation: int, compute: Callable, given: Tree, size: int, *, rounds: bool = True) -> Hook:
-    """The hook at an equation that finds what `compute` returns for `size` examples. rounds: bool, whether several read
-    what is captured, and must read the same numbers."""
+    """The hook at an equation that calls `compute` for `size` examples. rounds: bool, whether several computations read
+    what is captured, and so must read the same rounded numbers."""
 
     def of_rounded(captured, given, compute=compute):
         captured = jax.tree.map(current_place().unit.round_stored, captured)

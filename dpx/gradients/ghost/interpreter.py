@@ -1,8 +1,8 @@
-"""Runs the program of a loss, adds arrays to the outputs of some equations, and hands out their operands.
+"""Runs the program of a loss, adds arrays to the outputs of some equations, and returns the operands of these.
 
-The gradient by such an array is the cotangent of the output. In the body of a scan, the arrays have an axis for its
-iterations; the scan slices them and stacks the operands, so it stays a scan. A part of the loss under `jax.checkpoint`
-is still computed again in the backward pass.
+The gradient with respect to such an array is the cotangent of the output. In the body of a scan, the arrays have an
+axis for the iterations; the scan slices them and stacks the operands, so it stays a scan. What the loss computes under
+`jax.checkpoint` is still recomputed in the backward pass.
 """
 
 import functools
@@ -19,18 +19,18 @@ from dpx.values import Tree
 from dpx.xla.ordering import opaque_false, with_cotangent_computed_once
 from dpx.xla.place import current_place
 
-MANY_SLICES = 8  # of parameters; for fewer, sharing kernels takes longer to compile
+MANY_SLICES = 8  # with fewer slices of parameters, sharing kernels makes compilation slower
 
-Seen = dict[int, tuple]  # by number of an equation, its operands; None for those that nobody reads
+Seen = dict[int, tuple]  # by number of an equation, its operands; None for those that nothing reads
 
 
 class InterpreterHooks(NamedTuple):
-    """unread: by number of an equation, unwanted operands. hooks: by number of an equation, the function of its output,
-    its operands and what is added, instead of adding; see `hooks.Hook.at`. starts: by number of an equation that slices
-    a parameter, where the slice begins; see `starts_of_slices`. once: the numbers of equations whose cotangent is
-    computed once, for the record and for the backward pass. products: the numbers of equations that hand out A and B as
-    gradients by what is added; see `own_backward`. exact: the numbers of equations whose operands are handed out as
-    they are, so that XLA, which rounds them in each product, gathers what several products read once."""
+    """unread: by number of an equation, the operands that nothing reads. hooks: by number of an equation, a function of
+    its output, operands and added arrays that replaces the addition; see `hooks.Hook.at`. starts: by number of an
+    equation that slices a parameter, where the slice begins; see `slice_starts`. once: the equations whose cotangent is
+    computed once for both the record and the backward pass. products: the equations that return A and B as gradients
+    with respect to the added arrays; see `own_backward`. exact: the equations whose operands are returned unrounded;
+    each product rounds them, so XLA gathers what several products read only once."""
 
     unread: Mapping[int, set[int]]
     hooks: Mapping[int, Callable] = {}
@@ -40,13 +40,13 @@ class InterpreterHooks(NamedTuple):
     exact: Set[int] = frozenset()
 
 
-def starts_of_slices(program: Program, leaves: dict[int, jax.Array]) -> dict[int, list[jax.Array]]:
-    """Where slices of parameters begin, int32 () for each axis, by number of the equation. leaves: by number, those
-    whose slices pass no gradient on.
+def slice_starts(program: Program, leaves: dict[int, jax.Array]) -> dict[int, list[jax.Array]]:
+    """Where slices of parameters begin, int32 () for each axis, by number of the equation. leaves: by number, the
+    parameters whose slices pass no gradient on.
 
-    XLA does not know these values. With constants, each layer of a stack that a Python loop indexes would have separate
-    kernels, and the step would compile a third longer. On several devices there are none, because XLA would gather a
-    sharded parameter.
+    XLA cannot see these values. If they were constants, each layer of a stack that a Python loop indexes would get its
+    own kernels, and the step would take a third longer to compile. Returns nothing on several devices, because XLA
+    would gather a sharded parameter.
     """
     real = {number: leaf for number, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
     slices: dict[int, tuple[int, ...]] = {}
@@ -65,9 +65,9 @@ def starts_of_slices(program: Program, leaves: dict[int, jax.Array]) -> dict[int
 
 
 def equations_computed_once(program: Program, recorded: list[int]) -> frozenset[int]:
-    """For `InterpreterHooks`: the recorded equations outside of scans, on several devices. In the backward pass of a
-    scan, XLA would keep the terms of their cotangents, such as those of logits. A bias shares the cotangent of its
-    layer, which then has no second one."""
+    """The `once` of `InterpreterHooks`: on several devices, the recorded equations outside scans. XLA would keep the
+    terms of their cotangents, such as those of logits, during the backward pass of a scan. An equation whose output
+    another one reads, such as the layer of a bias, is left out, because both share one cotangent."""
     if current_place().devices == 1 or not any(equation.body for equation in program.equations):
         return frozenset()
     equations = {number: program.equations[number] for number in recorded}
@@ -76,8 +76,8 @@ def equations_computed_once(program: Program, recorded: list[int]) -> frozenset[
 
 
 def public_values(program: Program, leaves: list[jax.Array], wanted: Set[int]) -> dict[int, jax.Array]:
-    """Public values by number, computed once for all examples. Of those that are public in each iteration, the values
-    of all iterations, with an axis for each loop in which they differ."""
+    """Computes public values once for all examples, and returns them by number. Values that are public in each
+    iteration are computed for all iterations, with an axis for each loop over which they vary."""
     needed, equations = list(wanted), set()
     while needed:
         origin = program.slice(needed.pop()).origin
@@ -117,10 +117,10 @@ def _slice_at(equation: Equation, operand: jax.Array, starts: list[jax.Array]) -
 def eval_program(
     program: Program, inputs: list, added: dict[int, Tree], instruments: InterpreterHooks
 ) -> tuple[jax.Array, Tree, Seen]:
-    """The loss, what it returns beside its value, and the operands of the equations in `added` without a hook.
+    """Returns the loss, its auxiliary results, and the operands of those equations in `added` that have no hook.
 
-    added: by number of an equation, an array to add to its output; the gradient by that array is the cotangent. With a
-        hook, any arrays
+    added: by number of an equation, an array to add to its output, whose gradient is the output's cotangent; if the
+        equation has a hook, any arrays
     """
     results, seen = _run(program, instruments, program.block, inputs, added)
     return results[0], jax.tree.unflatten(program.aux, results[1:]), seen
@@ -155,7 +155,7 @@ def _run(
         if number in added and number not in instruments.products:
             wanted = tuple(None if i in instruments.unread[number] else operand for i, operand in enumerate(operands))
             hooked, several = number in instruments.hooks, current_place().devices > 1
-            short = _rounds_its_cotangent(equation) and not (hooked and several)  # such a hook rounds what it reads
+            short = _rounds_its_cotangent(equation) and not (hooked and several)  # there, the hook rounds it
             if hooked:
                 outputs[0], shared = instruments.hooks[number](outputs[0], wanted, added[number])
                 later = zip(equation.inputs, shared, strict=True)
@@ -163,7 +163,7 @@ def _run(
             else:
                 seen[number] = wanted
                 if current_place().unit.rounds and number not in instruments.exact:
-                    # Here already: a scan stacks them, in half of the memory if they are short.
+                    # Rounds them here already, because a scan stacks them, in half the memory if they are short.
                     seen[number] = jax.tree.map(lambda x: current_place().unit.round_stored(jnp.asarray(x)), wanted)
                 outputs = [_plus_zero_probe(outputs[0], added[number], not short)]
             if number in instruments.once:
@@ -175,9 +175,9 @@ def _run(
 
 
 def _rounds_its_cotangent(equation: Equation) -> bool:
-    """Whether the backward pass of a TPU reads the cotangent in products alone that round it as `round_stored` does.
-    It is then written once, in half of the memory, for them and for the record. Otherwise XLA would compute that of
-    logits, or of an output that is split, again for each product."""
+    """Whether a TPU's backward pass reads the cotangent only in products that round it as `round_stored` does. It is
+    then written once, in half the memory, for these products and for the record. Otherwise XLA would recompute the
+    cotangent of logits, or of an output that is split, for each product."""
     if equation.name not in ("dot_general", "conv_general_dilated") or equation.jaxpr is None:
         return False
     passes = _params(equation)["precision"] in (None, (jax.lax.Precision.DEFAULT,) * 2)
@@ -187,7 +187,7 @@ def _rounds_its_cotangent(equation: Equation) -> bool:
 
 @jax.custom_vjp
 def _with_short_cotangent(x: jax.Array) -> jax.Array:
-    """`x`, float32 (...), whose cotangent is rounded for a matrix unit, once for all operations that read it."""
+    """Returns `x`, float32 (...), and rounds its cotangent for a matrix unit, once for all operations that read it."""
     return x
 
 
@@ -200,15 +200,15 @@ _with_short_cotangent.defvjp(lambda x: (x, None), _round_cotangent)
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _plus_zero_probe(output: jax.Array, added: jax.Array, rounds: bool) -> jax.Array:
-    """`output`, with derivative 1 by `added`, which is rounded as a matrix unit needs it if `rounds`. Nobody reads
-    `added`, which is 0, so a scan need not slice it."""
+    """Returns `output`, with derivative 1 with respect to `added`, rounded for a matrix unit if `rounds`. Nothing reads
+    the values of `added`, which are 0, so a scan need not slice it."""
     return output
 
 
 @_plus_zero_probe.defjvp
 def _derivative(rounds, values, derivatives):
     unit, slope = current_place().unit, derivatives[1].astype(derivatives[0].dtype)
-    if rounds and unit.rounds and slope.dtype == jnp.float32:  # two conversions alone might be left out
+    if rounds and unit.rounds and slope.dtype == jnp.float32:  # XLA might elide two plain conversions
         slope = unit.round_operand(slope)
     return values[0], derivatives[0] + slope
 
@@ -232,7 +232,7 @@ def _run_scan(run: Callable, equation: Equation, operands: list, added: dict) ->
 
 
 def _run_checkpoint(run: Callable, equation: Equation, operands: list, added: dict) -> tuple[list, Seen]:
-    """The results of a checkpoint, and the operands of the equations in its body, which are kept."""
+    """Returns the results of a checkpoint and the operands of equations in its body; these operands are kept."""
     assert equation.jaxpr is not None
     params, packed = equation.jaxpr.params, _DistinctArrays()
 
@@ -247,7 +247,7 @@ def _run_checkpoint(run: Callable, equation: Equation, operands: list, added: di
 
 
 class _DistinctArrays:
-    """Hands arrays out of a body once each, because a scan would stack each of several that are the same."""
+    """Returns each distinct array from a body only once, because a scan would stack every copy."""
 
     def pack(self, seen: Seen) -> list:
         leaves, self.structure = jax.tree.flatten(seen)
@@ -261,9 +261,9 @@ class _DistinctArrays:
 
 
 def _broadcast_product(equation: Equation, operands: list) -> list[jax.Array] | None:
-    """A product of arrays of two shapes, computed without the axes of length 1 that both have; None if there are none.
-    Its derivative is summed over the other axes, and on a CPU, XLA sums such a product much faster over axis 1 of (B,
-    T, D) than over axis 2 of (B, 1, T, D)."""
+    """Computes a product of two shapes without the axes of length 1 that both have; None if there are no such axes.
+    The derivative is summed over broadcast axes, and on a CPU, XLA sums such a product much faster over axis 1 of
+    (B, T, D) than over axis 2 of (B, 1, T, D)."""
     shapes = [jnp.shape(operand) for operand in operands]
     if equation.name != "mul" or len(set(shapes)) == 1 or len(set(map(len, shapes))) > 1:
         return None

@@ -1,18 +1,18 @@
-"""Kernels that a loss makes of its parameters: concatenated, masked, scaled, complex, or any function of each number.
+"""Kernels that a loss makes from its parameters, by concatenation, masks, scales, complex numbers or other functions.
 
-Such a kernel W is the same for all examples, and each number of a parameter has one place in it. So the gradient of an
-example by the parameter is a block of A^T B, from some columns of A and of B, times the slopes: the derivatives of
-these numbers of W, which are public. Slopes that differ along one side only go into A, or into B. Others multiply the
-block element by element, as the scale of a mechanism does. A complex product is a real one of twice the positions.
+A kernel W is the same for all examples. If each element of a parameter has one place in W, an example's gradient with
+respect to the parameter is a block of A^T B, from some columns of A and B, times the slopes: the derivatives of these
+elements of W, which are public. Slopes that vary along only one side go into A or B. Others multiply the block element
+by element, as a mechanism's scale does. A complex product is a real one with twice the positions.
 
 A kernel may also be made by any other function, W = f(p), such as weight norm or the product of two parameters. An
-example's gradient by p is J^T, the transpose of the derivative of f, of its gradient A^T B by W. Where each iteration
-makes a kernel of its layer, W is the kernels of all layers. No Gram matrix has the norm of J^T A^T B. So this gradient
-is computed for one example after another, measured and thrown away, and computed again for the sum; or it is kept,
-where that is cheaper.
+example's gradient with respect to p is then J^T applied to A^T B, its gradient with respect to W, where J is the
+derivative of f. If each iteration makes a kernel for its layer, W is the kernels of all layers. No Gram matrix yields
+the norm of J^T A^T B. So this gradient is computed for one example after another, measured and discarded, and computed
+again for the sum; or it is kept, if that is cheaper.
 
-As f may be anything, nothing bounds the rounding of J^T. In its place, the sum measures every gradient that it adds,
-and shortens one that is longer than the norm that was found first (`shortening_factors`).
+As f may be anything, nothing bounds the rounding of J^T. Instead, the sum measures every gradient that it adds, and
+shortens any that is longer than the norm that was measured first (`shortening_factors`).
 """
 
 import math
@@ -46,14 +46,14 @@ from dpx.xla import jaxprs
 
 Values = Mapping[int, jax.Array]  # public values, by number
 ALL = slice(None)
-PASSES = 1.0  # over kernels and parameters in a cache: what J^T and a norm cost, in passes over fresh memory
-TURN = 1.5e5  # operations; what a turn of a loop over examples costs, with the loss of a product of many examples
+PULLBACK_PASSES = 1.0  # cost of J^T and a norm, in passes over kernels and parameters in fresh memory
+FLOPS_PER_TURN = 1.5e5  # cost of one turn of a loop over examples, which cannot use products of many examples
 
 
 class StepDerivatives(NamedTuple):
-    """The derivatives of what a step computes.
+    """The derivatives of the function that an `ElementwiseStep` applies.
 
-    reads: which public values they need, by number. axes: those along which the derivatives differ
+    reads: the numbers of the public values that they need. axes: the axes along which they vary
     multiply: (x, Values) -> x times the derivatives, element by element
     """
 
@@ -63,8 +63,8 @@ class StepDerivatives(NamedTuple):
 
 
 def site_of_parameter(site: Site, use: Use, shape: tuple[int, ...], program: Program) -> Site | str:
-    """The site of a parameter of this shape, which `use` sees in a kernel, or why it is not followed. site: of the
-    kernel."""
+    """The site of a parameter of this shape that is part of a kernel, or why it is not followed. site: the kernel's
+    site. use: the use of the parameter through the kernel."""
     if site.lookup or site.record:
         return "used in a lookup, or in custom_vjp_call, after an equation that computes or places"
     view, linear = use.view, cast(Callable, site.apply)
@@ -81,7 +81,7 @@ def site_of_parameter(site: Site, use: Use, shape: tuple[int, ...], program: Pro
     is_complex = rules.is_complex(program.equations[use.equation])
 
     def of_kernel(values: Values) -> jax.Array:
-        """The slopes, as (K, I, O)."""
+        """The slopes, arranged as (K, I, O)."""
         ones = jnp.ones(shape, jnp.float32)
         return site.arrange(view.apply_to(ones, lambda step, x: slopes[id(step)].multiply(x, values)))[box]
 
@@ -104,7 +104,7 @@ def site_of_parameter(site: Site, use: Use, shape: tuple[int, ...], program: Pro
 
 
 def _site_of_block(site: Site, sizes: tuple[int, int, int], box: tuple, of_a, of_b, *, is_complex: bool) -> Site:
-    """The site of the block `box`, (K, I, O), of A^T B. of_a, of_b: Values -> factors of A and B; or None."""
+    """The site of the block `box`, (K, I, O), of A^T B. of_a, of_b: Values -> factors of A and of B, or None."""
     groups, rows, columns = box
 
     def side(x, of_columns, factors, sign):
@@ -136,7 +136,7 @@ def _scaled_cotangents(site: Site, of_b: Callable) -> Callable:
 
 
 def _slopes(step: ElementwiseStep, program: Program) -> StepDerivatives | None:
-    """The slopes of a step; None if a number of its result may depend on others, or if they are not public."""
+    """The slopes of a step; None if they are not public, or if an element of its result may depend on others."""
     equations = [program.equations[number] for number in step.equations]
     base, avals = step.base, {}
     made = {base, *(output for equation in equations for output in equation.outputs)}
@@ -189,7 +189,7 @@ def _jaxpr(equation: Equation) -> Any:
 
 
 def _varying_axes(value: int | Constant, shape: tuple[int, ...], program: Program) -> set[int]:
-    """The axes along which a public value may differ."""
+    """The axes along which a public value may vary."""
     origin = None if isinstance(value, Constant) else program.public.get(value)
     if isinstance(origin, int) and (made := _jaxpr(program.equations[origin])).primitive.name == "broadcast_in_dim":
         before = made.invars[0].aval.shape
@@ -198,8 +198,8 @@ def _varying_axes(value: int | Constant, shape: tuple[int, ...], program: Progra
 
 
 def _is_elementwise_program(jaxpr: core.Jaxpr, moving: set, shape: tuple[int, ...]) -> bool:
-    """Whether every number of the result depends on the number in its place of the variables `moving` alone, and both
-    are of this shape."""
+    """Whether every element of a result depends, among the variables `moving`, only on the elements in its place; all
+    must have this shape."""
     for equation in jaxpr.eqns:
         types: list[Any] = [variable.aval for variable in equation.outvars]
         among = [i for i, v in enumerate(equation.invars) if not isinstance(v, core.Literal) and v in moving]
@@ -219,14 +219,14 @@ def _is_elementwise_program(jaxpr: core.Jaxpr, moving: set, shape: tuple[int, ..
 
 
 def _slope_labels(site: Site, view: View, shape: tuple[int, ...], slopes: dict[int, StepDerivatives]) -> np.ndarray:
-    """Numbers, (K, I, O), in the places of a kernel: 0 where no element of the parameter is, otherwise equal only where
-    the slopes are."""
+    """Labels the places of a kernel, (K, I, O): 0 where it has no element of the parameter; other labels are equal only
+    where the slopes are equal."""
 
     def label(step, x):
         axes = slopes[id(step)].axes
         sizes = [size if axis in axes else 1 for axis, size in enumerate(x.shape)]
         count = int(np.prod(sizes))
-        if count * int(x.max(initial=0)) >= 2**30:  # too many to number: as if all were different
+        if count * int(x.max(initial=0)) >= 2**30:  # too many labels for int32: treats all slopes as different
             count, sizes, x = x.size, x.shape, (x > 0).astype(np.int32)
         return jnp.where(x > 0, x * count + np.arange(count, dtype=np.int32).reshape(sizes), 0)
 
@@ -235,7 +235,7 @@ def _slope_labels(site: Site, view: View, shape: tuple[int, ...], slopes: dict[i
 
 
 def _bounding_box(found: np.ndarray) -> tuple[slice, slice, slice] | None:
-    """The box of (K, I, O) that is True, if there is one."""
+    """The box of (K, I, O) where `found` is True; None if these places form no box."""
     slices = []
     for axis, size in enumerate(found.shape):
         places = np.flatnonzero(found.any(tuple(other for other in range(3) if other != axis)))
@@ -251,9 +251,9 @@ def _bounding_box(found: np.ndarray) -> tuple[slice, slice, slice] | None:
 
 
 class MadeKernelGroup(NamedTuple):
-    """Parameters of which kernels are made, and all that these kernels share.
+    """Parameters and the kernels made from them, connected by kernels that share parameters.
 
-    leaves: the numbers of the parameters. kernels: for each, the number of the public value, and where the loss uses it
+    leaves: the numbers of the parameters. kernels: for each kernel, the number of its public value, and its uses
     """
 
     leaves: tuple[int, ...]
@@ -264,15 +264,15 @@ class MadeKernelGroup(NamedTuple):
         return Uses(tuple(site for _, uses in self.kernels for site in uses.sites))
 
     def cheapest(self, shapes: list[tuple[int, ...]], *, force: bool) -> NormAlgorithm | None:
-        """How to compute norms and sums; None for the gradients of the backward pass, unless `force`. shapes: of all
-        parameters."""
+        """The cheapest way to compute norms and sums; None if the gradients of the backward pass are cheaper, unless
+        `force`. shapes: those of all parameters."""
         of_leaves = sum(math.prod(shapes[leaf]) for leaf in self.leaves)
         of_kernels = sum(math.prod(uses.shape) for _, uses in self.kernels)
-        through = PASSES * OPERATIONS_PER_BYTE * 4 * (of_leaves + of_kernels)
+        through = PULLBACK_PASSES * OPERATIONS_PER_BYTE * 4 * (of_leaves + of_kernels)
         keep = (3 if 4 * of_leaves <= algorithms.CACHED_BYTES else 5) * OPERATIONS_PER_BYTE * 4 * of_leaves
-        once = TURN + through + sum(map(algorithms.gradient_operations, self.uses.sites))
+        once = FLOPS_PER_TURN + through + sum(map(algorithms.gradient_flops, self.uses.sites))
         backward_pass = through + keep + sum(algorithms.gradient_cost(uses) for _, uses in self.kernels)
-        ways = {algorithms.PRODUCT: once + keep, algorithms.AGAIN: 2 * once}
+        ways = {algorithms.PRODUCT: once + keep, algorithms.RECOMPUTED: 2 * once}
         way = min(ways, key=lambda way: ways[way])
         return way if force or ways[way] < backward_pass else None
 
@@ -280,8 +280,8 @@ class MadeKernelGroup(NamedTuple):
 def find_made_kernels(
     program: Program, wanted: set[int], made: Mapping[Any, Equation], shapes: list[tuple[int, ...]]
 ) -> list[MadeKernelGroup]:
-    """The kernels of every `wanted` parameter whose kernels can all be followed, in groups with no parameter in common.
-    made: as in `rules.recognize`. shapes: of all parameters."""
+    """The kernels of every `wanted` parameter whose kernels can all be followed, in groups that share no parameter.
+    made: as in `rules.recognize`. shapes: those of all parameters."""
     uses = {kernel: _kernel_uses(kernel, program, made, shapes) for kernel in program.kernels if kernel.leaves & wanted}
     known = wanted.difference(*(kernel.leaves for kernel, found in uses.items() if found is None))
     groups: list[MadeKernelGroup] = []
@@ -297,7 +297,7 @@ def find_made_kernels(
 def _kernel_uses(
     kernel: MadeKernel, program: Program, made: Mapping[Any, Equation], shapes: list[tuple[int, ...]]
 ) -> Uses | None:
-    """Where the loss uses a kernel; None if it is not followed everywhere."""
+    """The uses of a kernel; None if some use cannot be followed."""
     sites = [_site(use, program, made) for use in kernel.uses]
     if None in sites:
         return None
@@ -310,7 +310,7 @@ def _kernel_uses(
 
 
 def _site(use: Use, program: Program, made: Mapping[Any, Equation]) -> Site | None:
-    """The site of a whole kernel at one use of it, or None."""
+    """The site of a whole kernel at one of its uses, or None."""
     loops = [(place, step) for place, step in enumerate(use.view.steps, 1) if isinstance(step, ScanStep)]
     end = max((place for place, step in loops if step.sliced), default=0)
     begin, rest = View(use.view.steps[:end]), View(use.view.steps[end:])
@@ -324,7 +324,7 @@ def _site(use: Use, program: Program, made: Mapping[Any, Equation]) -> Site | No
 
 
 def _site_of_slices(site: Site, view: View) -> Site:
-    """The site of a whole kernel, from that of one of its slices: each has groups of its own. view: makes slices."""
+    """The site of a whole kernel, from that of one slice; each slice gets its own groups. view: makes the slices."""
     kernels, positions, fan_in, fan_out = site.sizes
     slices = math.prod(view.slices)
 
@@ -341,9 +341,9 @@ def _site_of_slices(site: Site, view: View) -> Site:
 
 
 class KernelBackward(NamedTuple):
-    """How the gradients of one example by the parameters of a `MadeKernelGroup` are computed.
+    """Computes the gradients of one example with respect to the parameters of a `MadeKernelGroup`.
 
-    pullback: of gradients by the kernels, by number of the value. scales: of the mechanism, by leaf
+    pullback: maps gradients with respect to kernels, by number of the value, to those by leaf. scales: the mechanism's
     """
 
     made: MadeKernelGroup
@@ -351,7 +351,7 @@ class KernelBackward(NamedTuple):
     scales: Mapping[int, jax.Array]
 
     def gradients(self, records: list) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Those of one example, float32, and their norms. records: the inputs and cotangents at each site."""
+        """The gradients of one example, float32, and their norms. records: the inputs and cotangents at each site."""
         left, cotangents = iter(records), {}
         for value, uses in self.made.kernels:
             own = [next(left) for _ in uses.sites]
@@ -366,7 +366,7 @@ class KernelBackward(NamedTuple):
 def backward(
     made: MadeKernelGroup, program: Program, leaves: list[jax.Array], scales: Mapping[tuple[int, int], jax.Array]
 ) -> KernelBackward:
-    """leaves: all parameters. scales: by the numbers of a leaf and of its part, of which there is one here."""
+    """The `KernelBackward` of a group. leaves: all parameters. scales: by number of the leaf and of its only part."""
 
     def kernels(some):
         every = [some.get(number, leaf) for number, leaf in enumerate(leaves)]
@@ -381,7 +381,7 @@ def backward(
 
 
 def measure_gradients(backward: KernelBackward, records: list, *, keep: bool) -> tuple[Any, list[jax.Array]]:
-    """What `sum_kernel_gradients` needs of B examples, and the norms of their gradients, (B,), by parameter."""
+    """What `sum_kernel_gradients` needs for B examples, and the norms of their gradients, (B,), by parameter."""
 
     def of_example(record):
         grads, found = backward.gradients(record)
@@ -394,7 +394,7 @@ def measure_gradients(backward: KernelBackward, records: list, *, keep: bool) ->
 def sum_kernel_gradients(
     backward: KernelBackward, kept: Any, factors: list[jax.Array], *, keep: bool
 ) -> list[FloatPair]:
-    """sum_i f_i z_i for each parameter. kept: from `measure_gradients`. factors: float32 (B,), for each parameter."""
+    """Computes sum_i f_i z_i for each parameter. kept: from `measure_gradients`. factors: float32 (B,), for each."""
     if keep:
         return [total_of_rows(lambda some: weighted_sum(*some), rows) for rows in zip(factors, kept, strict=True)]
 

@@ -4,20 +4,20 @@ A, float32 (K, T, I), is the input of a layer, and B, float32 (K, T, O), the cot
 positions. G is (K, I, O). `scale`, float32 (K, I, O), multiplies G element by element.
 
 An underestimated norm would break the clip bound. So each position is rescaled first (`rescale_factors`), which keeps
-squares from under- and overflowing (on matrix units, what is lost is counted), and a sum that is long or can cancel
-gets a bound on its rounding error.
+squares from under- and overflowing (on matrix units, the bound includes these losses instead), and a sum that is long
+or can cancel gets a bound on its rounding error.
 
-Such a bound raises the norm, and the clip then takes signal away. A bound in proportion to the square of the sum of all
-|a_t| |b_t| would raise it by 1 % at 100 positions and by 70 % at 2,000. So Gram matrices get a bound for each product
-(`sum_upper_bound`), from short sums, and serve up to MOST_POSITIONS. With more positions, the norm is that of a
-gradient that is computed and thrown away (`norm_of_computed`), whose rounding grows with the root of the sum of
+Such a bound raises the norm, so clipping removes more signal. A bound in proportion to the square of the sum of all
+|a_t| |b_t| would raise it by 1 % at 100 positions and by 70 % at 2,000. So Gram matrices use short sums, get a separate
+bound for each product (`sum_upper_bound`), and serve up to MOST_POSITIONS. With more positions, the gradient is
+computed, measured and discarded (`norm_of_computed`), because its rounding grows only with the root of the sum of
 squares.
 
-A norm is infinite, so that the example contributes zero, if one of these is above LARGEST = 2^63: a cotangent, the
+A norm is infinite, so that the example contributes zero, if any of these is above LARGEST = 2^63: a cotangent, the
 product of an input and its cotangent, or an input whose cotangent is not 0. There are two reasons. First, XLA divides
-by a broadcast value by multiplying with its reciprocal, which above 2^126 is denormal and flushed to 0, and then the
+by a broadcast value by multiplying by its reciprocal, which for values above 2^126 is denormal and flushed to 0, so the
 norm would be 0 too. Second, a clip factor times a cotangent, or times an input, is flushed to 0 below 2^-126. If the
-other array is at most 2^63, that is an error of at most 2^-63.
+other array is at most 2^63, the resulting error is at most 2^-63.
 """
 
 import functools
@@ -27,7 +27,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax  # `jnp` takes longer to trace
+from jax import lax  # traces faster than `jnp`
 
 from dpx.sums.clipped_sum import LARGEST, add_in_turns, repeat_to_shape
 from dpx.sums.norms import norm, raised_by_roundings
@@ -35,36 +35,36 @@ from dpx.sums.rounding import PRODUCTS, UNIT, FloatPair, add_pairs, error_of_cha
 from dpx.xla.place import current_place
 from dpx.xla.rewrites import sum_of_outer_products
 
-EXACT = lax.Precision.HIGHEST  # float32 products, even where the hardware would round them
+EXACT = lax.Precision.HIGHEST  # float32 products, even if the hardware would round them
 TINY = float(jnp.finfo(jnp.float32).tiny)
-ROUNDING = UNIT * (1 + 2**-8)  # with the products of roundings
-TERM = 24  # units; the roundings of a term of the square of a norm
-MOST_ERROR = 3.4e-4  # of a sum of positions, so that a norm of two uses is raised by 0.1 %
-MOST_POSITIONS = 256  # for Gram matrices, whose rounding grows with them
-# On a matrix unit: what the length of a row may lack, by the root of its size, and the square of a norm, by the number
-# of its terms, because numbers below 2^-126 are lost. See `products_within` and `sum_upper_bound`.
+ROUNDING = UNIT * (1 + 2**-8)  # includes products of roundings
+TERM = 24  # the number of roundings in each term of a squared norm
+MOST_ERROR = 3.4e-4  # limit for the error of a sum over positions, at which a norm of two uses is raised by 0.1 %
+MOST_POSITIONS = 256  # the most for Gram matrices, whose rounding grows with the positions
+# On a matrix unit, numbers below 2^-126 are lost. LOST_OF_LENGTH times the root of a row's size bounds what its length
+# lacks, and LOST_OF_TERM times the number of terms what a squared norm lacks: `products_within`, `sum_upper_bound`.
 LOST_OF_LENGTH, LOST_OF_TERM = 2.0**-51, 2.0**-124
-LONGEST_SUM, SHORTEST_SUM = 1024, 128  # terms; a longer sum is cut, because its rounding error grows with its length
-MOST_SUMS = 16  # of an inner product that are added at a time; more would compile for too long
-MOST_SEGMENTS = 8  # of an inner product that several devices compute
+LONGEST_SUM, SHORTEST_SUM = 1024, 128  # terms; longer sums are cut, because rounding errors grow with the length
+MOST_SUMS = 16  # the most sums of an inner product that are added at a time; more would compile too slowly
+MOST_SEGMENTS = 8  # the most segments of an inner product on several devices
 
 
 def outer_norm(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> jax.Array:
     """|G|, float32 (), for T = 1: |a b^T| = |a| |b|, and |scale * a b^T|^2 = (a a)^T (scale scale) (b b)."""
     if scale is None:
-        # XLA compiles an array with axes of length 1 beside the same array without them, which the sum reads.
+        # Drops axes of length 1 as the sum does; XLA would compile the array with and without them separately.
         alone = [axis for axis in (0, 1) if a.shape[axis] == 1]
         a, b = lax.squeeze(a, alone), lax.squeeze(b, alone)
         if current_place().unit.rounds:
             return _row_norms_from_above(_row_norms_from_above(a) * _row_norms_from_above(b))[0]
-        if a.ndim == 1:  # there is nothing to balance
+        if a.ndim == 1:  # there is only one position, so nothing to balance
             (a, size_a), (b, size_b) = split_off_scale(a), split_off_scale(b)
             return product_or_infinity(size_a, size_b) * (frobenius(a) * frobenius(b))
         a, b, size = rescale_factors(a, b)
         of_groups = [jax.vmap(frobenius)(x.reshape(-1, x.shape[-1])) for x in (a, b)]
         return size * frobenius(of_groups[0] * of_groups[1])
-    # Elements that only frozen coordinates read may be huge. They become 0, because otherwise the rescaling would round
-    # the other elements to 0. Squares that would underflow become TINY, which is larger.
+    # Elements that only frozen coordinates read may be huge. They become 0, because otherwise rescaling would round the
+    # other elements to 0. Squares that would underflow become TINY, which is larger.
     a, size_a = split_off_scale(_trained_columns(a[:, 0], scale, axis=2))
     b, size_b = split_off_scale(_trained_columns(b[:, 0], scale, axis=1))
     squares_scale = jnp.where(scale == 0, 0, jnp.maximum(scale * scale, TINY))
@@ -75,8 +75,8 @@ def outer_norm(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> ja
 
 
 def _row_norms_from_above(x: jax.Array) -> jax.Array:
-    """At least the lengths of the rows of x, (..., n), as float32 (rows,), without a pass that rescales them, which
-    takes as long as the norm outside of a CPU. A square below 2^-126 may be lost, and counts as 2^-126. If squares
+    """Upper bounds on the lengths of the rows of x, (..., n), float32 (rows,), without rescaling, a pass that takes as
+    long as the norm itself except on a CPU. A square below 2^-126 may be lost, and counts as 2^-126. If squares
     overflow, the length is infinite, or NaN if it is multiplied by 0, and the example contributes zero."""
     if x.ndim > 1:
         return jax.vmap(_row_norms_from_above)(x.reshape(-1, x.shape[-1])).reshape(-1)
@@ -84,17 +84,17 @@ def _row_norms_from_above(x: jax.Array) -> jax.Array:
 
 
 def _trained_columns(x: jax.Array, scale: jax.Array, *, axis: int) -> jax.Array:
-    """`x`, float32 (K, n), but 0 where it is finite and `scale`, (K, I, O), is 0 along the whole `axis`."""
+    """Returns `x`, float32 (K, n), with 0 where it is finite and `scale`, (K, I, O), is 0 along the whole `axis`."""
     return jnp.where(jnp.any(scale != 0, axis=axis) | ~jnp.isfinite(x), x, 0)
 
 
 def gram_norm(a: jax.Array, b: jax.Array) -> jax.Array:
-    """|G|, float32 (), by |G|^2 = sum_st (a_s . a_t)(b_s . b_t), with bounds on the rounding of both. Outside of a CPU,
-    rows are not rescaled, which takes as long as their products."""
+    """|G|, float32 (), by |G|^2 = sum_st (a_s . a_t)(b_s . b_t), with bounds on the rounding of both factors. Except on
+    a CPU, rows are not rescaled, because that takes as long as their products."""
     a, b, size = (a, b, jnp.float32(1)) if current_place().unit.rounds else rescale_factors(a, b)
     groups, positions, _ = a.shape
-    # Sharded rows are mostly the longer ones here. The sum over their segments, for which devices exchange what they
-    # have, comes last, where it is a number and not a matrix.
+    # If rows are sharded, they are usually the longer ones. The sum over their segments, for which devices must
+    # communicate, comes last, when each segment is a scalar and not a matrix.
     short, long = (a, b) if a.shape[-1] <= b.shape[-1] else (b, a)
     first = products_within(inner_products(short, short)[:, None], short)
     second = products_within(inner_products_of_segments(long, long), long)
@@ -103,9 +103,9 @@ def gram_norm(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 class Products(NamedTuple):
-    """Inner products of rows, float32 (..., S, T), as they were computed.
+    """Computed inner products of rows, float32 (..., S, T).
 
-    lengths: at least those of the rows, float32 (..., S) and (..., T)
+    lengths: upper bounds on the lengths of the rows, float32 (..., S) and (..., T)
     error: float; no product is off by more than `error` times the lengths of both rows
     """
 
@@ -115,17 +115,17 @@ class Products(NamedTuple):
 
     @property
     def largest(self) -> jax.Array:
-        """At least the absolute value of the true products."""
+        """Upper bounds on the absolute values of the true products."""
         left, right = self.lengths
         return jnp.abs(self.values) + self.error * left[..., :, None] * right[..., None, :]
 
 
 def products_within(values: jax.Array, rows: jax.Array) -> Products:
-    """The inner products, float32 (K, ..., T, T), that `inner_products` finds of `rows`, float32 (K, T, n).
+    """Bounds the inner products, float32 (K, ..., T, T), that `inner_products` computes from `rows`, float32 (K, T, n).
 
-    Rows for a matrix unit are not rescaled, so a term below 2^-126, or one of such a number, may be lost: in all up to
-    n 2^-126 + 2^-126 sqrt(n) (|x| + |y|) of x . y. With l = sqrt(n) 2^-51 more than |x| and |y|, the product of the
-    lengths is more by l^2 + l (|x| + |y|), and `error`, at least 2^-21, times that is above all of it.
+    Rows for a matrix unit are not rescaled, so terms below 2^-126, or with a factor below it, may be lost: in all up to
+    n 2^-126 + 2^-126 sqrt(n) (|x| + |y|) of x . y. If |x| and |y| are increased by l = sqrt(n) 2^-51, the product of
+    the lengths grows by l^2 + l (|x| + |y|), and this times `error`, at least 2^-21, exceeds the loss.
     """
     error = error_of_inner_products(rows, rows)
     lengths = jnp.sqrt(diagonal(values)) * (1 + error)
@@ -135,24 +135,24 @@ def products_within(values: jax.Array, rows: jax.Array) -> Products:
 
 
 def products_of_row_norms(first: Products, second: Products) -> jax.Array:
-    """At least |a_t| |b_t| of all positions, float32; on a matrix unit, infinite where one is out of range."""
+    """Upper bounds on |a_t| |b_t| of all positions, float32; on a matrix unit, infinite where one is out of range."""
     a, b = first.lengths[0], second.lengths[0]
     return product_or_infinity(*jnp.broadcast_arrays(a, b)) if current_place().unit.rounds else a * b
 
 
 def sum_upper_bound(first: Products, second: Products, more: int = 0) -> jax.Array:
-    """At least the sum over all axes of x y, float32 (), for the true products x of `first` and y of `second`.
+    """An upper bound on the sum over all axes of x y, float32 (), for the true products x of `first` and y of `second`.
 
     x is within `first.error` of the computed p, and y within `second.error` of q. So x y is at most
     p q - |p q| + P Q, with P and Q the `largest`, because x y - p q = p (y - q) + q (x - p) + (x - p) (y - q). No such
-    term is larger than P Q, so each of its roundings, of which `more` are to come, is covered by 2^-24 P Q. On a matrix
-    unit, three numbers of a term may be lost that are below 2^-126.
+    term is larger than P Q, so 2^-24 P Q covers each of its roundings; the caller adds `more` of them. On a matrix
+    unit, a term may lose three numbers below 2^-126.
     """
     terms = first.values * second.values
     lost = terms.size * LOST_OF_TERM if current_place().unit.rounds else 0
     roundings = sum(terms.shape) + TERM + more + (lost > 0)
     terms = 2 * jnp.minimum(terms, 0) + first.largest * second.largest * (1 + roundings * ROUNDING)
-    for _ in range(terms.ndim):  # one axis after another: XLA would make one long sum of several
+    for _ in range(terms.ndim):  # one axis after another, because XLA would merge several into one long sum
         terms = jnp.sum(lax.optimization_barrier(terms), -1)
     return terms + lost if lost else terms
 
@@ -160,27 +160,27 @@ def sum_upper_bound(first: Products, second: Products, more: int = 0) -> jax.Arr
 def norm_with_sum_error(squared: jax.Array, lengths: jax.Array, *positions: int) -> jax.Array:
     """The norm of a gradient as the weighted sum adds it, float32 (), from the square of the true norm, float32 ().
 
-    lengths: at least |a_t| |b_t| of all positions, float32. positions: how many each sum has, as in `sum_error`
+    lengths: upper bounds on |a_t| |b_t| of all positions, float32. positions: the number in each sum; see `sum_error`
     """
     return raised_by_roundings(jnp.sqrt(jnp.maximum(squared, 0)) + sum_error(*positions) * frobenius(lengths), 0)
 
 
 def norm_of_computed(gradient: jax.Array, records: list[tuple[jax.Array, jax.Array]], *positions: int) -> jax.Array:
-    """The norm of a gradient as the weighted sum adds it, float32 (), from the sum `gradient` of all A^T B of an
-    example, which was computed like that: both may be off by `sum_error`. records: A and B, as in this file."""
+    """The norm of a gradient as the weighted sum adds it, float32 (), from `gradient`, the sum of all A^T B of an
+    example computed in the same way: each may be off by `sum_error`. records: A and B, as in this file."""
     lengths = frobenius(jnp.stack([outer_norm(a, b) for a, b in records]))
     return raised_by_roundings(frobenius(gradient) + 2 * sum_error(*positions) * lengths, 0)
 
 
 def sum_error(*positions: int) -> float:
-    """How far the sum of sums A^T B, one for each use of a parameter with this many positions, is from the true one,
-    relative to the root of the sum of all (|a_t| |b_t|)^2.
+    """Bounds the error of a parameter's gradient, the sum over its uses of A^T B, relative to the root of the sum of
+    all (|a_t| |b_t|)^2. positions: the number of positions of each use.
 
     If the term of a position is rounded D times in an element, this is off by at most 2^-24 sum D |a_t b_t|. By
     Cauchy-Schwarz, as in `dpx.sums.rounding`, that is at most 2^-24 sqrt(sum D^2) sqrt(sum a_t^2 b_t^2). Over all
-    elements, the squares of the last root add up to those of |a_t| |b_t|. D is the sum of the roundings in a segment,
-    in the sum of segments and in that of uses, and sqrt(sum D^2) is at most the sum of the roots for each. On a matrix
-    unit, sqrt(sum D^2) is up to `rounding_factor` times as large (`dpx.xla.matrix_units`).
+    elements, the squares of the last root add up to those of |a_t| |b_t|. D counts roundings within a segment, in the
+    sum of segments and in the sum of uses, and sqrt(sum D^2) is at most the sum of these three roots. On a matrix unit,
+    sqrt(sum D^2) is up to `rounding_factor` times as large (`dpx.xla.matrix_units`).
     """
     roots = (
         _sum_depths(count, _count_segments(count)) + (len(positions) - 1) * math.sqrt(count) for count in positions
@@ -189,14 +189,14 @@ def sum_error(*positions: int) -> float:
 
 
 def _sum_depths(positions: int, segments: int) -> float:
-    """sqrt(sum D^2) of a sum in segments, the longest of which are chains, as in `dpx.sums.rounding`."""
+    """An upper bound on sqrt(sum D^2) for a sum in segments, attained by chains; see `dpx.sums.rounding`."""
     width = math.ceil(positions / segments)
     within, across = error_of_chained_sum(width, PRODUCTS), error_of_chained_sum(segments, 0)
     return math.sqrt(segments / width) * within + math.sqrt(width / segments) * across
 
 
 def _count_segments(positions: int) -> int:
-    """In how many segments the positions of an example are added: the fewest whose sum is exact enough."""
+    """The least number of segments in which the positions of an example can be added accurately enough."""
     fine = (
         count for count in range(1, math.isqrt(positions)) if _sum_depths(positions, count) * ROUNDING <= MOST_ERROR
     )
@@ -204,11 +204,11 @@ def _count_segments(positions: int) -> int:
 
 
 def einsum_by_segments(by: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """The `einsum` of A and B for one example, float32, whose positions are added in segments, one after another."""
+    """The `einsum` of A and B for one example, float32; it adds the positions in segments, one after another."""
     width = math.ceil(a.shape[1] / _count_segments(a.shape[1]))
 
     def product(rows):
-        # The barrier keeps a matrix product from starting with the sum so far.
+        # The barrier prevents a matrix product from being accumulated onto the previous sum.
         return lax.optimization_barrier(jnp.einsum(by, *rows, precision=current_place().unit.precision))
 
     if width == a.shape[1]:
@@ -219,15 +219,15 @@ def einsum_by_segments(by: str, a: jax.Array, b: jax.Array) -> jax.Array:
 def inner_products(left: jax.Array, right: jax.Array) -> jax.Array:
     """The inner products, float32 (K, S, T), of the rows of float32 (K, S, n) and (K, T, n)."""
     found = inner_products_of_segments(left, right)
-    # The barrier keeps XLA from making one long sum of the sums of the segments.
+    # The barrier prevents XLA from merging the sums of the segments into one long sum.
     return found[:, 0] if found.shape[1] == 1 else jnp.sum(lax.optimization_barrier(found), 1)
 
 
 def inner_products_of_segments(left: jax.Array, right: jax.Array) -> jax.Array:
-    """The same for each of C segments of the rows, float32 (K, C, S, T): their sum over C is `inner_products`. C is 1
-    on one device. On several, the segments are an axis, because a slice of a sharded axis would be sent to all devices.
+    """The inner products of each of C segments of the rows, float32 (K, C, S, T); their sum over C is `inner_products`.
+    C is 1 on one device. On several, segments get an axis, because slices of a sharded axis would go to all devices.
 
-    Up to MOST_SUMS short sums are added at a time, and the results as two float32 numbers.
+    Up to MOST_SUMS short sums are added at a time, and their results are added as pairs of float32 numbers.
     """
     groups, positions, size = left.shape[0], max(left.shape[1], right.shape[1]), left.shape[-1]
     precision = current_place().unit.precision
@@ -235,7 +235,7 @@ def inner_products_of_segments(left: jax.Array, right: jax.Array) -> jax.Array:
     if count > 1:
         rows, by = [jnp.pad(x, ((0, 0), (0, 0), (0, -size % count))) for x in rows], "ksci,ktci->kcst"
         rows = [x.reshape(*x.shape[:2], count, -1) for x in rows]
-    else:  # XLA moves axes of length 1 over one operation after another, in a pass over the program for each
+    else:  # without axes of length 1, because XLA moves these past one operation in each pass over the program
         rows, by = ([x[0] for x in rows], "si,ti->st") if groups == 1 else (rows, "ksi,kti->kst")
 
     def product(rows):
@@ -253,26 +253,26 @@ def inner_products_of_segments(left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def diagonal(matrices: jax.Array) -> jax.Array:
-    """The diagonals, float32 (..., T), of float32 (..., T, T). `jnp.diagonal` is a gather, which compiles slowly."""
+    """The diagonals, float32 (..., T), of float32 (..., T, T), without a gather, which would compile slowly."""
     size = matrices.shape[-1]
     rows = matrices.reshape(*matrices.shape[:-2], size * size)
     return lax.slice_in_dim(rows, 0, size * size, size + 1, axis=rows.ndim - 1)
 
 
 def longest_sum(positions: int) -> int:
-    """How many terms of an inner product are added in one sum. More positions cancel more of each other, so their
-    products must be more exact, but short sums are slow."""
+    """The number of terms of an inner product that are added in one sum. With more positions, more can cancel, so inner
+    products must be more accurate; but short sums are slow."""
     return min(LONGEST_SUM, max(SHORTEST_SUM, 2 ** int(math.log2(16 * LONGEST_SUM / positions))))
 
 
 def share_raised_by_rounding(size: int, positions: int) -> float:
-    """By what share Gram matrices of rows of up to `size` numbers raise the norm at most, without `sum_error`, if all
-    rows of one matrix are orthogonal: less for most gradients, and more for one whose positions cancel."""
+    """The largest relative increase of the norm by Gram matrices of rows with up to `size` elements, without
+    `sum_error`, if the rows of one matrix are orthogonal. It is less for most gradients, more if positions cancel."""
     return (_gram_rounding_error(size, positions) * positions + (2 * positions + TERM) * ROUNDING) / 2
 
 
 def error_of_inner_products(left: jax.Array, right: jax.Array) -> float:
-    """The error of what `inner_products` finds of these rows, as in `Products`. Four more are of the lengths."""
+    """The `Products.error` of `inner_products` of these rows. Four of its roundings are those of the lengths."""
     return _gram_rounding_error(left.shape[-1], max(left.shape[1], right.shape[1]))
 
 
@@ -287,18 +287,18 @@ def _segments(size: int) -> int:
 
 
 def gradient_matrices(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The matrices G of all examples, float32 (N, K, I, O). a: A, (N, K, T, I). b: B, (N, K, T, O). Their rounding is
-    part of the gradient, because the norm and the sum both read the result."""
+    """The matrices G of all examples, float32 (N, K, I, O). a: A, (N, K, T, I). b: B, (N, K, T, O). Rounding needs no
+    bound, because the norm and the sum both read the rounded result."""
     return sum_of_outer_products(a, b, current_place().unit.precision)
 
 
 def gradient_rows_of_lookup(indices: jax.Array, b: jax.Array, *, distinct: bool = False) -> tuple[jax.Array, jax.Array]:
-    """The rows of G that are not 0, float32 (T, O), where row `indices[t]` of G is the sum of the b_t with that index,
-    as in an embedding; and whether all b_t that are added are in range, bool ().
+    """The nonzero rows of G, float32 (T, O), where row `indices[t]` of G is the sum of the b_t with that index, as in
+    an embedding; and whether all b_t that are added are in range, bool ().
 
-    indices: int (T,); a negative one adds nothing. b: float32 (T, O). distinct: bool, True if no other index is there
-    twice. The sum stands where an index comes first, and 0 where it is repeated, so the weighted sum adds at most one
-    number of an example to an element.
+    indices: int (T,); negative ones add nothing. b: float32 (T, O). distinct: bool, True if no index that adds occurs
+    twice. The sum is placed where an index occurs first, with 0 where it occurs again, so the weighted sum adds at most
+    one number of an example to an element.
     """
     b = jnp.where((indices >= 0)[:, None], b, 0)
     if distinct:
@@ -317,12 +317,12 @@ def frobenius(x: jax.Array) -> jax.Array:
 
 
 def split_off_scale(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x, float32 (..., n), as a product unit * size, (..., n) and (...). No |element| of `unit` is above 1.
-    Sizes are powers of two where a matrix unit takes short numbers, because other quotients have more digits."""
+    """Factors x, float32 (..., n), as unit * size, (..., n) and (...). No element of `unit` is above 1 in magnitude.
+    If a matrix unit takes short numbers, sizes are powers of two, because other quotients have more digits."""
     size = _largest(lax.abs(x), [x.ndim - 1])
     at_least = lax.max(size, lax.full_like(size, TINY))
     if current_place().unit.rounds:
-        at_least = 2 * power_of_two(at_least)  # the nearest may be less
+        at_least = 2 * power_of_two(at_least)  # the nearest power may be smaller
         units = x * repeat_to_shape(power_of_two(1 / at_least), x.shape)  # a GPU's quotient is not exact
     else:
         units = lax.div(x, repeat_to_shape(at_least, x.shape))
@@ -330,18 +330,18 @@ def split_off_scale(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def power_of_two(x: jax.Array) -> jax.Array:
-    """The nearest power of two to float32 numbers of at least 0, if a matrix unit takes short numbers; otherwise x."""
+    """Rounds x, float32 and at least 0, to the nearest power of two if a matrix unit takes short numbers."""
     return lax.reduce_precision(x, 8, 0) if current_place().unit.rounds else x
 
 
 def _largest(x: jax.Array, axes) -> jax.Array:
-    """The largest number along these axes; 0 if there is none, or none above 0."""
+    """The largest number along these axes; 0 if there is none above 0."""
     return lax.reduce(x, np.float32(0), lax.max, tuple(axes))
 
 
 def rescale_factors(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A', B' and `size` () with A^T B = size * A'^T B', where the largest |a'_t| |b'_t| of a position t is about 1.
-    Squares that still underflow then are below 1e-18 of the norm, whatever the sizes of A and B."""
+    """Returns A', B' and `size` () with A^T B = size * A'^T B', such that the largest |a'_t| |b'_t| of a position t is
+    about 1. Squares that still underflow are then below 1e-18 of the norm, whatever the sizes of A and B."""
     (a, size_a), (b, size_b) = split_off_scale(a), split_off_scale(b)
     sizes = product_or_infinity(size_a, size_b)
     size = jnp.maximum(_largest(sizes, range(sizes.ndim)), TINY)
@@ -349,8 +349,8 @@ def rescale_factors(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, j
 
 
 def product_or_infinity(size_a: jax.Array, size_b: jax.Array) -> jax.Array:
-    """size_a * size_b, the sizes of inputs and of their cotangents, float32 of one shape; infinite if any of the three
-    is out of range. A finite input whose cotangent is 0 may have any size, because no sum includes it."""
+    """size_a * size_b, the sizes of inputs and of their cotangents, float32 of one shape; infinite if one of these or
+    the product is out of range. A finite input whose cotangent is 0 may have any size, because no sum includes it."""
     sizes, largest = lax.mul(size_a, size_b), lax.full_like(size_a, LARGEST)
     without_cotangent = lax.eq(sizes, lax.full_like(sizes, 0))
     any_size = lax.bitwise_or(lax.le(size_a, largest), without_cotangent)

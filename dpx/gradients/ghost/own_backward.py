@@ -1,9 +1,9 @@
-"""Parameters of a function with a backward pass of its own, `jax.custom_vjp`, that gives them one product A^T B.
+"""Parameters of a `jax.custom_vjp` function whose backward pass computes their gradient as one product A^T B.
 
-What such a pass returns may be anything, and need not be the derivative of the function. But if it computes the
-gradient of a parameter as one product, possibly moved and times numbers, then this is the gradient of the example, and
-ghost norms need A and B alone. They leave the pass as the gradients by slots that are added to the equation. All other
-gradients are those of the pass, so what comes before the function sees the cotangents that the pass gives.
+A custom backward pass may return anything; it need not be the derivative of the function. But if it computes the
+gradient of a parameter as one product, possibly rearranged and multiplied by scalars, then this is the gradient of the
+example, and ghost norms need only A and B. They leave the pass as gradients with respect to slots, extra arguments of
+the equation. All other gradients are those of the pass, so earlier operations see the same cotangents as without dpx.
 """
 
 import math
@@ -20,15 +20,15 @@ from dpx.gradients.ghost.program import CALLS, STILL
 from dpx.xla import jaxprs
 
 NAMES = ("custom_vjp_call", "custom_vjp_call_jaxpr")
-_MOVES = ("reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "copy")  # each can be undone
+_MOVES = ("reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "copy")  # all are invertible
 
 
 class Product(NamedTuple):
-    """How a backward pass computes a gradient: A^T B, then `moves`, the last one first, and times numbers.
+    """How a backward pass computes a gradient: A^T B, then `moves`, listed last to first, and scalar factors.
 
-    equation: the product. sizes: (K, T, I, O), as in a `Site`. left, right: what the equation multiplies -> A and B
-    order: of the axes of its result for (K, I, O). factors: for each, the equation that multiplies by a number, and
-        which of its operands this is; None to change the sign
+    equation: the product. sizes: (K, T, I, O), as in a `Site`. left, right: map the operands of the product to A and B
+    order: permutes the axes of the product to (K, I, O). factors: for each factor, the equation that multiplies or
+        divides by it, and the operand number of the scalar, or None for a change of sign
     """
 
     equation: core.JaxprEqn
@@ -40,7 +40,7 @@ class Product(NamedTuple):
     factors: tuple[tuple[core.JaxprEqn, int | None], ...]
 
     def arrange(self, w: Any) -> Any:
-        """The parameter's elements as (K, I, O)."""
+        """Arranges the parameter's elements as (K, I, O)."""
         for move in self.moves:
             if move.primitive.name == "transpose":
                 w = w.transpose(tuple(map(int, np.argsort(move.params["permutation"]))))
@@ -51,7 +51,7 @@ class Product(NamedTuple):
 
 
 def product_of(equation: core.JaxprEqn, operand: int) -> Product | None:
-    """The product that the backward pass of an equation gives an operand; None if it gives anything else."""
+    """The product by which the backward pass computes an operand's gradient; None if it is not one product."""
     if operand not in (places := _differentiated(equation)):
         return None
     operands = [jax.ShapeDtypeStruct(_shape(variable), _dtype(variable)) for variable in equation.invars]
@@ -59,13 +59,13 @@ def product_of(equation: core.JaxprEqn, operand: int) -> Product | None:
     cotangents = [jax.ShapeDtypeStruct(_shape(v), dtype) for v, dtype in zip(equation.outvars, dtypes, strict=True)]
     try:
         closed = _backward_pass(jax.eval_shape(lambda values: _pullback(equation, values)[1], operands), cotangents)
-    except Exception:  # without a derivative: see `trace.has_known_derivatives`
+    except Exception:  # it has no derivative: see `trace.has_known_derivatives`
         return None
-    return _find(closed.jaxpr, closed.jaxpr.outvars[places.index(operand)])
+    return _find_product(closed.jaxpr, closed.jaxpr.outvars[places.index(operand)])
 
 
 def bind_with_slots(equation: Any, operands: list, slots: dict[int, tuple]) -> list[jax.Array]:
-    """The outputs of an equation. slots: by operand, zeros like A and B, whose gradients are A and B."""
+    """Evaluates an equation. slots: by operand, zeros of the shapes of A and B; their gradients will be A and B."""
 
     @jax.custom_vjp
     def call(operands, slots):
@@ -84,7 +84,7 @@ def bind_with_slots(equation: Any, operands: list, slots: dict[int, tuple]) -> l
         gradients = jaxprs.evaluate(closed.jaxpr, closed.consts, jax.tree.leaves((pullback, cotangents)), results)
         places, found = _differentiated(equation), {}
         for operand in slots:
-            product = _find(closed.jaxpr, closed.jaxpr.outvars[places.index(operand)])
+            product = _find_product(closed.jaxpr, closed.jaxpr.outvars[places.index(operand)])
             assert product is not None  # see `product_of`
             a, b = (x.astype(jnp.float32) for x in seen[id(product.equation)])
             found[operand] = product.left(a), _scaled(product.right(b), product, seen)
@@ -105,7 +105,7 @@ def _scaled(b: jax.Array, product: Product, seen: dict[int, list]) -> jax.Array:
     return b
 
 
-def _find(jaxpr: core.Jaxpr, result: Any) -> Product | None:
+def _find_product(jaxpr: core.Jaxpr, result: Any) -> Product | None:
     made = {output: equation for equation in jaxpr.eqns for output in equation.outvars}
     moves: list[core.JaxprEqn] = []
     factors: list[tuple[core.JaxprEqn, int | None]] = []
@@ -126,16 +126,16 @@ def _find(jaxpr: core.Jaxpr, result: Any) -> Product | None:
             on = 0 if not differ[1] else 1
             factors.append((equation, 1 - on))
         elif name in ("dot_general", "mul"):
-            return _of_product(equation, differ, summed, tuple(moves), tuple(factors))
+            return _product_from(equation, differ, summed, tuple(moves), tuple(factors))
         elif not (name in STILL and summed):
             return None
         result = equation.invars[on]
     return None
 
 
-def _of_product(equation: core.JaxprEqn, differ: list[set[int]], summed: set[int], moves, factors) -> Product | None:
-    """The product of a matrix product, or of arrays that differ along different axes, which is then summed. differ: the
-    axes along which each operand may differ."""
+def _product_from(equation: core.JaxprEqn, differ: list[set[int]], summed: set[int], moves, factors) -> Product | None:
+    """The `Product` of a dot_general, or of an elementwise mul of arrays that vary along different axes and a later
+    sum. differ: the axes along which each operand may vary. summed: the axes of the result that are summed later."""
     shapes, shape = [_shape(v) for v in equation.invars], _shape(equation.outvars[0])
     axes = range(len(shape))
     if equation.primitive.name == "dot_general":
@@ -177,7 +177,7 @@ def _of_product(equation: core.JaxprEqn, differ: list[set[int]], summed: set[int
 
 
 def _axes(atom: Any, made: dict) -> set[int]:
-    """The axes along which a value may differ."""
+    """The axes along which a value may vary."""
     equation = None if isinstance(atom, core.Literal) else made.get(atom)
     if equation is not None and equation.primitive.name == "broadcast_in_dim":
         found = zip(equation.params["broadcast_dimensions"], _shape(equation.invars[0]), strict=True)
@@ -199,7 +199,7 @@ def _is_wide_real(variable: Any) -> bool:
 
 
 def _differentiated(equation: core.JaxprEqn) -> list[int]:
-    """The operands that the backward pass gives a gradient: not those that the function closes over."""
+    """The operands that get a gradient from the backward pass; closed-over constants do not."""
     first = equation.params.get("num_consts", 0)
     return [i for i, v in enumerate(equation.invars) if i >= first and jnp.issubdtype(_dtype(v), jnp.inexact)]
 
@@ -210,7 +210,7 @@ def _bind(equation: core.JaxprEqn, operands: list) -> list[jax.Array]:
 
 
 def _pullback(equation: core.JaxprEqn, operands: list) -> tuple[list[jax.Array], Callable]:
-    """The outputs, and the function from their cotangents to those of the operands that it differentiates."""
+    """Evaluates an equation, and returns its outputs and the pullback to the operands that have gradients."""
     places = _differentiated(equation)
 
     def outputs(*values):
@@ -221,7 +221,7 @@ def _pullback(equation: core.JaxprEqn, operands: list) -> tuple[list[jax.Array],
 
 
 def _backward_pass(pullback: Callable, cotangents: list) -> core.ClosedJaxpr:
-    """The jaxpr, without calls, of a backward pass, from what the forward pass keeps for it and the cotangents."""
+    """The jaxpr of a backward pass, with all calls inlined, as a function of the residuals and the cotangents."""
 
     def results(equation, operands):
         if (body := equation.params.get(CALLS.get(equation.primitive.name, ""))) is not None:

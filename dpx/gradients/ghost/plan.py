@@ -1,4 +1,4 @@
-"""Chooses, from shapes at trace time, how each parameter's norms and clipped sum are computed."""
+"""Chooses from shapes, at trace time, how to compute the norms and the clipped sum of each parameter."""
 
 import math
 import re
@@ -20,7 +20,7 @@ from dpx.gradients.ghost.program import (
     ScanStep,
     Use,
     View,
-    only_slices,
+    moves_nothing,
     parts_of_parameter,
 )
 from dpx.mechanism import Mechanism
@@ -30,12 +30,12 @@ from dpx.xla.jaxprs import identity_of_equation
 from dpx.xla.place import current_place
 
 CHEAPER = "cheaper than ghost norms"
-IN_PLACE = "InternalMutableArray"  # of `jax.new_ref`, but not of the kernels of Pallas
-# What ghost norms must save for one example in all, in the unit of `algorithms`, because their own kernels cost a CPU
-# about as much as this for 32 examples (benchmarks/results/zoo.md).
+IN_PLACE = "InternalMutableArray"  # the effect of `jax.new_ref`, but not of Pallas kernels
+# Ghost norms must save at least this much for one example, over all layers, in the unit of `algorithms`, because their
+# own kernels cost a CPU about as much for 32 examples (benchmarks/results/zoo.md).
 LEAST_SAVED = 2.0**14
-FEW_ROWS = 4  # the slices of a table are a lookup if they are less than this part of it
-TOLD = 1e-4  # of a norm: a smaller raise is not worth a word
+FEW_ROWS = 4  # slices of a table count as a lookup if they are less than 1 / FEW_ROWS of it
+LEAST_RAISE_SHOWN = 1e-4  # relative to the norm; a smaller raise is not mentioned
 _NUMBER = re.compile(r"\d+")
 _ROUNDING = (
     f"rounding can lengthen what an example adds to a sum by eta = {ETA:.3g} of the clip norm; epsilon includes it"
@@ -45,8 +45,8 @@ _ROUNDING = (
 class LeafOfEncodedGradient(NamedTuple):
     """One leaf of the mechanism's encoded gradient.
 
-    leaf: number of the one parameter leaf that it depends on, and whose shape it has
-    scaled: bool, whether `encode` multiplies every element by a number, or returns the gradient unchanged
+    leaf: the number of the only parameter leaf that it depends on; both have one shape
+    scaled: bool, True if `encode` multiplies the elements by factors, False if it returns the gradient unchanged
     """
 
     leaf: int
@@ -56,13 +56,13 @@ class LeafOfEncodedGradient(NamedTuple):
 class Choice(NamedTuple):
     """How the norms and the clipped sum of one parameter, or of one part of it, are computed, and why.
 
-    algorithm: what computes them. reason: in words, or "" if there is nothing to add
+    algorithm: computes them. reason: in words, or "" if there is nothing to add
     uses: where the loss uses the part, if `algorithm` needs the inputs and cotangents there
-    view: of the part; `algorithm` computes each of its slices alone
-    pieces: where `algorithm` takes the gradients of the backward pass, the view of each part that the loss uses, and
-        the equations that slice it; () to differentiate with respect to the whole parameter
-    made: the kernels made of the parameter, which `made_groups` then computes with those of other parameters; or None
-    saved: what it saves for one example against per-example gradients, in the unit of `algorithms`
+    view: the part's view; `algorithm` computes each of its slices separately
+    pieces: if `algorithm` takes the gradients of the backward pass, the view of each part that the loss uses, and the
+        equations that slice it; () to differentiate with respect to the whole parameter
+    made: the kernels made from the parameter, possibly together with other parameters, as in `made_groups`; or None
+    saved: what it saves for one example compared with per-example gradients, in the unit of `algorithms`
     """
 
     algorithm: NormAlgorithm
@@ -77,7 +77,7 @@ class Choice(NamedTuple):
 class GhostPlan(NamedTuple):
     """How the clipped sum of a batch is computed.
 
-    program: the loss of one example. choices: for each parameter leaf, one for each of its disjoint parts.
+    program: the loss of one example. choices: for each parameter leaf, a choice for each of its disjoint parts.
     encoded: the leaves of the mechanism's encoded gradient. structure: its treedef.
     """
 
@@ -88,7 +88,7 @@ class GhostPlan(NamedTuple):
 
     @property
     def parts(self) -> dict[tuple[int, int], Choice]:
-        """By the numbers of a parameter leaf and of its part."""
+        """The choices by number of the parameter leaf and number of its part."""
         return {(leaf, number): choice for leaf, each in enumerate(self.choices) for number, choice in enumerate(each)}
 
     @property
@@ -107,15 +107,15 @@ class GhostPlan(NamedTuple):
 
     @property
     def unread_operands(self) -> dict[int, set[int]]:
-        """By number of an equation where a parameter is followed, the operands that no site there reads."""
+        """For each equation with a site, by number, the operands that none of its sites reads."""
         followed: dict[int, set[int]] = {}
         for site in self.sites:
             followed.setdefault(site.use.equation, set(site.unread)).intersection_update(site.unread)
         return followed
 
-    def recorded_numbers(self, without: Set[int] = frozenset()) -> int:
-        """How many numbers of one example are kept where parameters are followed, apart from these leaves: the inputs
-        and the cotangents there, which no fusion spares."""
+    def captured_elements(self, without: Set[int] = frozenset()) -> int:
+        """The number of elements that are kept of one example: the inputs and cotangents at sites, which no fusion
+        avoids. without: leaves whose sites do not count."""
         held: dict[int, int] = {}
         unread, kept = self.unread_operands, {leaf for leaf in range(len(self.choices)) if self.keeps_gradients(leaf)}
         for site in (site for site in self.sites if site.use.leaf not in kept | without):
@@ -129,7 +129,7 @@ class GhostPlan(NamedTuple):
 
     @property
     def products(self) -> dict[int, dict[int, tuple[jax.ShapeDtypeStruct, ...]]]:
-        """By number of an equation with a backward pass of its own, and by operand, the shapes of A and B there."""
+        """The shapes of A and B by number of an equation with a custom backward pass, and by operand."""
         found: dict[int, dict[int, tuple[jax.ShapeDtypeStruct, ...]]] = {}
         for site in self.sites:
             equation = self.program.equations[site.use.equation]
@@ -142,7 +142,7 @@ class GhostPlan(NamedTuple):
 
     @property
     def made_groups(self) -> list[tuple[MadeKernelGroup, bool]]:
-        """The kernels that are made of parameters, in groups, and whether the gradients of each group are kept."""
+        """The groups of kernels that are made from parameters, and whether the gradients of each group are kept."""
         found = {choice.made.leaves: choice for choice in self.parts.values() if choice.made}
         return [(choice.made, choice.algorithm.keeps_gradients) for choice in found.values() if choice.made]
 
@@ -154,11 +154,11 @@ class GhostPlan(NamedTuple):
         return sloped | {part for part in self.parts if part[0] in leaves}
 
     def keeps_gradients(self, leaf: int) -> bool:
-        """Whether the gradients of a leaf for all examples of a microbatch are in memory."""
+        """Whether a leaf's gradients for all examples of a microbatch are in memory."""
         return any(choice.algorithm.keeps_gradients for choice in self.choices[leaf])
 
-    def kind(self, choice: Choice, shape: tuple[int, ...]) -> tuple | None:
-        """Everything that the norm and the sum of a part of this shape depend on; None if unknown."""
+    def program_key(self, choice: Choice, shape: tuple[int, ...]) -> tuple | None:
+        """Everything that the programs of the norm and sum of a part of this shape depend on; None if unknown."""
         sites = choice.uses.sites
         equations: Any = [self.program.equations[site.use.equation].jaxpr for site in sites]
         if choice.uses.sharing is not None or any(each.primitive.name in own_backward.NAMES for each in equations):
@@ -171,9 +171,9 @@ class GhostPlan(NamedTuple):
 def make_ghost_plan(
     traced: trace.TracedLoss, mechanism: Mechanism, params: Tree, state: Tree, *, force: bool
 ) -> GhostPlan | str:
-    """The plan for a loss, or why the mechanism needs whole per-example gradients.
+    """Makes the plan for a loss, or says why the mechanism needs whole per-example gradients.
 
-    traced: the loss. params, state: arrays or their shapes. force: bool, whether to follow every parameter that can be
+    traced: the loss. params, state: arrays or their shapes. force: bool, True to follow every parameter that can be
     followed, even if per-example gradients are cheaper. Raises ValueError if the loss is not one real number.
     """
     if not mechanism.supports_ghost_norms:
@@ -182,7 +182,7 @@ def make_ghost_plan(
     if isinstance(encoding, str):
         return encoding
     if any(IN_PLACE in type(effect).__name__ for effect in traced.closed.jaxpr.effects):
-        return "the loss changes an array in place"  # what it reads there is no result of an equation
+        return "the loss changes an array in place"  # reads of that array are not results of equations
     encoded, structure = encoding
     leaves = jax.tree.leaves(params)
     program = trace.follow_parameters(traced, len(leaves))
@@ -220,8 +220,8 @@ def make_ghost_plan(
 
 
 def _unless_they_save_little(choices: tuple[tuple[Choice, ...], ...]) -> tuple[tuple[Choice, ...], ...]:
-    """The choices, or per-example gradients for all where some have them anyway, and where ghost norms save a CPU less
-    than their kernels cost."""
+    """Returns the choices, or per-example gradients for all parameters if some have them anyway, and ghost norms would
+    save a CPU less than their kernels cost."""
     followed = [choice for of_leaf in choices for choice in of_leaf if choice.uses.sites]
     if all(choice.algorithm is not algorithms.GRADIENT for of_leaf in choices for choice in of_leaf):
         return choices
@@ -240,7 +240,7 @@ def _with_made_kernels(
     *,
     force: bool,
 ) -> tuple[tuple[Choice, ...], ...]:
-    """The choices, for the parameters that are not followed but whose kernels are."""
+    """Replaces the choices of parameters that are not followed but whose kernels are."""
     alone = [(leaf, of_leaf[0]) for leaf, of_leaf in enumerate(choices) if of_leaf[0].algorithm is algorithms.GRADIENT]
     found = dict(enumerate(choices))
     for group in find_made_kernels(program, {leaf for leaf, one in alone if one.reason != CHEAPER}, made, shapes):
@@ -252,9 +252,9 @@ def _with_made_kernels(
 
 
 def _is_small(leaf: int, program: Program, size: int) -> bool:
-    """Whether a parameter of this size, such as a bias, a scale or a table of positions, has no more numbers than the
-    cotangents where it meets data, which the backward pass of a batch holds for each example anyway. Ghost norms would
-    read these in place of the gradient, so they can save nothing."""
+    """Whether a parameter of this size, such as a bias, a scale or a table of positions, has no more elements than the
+    cotangents where it meets data, which the backward pass holds for each example anyway. Ghost norms would read these
+    instead of the gradient, so they can save nothing."""
     met = {
         use.equation for kernel in program.kernels if leaf in kernel.leaves for use in kernel.uses if use.equation >= 0
     }
@@ -262,7 +262,7 @@ def _is_small(leaf: int, program: Program, size: int) -> bool:
     for equation in map(program.equations.__getitem__, met):
         if equation.jaxpr is None or program.data.isdisjoint(equation.outputs):
             return False
-        if equation.name in (*rules.MATRICES, "scan"):  # a carry may stay the parameter
+        if equation.name in (*rules.MATRICES, "scan"):  # a scan may carry the parameter unchanged
             return False
         avals: list[Any] = [variable.aval for variable in equation.jaxpr.outvars]
         sizes = [aval.size for aval in avals if jnp.issubdtype(aval.dtype, jnp.inexact)]
@@ -274,15 +274,15 @@ Followed = list[tuple[View, Uses]]
 
 
 def _with_slices_as_lookups(uses: tuple[Use, ...], program: Program, shape: tuple[int, ...]) -> tuple[Use, ...]:
-    """The uses of a parameter whose slices count as lookups, whatever the loss does with them, such as the row of one
-    token beside those that the data choose; () without slices, and if they are no small share of it."""
+    """The uses of a parameter with its slices counted as lookups, whatever the loss does with them, such as the row of
+    one token beside rows that the data select; () if there are no slices, or if they are not a small share of it."""
     found: dict[int, Use] = {}
     for place, use in enumerate(uses):
         for before, step in enumerate(use.view.steps):
             if isinstance(step, MoveStep) and program.equations[step.number].name == "slice":
                 use = use._replace(view=View(use.view.steps[:before]), equation=step.number, operand=0)
-                place = ~step.number  # several uses of one slice are one lookup
-            if not (only_slices(step) or (isinstance(step, ScanStep) and not step.sliced)):
+                place = ~step.number  # so that all uses of one slice are one lookup
+            if not (moves_nothing(step) or (isinstance(step, ScanStep) and not step.sliced)):
                 break
         found[place] = use
     numbers = sum(math.prod(program.output(~place).shape) for place in found if place < 0)
@@ -298,7 +298,7 @@ def _follow(
     *,
     scaled: bool,
 ) -> Followed | str:
-    """The view and the sites of each part of a parameter of this shape, or why it cannot be followed."""
+    """The view and uses of each part of a parameter of this shape, or why it cannot be followed."""
     followed = []
     for part in parts:
         sites, slices = [], math.prod(part.view.slices)
@@ -326,7 +326,7 @@ def _follow(
 
 
 def _cheapest(followed: Followed, *, scaled: bool, force: bool) -> tuple[Choice, ...] | str:
-    """The cheapest ways for the parts of a parameter: ghost norms for all of them, or the reason against."""
+    """The cheapest ghost norms for all parts of a parameter, or the reason why per-example gradients are used."""
     choices, ghost, gradient = [], 0.0, 0.0
     for view, uses in followed:
         multiplied = scaled or any(site.slopes for site in uses.sites)
@@ -337,7 +337,7 @@ def _cheapest(followed: Followed, *, scaled: bool, force: bool) -> tuple[Choice,
         slices = uses.slices if view.slices else len(followed)
         raised = way.raised(uses)
         words = [f"of each of {slices} slices"] * bool(view.steps)
-        words += [f"raised by up to {100 * raised:.2f} % against rounding"] * (raised >= TOLD)
+        words += [f"raised by up to {100 * raised:.2f} % against rounding"] * (raised >= LEAST_RAISE_SHOWN)
         saved = uses.slices * (algorithms.gradient_cost(uses) - costs[way])
         choices.append(Choice(way, ", ".join(words), uses, view, saved=saved))
     if not force and gradient <= ghost:
@@ -348,7 +348,7 @@ def _cheapest(followed: Followed, *, scaled: bool, force: bool) -> tuple[Choice,
 def _encoded_gradient(
     mechanism: Mechanism, params: Tree, state: Tree
 ) -> tuple[tuple[LeafOfEncodedGradient, ...], Any] | str:
-    """The encoded gradient's leaves and treedef, read from the equations of `encode`; or why it has no ghost norms."""
+    """The leaves and treedef of the encoded gradient, from the jaxpr of `encode`, or why it has no ghost norms."""
     grad = float32_like(params)
     closed, out = jax.make_jaxpr(mechanism.encode, return_shape=True)(grad, state)
     count = len(jax.tree.leaves(grad))
@@ -372,7 +372,7 @@ def _encoded_gradient(
 
 
 class ForwardPlan(NamedTuple):
-    """The plan for a mechanism with `forward`, which needs no norms of gradients. leaves: of the parameters."""
+    """The plan for a mechanism with `forward`, which needs no gradient norms. leaves: the number of parameters."""
 
     leaves: int
 
@@ -385,14 +385,14 @@ class ForwardPlan(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """How `private_updates` computes the norms of every parameter; `str` makes a table of it.
+    """How `private_updates` computes the norms of every parameter; `str` prints it as a table.
 
-    Parameters that agree in way, reason and path, apart from numbers, share a line: `*` stands for the numbers that
-    differ, and the line counts the parameters. A line about rounding follows.
+    Parameters share a line if their methods, reasons and paths are equal except for numbers: `*` stands for the numbers
+    that differ, and the line counts the parameters. A line about rounding follows.
 
-    rows: (parameter, way, reason) for every parameter leaf; the reason is "" where there is nothing to add
+    rows: (parameter, method, reason) for every parameter leaf; the reason is "" if there is nothing to add
     microbatches: how many examples are in memory at once, and why; "" if all are
-    backward_passes: that there are two, and why; "" for one
+    backward_passes: says that there are two, and why; "" if there is one
     """
 
     rows: tuple[tuple[str, str, str], ...]
@@ -410,7 +410,7 @@ class Explanation(NamedTuple):
 
 
 def _path_pattern(paths: list[str]) -> str:
-    """The common path of `paths`, with `*` for the numbers that differ, and how many they are."""
+    """The common path of `paths`, with `*` for the numbers that differ, followed by the number of paths."""
     if len(paths) == 1:
         return paths[0]
     found = zip(*map(_NUMBER.findall, paths), strict=True)
@@ -419,7 +419,7 @@ def _path_pattern(paths: list[str]) -> str:
 
 
 def explain(plan: GhostPlan | ForwardPlan | str, params: Tree, microbatches: str, backward_passes: str) -> Explanation:
-    """The plan in words, or the reason for per-example gradients, and what is in memory at once."""
+    """Explains the plan in words, or the reason for per-example gradients, and what is in memory at once."""
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     choices = [(Choice(algorithms.GRADIENT, plan),)] * len(paths) if isinstance(plan, str) else plan.choices
 

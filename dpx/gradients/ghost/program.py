@@ -1,10 +1,10 @@
-"""The loss of one example as a list of equations whose values are numbered, and the uses of its parameters there.
+"""The loss of one example as a list of equations with numbered values, and where it uses each parameter.
 
-A value is public if it depends on parameters and constants only, and so is the same for all examples.
+A value is public if it depends only on parameters and constants, so that it is the same for all examples.
 
-A view says what happens to the elements of a parameter between the parameter and a use of it. A step of it moves the
-elements, places them among others, computes a number from each, or enters the iterations of a scan, all of it or slice
-by slice. A part of a parameter is one slice, such as the weights of one of the equal layers that are stacked.
+A view describes what happens to the elements of a parameter between the parameter and a use of it. Each step of a view
+moves the elements, places them among others, applies a function to each of them, or passes them to the iterations of a
+scan, whole or slice by slice. A part of a parameter is one slice, such as the weights of one layer in a stack.
 """
 
 import itertools
@@ -22,23 +22,23 @@ from dpx.xla.jaxprs import identity_of_equation
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 REMAT = ("checkpoint", "remat", "remat2")  # the names of `jax.checkpoint` in jaxprs
 
-# Equations of one operand that move elements, or drop some, but copy none: a cotangent has one norm on both sides.
+# Equations of one operand that move elements or drop some, but copy none, so they preserve the norm of a cotangent.
 MOVES = {"reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "copy", "rev", "slice"}
 MOVES |= {"broadcast_in_dim", "sharding_constraint"}
-STILL = ("convert_element_type", "copy")  # these move nothing
+STILL = ("convert_element_type", "copy")  # leave every element in its place
 
-PLACES = {"concatenate", "stack", "pad"}  # these put elements beside others
+PLACES = {"concatenate", "stack", "pad"}  # put elements beside others
 ELEMENTWISE = set(
     "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt clamp complex conj convert_element_type copy cos cosh "
     "ceil div erf erf_inv erfc exp exp2 expm1 floor imag integer_pow log log1p logistic max min mul neg pow real round "
     "rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh".split()
 )
 
-Box = list[range]  # some elements of a parameter, by axis
+Box = list[range]  # a block of a parameter's elements: the indices along each axis
 
 
 class MoveStep(NamedTuple):
-    """A step of a view: equation number `number` moves the elements."""
+    """A step of a view in which equation `number` moves the elements."""
 
     equation: core.JaxprEqn
     number: int
@@ -49,56 +49,56 @@ class MoveStep(NamedTuple):
 
 
 class PlaceStep(NamedTuple):
-    """A step of a view: equation number `number` has the elements as operand `operand`, and puts them beside others."""
+    """A step of a view in which equation `number` takes the elements as operand `operand`, and puts others beside."""
 
     equation: core.JaxprEqn
     number: int
     operand: int
 
     def bind(self, x: jax.Array) -> jax.Array:
-        """The result if all other operands are 0."""
+        """Evaluates the equation with zeros for all other operands."""
         types: list[Any] = [variable.aval for variable in self.equation.invars]
         operands = [x if i == self.operand else jnp.zeros(each.shape, x.dtype) for i, each in enumerate(types)]
         return self.equation.primitive.bind(*operands, **self.equation.params)
 
 
 class ElementwiseStep(NamedTuple):
-    """A step of a view: equations, in order, that compute one number from each of value number `base`, in place."""
+    """A step of a view in which `equations`, in this order, apply a function to each element of value `base`."""
 
     base: int
     equations: tuple[int, ...]
 
 
 class ScanStep(NamedTuple):
-    """A step of a view into `count` iterations of a scan: each sees one slice along axis 0 if `sliced`, or all."""
+    """A step of a view into `count` iterations of a scan: each sees a slice along axis 0 if `sliced`, otherwise all."""
 
     count: int
     sliced: bool
 
 
 class View(NamedTuple):
-    """What happens to a parameter's elements between the parameter and a use of it: steps, in order."""
+    """The steps, in order, that a parameter's elements go through between the parameter and a use of it."""
 
     steps: tuple["Step", ...] = ()
 
     @property
     def changes_values(self) -> bool:
-        """Whether the use sees more than the elements in another order."""
+        """Whether the use sees anything but the parameter's own elements in some order."""
         return any(isinstance(step, PlaceStep | ElementwiseStep) for step in self.steps)
 
     @property
     def slices(self) -> tuple[int, ...]:
-        """How many slices each scan takes, the outermost first, without scans that take none."""
+        """The number of slices of each scan that slices the elements, outermost first."""
         return tuple(step.count for step in self.steps if isinstance(step, ScanStep) and step.sliced)
 
     @property
     def scan_repeats(self) -> tuple[int, ...]:
-        """How many iterations each scan has whose iterations all see the same elements."""
+        """The number of iterations of each scan whose iterations all see the same elements, outermost first."""
         return tuple(step.count for step in self.steps if isinstance(step, ScanStep) and not step.sliced)
 
     @property
     def leading_slices(self) -> int:
-        """How many steps at the start are slices, counting those in between that move nothing."""
+        """The number of steps up to the last initial slice; steps that move nothing may stand between slices."""
         end = 0
         for number, step in enumerate(self.steps):
             if not isinstance(step, MoveStep) or step.name not in (*STILL, "slice"):
@@ -111,8 +111,8 @@ class View(NamedTuple):
         return View((*self.steps, step))
 
     def apply_to(self, leaf: Any, in_place: Callable[[ElementwiseStep, Any], Any] = lambda step, leaf: leaf) -> Any:
-        """`leaf` as the use sees it, in its own dtype, with a leading axis for each number in `slices`. in_place: what
-        a step that computes makes of it."""
+        """Returns `leaf` as the use sees it, in its own dtype, with a leading axis for each entry of `slices`.
+        in_place: what to do at an `ElementwiseStep`."""
         for number, step in enumerate(self.steps):
             if isinstance(step, ScanStep):
                 if step.sliced:
@@ -121,18 +121,18 @@ class View(NamedTuple):
                 leaf = in_place(step, leaf)
             elif isinstance(step, PlaceStep):
                 leaf = step.bind(leaf)
-            elif step.name == "transpose":  # of a NumPy array, the same memory in another order
+            elif step.name == "transpose":  # this keeps a NumPy array a view of the same memory
                 leaf = leaf.transpose(step.equation.params["permutation"])
             elif step.name != "convert_element_type":
                 leaf = step.equation.primitive.bind(leaf, **step.equation.params)
         return leaf
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape in which the use sees a parameter of this shape, with an axis for each number in `slices`."""
+        """The shape in which the use sees a parameter of this shape, with a leading axis for each entry of `slices`."""
         return jax.eval_shape(self.apply_to, jax.ShapeDtypeStruct(shape, jnp.float32)).shape
 
     def box(self, shape: tuple[int, ...]) -> Box:
-        """The elements that the leading slices leave of a parameter of this shape."""
+        """The elements that the leading slices select from a parameter of this shape."""
         found = [range(size) for size in shape]
         for step in self.steps[: self.leading_slices]:
             if isinstance(step, MoveStep) and step.name == "slice":
@@ -144,7 +144,7 @@ class View(NamedTuple):
         return found
 
     def identity(self) -> tuple:
-        """Equal for views that move elements in the same way."""
+        """A key that is equal for views that move elements in the same way."""
 
         def identity_of_step(step: Step) -> Any:
             if isinstance(step, MoveStep | PlaceStep):
@@ -168,25 +168,25 @@ def moves_elements(equation: core.JaxprEqn) -> bool:
 
 
 def is_elementwise(equation: core.JaxprEqn, operands: list[int]) -> bool:
-    """Whether the one result has a number for each of these operands, which carries its gradient. Only `kernels` knows
-    it of a function with a derivative of its own, such as `jax.nn.relu`."""
+    """Whether an equation has one result, of the shape of these operands, that carries their gradient. A custom
+    derivative, such as that of `jax.nn.relu`, may still mix elements; `kernels` checks that it does not."""
     types: list[Any] = [variable.aval for variable in (*equation.outvars[:1], *equation.invars)]
     same = len(equation.outvars) == 1 and all(types[1 + i].shape == types[0].shape for i in operands)
     return same and equation.primitive.name in (*ELEMENTWISE, "custom_jvp_call") and carries_gradient(equation)
 
 
 def carries_gradient(equation: core.JaxprEqn) -> bool:
-    """Whether an operand's gradient through an equation may be other than 0."""
+    """Whether any operand can have a nonzero gradient through an equation."""
     avals: list[Any] = [variable.aval for variable in equation.outvars]
     inexact = any(jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact) for aval in avals)
     return inexact and equation.primitive.name != "stop_gradient"
 
 
 class ParameterPart(NamedTuple):
-    """A part of a parameter, which overlaps no other part.
+    """A part of a parameter that overlaps no other part.
 
-    view: from the parameter to the part, up to the last scan that takes slices. uses: the numbers of those in the part.
-    rests: from the part to each of them. ends: the equations that end the view, if they are slices
+    view: from the parameter to the part, up to the last scan that takes slices. uses: the numbers of the part's uses.
+    rests: the views from the part to each use. ends: the equations that end `view`, if they are slices
     """
 
     view: View
@@ -196,11 +196,11 @@ class ParameterPart(NamedTuple):
 
 
 def parts_of_parameter(seen: list[View], shape: tuple[int, ...]) -> list[ParameterPart] | str:
-    """The parts of a parameter of this shape that its uses see, or why they cannot be told apart.
+    """Splits a parameter of this shape into the parts that its uses see, or says why the parts cannot be separated.
 
     A part is what all scans around a use slice, such as the stacked weights of equal layers; without a scan, it is what
-    the first equations slice, such as a Python loop that indexes its layers. Each slice counts as one parameter,
-    because the square of a gradient's norm is the sum of the squares of the norms of its parts.
+    the first equations slice, as when a Python loop indexes its layers. Each slice counts as one parameter, because the
+    squared norm of a gradient is the sum of the squared norms of its parts.
     """
     found: dict[tuple, ParameterPart] = {}
     for number, view in enumerate(seen):
@@ -214,7 +214,7 @@ def parts_of_parameter(seen: list[View], shape: tuple[int, ...]) -> list[Paramet
         if View(view.steps[:end]).changes_values:
             return "used in slices by a scan after an equation that computes or places"
         begin, rest = View(view.steps[:end]), View(view.steps[end:])
-        key = View(tuple(step for step in begin.steps if not only_slices(step))).identity()
+        key = View(tuple(step for step in begin.steps if not moves_nothing(step))).identity()
         before = found.get(key, ParameterPart(begin, (), ()))
         ends = {step.number for step in begin.steps[-1:] if isinstance(step, MoveStep)}
         ends = tuple(sorted(ends.union(before.ends)))
@@ -228,12 +228,12 @@ def parts_of_parameter(seen: list[View], shape: tuple[int, ...]) -> list[Paramet
     return [ParameterPart(View(), tuple(range(len(seen))), tuple(seen))]
 
 
-def only_slices(step: Step) -> bool:
+def moves_nothing(step: Step) -> bool:
     return isinstance(step, MoveStep) and step.name in STILL
 
 
 def disjoint(boxes: list[Box]) -> bool:
-    """Whether no two boxes share an element; False if a box leaves out elements between others."""
+    """Whether no two boxes share an element; False if any box has gaps."""
     if any(elements.step != 1 for box in boxes for elements in box):
         return False
 
@@ -244,13 +244,13 @@ def disjoint(boxes: list[Box]) -> bool:
 
 
 def assemble_parts(views: list[View], parts: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
-    """The array, float32, of this shape, made of disjoint parts; 0 elsewhere."""
+    """Assembles an array, float32, of this shape from disjoint parts; it is 0 elsewhere."""
     boxes = [view.box(shape) for view in views]
     parts = [_in_box(*each) for each in zip(views, parts, boxes, strict=True)]
     axes = [axis for axis in range(len(shape)) if any(len(each[axis]) != shape[axis] for each in boxes)]
     if not axes:
         return parts[0]
-    if len(axes) == 1:  # a sum of padded parts would compile for long, and read all of them for every element
+    if len(axes) == 1:  # a sum of padded parts would compile slowly, and read all of them for every element
         (axis,) = axes
         order = sorted(range(len(boxes)), key=lambda number: boxes[number][axis].start)
         if [place for number in order for place in boxes[number][axis]] == list(range(shape[axis])):
@@ -263,7 +263,7 @@ def assemble_parts(views: list[View], parts: list[jax.Array], shape: tuple[int, 
 
 def _in_box(view: View, part: jax.Array, elements: Box) -> jax.Array:
     rest = view.steps[view.leading_slices :]
-    if all(isinstance(step, ScanStep) or only_slices(step) for step in rest):
+    if all(isinstance(step, ScanStep) or moves_nothing(step) for step in rest):
         return part
     inside = jax.ShapeDtypeStruct(tuple(map(len, elements)), jnp.float32)
     (part,) = jax.linear_transpose(View(rest).apply_to, inside)(part)
@@ -275,10 +275,10 @@ class Constant(NamedTuple):
 
 
 class EquationBlock(NamedTuple):
-    """Equations that run one after another: all of the loss, or those in the body of a scan or of a checkpoint.
+    """Equations that run one after another: those of the whole loss, or of the body of a scan or checkpoint.
 
-    inputs: numbers of the values that it is given. equations: their numbers. outputs: numbers of values, or constants
-    stop: equations inside it, at any depth, have smaller numbers
+    inputs: the numbers of the block's arguments. equations: their numbers. outputs: numbers of values, or constants
+    stop: equations in this block, at any depth, have smaller numbers
     """
 
     inputs: tuple[int, ...]
@@ -290,9 +290,9 @@ class EquationBlock(NamedTuple):
 class Equation(NamedTuple):
     """One equation of the jaxpr, in a program whose values are numbered.
 
-    jaxpr: None if the body of a scan, or of a checkpoint, hands on its input. inputs: numbers of the operands, or
-    constants. outputs: numbers of the results. body: of a scan or checkpoint that a parameter enters
-    counts: the numbers of iterations of the scans around it, the outermost first
+    jaxpr: None for the copy that returns a parameter from the body of a scan or checkpoint. inputs: numbers of the
+    operands, or constants. outputs: numbers of the results. body: set for a scan or checkpoint that a parameter enters
+    counts: the numbers of iterations of the scans around it, outermost first
     """
 
     jaxpr: core.JaxprEqn | None
@@ -314,8 +314,8 @@ class Equation(NamedTuple):
 
 
 class Use(NamedTuple):
-    """Parameter leaf number `leaf` is operand number `operand` of equation number `equation`, which is -1 if the
-    parameter is the loss itself. view: what moves its elements before this use, in order"""
+    """Equation `equation` uses parameter leaf `leaf` as its operand number `operand`; -1 if the parameter is the loss
+    itself. view: what happens to the parameter's elements before this use"""
 
     leaf: int
     view: View
@@ -323,14 +323,14 @@ class Use(NamedTuple):
     operand: int
 
     def of_kernel(self) -> "Use":
-        """The use of the kernel that `view` makes, which loops alone see."""
+        """The use of the kernel that `view` makes: its own view has only the steps into scans."""
         return self._replace(view=View(tuple(step for step in self.view.steps if isinstance(step, ScanStep))))
 
 
 class MadeKernel(NamedTuple):
-    """A public value that the loss makes of parameters, or a parameter, and all uses of it that are not public.
+    """A public value that the loss makes from parameters, or a parameter, with all its uses whose result is not public.
 
-    value: its number. leaves: of the parameters that it has a gradient by. uses: their views begin at the value
+    value: its number. leaves: the parameters that get its gradient. uses: their views begin at the value
     """
 
     value: int
@@ -341,14 +341,14 @@ class MadeKernel(NamedTuple):
 class Program(NamedTuple):
     """The loss of one example. Values 0, 1, ... are the leaves of the parameters, then those of the example.
 
-    equations: all of them. block: those outside of all bodies; its outputs are the loss's value, and what the loss
-    returns beside it, a tree of structure `aux`. uses: for each parameter leaf, those that the loss depends on
-    public: by number of a public value, where it comes from: an equation, by number, or None for a parameter; in a
-        body, the same value outside
-    kernels: those that the loss depends on
+    equations: all equations. block: those outside all bodies; its outputs are the loss's value and its auxiliary
+    results, a tree of structure `aux`. uses: for each parameter leaf, the uses that the loss depends on
+    public: for each public value, by number, its origin: the number of an equation, or None for a parameter; in a body,
+        the same value outside
+    kernels: the kernels that the loss depends on
     data: the numbers of values that depend on the example
-    slices: by number, the values in bodies that are public in each iteration: slices of public values, and what is
-        computed of these
+    slices: by number, values in bodies that are public in each iteration: slices of public values, and what is computed
+        from them
     """
 
     equations: tuple[Equation, ...]
@@ -361,21 +361,21 @@ class Program(NamedTuple):
     slices: dict[int, "Slice"] = {}
 
     def source(self, value: int | Constant) -> int | Constant:
-        """The number of a value where it was computed; that of another one where a body has it from outside."""
+        """The number that a value has where it was computed; a body gives its arguments new numbers."""
         return source_of(value, self.public)
 
     def slice(self, value: int) -> "Slice":
-        """Where a value comes from that is public, perhaps in each iteration alone."""
+        """The origin of a value that is public, at least within each iteration."""
         return self.slices.get(value) or Slice(self.public[value], ())
 
     def whole(self, value: int | Constant) -> int | Constant:
-        """The number of a value where it was computed, before loops slice it."""
+        """The number that a value has where it was computed, before loops slice it."""
         while isinstance(value, int) and isinstance(origin := self.slice(value).origin, SameValue):
             value = origin.value
         return value
 
     def output(self, equation: int) -> jax.ShapeDtypeStruct:
-        """The shape and the dtype of the first output of an equation, with an axis for each scan around it."""
+        """The shape and dtype of an equation's first output, with a leading axis for each scan around it."""
         found = self.equations[equation]
         assert found.jaxpr is not None
         aval: Any = found.jaxpr.outvars[0].aval
@@ -396,15 +396,15 @@ def source_of(value: Any, public: Mapping[int, Origin]) -> Any:  # see `Program.
 
 
 class Slice(NamedTuple):
-    """A value that is public in each iteration. origin: as of a public value; that of a slice is what the scan slices.
-    loops: the depths of the scans around it in whose iterations it differs; that of the outermost scan is 0."""
+    """A value that is public in each iteration. origin: as in `Program.public`; for a slice, the value that the scan
+    slices. loops: the depths of the scans over whose iterations it varies; the outermost scan has depth 0."""
 
     origin: Origin
     loops: tuple[int, ...]
 
 
 def count_scan_operands(equation: Equation) -> tuple[int, int]:
-    """How many operands of a scan stay the same, and how many iterations hand on; of a checkpoint, all and none."""
+    """The numbers of constant and of carried operands of a scan; for a checkpoint, all and none."""
     assert equation.jaxpr is not None
     return (
         jaxprs.constants_and_carry_of_scan(equation.jaxpr.params)

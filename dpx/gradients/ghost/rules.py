@@ -1,8 +1,7 @@
-"""The layers whose gradient is a product A^T B of the input A of the layer and the cotangent B of its output.
+"""Layers whose gradient is a product A^T B of the layer's input A and the cotangent B of its output.
 
-A rule reads one equation of the loss of one example, and returns a `Site`, or the reason why there is none.
-To add one: a rule here and its primitive in `RULES`, a model in tests/test_ghost_zoo.py, and a case in
-tests/test_ghost_hostile.py.
+A rule reads one equation of one example's loss, and returns a `Site`, or the reason why there is none. A new layer
+needs a rule listed in `RULES`, a model in tests/test_ghost_zoo.py, and a case in tests/test_ghost_hostile.py.
 """
 
 import functools
@@ -24,21 +23,21 @@ from dpx.sums.clipped_sum import repeat_to_shape
 from dpx.xla.ordering import opaque_false
 from dpx.xla.place import current_place
 
-# XLA has a fast convolution on a CPU if the data or the result have more than 16 features. Fewer are padded to 32.
+# XLA's convolution is fast on a CPU only if the data or the result have more than 16 features. Fewer are padded to 32.
 FEW_FEATURES, ENOUGH_FEATURES = 16, 32
-MOST_PICKED = 1024  # numbers of a patch that a matrix unit picks, by a matrix of that size
+MOST_PICKED = 1024  # a matrix unit makes patches of up to this many elements, with a square matrix of that size
 
 
 class Patches(NamedTuple):
-    """The patches of a convolution's data, which make it a dense layer, and its per-example gradients.
+    """The patches of a convolution's data, on which it is a dense layer, and its per-example gradients.
 
-    Patches hold every number of the data once for each tap, and those of a batch would leave the cache of a CPU. So on
-    a CPU the gradients are convolutions of the data and the cotangents, one example after another. These need no
-    patches, are at least as fast as their product, and compile faster.
+    Patches repeat every element of the data once for each tap, and those of a batch would not fit in a CPU's cache. So
+    on a CPU, the gradients are convolutions of the data and the cotangents, one example after another. These need no
+    patches, are at least as fast as the product of patches, and compile faster.
 
     All fields but the first two have an entry for each spatial axis.
 
-    features: of the data. groups: how many groups they form, and those of the result
+    features: the number of the data's features. groups: the number of groups that these, and those of the result, form
     taps, strides, dilations: of the kernel. padding: (low, high, interior) of the data. spatial: sizes of the result
     """
 
@@ -51,20 +50,20 @@ class Patches(NamedTuple):
     spatial: tuple[int, ...]
 
     def patch_matrix(self, data: jax.Array, *, by_unit: bool = False) -> jax.Array:
-        """A, float32 (B, K, T, I), of data, float32 (B, images, *sizes, features). by_unit: whether a matrix unit that
-        takes bfloat16 makes them, of data that are such numbers."""
+        """A, float32 (B, K, T, I), for data, float32 (B, images, *sizes, features). by_unit: whether a matrix unit that
+        takes bfloat16 makes the patches; the data must then be bfloat16 numbers."""
         x = self._padded(data.reshape(-1, *data.shape[2:]))
         x = self._windows_by_convolution(x) if by_unit else self._windows(x, len(self.taps))
         x = x.reshape(len(data), -1, x.shape[-1] // self.features, self.groups, self.features // self.groups)
         return x.transpose(0, 3, 1, 2, 4).reshape(len(data), self.groups, x.shape[1], -1)
 
     def cotangents(self, dy: jax.Array) -> jax.Array:
-        """B, float32 (B, K, T, O), of the cotangents of the result, float32 (B, images, *spatial, features)."""
+        """B, float32 (B, K, T, O), for the cotangents of the result, float32 (B, images, *spatial, features)."""
         return dy.reshape(len(dy), -1, self.groups, dy.shape[-1] // self.groups).transpose(0, 2, 1, 3)
 
     def products(self, data: jax.Array, dy: jax.Array) -> jax.Array:
-        """A^T B, float32 (B, K, I, O), of A = `patch_matrix(data)` and B = `cotangents(dy)`."""
-        # On several devices, the examples may be sharded. With one tap, the patches are the data.
+        """A^T B, float32 (B, K, I, O), for A = `patch_matrix(data)` and B = `cotangents(dy)`."""
+        # On several devices, examples may be sharded and so need one product. With one tap, the patches are the data.
         if current_place().devices > 1 or math.prod(self.taps) == 1:
             return self._at_once(data, dy)
         by_unit = current_place().platform == "tpu" and math.prod(self.taps) * self.features <= MOST_PICKED
@@ -75,17 +74,17 @@ class Patches(NamedTuple):
         return gradient_matrices(self.patch_matrix(data), self.cotangents(dy))
 
     def _apart(self, data: jax.Array, dy: jax.Array, *, by_unit: bool = False) -> jax.Array:
-        # The barrier, because XLA finds no tiles on a GPU for a product that makes its patches itself.
+        # The barrier is there because on a GPU, XLA finds no tiling for a product fused with making the patches.
         return gradient_matrices(
             *lax.optimization_barrier((self.patch_matrix(data, by_unit=by_unit), self.cotangents(dy)))
         )
 
     def _one_by_one(self, data: jax.Array, dy: jax.Array) -> jax.Array:
-        """`products`, one group of one example after another."""
+        """Computes `products` for one group of one example after another."""
         features, features_out = self.features // self.groups, dy.shape[-1] // self.groups
         one = self._replace(features=features, groups=1)
         images, first = np.int32(data.shape[1]), np.int32(0)  # int32, even where jax_enable_x64 makes other ints int64
-        # The axes as in the convolution of the loss; with others, XLA would copy the arrays before the loop.
+        # Keeps the order of axes of the loss's convolution; otherwise XLA would copy the arrays before the loop.
         rows = [x.reshape(-1, *x.shape[2:]) for x in (data, dy)]
 
         def put(number, products):
@@ -103,12 +102,12 @@ class Patches(NamedTuple):
             return lax.dynamic_update_slice(products, some, start, allow_negative_indices=False)
 
         shape = len(data), self.groups, math.prod(self.taps) * features, features_out
-        zero = opaque_false(dy).astype(jnp.float32)  # not a constant, for the reason in `keys/noise.py`
+        zero = opaque_false(dy).astype(jnp.float32)  # not a constant, for the reason given in `keys/noise.py`
         return lax.fori_loop(0, len(data) * self.groups, put, jnp.full(shape, zero))
 
     def _products_by_convolution(self, data: jax.Array, dy: jax.Array) -> jax.Array:
-        """`products` of one example and one group, as a convolution along the last two axes. Its images are the data's
-        features; its features are the images, and the positions along other axes."""
+        """Computes `products` of one example and one group as a convolution along the last two axes. The features of
+        the data are its images; the images, and the positions along other axes, are its features."""
         others, features_out = max(0, len(self.taps) - 2), dy.shape[-1]
         x, kernel = self._windows(self._padded(data), others), dy
         x, kernel = (x.reshape(-1, *x.shape[1 + others :]) for x in (x, kernel))
@@ -129,7 +128,7 @@ class Patches(NamedTuple):
         return products.transpose(0, 2, 3, 1, 4).reshape(1, 1, -1, features_out)
 
     def _padded(self, x: jax.Array) -> jax.Array:
-        """Data, (N, *sizes, features), with the padding, and without numbers that no window reaches."""
+        """Pads data, (N, *sizes, features), and drops elements that no window reaches."""
         padding = []
         for axis, (low, _, interior) in enumerate(self.padding):
             size = (x.shape[1 + axis] - 1) * (interior + 1) + 1
@@ -138,8 +137,8 @@ class Patches(NamedTuple):
         return lax.pad(x, jnp.float32(0), [(0, 0, 0), *padding, (0, 0, 0)])
 
     def _windows_by_convolution(self, x: jax.Array) -> jax.Array:
-        """The windows along all spatial axes, as a convolution with ones and zeros, which is exact whatever precision
-        is asked for: a sum has one number. On a v5e, slices take five times the cycles."""
+        """The windows along all spatial axes, by a convolution with ones and zeros. It is exact at any precision,
+        because each sum has a single nonzero term. On a v5e, slicing takes five times the cycles."""
         axes, count = len(self.taps), math.prod(self.taps) * self.features
         kernel = jnp.eye(count, dtype=jnp.bfloat16).reshape(*self.taps, self.features, count)
         last, middle = axes + 1, range(1, axes + 1)
@@ -157,19 +156,19 @@ class Patches(NamedTuple):
         return x
 
     def _span(self, axis: int) -> int:
-        """How many numbers of an axis the windows of one tap span."""
+        """The number of elements along an axis that one tap of all windows spans."""
         return (self.spatial[axis] - 1) * self.strides[axis] + 1
 
 
-MOST_ROWS = 2**31 - 1  # of a table: an index is an int32
-LONGEST_KERNEL = 128  # sum of the lengths of a kernel's axes: each tap is a slice, and many compile slowly
+MOST_ROWS = 2**31 - 1  # the most rows of a table, because indices are int32
+LONGEST_KERNEL = 128  # the largest sum of a kernel's spatial sizes; each tap is a slice, and many compile slowly
 
 
 class CapturedInputs(NamedTuple):
-    """What stands for the inputs and cotangents of an equation; see `kernels`. Values: public values, by number.
+    """Functions that replace the captured inputs and cotangents of an equation. Values: public values, by number.
 
-    inputs, cotangents: (inputs, dy, Values) -> what stands for them. inputs: None if they stay
-    key: equal where the same equation has the same `inputs`; () if nowhere
+    inputs, cotangents: (inputs, dy, Values) -> the replacement. `inputs` is None if the inputs stay; see `kernels`
+    key: uses of one equation with equal keys share the replaced inputs; () to share nothing
     """
 
     inputs: Callable | None
@@ -178,22 +177,22 @@ class CapturedInputs(NamedTuple):
 
 
 class Site(NamedTuple):
-    """One use of a parameter W where the loss is linear in it: y = apply(inputs, W), with the cotangent dy of y.
+    """One use of a parameter W in which y = apply(inputs, W) is linear in W. The cotangent of y is dy.
 
     use:      the parameter leaf, the equation and the operand
-    sizes:    (K, T, I, O): the numbers of groups, of positions, and of inputs and outputs of one position
+    sizes:    (K, T, I, O): the numbers of groups, of positions, and of inputs and outputs per position
     apply:    (inputs, W) -> y: the equation in float32. inputs: all operands of the equation
-    matrices: (inputs, dy) -> A (K, T, I) and B (K, T, O), float32, with arrange(dL/dW) = A^T B. For a lookup, A is the
+    matrices: (inputs, dy) -> A (K, T, I) and B (K, T, O), float32, with arrange(dL/dW) = A^T B. For a lookup, A has the
               indices of the rows, int32 (T,), negative where no row is read, and B is (T, O)
-    products: (inputs, dy) -> A^T B, float32 (B, K, I, O), of B examples
+    products: (inputs, dy) -> A^T B, float32 (B, K, I, O), for B examples
     arrange:  W -> (K, I, O): the same elements in the order of A^T B
-    lookup:   bool, whether the equation reads rows of W by their index; `apply` is None then
-    distinct: bool, whether a lookup reads no row twice
-    expands:  int, how many elements A has if these are patches of a convolution and not the inputs; otherwise 0
-    unread:   the numbers of the operands that no function here reads
-    multiply: (A, B) -> A^T B, of B examples
-    record:   what stands for inputs and dy above; None if they do themselves
-    slopes:   Values -> float32 like W, which multiply dL/dW; None for 1
+    lookup:   bool, whether the equation reads rows of W by index; `apply` is then None
+    distinct: bool, whether a lookup never reads a row twice
+    expands:  int, the number of elements of A if it has the patches of a convolution; otherwise 0
+    unread:   the numbers of the operands that none of these functions reads
+    multiply: (A, B) -> A^T B, for B examples
+    record:   replaces `inputs` and `dy` above; None if they are read as captured
+    slopes:   Values -> float32 factors, shaped like W, that multiply dL/dW; None for 1
     reads:    the numbers of the public values that `record` and `slopes` read
     """
 
@@ -214,8 +213,8 @@ class Site(NamedTuple):
 
 
 def recognize(use: Use, program: Program, made: Mapping[Any, Equation]) -> Site | str:
-    """The site of a use, whose view begins at a part of the parameter, or why it is not followed there. made: by number
-    of a value, the equation that computes it."""
+    """The site of a use, or why the parameter is not followed there. The use's view begins at a part of the parameter.
+    made: for each value, by number, the equation that computes it."""
     if use.equation < 0:
         return "the loss is the parameter itself"
     equation = program.equations[use.equation]
@@ -228,7 +227,7 @@ def recognize(use: Use, program: Program, made: Mapping[Any, Equation]) -> Site 
     if name in SUMS and equation.outputs[0] in program.public:
         return f"used in {name} with other parameters"
     if name == "dot_general" and isinstance(site, Site):
-        site = _of_one_hot(use, equation, made) or site
+        site = _one_hot_lookup(use, equation, made) or site
     if isinstance(site, Site) and 0 in site.sizes:
         return f"used in {name} on an array without elements"
     repeats = use.view.scan_repeats
@@ -241,13 +240,13 @@ def recognize(use: Use, program: Program, made: Mapping[Any, Equation]) -> Site 
     whole = name == "dynamic_slice" and math.prod(repeats) * site.sizes[1] >= site.sizes[2]
     of_layer = name in ("gather", "dynamic_slice") and equation.outputs[0] in program.slices
     if whole or (of_layer and _makes_layers(use.leaf, program)):
-        return f"used in {name} in each iteration of a scan"  # the rows of a whole table are a gradient of its size
+        return f"used in {name} in each iteration of a scan"  # together, the rows are as large as the table's gradient
     return _site_of_repeats(site, repeats)
 
 
 def _makes_layers(leaf: int, program: Program) -> bool:
-    """Whether iterations multiply data with what they make of a parameter. Then the cotangents of its rows are the
-    gradients of layers, larger than the inputs and cotangents there."""
+    """Whether iterations multiply data by a kernel that they make from a parameter. Then the cotangents of its rows are
+    the gradients of layers, which are larger than the inputs and cotangents of these layers."""
     layers = (kernel for kernel in program.kernels if kernel.value in program.slices and leaf in kernel.leaves)
     met = {program.equations[use.equation].name for kernel in layers for use in kernel.uses}
     return not met.isdisjoint(("dot_general", "conv_general_dilated"))
@@ -260,8 +259,8 @@ def is_complex(equation: Equation) -> bool:
 
 
 def _site_of_repeats(site: Site, repeats: tuple[int, ...]) -> Site:
-    """A site in scans whose iterations all use the same W, as one use with more positions. repeats: the numbers of
-    iterations of the scans; inputs, cotangents and y begin with an axis for each."""
+    """Turns a site in scans whose iterations all use the same W into one use with more positions. repeats: the numbers
+    of iterations of these scans; inputs, cotangents and y begin with an axis for each."""
     kernels, positions, fan_in, fan_out = site.sizes
 
     def apply(inputs, w):
@@ -271,7 +270,7 @@ def _site_of_repeats(site: Site, repeats: tuple[int, ...]) -> Site:
         return one(inputs, w)
 
     sizes = kernels, math.prod(repeats) * positions, fan_in, fan_out
-    if site.expands:  # a convolution, for which iterations are more images
+    if site.expands:  # a convolution treats iterations as more images
         return site._replace(sizes=sizes, apply=apply, expands=math.prod(repeats) * site.expands)
 
     def matrices(inputs, dy):
@@ -291,7 +290,7 @@ def _site_of_repeats(site: Site, repeats: tuple[int, ...]) -> Site:
 
 
 def _site_of_products(site: Site) -> Site:
-    """The site of an equation that hands out A and B themselves."""
+    """The site of an equation from whose backward pass A and B are captured directly."""
 
     def side(number):
         return lambda inputs, dy, values: site.matrices(inputs, dy)[number]
@@ -303,7 +302,7 @@ def _site_of_products(site: Site) -> Site:
 
 
 def recorded_site(site: Site, sizes: tuple[int, int, int, int], left: Callable, right: Callable, key=()) -> Site:
-    """The site whose records are (A,), from `left`, and B, from `right`, of these sizes; see `CapturedInputs`."""
+    """A site of these sizes that captures A by `left`, as a tuple (A,), and B by `right`; see `CapturedInputs`."""
 
     def matrices(inputs, dy):
         return inputs[0].astype(jnp.float32), dy.astype(jnp.float32)
@@ -318,15 +317,15 @@ def recorded_site(site: Site, sizes: tuple[int, int, int, int], left: Callable, 
 
 
 def _float32(x: jax.Array) -> jax.Array:
-    """What norms and sums read, as float32 that the matrix unit multiplies exactly. Of a record, real numbers are
-    `MatrixUnit.round_stored`, so only integers are left to round."""
+    """Converts what norms and sums read to float32 that the matrix unit multiplies exactly. Captured real numbers have
+    already passed `MatrixUnit.round_stored`, so only integers need rounding."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return x  # see `kernels`
     return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else current_place().unit.round_operand(x)
 
 
 def _dot_general(use: Use, equation) -> Site | str:
-    """dot_general of data and W, with any contracted, batch and free axes: a dense layer."""
+    """A dot_general of data and W, with any contracted, batch and free axes: a dense layer."""
     weight, data = use.operand, 1 - use.operand
     contracted, batch = equation.params["dimension_numbers"]
     shapes = [operand.aval.shape for operand in equation.invars]
@@ -360,9 +359,9 @@ def _dot_general(use: Use, equation) -> Site | str:
     return _site(use, (groups, positions, fan_in, fan_out), apply, matrices, arrange)
 
 
-def _of_one_hot(use: Use, equation: Equation, made: Mapping[Any, Equation]) -> Site | None:
-    """The product of W with rows that have a single number, and zeros, along its one contracted axis: a lookup, whose
-    cotangents are multiplied by that number. A mask, or an index of -1, leaves a row without any."""
+def _one_hot_lookup(use: Use, equation: Equation, made: Mapping[Any, Equation]) -> Site | None:
+    """The site of a product of W with one-hot rows, possibly scaled, as a lookup whose cotangents are multiplied by the
+    nonzero element of each row; None for any other product. A mask, or an index of -1, makes a row all zeros."""
     jaxpr: Any = equation.jaxpr
     weight, data = use.operand, 1 - use.operand
     contracted, batch = jaxpr.params["dimension_numbers"]
@@ -388,7 +387,7 @@ def _of_one_hot(use: Use, equation: Equation, made: Mapping[Any, Equation]) -> S
 
 
 def _maker(operand: Any, made: Mapping[Any, Any]) -> Any:
-    """The equation that makes an operand, or the constant that it is; None for an input of the program."""
+    """The equation that computes an operand, or the operand itself if it is constant; None for a program's input."""
     return operand if isinstance(operand, core.Literal | Constant) else made.get(operand)
 
 
@@ -397,9 +396,9 @@ def _jaxpr_of(maker: Any) -> Any:
 
 
 def _axis_of_one_hot(equation: Any, made: Mapping[Any, Any]) -> int | None:
-    """The axis along which a value has one number at most, at a computed index, as `jax.nn.one_hot` has, perhaps times
-    a mask, and is 0 elsewhere; None for any other value. equation: makes the value. made: by operand, the equation that
-    makes it; of a `Program`, and of the jaxprs that it calls."""
+    """The axis along which a value has at most one nonzero element, at a computed index, like the result of
+    `jax.nn.one_hot`, perhaps times a mask; None for any other value. equation: computes the value. made: by operand,
+    the equation that computes it, in a `Program` or in a jaxpr that it calls."""
     jaxpr = _jaxpr_of(equation)
     if jaxpr is None:
         return None
@@ -447,7 +446,7 @@ def _is_zero(maker: Any, made: Mapping[Any, Any]) -> bool:
 
 
 def _axis_of_iota(equation: Any, made: Mapping[Any, Any]) -> int | None:
-    """The axis along which a value counts 0, 1, ..., all of which its dtype holds; None for any other value."""
+    """The axis along which a value is 0, 1, 2, ..., exactly in its dtype; None for any other value."""
     jaxpr = _jaxpr_of(equation)
     if jaxpr is None:
         return None
@@ -464,7 +463,7 @@ def _axis_of_iota(equation: Any, made: Mapping[Any, Any]) -> int | None:
 
 
 def _convolution(use: Use, equation) -> Site | str:
-    """conv_general_dilated of data and a kernel, which is a dense layer on the patches of the data."""
+    """A conv_general_dilated of data and a kernel: a dense layer on the patches of the data."""
     params, (data, kernel) = equation.params, [operand.aval for operand in equation.invars]
     if use.operand != 1 or params["batch_group_count"] != 1:
         return "used in a convolution as the data, or with batch groups"
@@ -496,7 +495,7 @@ def _convolution(use: Use, equation) -> Site | str:
     )
 
     def features_last(x, numbers):
-        """An array of B examples as float32 (B, images, *spatial, features), which may begin with iterations."""
+        """Arranges B examples as float32 (B, images, *spatial, features); iterations, if any, become images."""
         first, order = x.ndim - len(numbers), (numbers[0], *numbers[2:], numbers[1])
         x = _float32(x).transpose(*range(first), *(first + axis for axis in order))
         return x if first == 1 else x.reshape(len(x), -1, *x.shape[first + 1 :])
@@ -517,7 +516,7 @@ def _convolution(use: Use, equation) -> Site | str:
 
 
 def _gather(use: Use, equation) -> Site | str:
-    """A gather of slices of a table, such as the rows of an embedding."""
+    """A gather of slices of a table, for example the rows of an embedding."""
     params, numbers = equation.params, equation.params["dimension_numbers"]
     if use.operand != 0 or params["mode"] == lax.GatherScatterMode.ONE_HOT:
         return "used in a gather as indices, or as a product with one-hot rows"
@@ -539,8 +538,8 @@ def _gather(use: Use, equation) -> Site | str:
 
 
 def _slice_at(use: Use, equation) -> Site | str:
-    """dynamic_slice of W: one block, whose start depends on the data. An earlier equation has replaced starts below 0,
-    and JAX moves those too near to the end."""
+    """A dynamic_slice of W: one block, whose start depends on the data. An earlier equation has replaced negative
+    starts, and JAX moves starts that are too close to the end."""
     if use.operand != 0:
         return "used in dynamic_slice as a start"
     table, sizes = equation.invars[0].aval.shape, equation.params["slice_sizes"]
@@ -548,7 +547,7 @@ def _slice_at(use: Use, equation) -> Site | str:
 
 
 def _slice(use: Use, equation) -> Site | str:
-    """A slice of W, such as the row of one token, as a lookup: see `plan`."""
+    """A slice of W, such as the row of one token, treated as a lookup: see `plan`."""
     if equation.params["strides"] is not None:
         return "used in slice with strides"
     table, sizes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
@@ -567,12 +566,13 @@ def _lookup_site(
     clips: bool,
     numbers: Callable | None = None,
 ) -> Site | str:
-    """Slices of these `sizes` of an array of shape `table`, as rows: the numbers along the axes that a slice spans.
+    """The site of a lookup of slices of these `sizes` in an array of shape `table`. A row of the table holds the
+    elements along the axes that a slice spans completely.
 
-    slices: how many there are, an axis for each in the indices. starts: inputs -> where the slices begin, int (slices),
-        by axis of the table; 0 along other axes. slices_last: dy -> dy as (slices, the axes of a slice)
+    slices: the shape of the array of slices. starts: inputs -> where the slices begin, int (slices), by axis of the
+        table; 0 along other axes. slices_last: dy -> dy as (slices, the axes of a slice)
     clips: whether a slice that would leave the table is moved inside; otherwise it reads nothing
-    numbers: inputs -> what the slices are multiplied by, float32 (slices), for slices of one row; None for 1
+    numbers: inputs -> factors of the slices, float32 (slices), for slices of one row; None for 1
     """
     across = [axis for axis, size in enumerate(sizes) if size < table[axis]]
     order = (*across, *(axis for axis in range(len(table)) if axis not in across))
@@ -612,8 +612,8 @@ def _lookup_site(
 
 
 def _sum(use: Use, equation) -> Site | str:
-    """add, sub or mul of data and W, whose axes of length 1 are repeated: A^T B is a sum over these. A of add holds
-    ones, and every number of the W of mul is a group of its own."""
+    """An add, sub or mul of data and W, which broadcasts W: A^T B is a sum over the broadcast axes. For add and sub, A
+    holds ones; for mul, every element of W is its own group."""
     name, out, data = equation.primitive.name, equation.outvars[0].aval.shape, 1 - use.operand
     shape = equation.invars[use.operand].aval.shape or (1,) * len(out)
     along = [axis for axis, size in enumerate(out) if shape[axis] < size]
@@ -641,7 +641,7 @@ def _sum(use: Use, equation) -> Site | str:
 
 
 def _product_as_sum(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`gradient_matrices` of A, (B, K, T, 1), and B, (B, K, T, O), as a sum: XLA multiplies vectors slowly."""
+    """`gradient_matrices` of A, (B, K, T, 1), and B, (B, K, T, O), as a sum: XLA's vector products are slow."""
     return jnp.sum(a * b, 2)[:, :, None]
 
 
@@ -659,7 +659,7 @@ def _site(use, sizes, apply, matrices, arrange, multiply: Callable = gradient_ma
 
 
 def _own_backward(use: Use, equation) -> Site | str:
-    """A function whose backward pass gives W one product."""
+    """A function whose backward pass computes the gradient of W as one product."""
     product = own_backward.product_of(equation, use.operand)
     if product is None:
         return "used in custom_vjp_call, whose backward pass does not give it one product"

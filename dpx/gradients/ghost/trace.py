@@ -1,10 +1,10 @@
 """Finds the equations of a loss that use each parameter.
 
-An equation that moves the elements of a parameter, places them among others, or computes a number from each, is a step
-of a view of it; any other equation of a parameter is a use. A parameter is followed through its views to its uses, also
-into functions that the loss calls, into branches that the data choose, into parts under `jax.checkpoint`, which the
-backward pass computes again, and into the bodies of scans. A parameter that a scan takes slice by slice, such as the
-stacked weights of equal layers, is followed in its slices.
+An equation that moves the elements of a parameter, places them among others, or applies a function to each of them, is
+a step of a view; any other equation that reads a parameter is a use. Parameters are followed through their views to
+their uses, including into functions that the loss calls, branches that the data select, `jax.checkpoint`, which the
+backward pass recomputes, and the bodies of scans. If a scan takes a parameter slice by slice, such as the stacked
+weights of equal layers, its slices are followed.
 """
 
 import itertools
@@ -40,15 +40,15 @@ from dpx.gradients.ghost.program import (
     count_scan_operands,
     is_elementwise,
     moves_elements,
-    only_slices,
+    moves_nothing,
     source_of,
 )
 from dpx.values import Tree, described
 from dpx.xla import jaxprs
 
-CONSTANT, PARAMETER, DATA = 0, 1, 2  # what a value in a branch depends on, at most
+CONSTANT, PARAMETER, DATA = 0, 1, 2  # the highest of these that a value in a branch depends on
 IN_BRANCHES = ("dot_general", "conv_general_dilated", "gather", "dynamic_slice", "add", "sub", "mul")
-INTEGERS: dict[str, Callable] = {  # of the numbers that say where an iteration looks
+INTEGERS: dict[str, Callable] = {  # operations on the indices that an iteration reads
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
@@ -61,7 +61,7 @@ INTEGERS: dict[str, Callable] = {  # of the numbers that say where an iteration 
 
 
 def slices_of_split(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
-    """An equation that cuts its operand into parts, as a slice for each part; None for any other equation."""
+    """Rewrites an equation that splits its operand as one slice for each part; None for any other equation."""
     if equation.primitive.name not in ("split", "unstack"):
         return None
     aval: Any = equation.invars[0].aval
@@ -77,28 +77,28 @@ def slices_of_split(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
 
 
 class KnownIntegers(NamedTuple):
-    """Integers that are known when a loss is traced: of one value, or a scalar of each iteration of scan number `loop`
-    around it, (count,)."""
+    """Integers that are known when a loss is traced: those of one value, or if `loop` is set, a scalar for each
+    iteration of the scan at that depth, (count,)."""
 
     numbers: np.ndarray
     loop: int | None = None
 
 
 class TracedLoss(NamedTuple):
-    """The jaxpr of a loss of one example, `loss(params, example) -> (value, aux)`, and the shapes of its results."""
+    """The jaxpr of one example's loss, `loss(params, example) -> (value, aux)`, and the shapes of its results."""
 
     closed: core.ClosedJaxpr
     shapes: tuple[Any, Tree]
 
 
 def trace_loss(loss: Callable, params: Tree, example: Tree) -> TracedLoss:
-    """The jaxpr of `loss`; nothing is computed, so shapes suffice."""
-    # A new function, because for the same one JAX may return an old jaxpr that closes over old values.
+    """Traces `loss`. Nothing is computed, so shapes suffice."""
+    # A new lambda each time, because JAX caches jaxprs by function, and a cached one may close over old values.
     return TracedLoss(*jax.make_jaxpr(lambda *arguments: loss(*arguments), return_shape=True)(params, example))
 
 
 def follow_parameters(traced: TracedLoss, leaves: int) -> Program:
-    """The program of a loss with this many leaves of parameters. Raises ValueError unless its value is real, ()."""
+    """The program of a loss with this many parameter leaves. Raises ValueError unless its value is a real scalar."""
     closed, (out, aux) = traced
     if not (hasattr(out, "shape") and out.shape == () and jnp.issubdtype(out.dtype, jnp.floating)):
         raise ValueError(
@@ -112,20 +112,20 @@ def follow_parameters(traced: TracedLoss, leaves: int) -> Program:
     block = EquationBlock(inputs, tuple(tracer.block), (result, *beside), len(tracer.equations))
     live = {-1} | _live_equations(tracer.equations, block, _numbers([result]))[0]
 
-    def of_loss(uses):
+    def live_uses(uses):
         return tuple(use for use in uses if use.equation in live)
 
-    found = ((value, leaves, of_loss(tracer.of_kernels.get(value, ()))) for value, leaves in tracer.depends.items())
+    found = ((value, of, live_uses(tracer.kernel_uses.get(value, ()))) for value, of in tracer.kernel_leaves.items())
     kernels = tuple(MadeKernel(*each) for each in found if each[2])
-    uses = tuple(map(of_loss, tracer.uses))
-    data = _of_data(tracer.equations, inputs[leaves:])
+    uses = tuple(map(live_uses, tracer.uses))
+    data = _values_from_data(tracer.equations, inputs[leaves:])
     equations, beside = tuple(tracer.equations), jax.tree.structure(aux)
     return Program(equations, block, beside, uses, tracer.public, kernels, data, tracer.slices)
 
 
-def _of_data(equations: list[Equation], example: tuple[int, ...]) -> frozenset[int]:
+def _values_from_data(equations: list[Equation], example: tuple[int, ...]) -> frozenset[int]:
     found, before = set(example), -1
-    while len(found) > before:  # until no iteration hands on more
+    while len(found) > before:  # until carries add no more values
         before = len(found)
         for equation in equations:
             read = [isinstance(value, int) and value in found for value in equation.inputs]
@@ -133,9 +133,9 @@ def _of_data(equations: list[Equation], example: tuple[int, ...]) -> frozenset[i
                 found.update(equation.outputs)
             if body := equation.body:
                 first, count = count_scan_operands(equation)
-                handed_on = [isinstance(value, int) and value in found for value in body.outputs[:count]]
+                carried = [isinstance(value, int) and value in found for value in body.outputs[:count]]
                 found.update(itertools.compress(body.inputs, read))
-                found.update(itertools.compress(body.inputs[first:], handed_on))
+                found.update(itertools.compress(body.inputs[first:], carried))
     return frozenset(found)
 
 
@@ -144,8 +144,8 @@ def _numbers(values) -> set[int]:
 
 
 def _live_equations(equations: list[Equation], block: EquationBlock, wanted: set[int]) -> tuple[set[int], set[int]]:
-    """The numbers of the equations of a block through which values have a gradient of the values `wanted`, and of all
-    these values."""
+    """Returns the numbers of a block's equations through which values get a gradient from those in `wanted`, and the
+    numbers of these values."""
     needed, live = set(wanted), set()
     for number in reversed(block.equations):
         equation = equations[number]
@@ -159,24 +159,24 @@ def _live_equations(equations: list[Equation], block: EquationBlock, wanted: set
 
 
 def _live_in_body(equations: list[Equation], equation: Equation, body: EquationBlock, needed: set[int]) -> set[int]:
-    """The same for an equation's body, for its results in `needed`, and for what an iteration hands to the next."""
+    """The live equations of an equation's body, for its results in `needed` and for the carry between iterations."""
     results = zip(equation.outputs, body.outputs, strict=True)
     wanted = _numbers(inner for outer, inner in results if outer in needed)
     first, count = count_scan_operands(equation)
-    handed = list(zip(body.inputs[first : first + count], body.outputs[:count], strict=True))
+    carry = list(zip(body.inputs[first : first + count], body.outputs[:count], strict=True))
     while True:
         live, inside = _live_equations(equations, body, wanted)
-        more = wanted | _numbers(after for before, after in handed if before in inside)
+        more = wanted | _numbers(after for before, after in carry if before in inside)
         if more == wanted:
             return live
         wanted = more
 
 
 class _Tracer:
-    """Numbers the values of a jaxpr, and collects the views and the uses of parameters, and of kernels made of them.
+    """Numbers the values of a jaxpr, and collects the views and uses of parameters and of kernels made from them.
 
-    kernels: by a value that has a gradient by parameters, the number of a public value, and the view of it. depends: by
-    the number of such a public value, the parameters. of_kernels: its uses
+    kernels: for a value with a gradient with respect to parameters, the number of the kernel, a public value, and the
+    view of it. kernel_leaves: for each kernel, the parameters that it is made from. kernel_uses: for each, its uses
     """
 
     def __init__(self, *, leaves: int, inputs: int):
@@ -187,12 +187,12 @@ class _Tracer:
         self.known: dict[int, KnownIntegers] = {}
         self.uses: list[list[Use]] = [[] for _ in range(leaves)]
         self.kernels: dict[Any, tuple[int, View]] = {leaf: (leaf, View()) for leaf in range(leaves)}
-        self.depends: dict[int, frozenset[int]] = {leaf: frozenset([leaf]) for leaf in range(leaves)}
-        self.of_kernels: dict[int, list[Use]] = {}
+        self.kernel_leaves: dict[int, frozenset[int]] = {leaf: frozenset([leaf]) for leaf in range(leaves)}
+        self.kernel_uses: dict[int, list[Use]] = {}
         self.count = inputs
-        self.of_data = set(range(leaves, inputs))
-        self.block: list[int] = []  # the equations of the block that it walks through
-        self.counts: tuple[int, ...] = ()  # and the iterations of the scans around it
+        self.data = set(range(leaves, inputs))
+        self.block: list[int] = []  # the equations so far of the block that is being traced
+        self.counts: tuple[int, ...] = ()  # the iterations of the scans around this block
 
     def walk(self, jaxpr, constants, arguments):
         env = dict(zip(jaxpr.constvars, constants, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
@@ -205,7 +205,7 @@ class _Tracer:
         return [read(v) for v in jaxpr.outvars]
 
     def add(self, equation, inputs):
-        """Appends one equation, or those of its body if it calls a function of a parameter; returns its outputs."""
+        """Appends an equation, or those of its body if it calls a function of a parameter, and returns its outputs."""
         followed, of_kernels = (
             [i for i, value in enumerate(inputs) if isinstance(value, int) and value in seen]
             for seen in (self.views, self.kernels)
@@ -216,26 +216,26 @@ class _Tracer:
             return self.walk(body.jaxpr, [Constant(value) for value in body.consts], inputs)
         if (followed or of_kernels) and (parts := slices_of_split(equation)):
             return self.walk(parts.jaxpr, [], inputs)
-        if name == "cond" and (followed or of_kernels) and self.of_data & _numbers(inputs[:1]):
+        if name == "cond" and (followed or of_kernels) and self.data & _numbers(inputs[:1]):
             kinds = [PARAMETER if i in (*followed, *of_kernels) else CONSTANT for i in range(len(inputs))]
             kinds = [kind if self.is_public(x) or kind else DATA for kind, x in zip(kinds, inputs, strict=True)]
             if every := branches_as_select(equation, kinds):
                 return self.walk(every.jaxpr, [Constant(value) for value in every.consts], inputs)
         outputs = self.new_numbers(len(equation.outvars))
-        if self.of_data & _numbers(inputs):
-            self.of_data.update(outputs)
+        if self.data & _numbers(inputs):
+            self.data.update(outputs)
         number = self.append(Equation(equation, tuple(inputs), outputs, counts=self.counts))
         if all(map(self.is_public, inputs)):
             self.public.update(dict.fromkeys(outputs, number))
         elif all(map(self.same_for_all, inputs)):
-            loops = set().union(*map(self.loops_of, inputs))
+            loops = set().union(*map(self.varying_loops, inputs))
             self.slices.update(dict.fromkeys(outputs, Slice(number, tuple(sorted(loops)))))
         if carries_gradient(equation):
-            self.make(equation, number, inputs, outputs, of_kernels)
+            self.add_kernels(equation, number, inputs, outputs, of_kernels)
         if (followed or of_kernels) and (name == "scan" or name in REMAT):
-            self.enter(number)
+            self.walk_body(number)
             return outputs
-        if known := self.computed(equation, inputs):
+        if known := self.integers_of_result(equation, inputs):
             self.known[outputs[0]] = known
         if seen := self.views_of_result(equation, number, inputs, followed):
             self.views[outputs[0]] = seen
@@ -245,17 +245,17 @@ class _Tracer:
                     self.uses[leaf].append(Use(leaf, view, number, i))
         return outputs
 
-    def make(self, equation, number, inputs, outputs, of_kernels):
-        """Kernels that an equation makes of others, and the uses of those that it makes none of."""
+    def add_kernels(self, equation, number, inputs, outputs, of_kernels):
+        """Records the kernels that an equation makes from others; if it makes none, its uses of those others."""
         found = [(i, *self.kernels[inputs[i]]) for i in of_kernels]
-        public, differs = self.same_for_all(outputs[0]), self.loops_of(outputs[0])
-        loops = tuple(ScanStep(count, sliced=loop in differs) for loop, count in enumerate(self.counts))
-        # A derivative that is not linear would be taken of the sum over iterations, and not in each of them.
+        public, varying = self.same_for_all(outputs[0]), self.varying_loops(outputs[0])
+        loops = tuple(ScanStep(count, sliced=loop in varying) for loop, count in enumerate(self.counts))
+        # The backward pass of a custom_vjp may be nonlinear, and would see the sum over iterations, not each of them.
         if public and (all(loop.sliced for loop in loops) or not _is_custom(equation, "custom_vjp")):
-            leaves = frozenset().union(*(self.depends[value] for _, value, _ in found))
+            leaves = frozenset().union(*(self.kernel_leaves[value] for _, value, _ in found))
             for output, variable in zip(outputs, equation.outvars, strict=True):
                 if leaves and jnp.issubdtype(variable.aval.dtype, jnp.inexact):
-                    self.kernels[output], self.depends[output] = (output, View(loops)), leaves
+                    self.kernels[output], self.kernel_leaves[output] = (output, View(loops)), leaves
         elif public or (equation.primitive.name != "scan" and equation.primitive.name not in REMAT):
             for i, value, view in found:
                 if moves_elements(equation):
@@ -267,10 +267,10 @@ class _Tracer:
                 ):
                     self.kernels[outputs[0]] = value, rows
                 else:
-                    self.of_kernels.setdefault(value, []).append(Use(value, view, number, i))
+                    self.kernel_uses.setdefault(value, []).append(Use(value, view, number, i))
 
     def views_of_result(self, equation, number, inputs, followed) -> tuple[tuple[int, View], ...]:
-        """The views in the result of an equation of `followed` operands; () if it is a use."""
+        """The views that an equation's result has of its `followed` operands; () if the equation is a use."""
         entries = [(i, *entry) for i in followed for entry in self.views[inputs[i]]]
         if moves_elements(equation):
             return tuple((leaf, view.then(MoveStep(equation, number))) for _, leaf, view in entries)
@@ -288,7 +288,7 @@ class _Tracer:
         for i, leaf, view in entries:
             *before, last = view.steps or (None,)
             if not isinstance(last, ElementwiseStep):
-                # A body may have a value from outside several times, and the derivative is by all of them at once.
+                # A body may get one outside value as several arguments; the derivative is with respect to them all.
                 before, last = view.steps, ElementwiseStep(source_of(inputs[i], self.public), ())
             key = leaf, last.base, *before
             same = merged[key][2].equations if key in merged else ()
@@ -297,7 +297,7 @@ class _Tracer:
         return tuple((leaf, view.then(step)) for leaf, view, step in merged.values())
 
     def sliced_view(self, equation, number, inputs, view: View) -> View | None:
-        """The view if each iteration of one scan takes another slice, in order or in reverse; otherwise None."""
+        """The view if each iteration of one scan takes the next slice, in ascending or descending order, or None."""
         aval, sizes = equation.invars[0].aval, equation.params["slice_sizes"]
         axes = [axis for axis, size in enumerate(sizes) if size < aval.shape[axis]]
         start = self.integers(inputs[1 + axes[0]]) if len(axes) == 1 else None
@@ -311,7 +311,7 @@ class _Tracer:
         at = [place for place, step in enumerate(view.steps) if isinstance(step, ScanStep)][start.loop]
         inside = view.steps[at + 1 :]
         if any(
-            step.sliced if isinstance(step, ScanStep) else not only_slices(step) for step in (view.steps[at], *inside)
+            step.sliced if isinstance(step, ScanStep) else not moves_nothing(step) for step in (view.steps[at], *inside)
         ):
             return None
 
@@ -328,9 +328,9 @@ class _Tracer:
         )
         return View((*view.steps[:at], *before, ScanStep(count, sliced=True), *inside, *after))
 
-    def computed(self, equation, inputs) -> KnownIntegers | None:
+    def integers_of_result(self, equation, inputs) -> KnownIntegers | None:
         """The integers that an equation computes from known ones."""
-        if not equation.outvars:  # such as a print
+        if not equation.outvars:  # for example a print
             return None
         name, aval = equation.primitive.name, equation.outvars[0].aval
         if name == "iota" and len(equation.params["shape"]) == 1:
@@ -352,7 +352,7 @@ class _Tracer:
         return KnownIntegers(np.asarray(value.value)) if whole and np.ndim(value.value) <= 1 else None
 
     def integers_per_iteration(self, equation, body, operand: int) -> KnownIntegers | None:
-        """The integers of operand number `operand` of a scan in each of its iterations."""
+        """The integers that operand number `operand` of a scan has in each iteration."""
         known, (first, count) = self.integers(equation.inputs[operand]), count_scan_operands(equation)
         params, loop = equation.jaxpr.params, len(self.counts) - 1
         if known is None or operand < first or params.get("length") is None:
@@ -375,15 +375,15 @@ class _Tracer:
         return isinstance(value, Constant) or value in self.public
 
     def same_for_all(self, value) -> bool:
-        """Whether a value is the same for all examples, perhaps another one in each iteration."""
+        """Whether a value is the same for all examples; it may differ between iterations."""
         return self.is_public(value) or value in self.slices
 
-    def loops_of(self, value) -> tuple[int, ...]:
-        """See `Slice`."""
+    def varying_loops(self, value) -> tuple[int, ...]:
+        """The depths of the scans over whose iterations a value varies, as in `Slice`."""
         return self.slices[value].loops if isinstance(value, int) and value in self.slices else ()
 
-    def enter(self, number):
-        """Walks through the body of a scan or checkpoint that a parameter enters."""
+    def walk_body(self, number):
+        """Traces the body of a scan or checkpoint that a parameter enters."""
         equation = self.equations[number]
         params = equation.jaxpr.params
         outside, self.block = (self.block, self.counts), []
@@ -392,13 +392,13 @@ class _Tracer:
             self.counts = (*self.counts, length)
         arguments, is_public = self.new_numbers(len(equation.inputs)), all(map(self.same_for_all, equation.inputs))
         for i, value in enumerate(equation.inputs):
-            if self.of_data & _numbers([value]):
-                self.of_data.add(arguments[i])
+            if self.data & _numbers([value]):
+                self.data.add(arguments[i])
             if i < first and self.is_public(value):
                 self.public[arguments[i]] = SameValue(value)
             elif self.same_for_all(value) and not first <= i < first + count:
                 loop = () if i < first else (len(self.counts) - 1,)
-                self.slices[arguments[i]] = Slice(SameValue(value), self.loops_of(value) + loop)
+                self.slices[arguments[i]] = Slice(SameValue(value), self.varying_loops(value) + loop)
             if known := self.integers_per_iteration(equation, body, i):
                 self.known[arguments[i]] = known
                 if known.loop is not None and first <= i < first + count:
@@ -422,7 +422,7 @@ class _Tracer:
         self.equations[number] = equation._replace(body=block)
 
     def result_of_body(self, value):
-        """A result of a body. A parameter is not followed any further, but this counts as a use."""
+        """The number of a body's result. A parameter that is a result is not followed further; this counts as a use."""
         if isinstance(value, Constant) or not (value in self.views or value in self.kernels):
             return value
         outputs = self.new_numbers(1)
@@ -435,7 +435,7 @@ class _Tracer:
         outputs = self.equations[number].outputs if number >= 0 else ()
         if value in self.kernels and not any(map(self.same_for_all, outputs)):
             made, view = self.kernels[value]
-            self.of_kernels.setdefault(made, []).append(Use(made, view, number, operand))
+            self.kernel_uses.setdefault(made, []).append(Use(made, view, number, operand))
 
     def append(self, equation: Equation) -> int:
         self.equations.append(equation)
@@ -448,24 +448,24 @@ class _Tracer:
 
 
 def has_known_derivatives(program: Program) -> bool:
-    """Whether every custom derivative of the program can be used. One that was defined inside the loss, and closes over
-    a value of it, cannot: JAX traces the derivative later, when that value is a tracer of a trace that has ended."""
+    """Whether every custom derivative of the program can be used. One that is defined inside the loss and closes over a
+    value of the loss cannot: JAX traces the derivative later, when that value is a tracer of a finished trace."""
     known = {id(i.value) for equation in program.equations for i in equation.inputs if isinstance(i, Constant)}
-    for equation in (program.equations[number] for number in program.block.equations):  # with those in their bodies
+    for equation in (program.equations[number] for number in program.block.equations):  # `_is_custom` searches bodies
         if equation.jaxpr is not None and _is_custom(equation.jaxpr):
             try:
                 constants = _derivative(equation).consts
             except jax.errors.UnexpectedTracerError:
                 return False
             except Exception:
-                continue  # without a derivative: no parameter needs it, or the step itself raises the same error
+                continue  # it has no derivative; unless no parameter needs one, the step itself raises this error
             if any(isinstance(value, jax.core.Tracer) and id(value) not in known for value in constants):
                 return False
     return True
 
 
 def _is_custom(equation: core.JaxprEqn, kind: str = "custom_") -> bool:
-    """Whether an equation, or one in a function that it calls, has a custom derivative of this kind."""
+    """Whether an equation, or one in a function that it calls, has a custom derivative; `kind` is part of its name."""
     inside = (each for body in jaxprs.inner_bodies(equation) for each in jaxprs.equations(body))
     return any(kind in each.primitive.name for each in itertools.chain([equation], inside))
 
@@ -491,15 +491,15 @@ def _derivative(equation: Equation) -> core.ClosedJaxpr:
 
 
 class _NotFollowed(Exception):
-    """A branch is not followed."""
+    """Raised for a branch that cannot be followed."""
 
 
 def branches_as_select(equation: core.JaxprEqn, kinds: list[int]) -> core.ClosedJaxpr | None:
-    """A branch that the data choose, as all branches and a choice of their results, which `jax.vmap` makes of it too;
-    None if it is not followed. kinds: of the operands.
+    """Rewrites a cond on data as all branches followed by a select of their results, as `jax.vmap` does; None if a
+    branch cannot be followed. kinds: what each operand depends on.
 
-    Whatever a branch computes that is not taken, it has no gradient: none passes what enters it, nor what a parameter
-    meets, and that is 0 there. So neither a NaN nor an infinity of such a branch reaches a record or a gradient.
+    A branch that is not taken passes no gradient to its data operands, nor through an equation of a parameter and data,
+    where its data are zeros. So neither a NaN nor an infinity in such a branch reaches a record or a gradient.
     """
 
     def every(index, *operands):
@@ -523,7 +523,7 @@ def _if_taken(taken: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _branch(closed: core.ClosedJaxpr, operands: list, kinds: list[int], taken: jax.Array) -> tuple[list, list[int]]:
-    """The results of a branch, and their kinds."""
+    """Evaluates a branch, and returns its results and what each depends on."""
     jaxpr, consts = closed.jaxpr, [(value, CONSTANT) for value in closed.consts]
     env: dict[Any, tuple[Any, int]] = dict(zip(jaxpr.constvars, consts, strict=True))
     env |= dict(zip(jaxpr.invars, zip(operands, kinds, strict=True), strict=True))

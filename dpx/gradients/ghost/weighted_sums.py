@@ -1,17 +1,17 @@
-"""The sum of the gradients times their factors at one site, sum_i f_i A_i^T B_i.
+"""The weighted sum of the gradients at one site, sum_i f_i A_i^T B_i.
 
-A partial sum over the positions of an example may be much longer than its gradient, because positions cancel, and so
-may its rounding. So where a site has several positions, whole gradients are added, one example after another: the norm
-then contains the rounding of that example's gradient (`norms.sum_error`), and `dpx.sums.rounding` bounds the rounding
+Positions can cancel, so a partial sum over the positions of an example may be much longer than its gradient, and so may
+its rounding error. So if a site has several positions, whole gradients are added, one example after another: the norm
+then includes the rounding of that example's gradient (`norms.sum_error`), and `dpx.sums.rounding` bounds the rounding
 of the sum over examples. At most one gradient of a microbatch is in memory.
 
-A matrix unit multiplies short numbers exactly (`dpx.xla.matrix_units`), but a short number times its factor is long.
-With one position, the product with the factor is truncated: |a| |truncated(f b)| <= f |a| |b|, so the norm still bounds
-it. With several, the factor multiplies the finished product of its example. Products below 2^-126 may become 0 there,
-before the factor: a factor of up to 2^20 makes less than 2^-70 of that in a sum of 2^36 of them.
+A matrix unit multiplies short numbers exactly (`dpx.xla.matrix_units`), but a short number times a factor is long. With
+one position, this product is truncated: |a| |truncated(f b)| <= f |a| |b|, so the norm still bounds it. With several
+positions, the factor multiplies the finished product of its example. There, products below 2^-126 may become 0 before
+the factor is applied: with factors of up to 2^20, a sum of 2^36 products loses less than 2^-70.
 
-A sum of kernels of a convolution is a product of patches, but for a CPU's. XLA gives a convolution of a GPU to cuDNN,
-which may take Winograd's algorithm or Fourier transforms, whose rounding no proof here bounds.
+The sum for the kernel of a convolution is a product of patches, except on a CPU. On a GPU, XLA passes convolutions to
+cuDNN, which may use Winograd's algorithm or Fourier transforms, whose rounding no proof here bounds.
 """
 
 import functools
@@ -37,16 +37,16 @@ from dpx.sums.clipped_sum import (
 from dpx.sums.rounding import count_blocks
 from dpx.xla.place import current_place
 
-SOME_NUMBERS = 2**21  # of the gradients that a matrix unit finishes at once, 8 MiB; a kernel alone takes 1,800 cycles
-# Of the gradients of a block that a TPU finishes in turn, without a loop, which would keep their sum in slower memory
-# between turns. It takes half of the time or less, but each is a kernel to compile, the longer the larger it is.
+SOME_NUMBERS = 2**21  # elements of gradients, 8 MiB, that a matrix unit finishes at once; a kernel costs 1,800 cycles
+# The most elements of a block's gradients that a TPU adds in turn without a loop, which would keep the sum in slower
+# memory between turns. It takes at most half the time, but each gradient is a kernel to compile, slower if it is large.
 MOST_IN_TURN = 2**24
-FEW_ROWS = 4  # a block that reads less than this part of a table does not make a sum of its size
+FEW_ROWS = 4  # a block that reads less than 1 / FEW_ROWS of a table makes no sum of the table's size
 
 
 def sum_at_site(site: Site, shape: tuple[int, ...], record, factors: jax.Array) -> jax.Array:
-    """The sum, float32, of the parameter's shape, where an example adds at most one product to an element. record: the
-    inputs and cotangents of B examples. factors: float32 (B,)."""
+    """The weighted sum, float32, of the parameter's shape, if each example adds at most one product to an element.
+    record: the inputs and cotangents of B examples. factors: float32 (B,)."""
 
     unit = current_place().unit
 
@@ -67,11 +67,11 @@ def sum_at_site(site: Site, shape: tuple[int, ...], record, factors: jax.Array) 
 
 
 def sum_of_table_rows(site: Site, shape: tuple[int, ...], record, factors: jax.Array) -> jax.Array:
-    """The sum, float32, of the parameter's shape, of rows of a table. record: of B examples, the indices, int32 (B, T),
-    and the rows, float32 (B, T, O), of `norms.rows`. factors: float32 (B,).
+    """The weighted sum of rows of a table, float32, of the parameter's shape. record: the indices, int32 (B, T), and
+    the rows of `norms.gradient_rows_of_lookup`, float32 (B, T, O), of B examples. factors: float32 (B,).
 
-    Where a block reads few rows of the table, its sum is made of these alone, and added to the total there: the same
-    numbers as from sums of the table's size, of which each block would write and read one.
+    If a block reads few rows of the table, only these are summed, and added to the total in place. The result is the
+    same as with a sum of the table's size for each block, which would have to be written and read.
     """
     _, positions, count, _ = site.sizes
     blocks = count_blocks(len(factors), 1)
@@ -99,7 +99,7 @@ def sum_of_table_rows(site: Site, shape: tuple[int, ...], record, factors: jax.A
 
 
 def _merge_equal_rows(indices: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The sums of the rows, float32 (n, O), of equal index, int32 (n,), and these indices, with -1 for no row."""
+    """The distinct `indices`, int32 (n,), padded with -1, and the sum of the rows of each, float32 (n, O)."""
     order = jnp.argsort(indices)
     ordered = indices[order]
     place = jnp.cumsum(jnp.concatenate([jnp.zeros(1, bool), ordered[1:] != ordered[:-1]]), dtype=jnp.int32)
@@ -107,30 +107,30 @@ def _merge_equal_rows(indices: jax.Array, rows: jax.Array) -> tuple[jax.Array, j
 
 
 def _scatter_rows(site: Site, shape: tuple[int, ...], indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """The parameter's gradient, float32, from rows of it, float32 (n, O); those with a negative index, int32 (n,), are
-    left out."""
+    """The parameter's gradient, float32, from some of its rows, float32 (n, O), at indices, int32 (n,); rows with a
+    negative index are skipped."""
     table = _plus_rows(jnp.zeros(site.sizes[2:], jnp.float32), indices, rows)
     return transpose(site.arrange, shape, table[None])
 
 
 def _plus_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """`table`, float32 (V, O), plus rows, float32 (n, O), at the indices, int32 (n,), that are in it."""
+    """Adds rows, float32 (n, O), to `table`, float32 (V, O), at indices, int32 (n,); skips indices out of range."""
     numbers = jax.lax.ScatterDimensionNumbers((1,), (0,), (0,))
     return jax.lax.scatter_add(table, indices[:, None], rows, numbers, mode="drop")
 
 
 def take_row(arrays: Any, number: jax.Array, axis: int = 0) -> Any:
-    """Row `number`, at least 0, of arrays along an axis."""
-    how = {"keepdims": False, "allow_negative_indices": False}  # else three more operations for each array
+    """Takes row `number`, at least 0, of arrays along an axis."""
+    how = {"keepdims": False, "allow_negative_indices": False}  # saves three operations for each array
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, axis, **how), arrays)
 
 
 def sum_one_by_one(
     sites: tuple[Site, ...], groups: list[tuple[int, ...]], shape: tuple[int, ...], records: list, factors: jax.Array
 ) -> jax.Array:
-    """The sum over all sites, float32, of the parameter's shape. groups: the numbers of sites that see its elements
-    alike; they are all lookups, or none is. records: the inputs and cotangents of B examples at each site. factors:
-    float32 (B,)."""
+    """The weighted sum over all sites, float32, of the parameter's shape. groups: the numbers of sites that see its
+    elements in the same order; in each group, all are lookups or none is. records: the inputs and cotangents of B
+    examples at each site. factors: float32 (B,)."""
 
     def sum_block(rows):
         def add(number, total):
@@ -146,7 +146,7 @@ def sum_one_by_one(
         return repeat_to_shape(factors, (len(factors), *shape)) * of_each(rows_with_excluded_zeroed(factors, records))
 
     def sum_some(rows):
-        """Of finished products, times their factors: no matrix product can begin with the sum of others."""
+        """Sums finished products times their factors, so no matrix product can accumulate onto the sum of others."""
         return jnp.sum(finished(*rows), 0)
 
     def sum_in_turn(rows):
@@ -163,17 +163,17 @@ def sum_one_by_one(
     return sum_in_blocks(sum_block, (records, factors), math.prod(shape))
 
 
-SLACK = 1 - 2.0**-21  # for the roundings of a quotient of two norms and of its product with a factor
+SLACK = 1 - 2.0**-21  # covers the rounding of a quotient of two norms, and of its product with a factor
 
 
 def shortening_factors(found: jax.Array, norms: jax.Array) -> jax.Array:
-    """The factors, float32, that make gradients of norms `found` no longer than `norms`; 0 if not in range."""
+    """Factors, float32, that shorten gradients with norms `found` to at most `norms`; 0 if out of range."""
     shorter = jnp.where(found > norms, norms / found * SLACK, 1)
     return jnp.where(in_range(found), shorter, 0)
 
 
 def map_sequentially(function: Callable, rows: Any) -> Any:
-    """What `function` finds for each of B examples, (B, ...), one at a time on each device. rows: (B, ...)."""
+    """Maps `function` over the rows of B examples, (B, ...), one example at a time on each device."""
     size = len(jax.tree.leaves(rows)[0])
     devices = count_devices_of_rows(size)
     if devices == 1:
@@ -190,7 +190,7 @@ def map_sequentially(function: Callable, rows: Any) -> Any:
 def example_gradient(
     sites: tuple[Site, ...], groups: list[tuple[int, ...]], shape: tuple[int, ...], records: list, factor: jax.Array
 ) -> jax.Array:
-    """factor times the gradient of one example, as in `sum_one_by_one`; without the factor on a matrix unit."""
+    """The gradient of one example times `factor`, or without it on a matrix unit. See `sum_one_by_one`."""
 
     def of_group(numbers: tuple[int, ...]) -> list[jax.Array]:
         some = [(sites[number], *records[number]) for number in numbers]
@@ -204,8 +204,8 @@ def example_gradient(
 
 
 def _gradient_at_site(site: Site, shape: tuple[int, ...], inputs, dy: jax.Array, *, factor: jax.Array) -> jax.Array:
-    """The gradient of one example at one site, times its factor unless this multiplies the finished sum. The factor
-    multiplies the smaller of A and B."""
+    """The gradient of one example at one site, times `factor` except on a matrix unit. The factor multiplies the
+    smaller of A and B."""
     a, b = site.matrices(inputs, dy)
     if not current_place().unit.rounds:
         a, b = (scaled_rows(factor, a), b) if a.size < b.size else (a, scaled_rows(factor, b))
@@ -213,11 +213,11 @@ def _gradient_at_site(site: Site, shape: tuple[int, ...], inputs, dy: jax.Array,
 
 
 def _product(site: Site, shape: tuple[int, ...], a: jax.Array, b: jax.Array) -> jax.Array:
-    """A^T B, of A, (K, T, I), and B, (K, T, O), in the parameter's shape and order, because XLA would transpose it
-    otherwise."""
+    """A^T B for A, (K, T, I), and B, (K, T, O), computed in the parameter's order, so that XLA need not transpose it.
+    Returns it in the parameter's shape."""
     if _reorders(site.arrange, shape):
         total = einsum_by_segments("kto,kti->koi", b, a)
-        if len(total) == 1:  # with an axis of length 1 between both transposes, XLA writes them
+        if len(total) == 1:  # XLA would write both transposes to memory if an axis of length 1 stood between them
             return transpose(lambda w: site.arrange(w)[0].T, shape, total[0])
         total = total.swapaxes(1, 2)
     else:
@@ -232,6 +232,6 @@ def _reorders(function: Callable, shape: tuple[int, ...]) -> bool:
 
 
 def transpose(linear: Callable, shape: tuple[int, ...], cotangent: jax.Array) -> jax.Array:
-    """The transpose of a linear function of float32 arrays of this shape."""
+    """Applies the transpose of `linear`, a linear function of float32 arrays of this shape."""
     (transposed,) = jax.linear_transpose(linear, jax.ShapeDtypeStruct(shape, jnp.float32))(cotangent)
     return transposed
