@@ -1,49 +1,49 @@
 """One epoch of random allocation: a pair of distributions that dominates all neighbors, and its privacy loss.
 
-t steps; one of them, uniformly random, has the example; the first j are released. In units of the clip norm, let v_i be
-the contribution of the example at step i (|v_i| <= 1), s_i the noise multiplier, and g_i the sum without the example.
+An epoch has t steps, of which the first j are released, and the example takes part in one step, chosen uniformly. In
+units of the clip norm, let v_i be the contribution of the example at step i (|v_i| <= 1), s_i the noise multiplier, and
+g_i the sum without the example.
 
 **Theorem.** P = (1/t) sum_{i <= t} N(e_i, diag(s^2)) and Q = N(0, diag(s^2)), on the first j coordinates, dominate the
-epoch: P is with the example, Q is with a null in its place, or without it. (For one known order of the steps:
-https://arxiv.org/abs/2602.17284, https://arxiv.org/abs/2605.07072.)
+epoch: P with the example, Q with a null in its place or without it. (For one known order of the steps, see
+https://arxiv.org/abs/2602.17284 and https://arxiv.org/abs/2605.07072.)
 
 Proof: let I be the step of the example, and w_i ~ N(1[I = i], s_i^2), independent given I. So w has the law P, and with
-a null the law Q. Given w, a run can be made without the example's steps: y_i = g_i + v_i w_i + s_i z_i, with
+a null the law Q. Given w, a run can be simulated without knowing I: y_i = g_i + v_i w_i + s_i z_i, with
 z_i ~ N(0, 1 - v_i v_i^T). Here v_i and g_i may depend on y_1 .. y_(i-1), and on the steps of all others, because these
-are independent of I. Given I, y_i is g_i + 1[I = i] v_i and noise s_i N(0, 1), as in the run. So the run is
-post-processing of w, in both directions. It is not true for replacing an example, because then two mixtures are
-compared, or where the steps of the others depend on I, as in a permutation.
+are independent of I. Given I, y_i is g_i + 1[I = i] v_i plus noise s_i N(0, 1), as in the run. So the run is
+post-processing of w, in both directions. This fails if an example is replaced, because two mixtures are then compared,
+and if the steps of the others depend on I, as in a permutation.
 
 S = dP/dQ = (t - j) / t + (1/t) sum_{i <= j} u_i with independent u_i = exp((2 x_i - 1) / (2 s_i^2)) under Q. Its law
 does not depend on the order of the steps. `_ratio_law` computes a law that is larger in the convex order, and so
 dominates in both directions. Epochs with new steps compose, direction by direction. Less noise dominates, because noise
 can be added to each w_i.
 
-At a noise multiplier below 0.05, the example's step counts as known: that is the bill of one Gaussian release, because
-divergences are jointly convex. It is more by less than ln t in an epsilon of 200.
+At a noise multiplier below 0.05, the cost is that of one Gaussian release, as if the example's step were known. This is
+an upper bound, because divergences are jointly convex. At an epsilon of 200, the excess is below ln t. At a small
+epsilon, the cost of random allocation may exceed that of Poisson sampling at rate 1/t, so neither bounds the other.
 
-The bill may be above that of Poisson sampling at the rate 1/t, at a small epsilon, so neither bounds the other.
+LAWS of sums of independent likelihood ratios, on a geometric grid, bounded from above in the convex order. A likelihood
+ratio S = dP/dQ has mean 1 under Q, and E (S - a)+ and E (1 - a S)+, the hockey-stick divergences in both directions,
+are convex in S. So a law that is larger in the convex order (the same mean, and a larger expectation of every convex
+function) dominates in both directions. Independent sums preserve that order. So does this rounding: a number between
+two grid points becomes one of them, with probabilities that preserve its mean.
 
-LAWS of sums of independent likelihood ratios, on a geometric grid, from above in the convex order. A likelihood ratio S
-= dP/dQ has the mean 1 under Q, and E (S - a)+ and E (1 - a S)+, the hockey-stick divergences in both directions, are
-convex in S. So a law that is larger in the convex order (the same mean, and a larger expectation of every convex
-function) dominates in both directions. That order survives independent sums. It also survives this rounding: a number
-between two grid points becomes one of the two, with the probabilities that keep its mean.
-
-Three ends of the grid keep the mean too. A small number becomes 0 or the first point. A large one becomes the last
-point or infinity, which has no Q-probability, but the part `lost` of the mean: P-probability. Nothing is renormalized.
+The ends of the grid preserve the mean too. A small number becomes 0 or the first point. A large one becomes the last
+point or infinity, which has only P-probability: the part `lost` of the mean. Nothing is renormalized.
 
 MOMENTS of S, for the Renyi divergences in both directions.
 
 **Removal.** E S^n = n! t^-n c_n, where c_n is the coefficient of x^n in f(x) = e^((t - j) x) prod_i f_i(x) and
-f_i(x) = sum_k x^k e^(k (k-1) / (2 s_i^2)) / k!. Every f_i may be cut after x^n. By Cauchy, the mean of f(z) z^-n over M
-equidistant points of the circle |z| = r is c_n + c_(n+M) r^M + ..., in which no term is negative: an upper bound for
-any r and M. The radius is the one that is best for f(r) r^-n.
+f_i(x) = sum_k x^k e^(k (k-1) / (2 s_i^2)) / k!. Every f_i may be truncated after x^n. By Cauchy, the mean of f(z) z^-n
+over M equidistant points of the circle |z| = r is c_n + c_(n+M) r^M + ..., with no negative terms: an upper bound for
+any r and M. The radius is the best one for f(r) r^-n.
 
 **Addition.** E S^-r = t^r / Gamma(r) int l^(r-1) e^(-(t-j) l) prod_i L_i(l) dl with L_i(l) = E e^(-l u_i). In v = ln l,
-L_i is the probability that ln(a standard exponential number) - ln u_i exceeds v. Both terms have log-concave densities,
-so the integrand is log-concave in v. Therefore it falls beyond an end of the range at least as fast as a geometric
-series that falls from its largest value to the one at this end.
+L_i is the probability that ln(a standard exponential variable) - ln u_i exceeds v. Both terms have log-concave
+densities, so the integrand is log-concave in v. So beyond each end of the range, it falls at least as fast as a
+geometric series that falls from the integrand's maximum to its value at this end.
 
 (n - 1) D_n is convex in n, and 0 at n = 1, so chords bound it between whole orders. No D_n exceeds that of one Gaussian
 release, n / (2 s^2) at the least s, because divergences are quasi-convex.
@@ -68,14 +68,14 @@ from dpx.sampling.varying import RandomAllocationDpEvent
 
 Noise = tuple[tuple[float, int], ...]  # pairs (noise multiplier, number of steps)
 
-_KNOWN_BELOW = 0.05  # noise multiplier
-_MOST_DISTINCT, _LEAST_RATIO = 4, 1.004  # noise multipliers of one epoch, and the ratio of those that count as one
-_MOST_EPOCHS, _BUCKETS_EACH = 24, 4  # distinct epochs of a run, and of how many buckets one takes the place
-_TAIL_DECADES = 20  # a law is computed for a tail of 1e-20, 1e-40, ..., and kept
+_KNOWN_BELOW = 0.05  # below this noise multiplier, the example's step counts as known
+_MOST_DISTINCT, _LEAST_RATIO = 4, 1.004  # distinct noise multipliers of one epoch; those within this ratio count as one
+_MOST_EPOCHS, _BUCKETS_EACH = 24, 4  # distinct epochs of a run; each takes the place of this many buckets
+_TAIL_DECADES = 20  # laws are computed for tails of 1e-20, 1e-40, ..., and cached
 
 
 class RatioLaw(NamedTuple):
-    """The law of S: `values`, rising, with Q-probabilities `masses`, float64 (n,) each.
+    """The law of S: rising `values` with Q-probabilities `masses`, float64 (n,) each.
 
     zero: the Q-probability of 0. infinity: the P-probability of infinity.
     """
@@ -88,9 +88,9 @@ class RatioLaw(NamedTuple):
 
 @dataclass(frozen=True)
 class AllocatedGaussians(StepLoss):
-    """The privacy loss of one epoch. noise: pairs (noise multiplier, number of steps), rising, of the released steps.
+    """The privacy loss of one epoch.
 
-    steps_per_epoch: t, int, at least the number of released steps.
+    noise: pairs (noise multiplier, number of released steps), rising. steps_per_epoch: t, int, no less than these.
     """
 
     noise: Noise
@@ -125,7 +125,7 @@ class AllocatedGaussians(StepLoss):
 
 @functools.lru_cache(128)
 def _ratio_law(noise: Noise, steps_per_epoch: int, decades: int) -> RatioLaw:
-    """A law of S that is at least the true one in the convex order, with tails of 10^-decades."""
+    """A law that is at least that of S in the convex order, with tails of 10^-decades."""
     tail = 10.0**-decades
     law = None
     for noise_multiplier, count in noise:
@@ -140,7 +140,7 @@ def _ratio_law(noise: Noise, steps_per_epoch: int, decades: int) -> RatioLaw:
 
 
 def few_multipliers(noise: Noise) -> Noise:
-    """At most 4 noise multipliers, each rounded down by as little as that allows."""
+    """Rounds noise multipliers down, by as little as possible, to at most 4 distinct ones."""
     values, counts = (np.array(column) for column in zip(*noise, strict=True))
     ratio = max(_LEAST_RATIO, (values[-1] / values[0]) ** (1 / _MOST_DISTINCT) * (1 + 1e-9))
     bins = np.floor(np.log(values / values[0]) / math.log(ratio))
@@ -149,9 +149,9 @@ def few_multipliers(noise: Noise) -> Noise:
 
 
 def round_to_few_epochs(losses: Losses, buckets: int) -> Losses:
-    """`losses`, but of epochs with the same numbers of steps few are distinct: the others are billed with less noise.
+    """Rounds epochs with the same numbers of steps to few distinct ones, by lowering noise; keeps other losses.
 
-    They are at most 24, and at most a quarter of `buckets`, because each takes the time of many sampled Gaussians.
+    At most 24 remain, and at most a quarter of `buckets`, because each takes as long as many sampled Gaussians.
     """
     most = min(_MOST_EPOCHS, -(-buckets // _BUCKETS_EACH))
     kinds = defaultdict(list)
@@ -172,7 +172,7 @@ def round_to_few_epochs(losses: Losses, buckets: int) -> Losses:
 
 
 def _least_noise(noises: Iterable[Noise]) -> Noise:
-    """The least of the noise multipliers of epochs of equal length, one by one in rising order."""
+    """The elementwise minimum of the rising noise multipliers of epochs of equal length, rounded to few."""
     least = np.inf
     for noise in noises:
         values, counts = zip(*noise, strict=True)
@@ -182,7 +182,7 @@ def _least_noise(noises: Iterable[Noise]) -> Noise:
 
 @dataclass(frozen=True)
 class Allocation(PrivacyLoss):
-    """One epoch of random allocation. event: a `RandomAllocationDpEvent`."""
+    """The cost of one epoch of random allocation. event: a `RandomAllocationDpEvent`."""
 
     event: RandomAllocationDpEvent
     fresh = True
@@ -228,17 +228,17 @@ class Allocation(PrivacyLoss):
         return f"{which}, noise multiplier {noise}"
 
 
-# Any of these numbers gives upper bounds. benchmarks of them: tests/test_accounting_allocation.py.
-_SPACING = 0.04  # of the grid, in relative standard deviations of the sum
-_COARSEST = 0.02  # of the grid of one ratio, times max(1, 1 / its noise multiplier)
+# All values of these constants give upper bounds. Their benchmarks are in tests/test_accounting_allocation.py.
+_SPACING = 0.04  # spacing of the grid, in relative standard deviations of the sum
+_COARSEST = 0.02  # largest spacing of the grid of one ratio, times max(1, 1 / its noise multiplier)
 _CUTS = 64  # tails are cut at most 64 times between the first law and the last
 
 
 class SumLaw(NamedTuple):
-    """The law of a sum of ratios: e^(k / 2^finer) has the probability masses[k - first].
+    """The law of a sum of ratios, in which e^(k / 2^finer) has probability masses[k - first].
 
     finer, first: ints. masses: float64 (n,). zero: the probability of 0. lost: the part of the mean at infinity.
-    mean: how many ratios are summed. variance: of the sum. coarsest: the largest useful spacing.
+    mean: the number of ratios. variance: the variance of the sum. coarsest: the largest useful spacing.
     """
 
     finer: int
@@ -256,14 +256,14 @@ class SumLaw(NamedTuple):
         return np.exp((self.first + np.arange(len(self.masses))) * 2.0**-self.finer)
 
     def refined(self, finer: int) -> "SumLaw":
-        """The same law on a grid that has this one's points, and more."""
+        """The same law on a finer grid that includes this one's points."""
         step = 2 ** (finer - self.finer)
         masses = np.zeros((len(self.masses) - 1) * step + 1)
         masses[::step] = self.masses
         return self._replace(finer=finer, first=self.first * step, masses=masses)
 
     def cut(self, tail: float) -> "SumLaw":
-        """The law without its ends, of Q-probability `tail` below and of the share `tail` of the mean above."""
+        """Cuts off the lower end, with Q-probability `tail`, and the upper end, with a share `tail` of the mean."""
         values, masses = self.values, self.masses
         low = min(int(np.searchsorted(np.cumsum(masses), tail)), len(masses) - 1)
         share = np.cumsum((masses * values)[::-1]) / self.mean
@@ -300,7 +300,7 @@ def likelihood_ratio_law(noise_multiplier: float, tail: float) -> SumLaw:
 
 
 def law_of_copies(law: SumLaw, count: int, tail: float) -> SumLaw:
-    """The law of the sum of `count` independent numbers of this law, by doubling."""
+    """The law of the sum of `count` independent variables with this law, by doubling."""
     total = None
     while True:
         if count & 1:
@@ -313,7 +313,7 @@ def law_of_copies(law: SumLaw, count: int, tail: float) -> SumLaw:
 
 
 def law_of_sum(one: SumLaw, other: SumLaw, tail: float) -> SumLaw:
-    """The law of the sum of two independent numbers.
+    """The law of the sum of two independent variables.
 
     On a geometric grid, e^(i h) + e^(j h) is e^(i h) times a function of j - i, so all pairs with the same difference
     are rounded alike: one product of two slices.
@@ -336,7 +336,7 @@ def law_of_sum(one: SumLaw, other: SumLaw, tail: float) -> SumLaw:
     upper_shares = np.clip(np.expm1(spacing * (steps - below)) / math.expm1(spacing), 0, 1)
     columns = zip(differences.tolist(), below.astype(int).tolist(), upper_shares.tolist(), strict=True)
     for difference, step, upper in columns:
-        offset = one.first + difference - other.first  # other's place is one's place plus this
+        offset = one.first + difference - other.first  # index in `other` minus index in `one`
         start, stop = max(0, -offset), min(len(one.masses), len(other.masses) - offset)
         pairs = one.masses[start:stop] * other.masses[start + offset : stop + offset]
         if same and difference:
@@ -349,23 +349,23 @@ def law_of_sum(one: SumLaw, other: SumLaw, tail: float) -> SumLaw:
 
 
 def _halvings(mean: int, variance: float, coarsest: float) -> int:
-    """The number of halvings of a spacing of 1 that is fine enough for a sum."""
+    """How many times a spacing of 1 must be halved to be fine enough for a sum."""
     return max(0, math.ceil(-math.log2(min(coarsest, _SPACING * math.sqrt(variance) / mean))))
 
 
-_LARGEST_ORDER = 1024  # by the integral; the bound at larger ones is that of one Gaussian release
-_LEAST_POINTS = 64  # of the circle
-_STEP, _FIRST, _LAST = 0.03, -60.0, 30.0  # of v in the integral
-_FARTHEST, _LEAST_LOG = 37.0, -600.0  # of x / s in L; and of ln L, so that it is far above the tail beyond
-_SMALL = 35.0  # ln of the share of the largest value at which the integrand ends
-_RADIUS = 0.1  # divided by the order, how near ln of the radius is to the best one
-_ZERO = 1e-300  # in place of 0; far below _ROUNDING
-_ROUNDING = 1e-13  # of ln of a moment, relative to its parts
-_OF_A_LOG = 2.0**-50  # of the logarithm of a number near 1, which counts as often as its step
+_LARGEST_ORDER = 1024  # the largest order for the integral; above it, the bound is that of one Gaussian release
+_LEAST_POINTS = 64  # the least number of points on the circle
+_STEP, _FIRST, _LAST = 0.03, -60.0, 30.0  # the step and range of v in the integral
+_FARTHEST, _LEAST_LOG = 37.0, -600.0  # x / s in L begins at -37, and ln L ends at -600, far above the tail beyond
+_SMALL = 35.0  # the integrand must fall by e^-35 from its maximum to either end
+_RADIUS = 0.1  # divided by the order: the tolerance for ln of the best radius
+_ZERO = 1e-300  # replaces 0; far below _ROUNDING
+_ROUNDING = 1e-13  # rounding error of ln of a moment, relative to its parts
+_OF_A_LOG = 2.0**-50  # rounding error of the log of a number near 1, which is multiplied by its number of steps
 
 
 def allocation_renyi(noise: Noise, steps_per_epoch: int, orders: np.ndarray) -> np.ndarray:
-    """Upper bounds of the Renyi divergences in either direction, float64 (orders,)."""
+    """Upper bounds on the Renyi divergences in both directions, float64 (orders,)."""
     whole = np.unique(np.concatenate([np.floor(orders), np.ceil(orders)]))
     whole = whole[whole > 1]
     most = whole / (2 * noise[0][0] ** 2)
@@ -384,13 +384,13 @@ def renyi_of_removal(noise: Noise, steps_per_epoch: int, order: int) -> float:
     others = steps_per_epoch - float(counts.sum())
 
     def terms_of_series(log_radius: float) -> tuple[np.ndarray, np.ndarray]:
-        """The terms of each f_i, and ln of what they were divided by, so that the largest is 1."""
+        """The terms of each f_i, divided so that the largest is 1, and ln of the divisors."""
         scaled = logs + k * log_radius
         largest = scaled.max(axis=1, keepdims=True)
         return np.exp(scaled - largest), largest
 
     low, high = -order / sigmas.min() ** 2 - math.log(steps_per_epoch) - 1.0, math.log(order) + 1.0
-    while high - low > _RADIUS / order:  # the degree of the terms of f at the best radius has the mean n
+    while high - low > _RADIUS / order:  # at the best radius, the terms of f have mean degree n
         middle = (low + high) / 2
         shares, _ = terms_of_series(middle)
         degree = others * math.exp(middle) + np.sum(counts[:, 0] * (shares @ k) / shares.sum(axis=1))
@@ -400,7 +400,7 @@ def renyi_of_removal(noise: Noise, steps_per_epoch: int, order: int) -> float:
     angles = 2j * math.pi * np.arange(points) / points
     on_circle = np.fft.ifft(shares, points, axis=1) * points
     means = on_circle / shares.sum(axis=1, keepdims=True)
-    means = np.where(means == 0, _ZERO, means)  # a number times the complex ln 0 would not be a number
+    means = np.where(means == 0, _ZERO, means)  # a number times the complex ln 0 would be NaN
     log_f = others * math.exp(high) * np.expm1(angles) - order * angles
     log_f += np.sum(counts * np.log(means), axis=0)
     log_largest = others * math.exp(high) + float(np.sum(counts * (largest + np.log(shares.sum(axis=1)[:, None]))))
@@ -408,13 +408,13 @@ def renyi_of_removal(noise: Noise, steps_per_epoch: int, order: int) -> float:
     mean = float(np.mean(np.real(np.exp(log_f)))) + rounding
     parts = special.gammaln(order + 1), -order * math.log(steps_per_epoch), -order * high, log_largest
     log_moment = sum(parts) + (math.log(mean) if mean > 0 else math.inf)
-    if not log_moment < math.inf:  # also what is no number, because max(0.0, nan) is 0.0
+    if not log_moment < math.inf:  # includes NaN, because max(0.0, nan) is 0.0
         return math.inf
     return (max(0.0, log_moment) + rounding + _ROUNDING * sum(map(abs, parts))) / (order - 1)
 
 
 def renyi_of_addition(noise: Noise, steps_per_epoch: int, order: float) -> float:
-    """An upper bound on D_n(Q|P), the Renyi divergence at an order n of at least 2; inf if the integral cannot say."""
+    """An upper bound on D_n(Q|P), the Renyi divergence at an order n of at least 2; inf if the integral fails."""
     if order > _LARGEST_ORDER:
         return math.inf
     v, logs = _log_transform(noise, steps_per_epoch)
@@ -434,7 +434,7 @@ def renyi_of_addition(noise: Noise, steps_per_epoch: int, order: float) -> float
 
 @functools.lru_cache(64)
 def _log_transform(noise: Noise, steps_per_epoch: int) -> tuple[np.ndarray, np.ndarray]:
-    """The points v, and ln of the product of all transforms at l = e^v, float64 (points,) each."""
+    """The points v, and ln of the product of all Laplace transforms at l = e^v, float64 (points,) each."""
     s = noise[0][0]
     v = np.arange(_FIRST, _LAST + 0.5 / s**2 + 10 / s, _STEP) - math.log(steps_per_epoch)
     others = steps_per_epoch - sum(count for _, count in noise)
@@ -448,9 +448,9 @@ def _log_transform(noise: Noise, steps_per_epoch: int) -> tuple[np.ndarray, np.n
 
 
 def _log_laplace_transform(s: float, v: np.ndarray) -> np.ndarray:
-    """ln E exp(-e^v u), float64 (points,), by the trapezoidal rule, whose error falls exponentially for such functions.
+    """ln E exp(-e^v u), float64 (points,), by the trapezoidal rule, whose error decays exponentially in such cases.
 
-    Beyond the range, the integrand is at most the density. It falls with v.
+    Beyond the range, the integrand is at most the density. The result falls with v.
     """
     step = min(0.25, s / 4)
     z = np.arange(-_FARTHEST, 12 + 1 / s, step)
@@ -459,7 +459,7 @@ def _log_laplace_transform(s: float, v: np.ndarray) -> np.ndarray:
     for start in range(0, len(v), 512):
         with np.errstate(over="ignore"):
             scaled = np.exp(v[start : start + 512, None] + z / s - 0.5 / s**2)
-        lost = -(np.expm1(-scaled) @ weights)  # 1 - L, precise where L is near 1
+        lost = -(np.expm1(-scaled) @ weights)  # 1 - L, accurate where L is near 1
         kept = np.exp(-scaled) @ weights + special.ndtr(-_FARTHEST)
         result[start : start + 512] = np.where(lost < 0.5, np.log1p(-np.minimum(lost, 0.5)), np.log(kept))
     return result

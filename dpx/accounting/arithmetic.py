@@ -1,66 +1,66 @@
-"""What the arithmetic of the noise adds to a bill: a program's normals have finitely many values, and are rounded.
+"""What the arithmetic of the noise adds to a cost: a program's normals have finitely many values, and are rounded.
 
-A bill is proved for normals G of real numbers. A program has g~ instead, and releases the integers
-k = floor(y + R g~ + 1/2) on a public grid, where R in [16, 32) is one standard deviation. A pair of normals is
-G = r (cos u, sin u) with r = sqrt(-2 ln p), p and u uniform. The sampler's proof (`dpx/keys`) gives
+A cost is proved for real normals G. A program has g~ instead, and releases the integers k = floor(y + R g~ + 1/2) on a
+public grid, where R in [16, 32) is one standard deviation. A pair of normals is G = r (cos u, sin u) with
+r = sqrt(-2 ln p), where p and u are uniform. The sampler's proof (`dpx/keys`) gives
 
-(1) coins of which |g~ - G| <= error(p) (`NormalSamplerError`) in both coordinates, the rounding of R g~ + 1/2 included;
-(2) no g~ with an r below 12 where p is so small that error(p) exceeds 1e-3,
-(3) independent pairs, unless two pairs of one release have a p below 2^-64, which the data do not decide.
+(1) coins such that |g~ - G| <= error(p) (`NormalSamplerError`) in both coordinates, rounding of R g~ + 1/2 included,
+(2) no g~ with r below 12 where p is so small that error(p) exceeds 1e-3,
+(3) independent pairs, unless two pairs of one release have a p below 2^-64, which does not depend on the data.
 
-**How many pairs.** m is the number of pairs that the run's releases draw, or anything above it. It must be public and
-the same for both data sets, and it is: how many numbers a model trains is a function of its shapes, which are fixed
-before the first batch, and no reader of the releases could fail to count them. Where m is bounded by a number that was
-stated before the run (`dpx.Budget.numbers`), `init` refuses parameters with more; and a step that draws more than its
-state bills is refused, too, or raises the number of the state (`dpx.mechanism`). A smaller m is a theorem about a
-smaller run, with nothing else to prove, because the proof adds up one pair after the other.
+**The number of pairs.** m is the number of pairs that the run's releases draw, or any upper bound. It must be public
+and the same for both data sets, and it is: a model's shapes, which are fixed before the first batch, determine how many
+numbers it trains, and every reader of the releases can count them. If m is bounded by a number stated before the run
+(`dpx.Budget.numbers`), `init` refuses parameters with more; and a step that draws more than its state's cost counts is
+refused too, or raises the state's number (`dpx.mechanism`). The proof adds up one pair after another, so the theorem
+for a smaller m needs no other proof.
 
-Notation: m pairs in the run, n at most in a release. P and P~ are the laws of a pair of integers in exact arithmetic
-and in that of the program, given all coins and all earlier numbers. phi(v) = e^v - 1 - v. A cell is what rounds to one
+Notation: the run has m pairs, a release at most n. P and P~ are the laws of a pair of integers in exact arithmetic and
+in the program's, given all coins and all earlier numbers. phi(v) = e^v - 1 - v. A cell is the set that rounds to one
 pair of integers: a square of side w = 1/R. It is bad if p < p0 on all of it, and good otherwise.
 
-**Lemma 1.** |P~/P - 1| <= h(p) := 136 error(p/3) at any point of a good cell with p >= p0, while h <= 0.14. Proof: let
-e be the largest error(p) within e of the cell. Then P~ is at most P of the cell with a frame of width e, and at least P
-of the cell without one. For an interval of width w at z, both strips have at most the share (e/w) v coth(v/2) e^(z e +
-w^2/2) with v = z w; that grows with R, and is at most 2.05 * 32 e at R = 32, z <= 12. Two coordinates give 4.1 * 32 e,
-up to squares: 136 e. In a cell and its frame r varies by at most 0.092, so p varies by less than a factor of 3, because
-p0 is at least 2^-102, where r is 11.89. (error(p) is made to fall with p.) Near p = 1, where the lattice moves r by
-2^-65 / r, this is below 2^-54 = evaluation / 512 on average over a border, which is what a strip needs. A bad cell has
-P <= p0, and P~ <= 1.01 p0.
+**Lemma 1.** |P~/P - 1| <= h(p) := 136 error(p/3) at any point of a good cell with p >= p0, if h <= 0.14. Proof: let e
+be the largest error(p) within e of the cell. Then P~ is at most P of the cell with a frame of width e added, and at
+least P of the cell with such a frame removed. For an interval of width w at z, the two strips have at most the share
+(e/w) v coth(v/2) e^(z e + w^2/2) with v = z w; this grows with R, and is at most 2.05 * 32 e at R = 32, z <= 12. Two
+coordinates give 4.1 * 32 e, up to squares: 136 e. In a cell and its frame, r varies by at most 0.092, so p varies by
+less than a factor of 3, because p0 is at least 2^-102, where r is 11.89. (error(p) is made to fall with p.) Near p = 1,
+the lattice moves r by 2^-65 / r, which averages to less than 2^-54 = evaluation / 512 over a border, and a strip needs
+only the average. A bad cell has P <= p0, and P~ <= 1.01 p0.
 
-**Lemma 2.** Let s(x) = x h / (1 - h) and psi = E phi(s(x)) over the good cells, for a number x > 1. But for bad cells,
-and for a probability d, the product of P~/P over the run is below e^a under the program, and that of P/P~ is below
-e^a under exact arithmetic, with a = (m (psi + 1.01 x p0) + ln(1/d)) / (x - 1).
-Proof: let c = P~/P - 1. By Markov's inequality, and one pair after the other, the first is E_P (1 + c)^x over good
-cells, and (1 + c)^x <= e^(x c) <= 1 + x c + phi(x h). The second is E_P (1 + c)^(1-x), and the binomial series gives
-at most 1 + (1-x) c + phi(s(x)). The mean of c over the good cells is at most 1.01 p0 in size.
+**Lemma 2.** Let s(x) = x h / (1 - h) and psi = E phi(s(x)) over the good cells, for a number x > 1. Except in bad cells
+and with probability d, the product of P~/P over the run is below e^a under the program, and that of P/P~ is below e^a
+under exact arithmetic, with a = (m (psi + 1.01 x p0) + ln(1/d)) / (x - 1). Proof: let c = P~/P - 1. Apply Markov's
+inequality to one pair after another. For the first product, it needs E_P (1 + c)^x over good cells, and (1 + c)^x <=
+e^(x c) <= 1 + x c + phi(x h). For the second, it needs E_P (1 + c)^(1-x), and the binomial series gives at most
+1 + (1-x) c + phi(s(x)). The mean of c over the good cells is at most 1.01 p0 in magnitude.
 
 **Theorem.** Let t = 1.02 p0 times the expected m, plus n^2 2^-129 times the expected number of releases, and let the
-exact run be (epsilon, delta)-private. Then the program's run is (epsilon + a1 + a2, t + d1 + e^a1 (delta + far +
-e^epsilon d2))-private, if exact arithmetic makes a pair that is bad for the OTHER data set, or two of one release that
-are rare for it, with a probability of at most far. (A cell is rare if a g~ of p < 2^-64 can fall into it.) Proof: the
-program is the one of independent pairs, but for (3), which has the second part of t for its probability, because two
-pairs of n have p < 2^-64 with at most n^2 / 2 times 2^-128. So let P~ be that of independent pairs. Let S be a set of
-outputs, and A those that are good for the other data set and have no two rare pairs of one release for it; there, both
-programs are the same. The laws of the other data set have a dash. Then P~(S) <= t + d1 + e^a1 P(S), P(S) <= far + delta
-+ e^epsilon P'(S and A), and P'(S and A) <= d2 + e^a2 P~'(S). The coins are in the outputs of the first and the last
-step, where no privacy is claimed, so this covers sampling, adaptive runs and searches. Here d1 = d and d2 = d
-e^-epsilon with d = t / 8.
+exact run be (epsilon, delta)-private. Let far bound the probability that exact arithmetic draws a pair that is bad for
+the OTHER data set, or two pairs of one release that are rare for it. (A cell is rare if a g~ with p < 2^-64 can fall
+into it.) Then the program's run is (epsilon + a1 + a2, t + d1 + e^a1 (delta + far + e^epsilon d2))-private. Proof: the
+program is one with independent pairs except with the probability of (3), at most the second part of t, because two of n
+pairs have p < 2^-64 with probability at most n^2 / 2 times 2^-128. So let P~ be that of independent pairs. Let S be a
+set of outputs, and A the outputs that are good for the other data set and have no two rare pairs of one release for it;
+on A, both programs are the same. Primes mark the laws of the other data set. Then P~(S) <= t + d1 + e^a1 P(S),
+P(S) <= far + delta + e^epsilon P'(S and A), and P'(S and A) <= d2 + e^a2 P~'(S). The first and the last step include
+the coins in the outputs, because they claim no privacy, so this covers sampling, adaptive runs and searches. Here
+d1 = d and d2 = d e^-epsilon with d = t / 8.
 
-**far.** far = e^(epsilon + a2) t always: drop A, and charge t in the last step, where e^a2 is for its second part.
-Better, for releases of Gaussians in which chance decides about each example alone (Poisson's coins, random allocation)
-or about none: let all coins but those of the one example be public, and A those outputs that are good both with and
-without it at every step, which is the factor of 2 in the code. Given its coins, it moves the m1 pairs of a release by 0
-or by v_i, in deviations, with sum |v_i|^2 <= shift^2, and P(|G + v| > r0) <= exp(-(r0 - |v|)^2 / 2), where r0 belongs
-to p0 (Marcum's Q). Where |v| r0 <= 2.6, this is at most p0 (1 + 4.8 |v| r0), so all together have p0 (m1 + 4.8 r0 shift
-sqrt(m1)). For larger |v|, up to r0 - 0.75, it grows faster than |v|^2, so all together have at most exp(-(r0 - shift)^2
-/ 2). A rare cell has p <= 3 2^-64, so the expected number of rare pairs of a release is bounded in the same way, with
-9.3 for r0, and two of them have at most half of its square for their probability, because the pairs are independent. A
-truncated sample has the law of such coins too, and the example displaces another one: `truncated` has its shift. So
-have correlated releases: `correlated` has the proof, and their shift.
+**far.** far = e^(epsilon + a2) t always holds: drop A, and charge t in the last step; e^a2 is for the second part of t.
+A better bound holds for releases of Gaussians in which chance decides about each example separately (Poisson coins,
+random allocation) or about none. Let all coins except the one example's be public, and let A be the outputs that are
+good both with and without it at every step, hence the factor of 2 in the code. Given its coins, the example moves the
+m1 pairs of a release by 0 or by v_i, in deviations, with sum |v_i|^2 <= shift^2, and P(|G + v| > r0) <=
+exp(-(r0 - |v|)^2 / 2), where r0 is the radius for p0 (Marcum's Q). If |v| r0 <= 2.6, this is at most
+p0 (1 + 4.8 |v| r0), so all pairs together have p0 (m1 + 4.8 r0 shift sqrt(m1)). For larger |v|, up to r0 - 0.75, it
+grows faster than |v|^2, so all together have at most exp(-(r0 - shift)^2 / 2). A rare cell has p <= 3 2^-64, so the
+expected number of rare pairs of a release is bounded in the same way, with 9.3 for r0, and the probability of two is at
+most half of its square, because the pairs are independent. A truncated sample has the law of such coins too, except
+that the example displaces another: `limited_samples` has its shift. Correlated releases prove theirs with their cost.
 
-Only the releases of the event count. At all other steps, such as those of an epoch of `ShuffledEpochs` in which the
-example has no part, the two sums are equal, and so are the two laws of the PROGRAM.
+Only the releases of the event count. At all other steps, such as those of a `ShuffledEpochs` epoch in which the example
+takes no part, the two sums are equal, and so are the two laws of the PROGRAM.
 """
 
 import functools
@@ -77,26 +77,26 @@ from dpx.keys.noise import LARGEST_RELEASE, count_pairs
 from dpx.keys.normals import EVALUATION
 from dpx.xla.place import current_place
 
-_SHARE_OF_FRAME, _VARIATION_OF_P, _LARGEST_CHANGE = 136.0, 3.0, 0.14  # of Lemma 1
-_MEAN_OF_CHANGES, _BAD_PAIRS = 1.01, 1.02  # of Lemma 2 and of t, which has the 1e-20 of a search with more trials, too
+_SHARE_OF_FRAME, _VARIATION_OF_P, _LARGEST_CHANGE = 136.0, 3.0, 0.14  # from Lemma 1
+_MEAN_OF_CHANGES, _BAD_PAIRS = 1.01, 1.02  # from Lemma 2 and t; covers a search's 1e-20 chance of more trials too
 _SMALLEST_SHARE = 8  # t / d
-_USUAL_DELTA = 1e-6  # p0 is the best for it where the delta is what is asked for
-_MOST_BITS = 102  # of p0
-_RARE, _RARE_RADIUS = 3 * 2.0**-64, 9.3  # the largest p of a rare cell, and the least r
-_SMALLEST_DELTA = 1e-200  # far below the least t, so a smaller one has no bill either
+_USUAL_DELTA = 1e-6  # when a delta is asked for, p0 is chosen as the best for this delta
+_MOST_BITS = 102  # p0 is at least 2^-102
+_RARE, _RARE_RADIUS = 3 * 2.0**-64, 9.3  # the largest p and the least r of a rare cell
+_SMALLEST_DELTA = 1e-200  # far below the least t, so no smaller delta has a finite cost either
 _FARTHEST = 0.75  # the largest shift is at most r0 minus this
-_ABOUT = 0.3  # of the logarithm of a delta that is printed
-# Bounds of epsilon: the first serves where `far` does not depend on it, the second is tried first where it does.
+_ABOUT = 0.3  # tolerance for the logarithm of a printed delta
+# Bounds on epsilon: the first is used if `far` does not depend on epsilon, and the second is tried first if it does.
 _LARGEST_EPSILON, _USUAL_EPSILON, _LARGEST_UNKNOWN = 1e9, 4.0, 600.0
 
 
 @dataclass(frozen=True)
 class NormalSamplerError:
-    """A sampler of pairs of normals, in standard deviations.
+    """Bounds the error of a sampler of pairs of normals, in standard deviations.
 
-    evaluation, slope: the evaluation of a pair moves it by at most evaluation + slope r, floats; with 64 bits, the
-    first is at least 2^-45 (Lemma 1). digits: triples (l, x, y), l rising: where p < 2^-l, p is off by at most x, and
-    theta by at most y. pairs: the most pairs of one release; 0 is exact noise.
+    evaluation, slope: evaluating a pair moves it by at most evaluation + slope r, floats; with 64 bits, `evaluation` is
+    at least 2^-45 (Lemma 1). digits: triples (l, x, y), with l rising: if p < 2^-l, p is off by at most x, and theta by
+    at most y. pairs: the most pairs of one release; 0 for exact noise.
     """
 
     evaluation: float = EVALUATION
@@ -109,16 +109,16 @@ class NormalSamplerError:
     pairs: int = count_pairs(LARGEST_RELEASE)
 
     def error(self, p: np.ndarray) -> np.ndarray:
-        """The most that a normal is from the exact one, for p < e^(-1/2); float64, as p."""
+        """The largest distance of a normal from the exact one, for p < e^(-1/2); float64, shaped like p."""
         r, of_p, of_angle = np.sqrt(-2 * np.log(p)), np.empty(p.shape), np.empty(p.shape)
         for level, *most in self.digits:
             of_p[p < 2.0**-level], of_angle[p < 2.0**-level] = most
         return self.evaluation * (1 + 1 / 512) + self.slope * r + of_p / (p * r) + 2 * np.pi * r * of_angle
 
     def changes(self) -> np.ndarray:
-        """h for p in (2^-(j+1), 2^-j], float64 (_MOST_BITS,): the largest of all p from there on, which falls with p.
+        """h for p in (2^-(j+1), 2^-j], float64 (_MOST_BITS,): the largest for any p >= that, so that it falls with p.
 
-        Just above the p from which there are more digits, the error is larger than on both sides of it.
+        Just above a p below which there are more digits, the error is larger than on both sides.
         """
         points = 2.0 ** -np.arange(1.0, _MOST_BITS + 1) / _VARIATION_OF_P
         errors = self.error(points)
@@ -129,17 +129,17 @@ class NormalSamplerError:
 
 
 NORMALS = NormalSamplerError()
-# Those of a TPU. Where p has 64 digits, they round it down.
+# The sampler of a TPU, which rounds p down if p has 64 digits.
 INTEGERS = NormalSamplerError(
     integer_normals.EVALUATION, integer_normals.SLOPE, ((0, 2.0**-64, 2.0**-65), *NORMALS.digits[1:])
 )
 
 
 def normal_sampler(numbers: int | NormalSamplerError, in_integers: bool = False) -> NormalSamplerError:
-    """The sampler whose cost a release of `numbers` numbers has. A `NormalSamplerError` is returned as it is.
+    """The sampler's error for a release of `numbers` numbers. A `NormalSamplerError` is returned unchanged.
 
-    in_integers: whether a TPU drew them. Where programs are traced for a TPU (`dpx.xla.place.current_place`), one
-    always does.
+    in_integers: whether a TPU draws the noise. If programs are traced for a TPU (`dpx.xla.place.current_place`), this
+    is always so.
     """
     if isinstance(numbers, NormalSamplerError):
         return numbers
@@ -149,16 +149,16 @@ def normal_sampler(numbers: int | NormalSamplerError, in_integers: bool = False)
 
 
 def worst_sampler(each: Iterable[int | NormalSamplerError]) -> NormalSamplerError:
-    """A sampler that costs at least as much as each of these."""
+    """A `NormalSamplerError` that costs at least as much as each of these."""
     found = [normal_sampler(one) for one in each]
     return replace(max(found, key=lambda one: one.evaluation), pairs=max(one.pairs for one in found))
 
 
 class FinitePrecisionCost(NamedTuple):
-    """What the arithmetic of some releases adds, floats.
+    """What the arithmetic of the noise adds to the cost of some releases, floats.
 
-    tail: t of the theorem. loss: a1, and a2 at epsilon 0; slope: of a2 in epsilon. radius: r0. releases: their expected
-    number. pairs: the most of one of them.
+    tail: t of the theorem. loss: a1, which is also a2 at epsilon 0. slope: the slope of a2 in epsilon. radius: r0.
+    releases: the expected number of releases. pairs: the most pairs of one release.
     """
 
     tail: float
@@ -169,13 +169,13 @@ class FinitePrecisionCost(NamedTuple):
     pairs: int
 
     def epsilon(self, exact: float) -> float:
-        """a1 + a2, where exact arithmetic has the epsilon `exact`."""
+        """a1 + a2 if exact arithmetic has the epsilon `exact`."""
         return 2 * self.loss + self.slope * exact
 
     def delta(self, exact: float, delta: float, shift: float) -> float:
-        """The delta of the theorem, where exact arithmetic has `delta` at the epsilon `exact`.
+        """The delta of the theorem if exact arithmetic has `delta` at the epsilon `exact`.
 
-        shift: that of `RunProfile`.
+        shift: as in `RunProfile`.
         """
         own = self.tail / _SMALLEST_SHARE
         far = self.tail * math.exp(min(exact + self.loss + self.slope * exact, 700.0))
@@ -189,23 +189,23 @@ class FinitePrecisionCost(NamedTuple):
         return min(1.0, self.tail + own + math.exp(self.loss) * (delta + far + own))
 
     def _delta_beyond_radius(self, radius: float, shift: float) -> float:
-        """By how much a shift makes pairs beyond a radius more likely, those whose part of it is small."""
+        """The factor by which a shift raises the probability of pairs beyond a radius that have a small part of it."""
         return 1 + 4.8 * radius * shift / math.sqrt(self.pairs)
 
 
 def finite_precision_cost(
     releases: int, mean: float, delta: float = _USUAL_DELTA, normals: NormalSamplerError = NORMALS
 ) -> FinitePrecisionCost:
-    """What the arithmetic of this many releases adds. It holds at any delta, and is the least near the given one.
+    """The cost that arithmetic adds to this many releases. It holds at any delta, and is lowest near the given one.
 
-    releases, mean: how many are made at most, and their expected number.
+    releases, mean: the largest and the expected number of releases.
     """
     return _best_lemma_2(releases, mean, round(-math.log2(max(delta, _SMALLEST_DELTA))), normals)
 
 
 @functools.lru_cache(4096)
 def _best_lemma_2(releases: int, mean: float, bits: int, normals: NormalSamplerError) -> FinitePrecisionCost:
-    """The best p0 and the best x of Lemma 2, if a delta of t is worth an epsilon of t 2^bits."""
+    """The cost at the best p0 and x of Lemma 2, if a delta of t is worth an epsilon of t 2^bits."""
     if not releases or not normals.pairs:
         return FinitePrecisionCost(0.0, 0.0, 0.0, 0.0, 0.0, 1)
     pairs = float(releases) * normals.pairs
@@ -216,7 +216,7 @@ def _best_lemma_2(releases: int, mean: float, bits: int, normals: NormalSamplerE
         small = scaled < 1e-3
         grown = np.where(small, scaled**2 / 2 * (1 + scaled), np.expm1(scaled) - scaled)  # at least phi
         grown = np.where(np.isfinite(grown), grown, np.inf)
-        least = 2.0 ** -np.arange(1.0, _MOST_BITS + 1)  # p0; the points below it in good cells have the last h
+        least = 2.0 ** -np.arange(1.0, _MOST_BITS + 1)  # p0; points of good cells below p0 use the last h
         psi = np.cumsum(least * grown, axis=1) + least * grown
         tail = mean * normals.pairs * (_BAD_PAIRS * least + normals.pairs * 2.0**-129)
         loss = (pairs * (psi + _MEAN_OF_CHANGES * exponents * least) + np.log(_SMALLEST_SHARE / tail)) / (exponents - 1)
@@ -231,7 +231,7 @@ def _best_lemma_2(releases: int, mean: float, bits: int, normals: NormalSamplerE
 
 
 class EpsilonWithRounding(NamedTuple):
-    """An epsilon at some delta, and what the arithmetic has added to the epsilon and to the delta: floats."""
+    """An epsilon at some delta, and what arithmetic has added to epsilon and to delta, floats."""
 
     epsilon: float
     of_epsilon: float
@@ -240,10 +240,10 @@ class EpsilonWithRounding(NamedTuple):
 
 @dataclass(frozen=True)
 class RunProfile:
-    """The profile of a run as the program makes it, from the profile of exact arithmetic.
+    """The profile of a run as the program computes it, from the profile of exact arithmetic.
 
-    exact: the profile. releases, mean: how many at most, int, and their expected number. shift: the most that one
-    example moves a release, in standard deviations of its noise, as `releases.largest_shift` has it.
+    exact: the latter. releases, mean: the largest, int, and the expected number of releases. shift: the most that one
+    example moves a release, in standard deviations of its noise, as in `PrivacyLoss.largest_shift`.
     """
 
     exact: Profile
@@ -256,22 +256,22 @@ class RunProfile:
         return self.answer(delta).epsilon
 
     def answer(self, delta: float) -> EpsilonWithRounding:
-        """Epsilon at `delta`, and its parts."""
+        """Epsilon at `delta`, and the parts that arithmetic added."""
         return min(
             (self._answer_with_rounding(delta, normals) for normals in self._sufficient_numbers()),
             key=lambda answer: answer.epsilon,
         )
 
     def _sufficient_numbers(self) -> tuple[NormalSamplerError, ...]:
-        """The numbers of a release, and the most, whose bound holds for fewer too.
+        """The sampler for the run's numbers, and the one for the most numbers, whose bound holds for fewer too.
 
-        The least bound of both is never above that of the most, which is what a budget's noise is found for.
+        So the lower of both bounds never exceeds that for the most numbers, which a budget's noise is calibrated for.
         """
         most = replace(self.normal_sampler, pairs=count_pairs(LARGEST_RELEASE))
         return (self.normal_sampler, most) if 0 < self.normal_sampler.pairs < most.pairs else (self.normal_sampler,)
 
     def _answer_with_rounding(self, delta: float, normals: NormalSamplerError) -> EpsilonWithRounding:
-        """Where `far` depends on epsilon, bounds of it are tried."""
+        """The answer for one sampler; if `far` depends on epsilon, tries upper bounds on epsilon in turn."""
         for bound in self._bounds(delta):
             worth = delta * math.exp(-bound) if bound < _LARGEST_EPSILON else delta
             added = finite_precision_cost(self.releases, self.mean, worth, normals)
@@ -285,9 +285,9 @@ class RunProfile:
         return EpsilonWithRounding(math.inf, math.inf, 1.0)
 
     def least_delta(self, delta: float) -> float | None:
-        """About the least delta of which the run has an epsilon, if it has none at `delta` because of its arithmetic.
+        """About the least delta with a finite epsilon, if arithmetic alone makes epsilon at `delta` infinite.
 
-        None if it has one, and if exact noise has none at `delta` either. The true one is less by at most a third.
+        None if epsilon is finite, or if it is infinite even for exact noise. The true value is at most a third less.
         """
         if math.isfinite(self.epsilon(delta)) or math.isinf(self.exact.epsilon(delta)):
             return None
@@ -310,5 +310,5 @@ class RunProfile:
         exact = (epsilon - 2 * added.loss) / (1 + added.slope)
         if exact >= 0:
             return added.delta(exact, self.exact.delta(exact), self.shift)
-        beyond = math.exp(2 * added.loss) - math.exp(epsilon)  # an epsilon is exchanged for a delta
+        beyond = math.exp(2 * added.loss) - math.exp(epsilon)  # trades the excess of epsilon for delta
         return min(1.0, added.delta(0.0, self.exact.delta(0.0), self.shift) + beyond)

@@ -1,36 +1,35 @@
-"""The noise and the grid of a release in integers of 32 bits, for devices without IEEE's float64, such as TPUs.
+"""The noise and the grid of a release in 32-bit integers, for devices without IEEE float64, such as TPUs.
 
 The law is that of `normals.py`: the same words of the cipher give the same p and theta, so the released integer differs
-from that of float64 only where the exact number is within the errors below of a border between two integers. Integers
-cannot be contracted, reassociated or flushed, so every device makes the same bits, and a test on a CPU is one of a TPU.
-Only the exact split of the sum, and the product of the released integer and gamma, use float32.
+from that of float64 only if the exact number is closer to a border between two integers than the errors stated below.
+Integer operations cannot be contracted, reassociated or flushed, so every device computes the same bits, and a test on
+a CPU covers a TPU. Only the exact split of the sum, and the product of the released integer and gamma, use float32.
 
-A fraction x in [0, 1) of 45 bits is a word of 30 bits and one of 15. As a factor, it is three limbs of 15 bits,
-highest first, so that a product of limbs has 30 bits, and a sum of three has 32. In units u = 2^-45, `product` is below
-x y by at most 1.0001 u, and `short_product`, whose second factor has 30 bits, and `square` by at most 3.0001 u;
-`high_word_product`, of 30 bits by 30 bits in units v = 2^-30, is below by at most 2 v.
+A 45-bit fraction x in [0, 1) is a word of 30 bits and one of 15. As a factor, it is three limbs of 15 bits, highest
+first, so that a product of limbs has 30 bits, and a sum of three has 32. In units u = 2^-45, `product` is below x y by
+at most 1.0001 u, and `square` and `short_product`, whose second factor has 30 bits, by at most 3.0001 u. In units
+v = 2^-30, `high_word_product`, of 30 bits by 30 bits, is below x y by at most 2 v.
 
 Logarithm. p = m 2^-z with m in [1/2, 1), and y = 1 - m, all exact in 64 bits. For j = 1, ..., 6, m is multiplied by
-1 + 2^-j where the product is at most 1, so that y < 2^-6.02. Then H = -log p is z log 2, plus the logarithms of the
-factors, plus y, plus S = y^2 (1/2 + y/3 + ... + y^5/7), in units of 2^-57. Its error is at most 2^-46: 7 v 2^-19 in S,
-2^-51.1 for the terms that S lacks, and 2^-49 for all constants and floors. Without a factor, where r < 0.18, it is at
-most 2^-47 (64 y)^2 + 2^-55.
+1 + 2^-j if the product is at most 1, so that y < 2^-6.02 at the end. Then H = -log p is the sum of z log 2, the
+logarithms of the factors, y, and S = y^2 (1/2 + y/3 + ... + y^5/7), in units of 2^-57. Its error is at most 2^-46:
+7 v 2^-19 in S, 2^-51.1 for the terms that S omits, and 2^-49 for all constants and floors. With no factor, so that
+r < 0.18, it is at most 2^-47 (64 y)^2 + 2^-55.
 
-Root. H 2^-7 = X 4^-k with X in [1/4, 1), 64 bits, and r = sqrt(2 H) = 2^(4-k) sqrt(X). Two steps of Newton, from a
-cubic, give 1 / sqrt(X) with a relative error of 2^-24 (tests/test_integers.py tries all 2^16 heads of X, with both ends
-of the rest), and one of Heron the root, with an error of at most 2^-44.3: the residual X - root^2 is exact in integers,
-but for 2 units of 2^-48.
+Root. H 2^-7 = X 4^-k with X in [1/4, 1), 64 bits, and r = sqrt(2 H) = 2^(4-k) sqrt(X). Two Newton steps from a cubic
+give 1 / sqrt(X) with a relative error of 2^-24 (tests/test_integers.py tries all 2^16 leading parts of X, with both
+extremes of the rest), and one Heron step gives the root with an error of at most 2^-44.3, because the residual
+X - root^2 is exact in integers up to 2 units of 2^-48.
 
-Sine. The sine of the angle, or its cosine, is an odd or even polynomial in w in [0, 1), the place within an eighth of a
-turn: w P(w^2), with errors of 2^-48 (sine) and 2^-54 (cosine), found by exchange (Remez); evaluated, at most 4 u.
-
-Altogether a normal is off by at most, with r (3.25 + 4 + 4 + 4) u for root, sine and two products,
+Sine. The sine or cosine of the angle is an odd or even polynomial in w in [0, 1), the position within an eighth of a
+turn: w P(w^2) or P(w^2), found by the Remez algorithm with errors of 2^-48 (sine) and 2^-54 (cosine), and evaluated to
+at most 4 u. Altogether, with r (3.25 + 4 + 4 + 4) u for root, sine and two products, the error of a normal is at most
 
     |g~ - g| <= EVALUATION + r SLOPE + what the digits of p and theta leave open
 
-because 2^-46 / r is below 2^-43 for r >= 0.18, and 2^-37 r^3 below 2^-44 for smaller ones. What is left, 2^-55 / r, is
-below 2^-44 on average over the border of a cell, which is what a strip of Lemma 1 needs (`dpx.accounting.arithmetic`).
-Where p is not below 2^-32, it is rounded down to a multiple of 2^-64, so that it is off by a whole digit.
+because 2^-46 / r is below 2^-43 for r >= 0.18, and 2^-37 r^3 below 2^-44 for smaller r. The remainder, 2^-55 / r, is
+below 2^-44 on average over the border of a cell, and a strip of Lemma 1 needs only this (`dpx.accounting.arithmetic`).
+If p is at least 2^-32, it is rounded down to a multiple of 2^-64, so that its error is up to a whole digit.
 """
 
 import math
@@ -43,9 +42,9 @@ import numpy as np
 from jax import lax
 
 Limbs = tuple[jax.Array, ...]  # uint32 arrays of one shape, below 2^15, highest first
-Words = tuple[jax.Array, jax.Array]  # uint32 arrays, of 30 and 15 bits where they are a fraction
+Words = tuple[jax.Array, jax.Array]  # uint32 arrays; those of a fraction have 30 and 15 bits
 
-EVALUATION, SLOPE = 2.0**-42, 2.0**-41  # deviations
+EVALUATION, SLOPE = 2.0**-42, 2.0**-41  # in standard deviations
 
 _LOW = np.uint32(0x7FFF)
 _LOW_19 = np.uint32(0x7FFFF)
@@ -54,7 +53,7 @@ LOG_2 = 99893036290645747
 LOGARITHMS = (
     58433680313205344, 32158374865561735, 16974324335764940, 8736928775103142, 4434663376165248, 2234388758593785,
 )  # fmt: skip
-# sin(pi w / 4) / w and cos(pi w / 4) in w^2, highest power last, signs in turns.
+# Coefficients of sin(pi w / 4) / w and cos(pi w / 4) in w^2, highest power last, with alternating signs.
 SINE = (
     0.78539816339744495156, 0.080745512188038880482, 0.0024903945673690385809,
     0.000036576192126302274747, 3.1333841462167777093e-7, 1.7365192627169692735e-9, 0.0,
@@ -63,25 +62,25 @@ COSINE = (
     0.9999999999999999529, 0.30842513753403783955, 0.015854344243741595821, 0.00032599188648375483745,
     3.5908591802657182746e-6, 2.4609507464353882914e-8, 1.1365481579029901934e-10,
 )  # fmt: skip
-# 1 / sqrt(x) in x - 1/4, for x in [1/4, 1), signs in turns: relative errors below 2^-6.5.
+# Coefficients of 1 / sqrt(x) in x - 1/4, for x in [1/4, 1), with alternating signs: relative errors below 2^-6.5.
 INVERSE_ROOT = 1.98956408454, 2.50358038718 / 0.75, 2.64381972891 / 0.75**2, 1.14023934173 / 0.75**3
 
 
 def normal(polar: tuple[Words, jax.Array], words: Sequence[jax.Array], second: jax.Array) -> Words:
-    """scale g 2^-19 as a signed number of 64 bits, of which 53 are below the point: two uint32 words, highest first.
+    """Returns scale g 2^-19 as a signed 64-bit number with 53 fractional bits: two uint32 words, highest first.
 
-    words: of a block of the cipher, four uint32 arrays. polar: their `polar_radius`. second: bool, of their shape:
-    whether the second normal of the pair is asked for. scale: that of `polar_radius`.
+    words: a block of the cipher, four uint32 arrays. polar: their `polar_radius`. second: bool, of their shape, whether
+    to return the second normal of the pair. scale: that of `polar_radius`.
     """
     radius, exponent = polar
     part, negative = sine(words, second)
     high, low = product(limbs(radius), limbs(part))
-    size = (high << 2) | (low >> 13), low << 19  # 64 bits: times 2^(9 - exponent)
+    size = (high << 2) | (low >> 13), low << 19  # 64 bits, to be multiplied by 2^(9 - exponent)
     return _signed(_shifted_right(size, exponent + 2), negative)
 
 
 def round_to_grid(high: jax.Array, low: jax.Array | None, noise: Words | None, exponent: jax.Array) -> jax.Array:
-    """gamma k of `noise.py`, float32 in the shape of `high`. noise: R g of `normal`, or None. gamma: 2^exponent.
+    """Returns gamma k of `noise.py`, float32, shaped like `high`. noise: R g from `normal`, or None. gamma: 2^exponent.
 
     exponent: int32 (), from -130 to 126. high, low: as in `noise.round_to_grid`, below 2^127 gamma, about 2^122
     deviations.
@@ -101,9 +100,9 @@ def round_to_grid(high: jax.Array, low: jax.Array | None, noise: Words | None, e
 
 
 def polar_radius(words: Sequence[jax.Array], rare: jax.Array, scale: jax.Array) -> tuple[Words, jax.Array]:
-    """scale 2^-24 times root, in [1/2, 1), and the exponent k, uint32, with sqrt(-2 log p) = 2^(4 - k) root.
+    """Returns scale 2^-24 root, with root in [1/2, 1), and the exponent k, uint32; sqrt(-2 log p) = 2^(4 - k) root.
 
-    words: of a block of the cipher, four uint32 arrays. rare: e of `normals.py`, uint32 (). scale: uint32 (), at least
+    words: a block of the cipher, four uint32 arrays. rare: e of `normals.py`, uint32 (). scale: uint32 (), at least
     2^23 and below 2^24.
     """
     (high, low), exponent = _uniform_from_words(words, rare)
@@ -122,7 +121,7 @@ def polar_radius(words: Sequence[jax.Array], rare: jax.Array, scale: jax.Array) 
 
 
 def _uniform_from_words(words: Sequence[jax.Array], rare: jax.Array) -> tuple[Words, jax.Array]:
-    """p 2^exponent as 64 bits, two words, of which the first is not 0; and the exponent, uint32."""
+    """Returns p 2^exponent as 64 bits, two words, the first of which is not 0, and the exponent, uint32."""
     a, b, _, d = words
     nothing, digits = np.uint32(0), d & np.uint32(0xFFFFFFF0)
     small = a == 0
@@ -136,9 +135,8 @@ def _uniform_from_words(words: Sequence[jax.Array], rare: jax.Array) -> tuple[Wo
 
 
 def _log_factor_near_one(y: Words, exponent: jax.Array) -> tuple[Words, list[jax.Array]]:
-    """1 - y times factors of 1 + 2^-j, as a new y below 2^-6.02; and exponent log 2 plus the logarithms of the factors.
-
-    The sum has three words of 19 bits, without carries.
+    """Multiplies 1 - y by factors 1 + 2^-j, and returns the new y, below 2^-6.02, and exponent log 2 plus the
+    logarithms of the factors. This sum has three words of 19 bits, whose carries are not yet propagated.
     """
     high, low = y
     words = [exponent * word for word in _words(LOG_2)]
@@ -156,7 +154,7 @@ def _words(number: int) -> tuple[np.uint32, ...]:
 
 
 def _plus_log_series(logarithm: list[jax.Array], high: jax.Array, low: jax.Array) -> Words:
-    """logarithm - log(1 - y), with 57 bits below the point: two words."""
+    """Returns logarithm - log(1 - y), with 57 fractional bits, as two words."""
     top, rest = (high << 6) | (low >> 26), low << 6  # Y = 64 y
     y = top >> 17, (top >> 2) & _LOW, ((top << 13) | (rest >> 19)) & _LOW
     # Q = (2/3 + (1/2 + (2/5 + (1/3 + 2/7 Y / 64) Y / 64) ...) Y / 64) Y, v; then S = 2^-13 (Y^2 + 2^-6 Y^2 Q).
@@ -164,8 +162,8 @@ def _plus_log_series(logarithm: list[jax.Array], high: jax.Array, low: jax.Array
     series = _thirty_bits(2 / 5) + ((y[0] * (series >> 15)) >> 6)
     for coefficient in (1 / 2, 2 / 3):
         series = _thirty_bits(coefficient) + (high_word_product(y, _halves(series)) >> 6)
-    squared = square(y)  # of S, in 2^-43, and the rest
-    more = short_product(limbs(squared), _halves(high_word_product(y, _halves(series))))  # in 2^-49, and the rest
+    squared = square(y)  # Y^2, the first term of S: its high word has units of 2^-43
+    more = short_product(limbs(squared), _halves(high_word_product(y, _halves(series))))  # Y^2 Q, in 2^-49
     last = logarithm[2] + ((low >> 7) & _LOW_19) + ((squared[0] & 0x1F) << 14) + (squared[1] >> 1)
     last += ((more[0] & 0x7FF) << 8) + (more[1] >> 7)
     middle = logarithm[1] + (((high << 6) | (low >> 26)) & _LOW_19) + (squared[0] >> 5) + (last >> 19)
@@ -176,7 +174,7 @@ def _plus_log_series(logarithm: list[jax.Array], high: jax.Array, low: jax.Array
 
 
 def fixed_point_inverse_root(high: jax.Array) -> jax.Array:
-    """1 / sqrt(x) in units of 2^-29, uint32, for x = high 2^-32 in [1/4, 1)."""
+    """Returns 1 / sqrt(x) in units of 2^-29, uint32, for x = high 2^-32 in [1/4, 1)."""
     x = high >> 16
     beyond, (c0, c1, c2, c3) = x - np.uint32(2**14), INVERSE_ROOT
     g = np.uint32(round(c2 * 2**13)) - ((beyond * np.uint32(round(c3 * 2**13))) >> 16)
@@ -192,25 +190,25 @@ def fixed_point_inverse_root(high: jax.Array) -> jax.Array:
 
 
 def _root(high: jax.Array, low: jax.Array) -> Words:
-    """sqrt((high, low) 2^-64), in [1/2, 1). A TPU would compute three limbs in two kernels."""
+    """Returns sqrt((high, low) 2^-64), in [1/2, 1). With three limbs, a TPU would need two kernels."""
     inverse = fixed_point_inverse_root(high)
     head, body = high >> 17, (high >> 2) & _LOW
     near = head * (inverse >> 15) + ((head * (inverse & _LOW) + body * (inverse >> 15)) >> 15)
-    near = jnp.minimum(near << 1, np.uint32(2**30 - 1))  # the root in v, off by less than 2^-24
+    near = jnp.minimum(near << 1, np.uint32(2**30 - 1))  # the root in units of v, off by less than 2^-24
     first, second = near >> 15, near & _LOW
     squared = (first * first << 18) + (first * second << 4) + (second * second >> 12)  # 2^-48, modulo 2^-16
-    rest = lax.bitcast_convert_type(((high << 16) | (low >> 16)) - squared, jnp.int32)  # x less that
+    rest = lax.bitcast_convert_type(((high << 16) | (low >> 16)) - squared, jnp.int32)  # the residual
     coarse, fine = (inverse >> 18).astype(jnp.int32), ((inverse >> 7) & 0x7FF).astype(jnp.int32)
     more = (rest >> 12) * coarse + (((rest >> 12) * fine + (((rest & 0xFFF) * coarse) >> 1)) >> 11)  # rest / (2 root)
-    more = (more + 4) >> 3  # u
+    more = (more + 4) >> 3  # in units of u
     return (near.astype(jnp.int32) + (more >> 15)).astype(jnp.uint32), (more & 0x7FFF).astype(jnp.uint32)
 
 
 def sine(words: Sequence[jax.Array], second: jax.Array) -> tuple[Words, jax.Array]:
-    """|sin(2 pi theta)|, or |cos(2 pi theta)| where `second`; and whether it is negative, bool."""
+    """Returns |sin(2 pi theta)|, or |cos(2 pi theta)| where `second`, and whether the value is negative, bool."""
     a, _, c, d = words
     low = jnp.where(a == 0, (d << 28) | np.uint32(2**27), d)
-    c = c + jnp.where(second, np.uint32(2**30), np.uint32(0))  # cos x = sin(x + a quarter)
+    c = c + jnp.where(second, np.uint32(2**30), np.uint32(0))  # cos x = sin(x + a quarter turn)
     eighth = c >> 29
     back = np.uint32(0) - (eighth & 1)  # all bits are 1 where w is counted from the end of its eighth
     high, low = ((c << 3) | (low >> 29)) ^ back, (low << 3) ^ back
@@ -221,13 +219,13 @@ def sine(words: Sequence[jax.Array], second: jax.Array) -> tuple[Words, jax.Arra
 
 
 def _polynomial(squared: Limbs, even: jax.Array) -> Words:
-    """The sum of (-1)^k c_k squared^k, with the coefficients COSINE where `even`, else SINE."""
+    """Returns the sum of (-1)^k c_k squared^k, with the coefficients COSINE where `even`, and SINE elsewhere."""
 
     def chosen(number: int, words: Callable) -> Any:
         of_cosine, of_sine = (words(each[number] * 2.0 ** shifts[number]) for each in (COSINE, SINE))
         return jax.tree.map(lambda *both: jnp.where(even, *both), of_cosine, of_sine)
 
-    # A coefficient 2^shift is below 1.
+    # Each coefficient times 2^shift is below 1.
     shifts = [0] + [math.floor(-math.log2(max(both))) for both in zip(COSINE[1:], SINE[1:], strict=True)]
     first: Any = chosen(6, _thirty_bits)
     value: Any = None
@@ -244,23 +242,23 @@ def _polynomial(squared: Limbs, even: jax.Array) -> Words:
 
 
 def product(x: Limbs, y: Limbs) -> Words:
-    """x y, at most 1.0001 u below it."""
+    """Returns x y, rounded down by at most 1.0001 u."""
     low = x[2] * y[0] + x[1] * y[1] + x[0] * y[2] + ((x[1] * y[2] + x[2] * y[1]) >> 15)
     return _carried(x[0] * y[0], x[0] * y[1] + x[1] * y[0], low)
 
 
 def short_product(x: Limbs, y: Limbs) -> Words:
-    """x y, at most 2.0001 u below it, for a y of two limbs."""
+    """Returns x y for a y of two limbs, rounded down by at most 2.0001 u."""
     return _carried(x[0] * y[0], x[0] * y[1] + x[1] * y[0], x[1] * y[1] + x[2] * y[0])
 
 
 def square(x: Limbs) -> Words:
-    """x^2, at most 3.0001 u below it."""
+    """Returns x^2, rounded down by at most 3.0001 u."""
     return _carried(x[0] * x[0], 2 * x[0] * x[1], 2 * x[2] * x[0] + x[1] * x[1])
 
 
 def high_word_product(x: Limbs, y: Limbs) -> jax.Array:
-    """x y of two limbs each in v, one word, at most 2 v below it."""
+    """Returns x y for two limbs each, as one word in units of v, rounded down by at most 2 v."""
     return x[0] * y[0] + ((x[0] * y[1] + x[1] * y[0]) >> 15)
 
 
@@ -287,7 +285,7 @@ def _words_of_fraction(x: float) -> tuple[np.uint32, np.uint32]:
 
 
 def _sum(x: Words, y: Words) -> Words:
-    """x + y of 64 bits, modulo 2^64."""
+    """Returns the 64-bit sum x + y modulo 2^64."""
     low = x[1] + y[1]
     return x[0] + y[0] + _bit_of(low < y[1]), low
 
@@ -303,13 +301,13 @@ def _bit_of(condition: jax.Array) -> jax.Array:
 
 
 def _shifted_left(x: Words, count: jax.Array) -> Words:
-    """By less than 32."""
+    """Shifts 64 bits left by less than 32."""
     left, right = lax.shift_left, lax.shift_right_logical
     return left(x[0], count) | right(x[1], np.uint32(32) - count), left(x[1], count)
 
 
 def _shifted_right(x: Words, count: jax.Array | np.uint32) -> Words:
-    """By 1 to 64."""
+    """Shifts 64 bits right by 1 to 64."""
     left, right = lax.shift_left, lax.shift_right_logical
     count = jnp.broadcast_to(count, x[0].shape)
     crossing = jnp.where(count < 32, left(x[0], np.uint32(32) - count), right(x[0], count - np.uint32(32)))
@@ -317,7 +315,7 @@ def _shifted_right(x: Words, count: jax.Array | np.uint32) -> Words:
 
 
 def _fraction(x: jax.Array) -> Words:
-    """A float32 number in (-1, 1) with 53 bits below the point, of which it keeps 45."""
+    """Converts float32 in (-1, 1) to a signed number with 53 fractional bits, and keeps 45 bits of its magnitude."""
     size = jnp.abs(x) * np.float32(2**21)
     high = jnp.floor(size)
     low = jnp.floor((size - high) * np.float32(2**24))
@@ -326,7 +324,7 @@ def _fraction(x: jax.Array) -> Words:
 
 
 def _scaled(x: jax.Array, exponent: jax.Array) -> jax.Array:
-    """x 2^exponent, exactly, but for numbers below 2^-126. In two steps, because 2^exponent may be too large."""
+    """Returns x 2^exponent, exact except below 2^-126, in two steps, because 2^exponent may be too large."""
     half = exponent >> 1
     for part in (half, exponent - half):
         x = x * lax.bitcast_convert_type((part + np.int32(127)) << np.int32(23), jnp.float32)

@@ -1,27 +1,27 @@
 """The cost of a run with error feedback: one event for all its steps, whose cost is the least of three bounds.
 
-Whenever an example takes part, it changes every later release. So the steps do not compose, and dp-accounting's
+When an example takes part in a step, it changes every later release. So the steps do not compose, and dp-accounting's
 accountants refuse the event.
 
 # The energy: how far one example moves all releases of a run, sum_t |shift_t|^2 in units of C1 / B
 
-Leaving an example out moves the error by D and a release by S. S is how far the fed-back part moves, plus 1 at a step
-where the example takes part (a participation). F is how far the rest of the error moves. Feeding back is a firmly
-non-expansive map of the error (the projection onto a ball, or its smooth form), so S^2 + F^2 <= D^2. The next D is F,
-plus at most rho (`error_sensitivity`) at a participation. For given participations:
+Leaving an example out moves the error by D, its fed-back part by S, and the rest of the error by F. The release moves
+by S, plus at most 1 at a step in which the example takes part (a participation). Feeding back is a firmly non-expansive
+map of the error (the projection onto a ball, or its smooth form), so S^2 + F^2 <= D^2. The next D is F, plus at most
+rho (`error_sensitivity`) at a participation. For given participations:
 
 1. k participations have energy at most c_k^2, c_k = sqrt(1 + (rho + c_(k-1))^2), c_0 = 0, in any number of steps.
    Proof: V_j(d) = (d + c_j)^2 is the largest energy from a move d with j participations left. V_0(d) = d^2, and a step
-   without participation adds nothing. By Cauchy-Schwarz the maximum of (s + 1)^2 + (F + rho + c_(j-1))^2 for
+   without participation adds nothing. By Cauchy-Schwarz, the maximum of (s + 1)^2 + (F + rho + c_(j-1))^2 for
    s^2 + F^2 <= d^2 is (d + c_j)^2. Also, c_k <= sqrt k + k rho.
 2. If E bounds the energy of every run, the run is mu-GDP with mu = sqrt(E) / nu, although the shifts depend on past
    releases. Proof: one more release pads the energy to exactly E. Then the log-likelihood ratio is a martingale of
    Gaussian increments whose variances add up to E / nu^2 in every case, so it is N(-+ E / 2 nu^2, E / nu^2).
 3. For any error, S <= 2 C2 (`feedback_shift`, in units of C1 / B), and S = 0 at the first step and after each reset.
    These shifts have the trivial energy.
-4. If the participations are random, delta is at most its mean over them, as if they were known, because delta is
-   jointly convex. This bound has no amplification. c_k^2 is convex in k, so the worst case puts k participations into
-   as few stretches between resets as possible.
+4. If the participations are random, delta is at most the mean over them of delta for known participations, because
+   delta is jointly convex. This bound has no amplification. c_k^2 is convex in k, so the worst case puts k
+   participations into as few stretches between resets as possible.
 
 If an example is replaced instead of left out, every shift doubles.
 
@@ -30,10 +30,9 @@ If an example is replaced instead of left out, every shift doubles.
 This bound is sound but not tight: at rate 0.02, noise multiplier 1, 1,000 steps and ten known participations, the cost
 is 0.9 % above the result of enumeration.
 
-S, F and rho are as above, nu is the noise in units of C1 / B, q the sampling rate, and l_s the likelihood ratio
-of N(s, nu^2) to N(0, nu^2). Let X be the likelihood ratio of a run with the example to a run without it. Let W_t(d)
-bound the L^a norm of the part of X from the releases t, t + 1, ..., if the error has moved by d. By
-Minkowski's inequality
+S, F and rho are as above, nu is the noise in units of C1 / B, q the sampling rate, and l_s the likelihood ratio of
+N(s, nu^2) to N(0, nu^2). Let X be the likelihood ratio of a run with the example to a run without it. Let W_t(d) bound
+the L^a norm of the part of X from the releases t, t + 1, ..., if the error has moved by d. By Minkowski's inequality,
 
     W_t(d) = max over s^2 + F^2 <= d^2 of |(1-q) W_(t+1)(F) l_s + q W_(t+1)(F + rho) l_(s+1)|_a,      W_(T+1) = 1
 
@@ -48,8 +47,8 @@ By the inequality of the means the left side is at most E X^(1-a) r^(a p), the r
 X^a - X^(1-a) has the sign of h, r^(a p) grows with h, and E X^a >= E X^(1-a) (Theorem 5 of Mironov, Talwar and Zhang
 2019, https://arxiv.org/abs/1908.10530), so E (X^a - X^(1-a)) r^(a p) >= 0.
 
-More than `most` participations are left out. Given at most `most`, a participation has probability at most q, and W
-grows with that probability. The probability of more is added once to delta and, in the other direction, once to
+Runs with more than `most` participations are left out. Given at most `most`, a participation has probability at most q,
+and W grows with that probability. The probability of more is added once to delta and, in the other direction, once to
 epsilon. A move above (most - 1) rho means that there were `most` participations. No more can follow, so U = 1, and any
 convex continuation from below is an upper bound.
 
@@ -59,10 +58,10 @@ on a quarter disc is at most its maximum on the corners of a polygon around the 
 
 # Why the costs hold for the computed releases, and for which runs
 
-The unit is C1 / B, so what is fed back counts B / C1 times. The computed sums and withheld parts move by at most 1 +
-ETA times 1 and rho (`dpx.sums.rounding`), and the noise is 1 + ETA + ERROR times what the cost assumes. The bounds
-scale: nu, shifts and error moves, all times 1 + ETA + ERROR, cost the same. So the rounding of the error may move a run
-by ERROR times the shift, and rho, of its first participation.
+The unit is C1 / B, so what is fed back is multiplied by B / C1. The computed sums and withheld parts move by at most
+1 + ETA times 1 and rho (`dpx.sums.rounding`), and the noise is 1 + ETA + ERROR times what the cost assumes. The bounds
+scale: if nu, shifts and error moves are all multiplied by 1 + ETA + ERROR, the cost is the same. So the rounding of the
+error may move a run by ERROR times the shift, and ERROR times rho, of its first participation.
 
 A STEP, with v = 2^-53, from an error e with |e| <= M, which is two float32 numbers and exact in float64. The computed
 norm is off by 32 v (`sums.rounding`), the scale of the part that is fed back by 36 v, that part by 37 v M, what is
@@ -73,12 +72,12 @@ non-expansive one of the energy. So two runs with errors at distance D have
 
     S^2 + F^2 <= D^2,   release: S + a,  a = 144 v B M + 68 v n;   next D: F + b,  b = 214 v B M,
 
-plus their participation. Runs of the same bits stay so, up to the first participation, and again after a reset.
+plus their participation. Runs have equal bits until the first participation, and again after a reset.
 
 A RUN of R steps between resets. Let x_T = 0 and x_t = sqrt(a^2 + (b + x_(t+1))^2), so x_1 <= R b + sqrt(R) a. For s^2 +
-F^2 <= D^2, (s + a, F + b + x_(t+1)) has length D + x_t or less. So whatever bound V_t(D) follows from the maximum over
-that disc and grows with s and F, as in both bounds, the computed run has V_t(D + x_t), by backward induction.
-The first participation makes D, and with it x, from 0, and its cost covers rho ERROR more than it moves D. So x_1 <=
+F^2 <= D^2, (s + a, F + b + x_(t+1)) has length at most D + x_t. So for every bound V_t(D) that follows from the maximum
+over that disc and grows with s and F, as both bounds do, the computed run has V_t(D + x_t), by backward induction. The
+first participation raises D, and with it x, from 0, and its cost covers rho ERROR more than D moves. So x_1 <=
 rho ERROR is enough.
 
 |e| <= M = m W with W = n rho / B: each step adds at most W to what is not fed back. m = R in general. m = 2 if C2 >=
@@ -87,12 +86,12 @@ most 3/4 of rho ERROR if
 
     R m n <= 2^29   and   sqrt(R) n <= 2^29 min(1, rho).
 
-The rest is for the participation's own step, the factors of what is withheld, and the noise's deviation in float32:
-2^-20 in all. If rho = 0, nothing is ever fed back.
+The rest is for the participation's own step, the factors of what is withheld, and the float32 standard deviation of the
+noise: 2^-20 in all. If rho = 0, nothing is ever fed back.
 
 THE TRIVIAL COST, for an infinite outer norm, bounds each shift by 2 C2. The computed part has a norm of at most C2 (1 +
-72 v), and the released sum is off by 68 v n more. By Minkowski's inequality, the root of the energy of a stretch, which
-is at least 1, grows by sqrt(R) 68 v n: only the second condition is needed, with 1 for rho.
+72 v), and the released sum is off by at most another 68 v n. By Minkowski's inequality, the root of the energy of a
+stretch, which is at least 1, grows by sqrt(R) 68 v n. So only the second condition is needed, with 1 for rho.
 """
 
 import functools
