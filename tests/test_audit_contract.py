@@ -216,9 +216,9 @@ def test_an_event_of_other_batches_fails(mechanism, event, words):
     """Also where it has a kind of its own; all of them are as they are billed themselves."""
     trial = Trial(mechanism.replace(event=event.event), PARAMS, draws=500, seed=0)
     with pytest.raises(BrokenLine, match=words):
-        cost.check_billed_releases(trial)
+        cost.check_counted_releases(trial)
     with contextlib.suppress(NotChecked):
-        cost.check_billed_releases(Trial(mechanism, PARAMS, draws=500, seed=0))
+        cost.check_counted_releases(Trial(mechanism, PARAMS, draws=500, seed=0))
 
 
 def no_noise(key):
@@ -273,7 +273,7 @@ def test_an_event_without_sampling_needs_a_proof_of_its_own():
     """It costs more than what is drawn."""
     trial = Trial(plain(FIXED).replace(event=plain(WHOLE).event), PARAMS, draws=500, seed=0)
     with pytest.raises(NotChecked, match="GaussianDpEvent is not an event of the sampling"):
-        cost.check_billed_releases(trial)
+        cost.check_counted_releases(trial)
 
 
 def test_a_step_without_noise_is_not_checked():

@@ -13,7 +13,7 @@ import numpy as np
 
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.cost import cost_of_run, require_billable, require_reachable_epsilon
+from dpx.accounting.cost import cost_of_run, require_event_and_sampling, require_reachable_epsilon
 from dpx.accounting.ledger import DISTINCT, FEW
 from dpx.accounting.pld.losses import BUCKETS, Buckets, bucketed_gaussians
 from dpx.accounting.schedule import Interval, implemented_profile, lower_profile, upper_profile
@@ -145,9 +145,9 @@ def accepts_budget(build: Callable[..., M]) -> Callable[..., M]:
             return build(*arguments.args, **arguments.kwargs)
 
         budget = budget.for_sampling(make_with_noise(1.0).sampling)
-        bill = {"accountant": budget.accountant, "records": budget.records, "numbers": budget.numbers}
+        options = {"accountant": budget.accountant, "records": budget.records, "numbers": budget.numbers}
         noise_multiplier = calibrate(
-            make_with_noise, steps=budget.steps, epsilon=budget.epsilon, delta=budget.delta, **bill
+            make_with_noise, steps=budget.steps, epsilon=budget.epsilon, delta=budget.delta, **options
         )
         return make_with_noise(noise_multiplier).replace(budget=budget)
 
@@ -287,21 +287,21 @@ def calibrate_schedule(
     numbers, tolerance = checks.numbers_per_release(numbers, exact_noise), _require_tolerance(tolerance)
     median = float(np.median(sigmas[repeats > 0]))
 
-    def bill(scale: float, steps: Buckets) -> float:
+    def cost_at(scale: float, steps: Buckets) -> float:
         exact = upper_profile(steps.scaled(scale), accountant=accountant, relation=relation)
         return require_reachable_epsilon(
             implemented_profile(exact, sigmas * (scale / median), repeats, relation, numbers), epsilon, delta
         )
 
     coarse = bucketed_gaussians(sigmas / median, rates, repeats, _COARSE_BUCKETS)
-    scale = least_noise_within(lambda scale: bill(scale, coarse), epsilon, _COARSE_TOLERANCE, 1.0)
+    scale = least_noise_within(lambda scale: cost_at(scale, coarse), epsilon, _COARSE_TOLERANCE, 1.0)
     if accountant == "rdp":
         steps = Buckets(sigmas / median, sigmas / median, rates, rates, repeats)
     else:
         near = sigmas * (scale / median)
         steps = bucketed_gaussians(near, rates, repeats, require_whole("buckets", buckets)).scaled(1 / scale)
-    scale = least_noise_within(lambda scale: bill(scale, steps), epsilon, tolerance, scale)
-    upper = bill(scale, steps)
+    scale = least_noise_within(lambda scale: cost_at(scale, steps), epsilon, tolerance, scale)
+    upper = cost_at(scale, steps)
     if accountant == "rdp":
         return CalibratedSchedule(scale / median, Interval(0.0, upper))
     lower = lower_profile(steps.scaled(scale), relation=relation).epsilon(delta)
@@ -313,14 +313,14 @@ def _require_tolerance(value: Any) -> float:
     return require_number("tolerance", value, minimum=1e-9, maximum=1)
 
 
-def least_noise_within(bill: Callable[[float], float], budget: float, tolerance: float, start: float) -> float:
-    """Finds the least noise with bill(noise) <= budget, to the tolerance, for a cost that decreases with noise.
+def least_noise_within(cost_at: Callable[[float], float], budget: float, tolerance: float, start: float) -> float:
+    """Finds the least noise with cost_at(noise) <= budget, to the tolerance, for a cost that decreases with noise.
 
     Brackets the answer, then narrows the bracket by secants in log-log coordinates, or by bisection if a secant leaves
     the bracket. Returns the upper end, whose cost is within the budget.
     """
     low = high = start
-    cost_low = cost_high = bill(start)
+    cost_low = cost_high = cost_at(start)
     while cost_high > budget:
         low, cost_low = high, cost_high
         high *= min(4.0, 1.05 * max(cost_high / budget, 1.05))
@@ -329,20 +329,20 @@ def least_noise_within(bill: Callable[[float], float], budget: float, tolerance:
                 f"epsilon={budget} cannot be met: noise_multiplier={low:.6g} still costs {cost_low}; it must be able "
                 "to lower the cost of every step, and at a tiny delta only a larger delta or fewer `numbers` help"
             )
-        cost_high = bill(high)
+        cost_high = cost_at(high)
     while cost_low <= budget:
         high, cost_high = low, cost_low
         if cost_high >= budget * (1 - tolerance) or high < _SMALLEST_MULTIPLIER:
             return high
         low *= max(0.25, 0.97 * min(cost_low / budget, 0.97))
-        cost_low = bill(low)
+        cost_low = cost_at(low)
     log_target = math.log(budget * (1 - tolerance / 3))
     points = [(low, cost_low), (high, cost_high)]  # the two latest evaluations
     while cost_high < budget * (1 - tolerance) and high > low * (1 + tolerance * (1e-3 if cost_low < math.inf else 1)):
         middle = _secant(points, log_target)
         if middle is None or not low * (high / low) ** 1e-3 < middle < high * (low / high) ** 1e-3:
             middle = math.sqrt(low * high)
-        cost = bill(middle)
+        cost = cost_at(middle)
         points = [points[-1], (middle, cost)]
         if cost > budget:
             low, cost_low = middle, cost
@@ -352,12 +352,12 @@ def least_noise_within(bill: Callable[[float], float], budget: float, tolerance:
 
 
 def _least_noise_near(
-    bill: Callable[[float], float], budget: float, tolerance: float, start: float, power: float
+    cost_at: Callable[[float], float], budget: float, tolerance: float, start: float, power: float
 ) -> float:
     """`least_noise_within` for a slow cost, about noise^-power near the start; it evaluates about three of them."""
     noise, last = start, None
     for _ in range(_NEAR):
-        cost = bill(noise)
+        cost = cost_at(noise)
         if budget * (1 - tolerance) <= cost <= budget:
             return noise
         if not 0 < cost < math.inf:
@@ -368,7 +368,7 @@ def _least_noise_near(
         if abs(math.log(cost / budget)) > _FAR * power:
             break  # the last two differ only by rounding
         noise *= (cost / (budget * (1 - tolerance / 3))) ** (1 / power)
-    return least_noise_within(bill, budget, tolerance, noise)
+    return least_noise_within(cost_at, budget, tolerance, noise)
 
 
 def _secant(points: list[tuple[float, float]], log_target: float) -> float | None:
@@ -409,7 +409,7 @@ def max_steps(
         20
     """
     epsilon = checks.require_positive_epsilon(epsilon)
-    require_billable(optimizer)
+    require_event_and_sampling(optimizer)
     checks.warn_of_large_delta(delta, optimizer.sampling)
 
     def affordable(steps: int) -> bool:

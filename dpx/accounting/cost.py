@@ -262,7 +262,7 @@ def cost_of_run(
     Raises ValueError for a state that another mechanism made, for a relation that the event does not hold for, for
     records or a weight whose cost is unknown, and for fewer numbers than the run is known to have.
     """
-    require_billable(optimizer)
+    require_event_and_sampling(optimizer)
     record, sampling = read_run(steps_or_state), optimizer.sampling
     if record.state is None:
         event = optimizer.event(record.steps) if record.steps else dp_accounting.NoOpDpEvent()
@@ -341,7 +341,7 @@ def event_for_unit(
     return from_event(event).of_records(records, distinct=distinct)
 
 
-def require_billable(optimizer: Any) -> None:
+def require_event_and_sampling(optimizer: Any) -> None:
     if not (hasattr(optimizer, "event") and hasattr(optimizer, "sampling")):
         raise ValueError(
             "optimizer must be a dpx Mechanism, which has an event and a sampling; from an optax.chain, pass the one "

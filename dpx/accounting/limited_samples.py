@@ -37,7 +37,7 @@ f is attained at a >= 1: if one example contributes C and all others -C, and it 
 outputs are the pair of the removed example. So no cost may be below that of these two data sets, which is the cost
 of Poisson sampling at HALF the noise multiplier on the sum.
 
-**Public coins.** `arithmetic` needs a bill that holds if all coins but those of the example are public. A batch has
+**Public coins.** `arithmetic` needs a cost that holds if all coins but those of the example are public. A batch has
 the law of these coins: a uniform subset U of the others, in random rows; a uniform j in U; and a coin of rate q,
 independent of both, by which the example takes the row of j. Given U and j, A is the sum over U, and in B and B' the
 example, or the one that replaces it, has the place of j. Any two of them differ by at most 1, so the proof holds given
@@ -71,7 +71,7 @@ in place of f, which costs a little more.)
 
 Poisson's cost would be below the truth: if all others contribute -1 and the example +1, a full batch moves by 2.
 
-**Public coins.** `arithmetic` needs a bill that holds if all coins but those of the example are public. The coins of
+**Public coins.** `arithmetic` needs a cost that holds if all coins but those of the example are public. The coins of
 the others here are not such ones, because K decides about p. But a full batch has the law of these coins: a uniform
 n-subset U of the others, in random rows; a uniform j in U; and a coin of rate p, independent of both, by which the
 example takes the row of j. Given U and j, A is the sum over U; in B the example has the place of j, and in B' the null.

@@ -14,7 +14,7 @@ from dpx.accounting import checks
 from dpx.accounting.arithmetic import EpsilonWithRounding
 from dpx.accounting.budget import Budget
 from dpx.accounting.compose import Selection
-from dpx.accounting.cost import RunCost, cost_of_run, require_billable
+from dpx.accounting.cost import RunCost, cost_of_run, require_event_and_sampling
 from dpx.accounting.ledger import from_event
 from dpx.reports.attacks import AttackBounds, bounds_and_curve
 from dpx.reports.rendering import Section, as_html, as_markdown, as_text, attack_curve
@@ -169,7 +169,7 @@ def privacy_report(
         >>> dpx.privacy_report(mechanism, 200, delta=1e-5, name="a trial")
         PrivacyReport(name='a trial', unit='one example', epsilon=4.765..., delta=1e-05, steps=200)
     """
-    require_billable(mechanism)
+    require_event_and_sampling(mechanism)
     checks.warn_of_large_delta(delta, mechanism.sampling)
     cost = cost_of_run(mechanism, steps_or_state, records=records, numbers=numbers)
     drawn = _unit_of(cost.record.unit, unit)

@@ -452,9 +452,9 @@ def canary_scores(
         raise ValueError(
             f"make must be a function from a key to a mechanism, got one to {described(made)}: {OTHERWISE}"
         )
-    billed = getattr(made, "sampling", None)
-    truth = billed if sampling_truth is None else sampling_truth
-    canary, instead = _canary_gradients(canary, instead, params, truth if billed is None else billed)
+    own_sampling = getattr(made, "sampling", None)
+    truth = own_sampling if sampling_truth is None else sampling_truth
+    canary, instead = _canary_gradients(canary, instead, params, truth if own_sampling is None else own_sampling)
     attack = Attack(make, params, steps, canary, instead, others, takes_part(truth), observe)
     period, groups = 0, 1
     if isinstance(truth, Sampling) and truth.one_key:  # its key decides the canary's step in an epoch

@@ -32,8 +32,8 @@ from dpx.sampling.varying import CyclicPoissonSampling, RandomAllocationDpEvent
 from dpx.states.reading import release_state
 from dpx.states.record import identity_of
 
-BILLED = (0, 1, 2, 5, 12, 100, 1_001, 10_007, 50_021)  # numbers of steps
-BILLED_WITHOUT_SCHEDULE = 1_000_003  # the event of a schedule has as many parts as steps
+RUN_LENGTHS = (0, 1, 2, 5, 12, 100, 1_001, 10_007, 50_021)  # numbers of steps
+LONGEST_WITHOUT_SCHEDULE = 1_000_003  # the event of a schedule has as many parts as steps
 MUST = 12  # steps that a mechanism must allow; it may refuse longer runs
 TAKEN = 4  # steps after which the state's record is read
 OF_SAMPLINGS = (  # events that assume a certain sampling
@@ -56,14 +56,14 @@ def check_cost(trial: Trial) -> str:
     precision = float(release.precision[0]) - float(release.precision[1])
     if (used > 0).all() and not math.isclose(precision, float(np.sum(used**-2.0)), rel_tol=1e-5):
         raise BrokenLine(f"the state records other noise multipliers than {used.tolist()}, which the cost counts")
-    return check_billed_releases(trial)
+    return check_counted_releases(trial)
 
 
-def check_billed_releases(trial: Trial) -> str:
+def check_counted_releases(trial: Trial) -> str:
     """Describes what the events of runs of many lengths count. Raises BrokenLine if they count too few releases."""
     mechanism = trial.mechanism
     own, more, last = "", False, 0
-    all_steps = BILLED if callable(mechanism.noise_multiplier) else (*BILLED, BILLED_WITHOUT_SCHEDULE)
+    all_steps = RUN_LENGTHS if callable(mechanism.noise_multiplier) else (*RUN_LENGTHS, LONGEST_WITHOUT_SCHEDULE)
     for steps in all_steps:
         expected = mechanism.sampling.event(trial.multipliers[:steps])
         try:
@@ -80,7 +80,7 @@ def check_billed_releases(trial: Trial) -> str:
             _require_plausible_event(event, trial.multipliers[:steps], mechanism.sampling)
             own = own or name
         else:
-            more |= _require_billed(expected, event, steps)
+            more |= _require_counted(expected, event, steps)
     if mechanism.correlated is not None:
         return require_costed_sensitivity(trial)
     if own:
@@ -97,7 +97,7 @@ def _are_equal(event: DpEvent, expected: DpEvent) -> bool:
         return False
 
 
-def _require_billed(expected: DpEvent, event: DpEvent, steps: int) -> bool:
+def _require_counted(expected: DpEvent, event: DpEvent, steps: int) -> bool:
     """Whether the event has more releases than expected. Raises BrokenLine if it lacks one."""
     wanted, offered = from_event(expected).events, from_event(event).events
     if missing := _missing_release(wanted, offered):
@@ -144,13 +144,13 @@ def _releases_of(event: DpEvent) -> Iterator[DpEvent]:
             release = getattr(release, "event", None)
 
 
-def _missing_release(expected: dict[DpEvent, int], billed: dict[DpEvent, int]) -> DpEvent | None:
+def _missing_release(expected: dict[DpEvent, int], counted: dict[DpEvent, int]) -> DpEvent | None:
     """A release that is expected more often than the event has it, or None. Values may differ by 1e-6.
 
     Equal events are counted together. The rest are compared in sorted order.
     """
-    wanted = _sorted_counts({event: count - billed.get(event, 0) for event, count in expected.items()})
-    offered = _sorted_counts({event: count - expected.get(event, 0) for event, count in billed.items()})
+    wanted = _sorted_counts({event: count - counted.get(event, 0) for event, count in expected.items()})
+    offered = _sorted_counts({event: count - expected.get(event, 0) for event, count in counted.items()})
     place, left = 0, offered[0][1] if offered else 0
     for event, count in wanted:
         while count > 0:
@@ -188,7 +188,7 @@ def same_event(one: Any, other: Any) -> bool:
 
 
 SHORT, MOST_PATTERNS = 10, 4096  # steps of a run whose patterns are all tried, and how many at most
-BILL_SLACK = 1e-3  # relative slack, because costs are rounded
+COST_SLACK = 1e-3  # relative slack, because costs are rounded
 
 
 def require_costed_sensitivity(trial: Trial) -> str:
@@ -202,14 +202,14 @@ def require_costed_sensitivity(trial: Trial) -> str:
             signs = np.array([(1, *rest) for rest in itertools.product((1, -1), repeat=len(pattern) - 1)])
             largest = max(largest, float(np.linalg.norm(signs @ matrix.T[list(pattern)], axis=1).max()))
             tried += len(signs)
-        billed = from_event(trial.event(steps)).losses("zero_out")
-        moved = trial.multiplier(0) / min(loss.noise_multiplier for loss in billed)
-        if not moved >= largest * (1 - BILL_SLACK):
+        counted = from_event(trial.event(steps)).losses("zero_out")
+        moved = trial.multiplier(0) / min(loss.noise_multiplier for loss in counted)
+        if not moved >= largest * (1 - COST_SLACK):
             words = f"an example moves C G by {largest:.6g} clip norms in {steps} steps"
             raise BrokenLine(f"{words}, and {moved:.6g} are paid for")
         turns = math.ceil(steps / getattr(mechanism.sampling, "bands", steps))
-        if sum(billed.values()) < turns:
-            raise BrokenLine(f"{steps} steps are counted as {sum(billed.values())} turns, and are {turns}")
+        if sum(counted.values()) < turns:
+            raise BrokenLine(f"{steps} steps are counted as {sum(counted.values())} turns, and are {turns}")
         shown = max(shown, largest / moved)
     return f"{tried} patterns and signs of up to {SHORT} steps move C G by at most {shown:.4g} of what the cost counts"
 
@@ -282,12 +282,12 @@ def _require_sensitivity_of_relation(event: DpEvent, record: Sampling):
     """Raises BrokenLine if the event of noise multiplier 1 has more than 1, or 1/2 where an example is exchanged."""
     inner = getattr(event, "event", event)
     most = 0.5 if record.relation == "replace_one" else 1.0
-    billed = getattr(inner, "noise_multiplier", 0.0)
+    stated = getattr(inner, "noise_multiplier", 0.0)
     if isinstance(inner, RandomAllocationDpEvent):
-        billed = max(sigma for sigma, _ in inner.noise_multiplier)
-    if billed > most:
+        stated = max(sigma for sigma, _ in inner.noise_multiplier)
+    if stated > most:
         words = f"at most {most:g} is true under the relation {record.relation!r}"
-        raise BrokenLine(f"the event of noise multiplier 1 has {billed:g}, and {words}")
+        raise BrokenLine(f"the event of noise multiplier 1 has {stated:g}, and {words}")
 
 
 def _require_poisson(batches: list[np.ndarray], examples: int, rate: float):
@@ -331,10 +331,10 @@ def _require_equal_rates(taken: np.ndarray, trials: int, rate: float):
         )
 
 
-def _require_weighted_poisson(batches: list[np.ndarray], rates: np.ndarray, billed: float):
+def _require_weighted_poisson(batches: list[np.ndarray], rates: np.ndarray, stated: float):
     """Counts of low-rate and high-rate examples, and of those shared with the next batch, fit independent coins."""
-    if rates.max() > billed * (1 + 1e-12):
-        raise BrokenLine(f"an example takes part at rate {rates.max():.6g}, and {billed:.6g} is paid for")
+    if rates.max() > stated * (1 + 1e-12):
+        raise BrokenLine(f"an example takes part at rate {rates.max():.6g}, and {stated:.6g} is paid for")
     taken = np.bincount(np.concatenate(batches), minlength=len(rates))
     pairs = list(zip(batches[:-1:2], batches[1::2], strict=True))
     for number, group in enumerate(np.array_split(np.argsort(rates, kind="stable"), 4), start=1):
@@ -423,6 +423,6 @@ def _require_random_allocation(draw: Callable[[int], Draw], examples: int, steps
 def _require_participations_counted(batches: list[np.ndarray], record: Sampling):
     """Every example takes part in at most as many steps as the event of all steps has Gaussian releases."""
     taken = np.bincount(np.concatenate(batches), minlength=record.examples).max()
-    billed = sum(from_event(record.event(np.ones(len(batches)))).counts.values())
-    if taken > billed:
-        raise BrokenLine(f"an example takes part in {taken} of {len(batches)} steps, and {billed} are paid for")
+    counted = sum(from_event(record.event(np.ones(len(batches)))).counts.values())
+    if taken > counted:
+        raise BrokenLine(f"an example takes part in {taken} of {len(batches)} steps, and {counted} are paid for")

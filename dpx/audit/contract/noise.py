@@ -50,7 +50,7 @@ def check_noise(trial: Trial) -> str:
     for step in WITH_OTHERS:
         _used_multiplier(trial, step, others=True)
     for step in FAR:
-        if _is_billed(trial, step):
+        if _has_noise_at(trial, step):
             _used_multiplier(trial, step)
     found, drawn, missing = [value for value in used if value is not None], _check_draws(trial), []
     more_words.append(require_noise_covers_rows(trial))
@@ -65,13 +65,13 @@ def check_noise(trial: Trial) -> str:
     more_words = [words for words in (drawn, *more_words) if words]
     if missing:
         raise NotChecked("; ".join([*missing, *more_words]))
-    billed = [trial.multiplier(step) for step in STEPS]
-    more = any(value > 1.01 * least for value, least in zip(found, billed, strict=True))
-    words = f"multiplier {numbers_as_text(found)} {AT_STEPS}; the cost counts {numbers_as_text(billed)}"
+    stated = [trial.multiplier(step) for step in STEPS]
+    more = any(value > 1.01 * least for value, least in zip(found, stated, strict=True))
+    words = f"multiplier {numbers_as_text(found)} {AT_STEPS}; the cost counts {numbers_as_text(stated)}"
     return "; ".join([words, *["more noise than the cost counts"] * more, *more_words])
 
 
-def _is_billed(trial: Trial, step: int) -> bool:
+def _has_noise_at(trial: Trial, step: int) -> bool:
     """Whether a run may reach this step and has noise there."""
     try:
         trial.event(step + 1)
@@ -82,7 +82,7 @@ def _is_billed(trial: Trial, step: int) -> bool:
 
 def _used_multiplier(trial: Trial, step: int, *, others: bool = False) -> float | None:
     """The noise multiplier of the release; None if no derivative tells it. Raises BrokenLine if it is too small."""
-    release, billed = trial.release(step, others=others), trial.multiplier(step)
+    release, stated = trial.release(step, others=others), trial.multiplier(step)
     if release.flat:
         return None
     where = f"step {step}{', with other values of the parameters' * others}"
@@ -90,8 +90,8 @@ def _used_multiplier(trial: Trial, step: int, *, others: bool = False) -> float 
         raise BrokenLine(f"data moves a public value that no noise moves so, at {where}")
     largest = max(float(release.change_of_sums_in_noise(sums).max()) for sums in trial.contributions(step).values())
     used = 1 / max(largest, 1e-30)
-    if trial.has_stated_sensitivity and not used >= billed * (1 - release.tolerance):
-        raise BrokenLine(f"the noise multiplier is {used:.6g} at {where}, and {billed:.6g} is paid for")
+    if trial.has_stated_sensitivity and not used >= stated * (1 - release.tolerance):
+        raise BrokenLine(f"the noise multiplier is {used:.6g} at {where}, and {stated:.6g} is paid for")
     return used
 
 
