@@ -278,7 +278,7 @@ def require_bool(name: str, value: Any) -> bool:
 
 
 def require_function(name: str, value: Any, argument: str = "") -> Callable:
-    """Returns `value`. Raises ValueError unless it is a function, of one argument if that is named."""
+    """Returns `value`. Raises ValueError unless it is a function; if `argument` is given, it must take only that."""
     if not callable(value):
         raise ValueError(f"{name} must be a function, got {described(value)}")
     if argument:
@@ -318,7 +318,7 @@ def unit_in_words(records: int, drawn: str = "example") -> str:
 
 
 def for_whom(records: int) -> str:
-    """Says whom an epsilon protects, to print behind it; "" if it protects one unit of the sampling."""
+    """Says whom an epsilon protects, in words to print after it; "" if it protects one unit of the sampling."""
     return "" if records == 1 else f" for a {unit_in_words(records)}"
 
 

@@ -137,7 +137,7 @@ class Ledger:
         return losses
 
     def map(self, event_of: Callable[[PrivacyLoss], DpEvent]) -> DpEvent:
-        """The event with each release replaced by `event_of` it."""
+        """Replaces each release in the event by the result of `event_of`."""
         return compose_events((event_of(loss), count) for loss, count in self.counts.items())
 
     def profile(
@@ -183,7 +183,7 @@ class Ledger:
         return (*lines, *others) if self.private else (*lines, *others, "a release without noise")
 
     def in_one_line(self) -> str:
-        """The releases in words, in one line."""
+        """Describes the releases in one line."""
         return ", ".join(self.words()) or "nothing"
 
     def implemented(

@@ -77,7 +77,7 @@ class OneOfLosses(StepLoss):
 
 @dataclass(frozen=True)
 class BestOf(StepLoss):
-    """The best of K independent trials. mean: of K, at least 1. shape: eta of the paper, inf for Poisson.
+    """The best of K independent trials. mean: that of K, at least 1. shape: the paper's eta, inf for Poisson.
 
     The formulas are those of dp-accounting, at more orders. There are no `pmfs`, so "pld" refuses it.
     """

@@ -70,8 +70,8 @@ VERSION = "version of dpx"
 def facts_of(run: RunPlan, carry: Carry, options: dict[str, Any]) -> dict[str, Any]:
     """Returns the facts that identify a run. A mark tells two keys apart and reveals neither.
 
-    options: of the gradient. Like the backend, machine, settings and versions, they affect how sums are rounded. A
-        repeated step must match in every bit, because its noise is the same.
+    options: options for computing the gradient. Like the backend, machine, settings and versions, they affect how sums
+        are rounded. A repeated step must match in every bit, because its noise is the same.
     """
     optimizer = run.optimizer
     described = jax.tree_util.tree_leaves_with_path(carry)

@@ -107,7 +107,7 @@ class Folder:
         self.continued = False  # whether there was a checkpoint
 
     def _claim(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """Locks the folder, and creates it if needed. Returns the contents of run.json, old or new. In process 0."""
+        """Locks the folder, creating it if needed, and returns its run.json, old or new. Called only in process 0."""
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"checkpoints must be a directory, got the file {self.path}")
         if not self._file.is_file():
@@ -194,7 +194,7 @@ class Folder:
         require_skippable(self._run, state, last, reach)
 
     def _write_claim(self):
-        """Closes the folder to others, writes its warning, and removes unfinished checkpoints. In process 0."""
+        """Called only in process 0. Closes the folder to others, writes its warning, removes unfinished checkpoints."""
         make_folder(self.path)
         replace_file(self.path / "SENSITIVE", SENSITIVE)
         self._delete_older()
@@ -210,7 +210,7 @@ class Folder:
         processes.from_first_process(replace_run_json)
 
     def _require_unchanged(self, known: dict[str, Any]):
-        """Raises ValueError if another program has changed run.json. In process 0.
+        """Raises ValueError if another program has changed run.json. Called only in process 0.
 
         The lock prevents that, except on some cluster disks where it only works within one host.
         """
@@ -285,7 +285,7 @@ class Folder:
         self._files.save(self.path / str(step), args=whole)  # raises if this checkpoint exists
 
     def _delete_older(self):
-        """Deletes all but the last checkpoints. In process 0."""
+        """Deletes all but the last checkpoints; called only in process 0."""
         fsync_folder(self.path)
         for path in [
             *(self.path / str(step) for step in self._checkpoint_steps()[:-KEPT]),

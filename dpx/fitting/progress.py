@@ -132,7 +132,7 @@ class FitResult(NamedTuple):
 class RunMonitor:
     """Evaluates a run and keeps its history.
 
-    every: int, steps between evaluations. folder: the run's, which records the releases of private metrics.
+    every: int, steps between evaluations. folder: the run's folder, which records releases of private metrics.
     """
 
     run: RunPlan

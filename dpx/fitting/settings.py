@@ -148,7 +148,7 @@ _RETURNED = (
 
 @dataclass
 class Payment:
-    """What a run charges to a ledger. ledger: of the dataset, or None. given: further arguments of `ledger.spend`.
+    """What a run charges to a ledger. ledger: the dataset's, or None. given: further arguments for `ledger.spend`.
     number: the index of the run's entry. planned: number of steps charged."""
 
     ledger: PrivacyLedger | None
@@ -167,7 +167,7 @@ class Payment:
         return cost_of_run(self.run.optimizer, steps, terms.relation, records=terms.records).event
 
     def pay(self, carry: Carry, folder: Any):
-        """Charges the ledger for all planned steps, once for a run that continues in its folder. In every process.
+        """Charges the ledger for all planned steps, once for a run that continues in its folder. Runs in every process.
 
         Raises ValueError if the ledger refuses the run, or if it is missing and the plan exceeds the steps it paid for.
         """
@@ -195,7 +195,7 @@ class Payment:
         return entry.number
 
     def end(self, step: int, folder: Any):
-        """Ends the run, and refunds what its remaining steps would have cost. In every process."""
+        """Ends the run, and refunds what its remaining steps would have cost. Runs in every process."""
         if self.ledger is not None:
             made = folder.end(step)
             processes.from_first_process(lambda: self._end(self.ledger, made))
@@ -209,7 +209,7 @@ class Payment:
         ledger.end(ledger.entries[self.number], self._event(whole), steps=made)
 
     def caveats(self) -> tuple[str, ...]:
-        """The report's lines about the run's entry in the ledger, if there is one. In every process."""
+        """The report's lines about the run's entry in the ledger, if there is one. Runs in every process."""
         return () if self.ledger is None else tuple(processes.from_first_process(lambda: self._caveats(self.ledger)))
 
     def _caveats(self, ledger: Any) -> list[str]:

@@ -49,7 +49,7 @@ class BatchLosses(NamedTuple):
 def first_carry(params: Tree, optimizer: Mechanism, sharding: Any) -> Carry:
     """Returns the carry before the first step, in its own arrays.
 
-    sharding: of the batches. If it has a mesh, arrays not on this mesh are replicated over it. This happens after
+    sharding: the batches' sharding. If it has a mesh, arrays not on it are replicated over it. This happens after
         `init`, which may combine arrays, because arrays on Explicit axes cannot be combined with others outside jit.
     """
 
@@ -143,8 +143,8 @@ def _sum_of_training_losses(unreleased: Any, batch: Batch) -> jax.Array:
 class CompiledByShapes:
     """A function of pytrees of arrays, compiled once for each set of shapes.
 
-    A call deletes the arrays of the arguments `donate_argnums`. out_shardings: passed to `jax.jit`. sharding: of the
-    batches. If its mesh has no Explicit axes, arrays in the function's closure are replicated over it, once.
+    A call deletes the arrays of the arguments `donate_argnums`. out_shardings: passed to `jax.jit`. sharding: that of
+    the batches; if its mesh has no Explicit axes, arrays in the function's closure are replicated over it, once.
     """
 
     def __init__(

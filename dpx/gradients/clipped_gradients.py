@@ -1,10 +1,10 @@
-"""The clipped sum of a batch's rows, with at most one microbatch in memory at a time: as many examples as fit, and on a
-CPU as many as fit in its cache, because a step over the whole batch writes fresh memory, which the kernel must zero and
-the cache cannot hold.
+"""The clipped sum of a batch's rows, with at most one microbatch in memory at a time. A microbatch has as many examples
+as fit in memory, or on a CPU in its cache, because a step over the whole batch would write fresh memory, which the
+kernel must zero and the cache cannot hold.
 
 With `jax.checkpoint`, one backward pass keeps the inputs and cotangents of all layers. Two passes keep none, but take
 1.4 times as long, while microbatches take hardly longer than the whole batch (benchmarks/scans.py). So two passes are
-used only where not even one example would fit.
+used only if not even one example would fit.
 """
 
 import contextlib

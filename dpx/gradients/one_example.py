@@ -121,7 +121,7 @@ def value_and_gradient(function: Callable, *, has_aux: bool = False) -> Callable
 
 @contextlib.contextmanager
 def adding_note(called: str, example: Callable[[], Tree]) -> Iterator[None]:
-    """Adds to an error of the user's function, called `called`, the shapes of an `example` and the likely cause."""
+    """Adds the shapes of an `example` and the likely cause to an error of the user's function, named `called`."""
     try:
         yield
     except Exception as error:

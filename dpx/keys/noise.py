@@ -232,7 +232,7 @@ def _flat_leaves(leaves: list[jax.Array], padding: int = 0) -> jax.Array:
 
 
 def in_rows(leaves: list[jax.Array], places: tuple[StreamPosition, ...], chunks: int = 1) -> jax.Array:
-    """Concatenates the leaves, with zeros up to a multiple of this many chunks, float32 (2 * chunks, half)."""
+    """Concatenates the leaves, padded with zeros to a multiple of this many chunks, float32 (2 * chunks, half)."""
     size, half = sum(leaf.size for leaf in leaves), places[0].half
     return _flat_leaves(leaves, -size % (2 * half * chunks)).reshape(-1, half)
 

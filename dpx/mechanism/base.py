@@ -138,7 +138,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
 
     def contribute(self, grad: Tree, state: Tree) -> tuple[Tree, Tree, tuple[Tree, ...]]:
         """Returns what one example adds to the sums: (encoded, norms, factors), meaning factor * encoded for each
-        factor. grad: one example's gradient, shaped like the parameters, without a batch axis. state: its state."""
+        factor. grad: one example's gradient, shaped like the parameters, with no batch axis. state: the mechanism's."""
         grad = jax.tree.map(lambda g: g.astype(jnp.float32), grad)
         encoded = jax.tree.map(lambda z: z.astype(jnp.float32), self.encode(grad, state))  # also with 64 bits on
         encoded = jax.lax.optimization_barrier(encoded)  # norm and sum must read the same values
@@ -429,6 +429,6 @@ def describe_period(every: int) -> str:
 
 
 def describe_groups(values: Tree, words: Callable[[Any], str] = describe) -> str:
-    """Describes the values of groups of layers, each after the path of its group; a single value has no path."""
+    """Lists the values of groups of layers in words, each after the path of its group; a single value has no path."""
     paths, _ = jax.tree_util.tree_flatten_with_path(values)
     return ", ".join(f"{path_of(path)} {words(leaf)}".strip() for path, leaf in paths)

@@ -138,7 +138,7 @@ def on_devices(rows: Rows, draw: Draw, drawn: DrawRecord, sharding: jax.sharding
 
 
 def whole_batches(loaded: Generator[tuple[Batch, bool]]) -> Generator[Batch]:
-    """Yields the batches, and closes what loads them when it ends."""
+    """Yields the batches, and closes their loader at the end."""
     with contextlib.closing(loaded):
         yield from (batch for batch, _ in loaded)
 

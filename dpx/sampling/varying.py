@@ -318,14 +318,14 @@ class RandomAllocationDpEvent(DpEvent):
 @names_arguments
 @dataclass(frozen=True, kw_only=True)
 class RandomAllocation(VaryingSize):
-    """Every example takes part exactly once an epoch, in a uniformly random step, independently of all others.
+    """Every example takes part exactly once per epoch, in a uniformly random step, independently of all others.
 
     examples:        size of the data set, below 2^31; a public number.
     steps_per_epoch: t, in [1, examples]. The divisor is examples / t, the expected batch size. Batch sizes vary as much
                      as with `PoissonSampling`.
 
     The step of an example is 64 cipher bits of (key, epoch, example), modulo t. No step has a probability above
-    (1 + t 2^-64) / t. The excess adds less than t 2^-64 to the epsilon of an epoch, which no cost counts. An epoch is
+    (1 + t 2^-64) / t. The excess adds less than t 2^-64 to an epoch's epsilon, and costs leave this out. An epoch is
     drawn once, as a list of the examples of each step, from parts of 2^20 examples. It takes 4 bytes of host memory for
     each example (4 GB for 10^9).
 

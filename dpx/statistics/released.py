@@ -220,7 +220,7 @@ class StatisticRequest:
     ) -> tuple[np.ndarray, Noise, dict[str, Any]]:
         """Adds noise to sums, int64 (...). Returns float64 (...), the noise, and the fields of its `Statistic`.
 
-        effect: of one record. low, high: public bounds on the sums. query: the question, with all public arguments.
+        effect: that of one record. low, high: public bounds on the sums. query: the question and all public arguments.
         """
         effect = UnitSensitivity(
             effect.one * records.most, effect.two * records.most, min(sums.size, effect.moves * records.most)

@@ -88,7 +88,7 @@ def _may_join_groups(equation: core.JaxprEqn) -> bool:
 
 
 def _needs_turns(equation: core.JaxprEqn) -> bool:
-    """Whether an equation must be computed row after row."""
+    """Whether an equation must be computed for one row after another."""
     return iterates_together(equation) or _may_join_groups(equation) or _draws_from_first_key(equation)
 
 

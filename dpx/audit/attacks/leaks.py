@@ -126,8 +126,8 @@ _ROUNDING = 1e-12  # relative, so that 1 % of 300 others is 3, not 2
 class Membership:
     """How well scores tell the members of one run from others, next to the cost that the run states.
 
-    false_positive_rates: n floats, as requested. true_positive_rates: n floats, the share of the members whose scores
-        exceed a threshold, which at most this share of the others exceeds.
+    false_positive_rates: n floats, as requested. true_positive_rates: n floats, for each the share of members whose
+        scores exceed a threshold that no more than the requested share of the others exceeds.
     lower, upper: n floats each, Clopper and Pearson's bounds on the true-positive rates, each with `confidence`. They
         assume a fixed threshold and independent scores. The threshold depends on the others, so they are approximate.
     advantage: float, the largest difference between true-positive and false-positive rate. area: float, the area under

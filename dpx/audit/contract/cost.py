@@ -165,7 +165,7 @@ def _missing_release(expected: dict[DpEvent, int], counted: dict[DpEvent, int]) 
 
 
 def _sorted_counts(counts: dict[DpEvent, int]) -> list[tuple[DpEvent, int]]:
-    """The events of positive counts, by their types and then by their numbers."""
+    """The events with positive counts, sorted by type and then by the numbers in them."""
 
     def sort_key(event):
         parts = [getattr(event, field.name) for field in attrs.fields(type(event))]

@@ -74,7 +74,7 @@ class NoiseDraws:
         return self._found[step, others]
 
     def public_floats(self, words: np.ndarray, state: Tree, steps: np.ndarray, params: Tree = None) -> np.ndarray:
-        """The public floats of empty steps, float64 (count, o). words: of keys, uint32 (count, 2). steps: (count,)."""
+        """The public floats of empty steps, float64 (count, o). words: key data, uint32 (count, 2). steps: (count,)."""
         count, found = len(steps), []
         places = np.arange(-(-count // TOGETHER) * TOGETHER) % count  # the last part is filled up
         for part in places.reshape(-1, TOGETHER):
@@ -295,7 +295,7 @@ def _with_key_argument(function: Callable, mechanism: Mechanism, arguments: tupl
 
 
 def _other_key(key: jax.Array, leaf: Any, mark: Any = None) -> Any:
-    """Returns `leaf`, or if it is a key, another key made from `key`. mark: of the leaf; None for one in the state."""
+    """Returns `leaf`, or if it is a key, another key made from `key`. mark: the leaf's, or None in the state."""
     if not is_key(leaf):
         return leaf
     if mark is None:

@@ -144,9 +144,9 @@ def all_but_one(*missing: int) -> np.ndarray:
 
 
 def audit_problem_of_gradients(mechanism: Mechanism, params: Tree, compiled: Callable) -> AuditProblem:
-    """Gradients as the data: `Mechanism.update`, and `private_updates` of a loss that has them as gradients.
+    """The problem whose data are gradients: `Mechanism.update`, and `private_updates` of a loss with these gradients.
 
-    compiled: of `Subject`.
+    compiled: `Subject.compiled`.
     """
 
     def stacked(grads, state, included):

@@ -74,7 +74,7 @@ class Trial(Subject):
     def contributions(self, step: int) -> dict[str, Tree]:
         """The sums of single gradients by path, float32 with rows on axis 0: loud ones, then hostile ones.
 
-        All paths at the steps FULLY, but only `Mechanism.update` at other steps.
+        The steps in FULLY have all paths, and other steps only `Mechanism.update`.
         """
         if step not in self._contributions:
             rows, state, names = self.with_loud(self.hostile[0]), self.state(step), list(self.problems[0].sums)

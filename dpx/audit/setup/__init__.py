@@ -52,11 +52,11 @@ def check_setup(
 
     loss: (params, example) -> scalar float loss of one example, which has no batch axis. optimizer: a `dpx.Mechanism`.
     params: a pytree of arrays. batch: a `dpx.Batch` of the data.
-    steps, delta: of the planned run; None takes those of the optimizer's budget.
+    steps, delta: those of the planned run; None takes them from the optimizer's budget.
     data: all examples, in the form that `sampling.take` accepts, if available.
     with_key: whether the loss takes a PRNG key: loss(params, example, key). has_aux: whether it returns (value, aux).
-    Raises ValueError if `optimizer` is no `dpx.Mechanism`, `batch` is no `dpx.Batch`, `params` is empty, the loss does
-    not return one real number, or a number is out of range.
+    Raises ValueError if `optimizer` is not a `dpx.Mechanism`, `batch` is not a `dpx.Batch`, `params` is empty, the loss
+    does not return one real number, or a number is out of range.
 
         >>> print(dpx.check_setup(loss, optimizer, params, batch, steps=100, delta=1e-5))
         ok ...

@@ -210,7 +210,7 @@ def loss_of_one_example(loss: Callable, *, with_key: bool, has_aux: bool) -> Cal
 
 
 def trace_or_finding(loss: Callable, params: Tree, example: Tree) -> core.ClosedJaxpr | Finding:
-    """The closed jaxpr of the loss, or a finding that tracing fails. Raises ValueError if it is no real scalar."""
+    """The closed jaxpr of the loss, or a finding that tracing fails. Raises ValueError unless it is a real scalar."""
     try:
         closed, out = jax.make_jaxpr(loss, return_shape=True)(params, example)
     except NameError as error:

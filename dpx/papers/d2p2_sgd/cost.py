@@ -40,8 +40,8 @@ _RENYI_TAIL = 1e-18  # probability of the largest stretches, for which the Renyi
 class ProjectedGaussianDpEvent(dp_accounting.DpEvent, PrivacyLoss):
     """One Gaussian release on a Poisson sample, after a fresh Gaussian projection of the clipped sum.
 
-    noise_multiplier: sigma. sampling_probability: in (0, 1]. rank: p, int, the smallest of all blocks. blocks: int, how
-        many blocks of coordinates are projected separately. dp-accounting's accountants refuse this event.
+    noise_multiplier: sigma. sampling_probability: in (0, 1]. rank: p, int, the smallest rank of any block. blocks: int,
+        how many blocks of coordinates are projected separately. dp-accounting's accountants refuse this event.
     """
 
     noise_multiplier: float
