@@ -360,7 +360,7 @@ def test_a_run_that_ends_early_costs_what_it_made(rich, tmp_path):
             assert trained(ledger, folder=tmp_path / "run").steps == 5
     assert rich.path.read_text() == text
     file = tmp_path / "run" / "run.json"
-    file.write_text(file.read_text().replace('"ended": 5', '"x": 0'))
+    file.write_text(file.read_text().replace('"ended": 5', '"ended": null'))
     with pytest.raises(ValueError, match="has ended after step 5"):  # a copy of the folder from before
         trained(rich, folder=tmp_path / "run")
 

@@ -30,8 +30,9 @@ import logging
 import os
 import secrets
 import shutil
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 from filelock import FileLock
@@ -69,15 +70,29 @@ KEPT = 2  # how many checkpoints are kept
 UNFINISHED = "*.orbax-checkpoint-tmp*"  # unfinished checkpoints that a killed program left
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunFile:
+    """run.json. facts: what identifies the run. planned: the most steps that any program planned. reach: the last step
+    that may have been made. moved: the last step that may have been made with other facts. mark: a random name for a
+    ledger. paid: the number of steps charged to a ledger. ended: the step after which the run ended and a ledger
+    returned the cost of the remaining steps, or None. measured: the names of the private metrics that may have been
+    released. looks: the most evaluations planned for them."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    planned: int = 0
+    reach: int = 0
+    moved: int = 0
+    mark: str = ""
+    paid: int = 0
+    ended: int | None = None
+    measured: list[str] = field(default_factory=list)
+    looks: int = 0
+
+
 class Folder:
     """The folder of one run, which this program holds until `close`.
 
-    run.json: `facts`, which identify the run; `planned`, the most steps that any program planned; `reach`, the last
-    step that may have been made; `moved`, the last step that may have been made with other facts; `mark`, a random name
-    for a ledger; `paid`, the number of steps charged to a ledger; `ended`, the step after which the run ended and a
-    ledger returned the cost of the remaining steps; `measured`, the names of the private metrics that may have been
-    released; `looks`, the most evaluations planned for them.
-    history.json: the evaluations. STEP: a checkpoint, created atomically.
+    known: what run.json holds. history.json: the evaluations. STEP: a checkpoint, created atomically.
 
     on_other_devices: whether the run may continue where sums are rounded differently. Raises ValueError if the folder
         holds another run, naming the facts that differ, or if another program holds it; ImportError without orbax.
@@ -94,7 +109,7 @@ class Folder:
         if autotunes_kernels():  # another program may round differently
             facts |= {KERNELS: processes.from_first_process(lambda: secrets.token_hex(8))}
         try:
-            self._known = processes.from_first_process(lambda: self._claim(facts))  # what run.json holds
+            self.known = RunFile(**processes.from_first_process(lambda: self._claim(facts)))
             with processes.raising_together():
                 if not (self.path / "lock").exists():
                     raise ValueError(f"checkpoints must be one folder that all processes share, but {self.path} is not")
@@ -102,7 +117,7 @@ class Folder:
         except BaseException:
             self.close()
             raise
-        self._facts, self.memory, self._reached = facts, facts.get(MEMORY), self._known["reach"]
+        self._facts, self.memory, self._reached = facts, facts.get(MEMORY), self.known.reach
         self._last: int | None = None  # the step of the checkpoint that this program stored or read last
         self.continued = False  # whether there was a checkpoint
 
@@ -117,12 +132,13 @@ class Folder:
             make_folder(self.path)
         self._lock = acquire_lock(self.path)
         if self._file.is_file():
-            return read_json(self._file)
-        return {"facts": facts, "planned": 0, "reach": 0, "moved": 0, "mark": secrets.token_hex(8)}
+            stored = read_json(self._file)
+            return stored if "facts" in stored else {}  # of a version that kept no record, which is refused
+        return {"facts": facts, "mark": secrets.token_hex(8)}
 
     def _changed_facts(self, facts: dict[str, Any]) -> list[str]:
         """The names of the facts that differ. Raises ValueError if any may not change."""
-        stored = self._known.get("facts", {})
+        stored = self.known.facts
         if stored.get(RECORD) != facts[RECORD]:
             raise ValueError(
                 f"checkpoints must be a new folder or one of dpx {facts[VERSION]}, but {self.path} holds a run of dpx "
@@ -157,18 +173,18 @@ class Folder:
         On other devices, skips the steps that may have been made. The plan is the longest that any program had. The
         initial parameters are stored because a restart from different ones would repeat the run's noise.
         """
-        last, reach = self._last_step(), self._known["reach"]
+        last, reach = self._last_step(), self.known.reach
         if last is None and reach:
             raise ValueError(
                 f"{self.path} holds no checkpoint, but its run may have taken steps up to {reach}: starting again "
                 "would repeat the noise of the run. Take another folder and another key"
             )
-        skips = reach > (last or 0) and bool(self._changed or self._known["moved"] > (last or 0))
+        skips = reach > (last or 0) and bool(self._changed or self.known.moved > (last or 0))
         if skips:
             self._require_skippable(like.state, last or 0, reach)
-        plan = max(self._known["planned"], self._run.plan)
+        plan = max(self.known.planned, self._run.plan)
         processes.from_first_process(self._write_claim)
-        moved = reach if self._changed or skips else self._known["moved"]
+        moved = reach if self._changed or skips else self.known.moved
         self._write(facts=self._facts, moved=moved)
         self._plan = plan
         self.continued = last is not None
@@ -200,21 +216,21 @@ class Folder:
         self._delete_older()
 
     def _write(self, **changes: Any):
-        before, self._known = self._known, self._known | changes
+        before, self.known = self.known, replace(self.known, **changes)
 
         def replace_run_json():
             if self._file.is_file():
                 self._require_unchanged(before)
-            replace_file(self._file, json.dumps(self._known, indent=2) + "\n")
+            replace_file(self._file, json.dumps(asdict(self.known), indent=2) + "\n")
 
         processes.from_first_process(replace_run_json)
 
-    def _require_unchanged(self, known: dict[str, Any]):
+    def _require_unchanged(self, known: RunFile):
         """Raises ValueError if another program has changed run.json. Called only in process 0.
 
         The lock prevents that, except on some cluster disks where it only works within one host.
         """
-        if read_json(self._file) != known:
+        if RunFile(**read_json(self._file)) != known:
             raise ValueError(
                 f"{self.path} must belong to one program at a time, but another one has continued the run: end this one"
             )
@@ -227,40 +243,21 @@ class Folder:
         """Records the last step that may be made before the next checkpoint, before any of these steps is made."""
         self._write(reach=max(self._reached, step))
 
-    @property
-    def mark(self) -> str:
-        return self._known.get("mark", "")
-
-    @property
-    def ended(self) -> int | None:
-        return self._known.get("ended")
-
-    @property
-    def paid(self) -> int:
-        return self._known.get("paid", 0)
-
     def note_paid(self, steps: int):
-        if self.paid != steps:
+        if self.known.paid != steps:
             self._write(paid=steps)
-
-    @property
-    def measured(self) -> list[str]:
-        return self._known.get("measured", [])
-
-    @property
-    def looks(self) -> int:
-        return self._known.get("looks", 0)
 
     def measure(self, name: str, looks: int):
         """Records a release of a private metric before anybody sees it. looks: number of releases that it plans."""
-        if name not in self.measured or looks > self.looks:
-            self._write(measured=[*dict.fromkeys([*self.measured, name])], looks=max(self.looks, looks))
+        before, most = self.known.measured, self.known.looks
+        if name not in before or looks > most:
+            self._write(measured=[*dict.fromkeys([*before, name])], looks=max(most, looks))
 
     def end(self, step: int) -> int:
         """Ends the run, for all programs. Returns the last step that may have been made."""
-        if self.ended is None:
-            self._write(ended=max(self._known["reach"], step))
-        return self._known["ended"]
+        if self.known.ended is None:
+            self._write(ended=max(self.known.reach, step))
+        return cast(int, self.known.ended)
 
     def save(self, carry: Carry, history: list[dict[str, Any]]) -> bool:
         """Stores a checkpoint, named by the step in the state. Returns False if a step has donated the arrays."""
@@ -269,7 +266,7 @@ class Folder:
         step = carry.step
 
         def keep_checkpoint():
-            self._require_unchanged(self._known)
+            self._require_unchanged(self.known)
             replace_file(self.path / "history.json", json.dumps(history) + "\n")
 
         processes.from_first_process(keep_checkpoint)
@@ -341,7 +338,7 @@ class Folder:
 class _NoFolder:
     """Replaces `Folder` for a run that keeps no checkpoints."""
 
-    path, continued, mark, ended, measured, looks, paid = None, False, "", None, (), 0, 0
+    path, continued, known = None, False, RunFile()
 
     def __init__(self, run: RunPlan):
         self._plan, self.memory = run.plan, current_place().most_memory

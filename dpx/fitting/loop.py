@@ -242,11 +242,11 @@ def _train_steps(
         raise ValueError(f"steps must be at least the {first} that the stored run has taken, got {run.steps}")
     payment.pay(carry, folder)
     folder.note_plan()
-    if folder.ended is not None:
+    if folder.known.ended is not None:
         payment.end(first, folder)
         if first < run.steps:
             warn_user(ENDED.format(first))
-    if first == run.steps or folder.ended is not None:
+    if first == run.steps or folder.known.ended is not None:
         return carry
     mark, place = int(run.optimizer.noise_key), folder.path and folder.path.resolve()
     _warn_of_reused_key(mark, place, folder.continued)

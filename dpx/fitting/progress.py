@@ -174,7 +174,7 @@ class RunMonitor:
         killed program may have released some after its last checkpoint."""
         self.history, self.folder = history, folder
         if self.evaluate_private is not None:
-            self.evaluate_private.count_earlier(folder.measured)
+            self.evaluate_private.count_earlier(folder.known.measured)
             self.expect_looks(self.evaluate_private, 0)
 
     def looks_after(self, step: int) -> int:
@@ -183,7 +183,7 @@ class RunMonitor:
 
     def expect_looks(self, metric: PrivateMetric, left: int):
         """Tells the private metric to expect `left` more releases, or more if another program planned more."""
-        left = max(left, self.folder.looks - len(self.folder.measured))
+        left = max(left, self.folder.known.looks - len(self.folder.known.measured))
         metric.expect(int(self.run.optimizer.noise_key), left)
 
     def record_step(self, step: int, carry: Carry, batch: BatchLosses) -> bool:
@@ -245,16 +245,7 @@ def _asks_to_stop(answer: Any) -> bool:
 
 
 class _NoProgressBar:
-    """Replaces a progress bar."""
-
-    def update(self, steps: int = 1):
-        pass
-
-    def set_postfix_str(self, words: str):
-        pass
-
-    def close(self):
-        pass
+    update = set_postfix_str = close = lambda self, *given: None
 
 
 def _progress_bar(steps: int, progress: bool) -> Any:

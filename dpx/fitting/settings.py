@@ -175,10 +175,10 @@ class Payment:
         if self.ledger is not None:
             self.number = processes.from_first_process(lambda: self._pay(self.ledger, carry, folder))
             folder.note_paid(self.planned)
-        elif 0 < folder.paid < self.planned:
+        elif 0 < folder.known.paid < self.planned:
             raise ValueError(
                 f"ledger must be given for a run of {self.planned} steps in {folder.path}, because a ledger has paid "
-                f"for {folder.paid} of them, got None"
+                f"for {folder.known.paid} of them, got None"
             )
 
     def _pay(self, ledger: Any, carry: Carry, folder: Any) -> int:
@@ -187,10 +187,10 @@ class Payment:
             self._event(self.planned),
             key=[run.optimizer.key, run.key],
             numbers=read_run(carry.state).numbers,
-            holder=folder.mark,
+            holder=folder.known.mark,
             **self.given,
         )
-        if entry.steps is not None and folder.ended is None:
+        if entry.steps is not None and folder.known.ended is None:
             raise ValueError(f"the run of {folder.path} has ended after step {entry.steps}: begin one with a new key")
         return entry.number
 
