@@ -92,6 +92,7 @@ NAN = float("nan")
         ([*OWNERS[:6], None], None, r"none of them missing; got \['NoneType', 'str'\]"),
         ([*OWNERS[:6], NAN], None, r"none of them missing; got \['float', 'str'\]: one that is missing"),
         (np.array([*OWNERS[:6], NAN]), None, "some look missing"),
+        (np.array([*map(str, OWNERS[:6]), ""], "S3"), None, "some look missing"),
         ([3, -1, 3, 4, 5, 3, -1], None, "some look missing: a mask, a number below 0, or one of"),
         (np.ma.masked_array(np.arange(7), np.arange(7) == 2), None, "some look missing"),
         (np.asarray([*OWNERS[:6], NAN], object), None, r"got \['float', 'str'\]"),

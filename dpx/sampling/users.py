@@ -129,10 +129,11 @@ def owner_array(users: Any) -> np.ndarray:
         if any("\0" in owner for owner in owners.tolist() if isinstance(owner, str)):
             raise ValueError("users must be strings without NUL characters, which numpy drops at their ends")
         owners = np.asarray(owners.tolist())
+    words = np.char.decode(owners, "latin-1") if owners.dtype.kind == "S" else owners
     if (
         np.ma.is_masked(users)
         or (owners.dtype.kind == "i" and owners.min() < 0)
-        or not MISSING.isdisjoint(owners.tolist() if owners.dtype.kind in "US" else ())
+        or not MISSING.isdisjoint(words.tolist() if words.dtype.kind == "U" else ())
     ):
         raise ValueError(
             "users must hold the owner of every example, but some look missing: a mask, a number below 0, or one of "
