@@ -277,6 +277,11 @@ def test_epsilon_and_delta_answer_one_another():
                 answer = run.answer(delta)
                 assert run.delta(answer.epsilon) == pytest.approx(delta, rel=0.2) and answer.of_epsilon > 0
                 assert answer.of_delta < 0.1 * delta
+    for delta in (1e-11, 1e-13):  # the best p0 of a usual delta costs more than such a delta
+        run = RunProfile(GaussianProfile(1 / 0.3), 1, 1.0, 1 / 0.3)
+        assert run.delta(run.epsilon(delta)) / delta == pytest.approx(1.0, rel=0.01)
+    most = RunProfile(GaussianProfile(1.0), 2**53, 2.0**53, 1.0)  # whose arithmetic has no bound that float64 holds
+    assert most.epsilon(1e-5) == math.inf and most.delta(1e3) == 1.0
     none = RunProfile(GaussianProfile(1.0), 0, 0.0)
     assert none.epsilon(1e-5) == GaussianProfile(1.0).epsilon(1e-5) and none.delta(1.0) == GaussianProfile(1.0).delta(1)
     assert RunProfile(GaussianProfile(1.0), 10, 10.0, 1.0).epsilon(1e-25) == math.inf  # below what 128 bits allow

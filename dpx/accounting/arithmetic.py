@@ -80,7 +80,7 @@ from dpx.xla.place import current_place
 _SHARE_OF_FRAME, _VARIATION_OF_P, _LARGEST_CHANGE = 136.0, 3.0, 0.14  # from Lemma 1
 _MEAN_OF_CHANGES, _BAD_PAIRS = 1.01, 1.02  # from Lemma 2 and t; covers a search's 1e-20 chance of more trials too
 _SMALLEST_SHARE = 8  # t / d
-_USUAL_DELTA = 1e-6  # when a delta is asked for, p0 is chosen as the best for this delta
+_ASKED_DELTAS = 1e-14, 1e-10, 1e-6  # when a delta is asked for, p0 is chosen as the best for each of these
 _MOST_BITS = 102  # p0 is at least 2^-102
 _RARE, _RARE_RADIUS = 3 * 2.0**-64, 9.3  # the largest p and the least r of a rare cell
 _SMALLEST_DELTA = 1e-200  # far below the least t, so no smaller delta has a finite cost either
@@ -194,7 +194,7 @@ class FinitePrecisionCost(NamedTuple):
 
 
 def finite_precision_cost(
-    releases: int, mean: float, delta: float = _USUAL_DELTA, normals: NormalSamplerError = NORMALS
+    releases: int, mean: float, delta: float = _ASKED_DELTAS[-1], normals: NormalSamplerError = NORMALS
 ) -> FinitePrecisionCost:
     """The cost that arithmetic adds to this many releases. It holds at any delta, and is lowest near the given one.
 
@@ -220,7 +220,7 @@ def _best_lemma_2(releases: int, mean: float, bits: int, normals: NormalSamplerE
         psi = np.cumsum(least * grown, axis=1) + least * grown
         tail = mean * normals.pairs * (_BAD_PAIRS * least + normals.pairs * 2.0**-129)
         loss = (pairs * (psi + _MEAN_OF_CHANGES * exponents * least) + np.log(_SMALLEST_SHARE / tail)) / (exponents - 1)
-    worth = np.where(tail < 1, loss + 2.0**bits * tail, np.inf)
+    worth = np.where((tail < 1) & (loss < 350), loss + 2.0**bits * tail, np.inf)  # exp(2 loss) is a float64
     column = np.flatnonzero(worth.min(axis=0) <= 1.1 * worth.min())[-1]  # a smaller p0 bounds larger shifts
     row = np.argmin(worth[:, column])
     radius = math.sqrt(2 * math.log(2) * (int(column) + 1))
@@ -305,10 +305,13 @@ class RunProfile:
         return min(self._delta(epsilon, normals) for normals in self._sufficient_numbers())
 
     def _delta(self, epsilon: float, normals: NormalSamplerError) -> float:
+        """Every p0 gives a bound, so the least of several holds. All are tried, so that it grows with the releases."""
         grown = min(epsilon, _LARGEST_UNKNOWN) if math.isinf(self.shift) else 0.0
-        added = finite_precision_cost(self.releases, self.mean, _USUAL_DELTA * math.exp(-grown), normals)
-        exact = (epsilon - 2 * added.loss) / (1 + added.slope)
-        if exact >= 0:
-            return added.delta(exact, self.exact.delta(exact), self.shift)
-        beyond = math.exp(2 * added.loss) - math.exp(epsilon)  # trades the excess of epsilon for delta
-        return min(1.0, added.delta(0.0, self.exact.delta(0.0), self.shift) + beyond)
+        least = 1.0
+        for worth in _ASKED_DELTAS:
+            added = finite_precision_cost(self.releases, self.mean, worth * math.exp(-grown), normals)
+            exact = max(0.0, (epsilon - 2 * added.loss) / (1 + added.slope))
+            loss = 2 * added.loss
+            beyond = math.exp(loss) - math.exp(min(epsilon, loss, 700.0))  # trades the excess of epsilon for delta
+            least = min(least, added.delta(exact, self.exact.delta(exact), self.shift) + beyond)
+        return least
