@@ -89,7 +89,7 @@ COORDINATES = (
     Entry(coordinates.top_fraction, {"fraction": 0.5}, INNERMOST),
     Entry(coordinates.random_projection, SKETCH, INNERMOST),
     Entry(coordinates.random_directions, {"count": 16}, INNERMOST),
-    Entry(coordinates.counted_rows, {"threshold": 0.1, "most_rows": 4}, INNERMOST),
+    Entry(coordinates.frequent_rows, {"threshold": 0.1, "most_rows": 4}, INNERMOST),
 )
 
 MECHANISMS = (  # mechanisms that wrap another mechanism

@@ -12,7 +12,7 @@ top_fraction        the largest coordinates of each example
 gradient_embedding  an embedding in a public subspace, and the residual (Yu et al. 2021)
 random_projection   fewer, random coordinates, of five kinds (D2P2-SGD, Jiang et al. 2025)
 random_directions   derivatives along random directions, without a gradient (DP-ZO, Tang et al. 2024)
-counted_rows        the table rows that a noisy count chooses (DP-AdaFEST, Ghazi et al. 2023); row_updates is its step
+frequent_rows       the table rows that a noisy count chooses (DP-AdaFEST, Ghazi et al. 2023); row_updates is its step
                     for large tables, and public_rows trains only the rows of a public list
 
 To add one: write a file in its paper's folder, import it below, and add a line to `COORDINATES` in `dpx/catalog.py`
@@ -32,14 +32,14 @@ from dpx.papers.random_freeze import (
     sparse_pack,
     sparse_unpack,
 )
-from dpx.papers.sparse_embeddings import RowUpdate, counted_rows, public_rows, row_updates
+from dpx.papers.sparse_embeddings import RowUpdate, frequent_rows, public_rows, row_updates
 from dpx.papers.zeroth_order import random_directions
 
 __all__ = [
     "Coordinates",
     "RowUpdate",
     "SparseUpdates",
-    "counted_rows",
+    "frequent_rows",
     "gradient_embedding",
     "importance_mask",
     "masked_params",

@@ -393,7 +393,7 @@ COORDINATES_BY_HAND = {  # the cases above that they are in
 COORDINATES_OF_A_METHOD = {
     "top_fraction": "tp_topk_sgd",
     "random_directions": "zeroth_order_sgd",
-    "counted_rows": "ada_fest",
+    "frequent_rows": "ada_fest",
 }
 MECHANISMS_BY_HAND = {"normalized", "clip_then_project"}
 SAMPLINGS_BY_HAND = {

@@ -79,7 +79,7 @@ def test_contributions_are_the_clipped_gradient_and_the_clipped_reads():
 
 
 def test_the_most_read_rows_are_updated_and_no_other():
-    made = dpx.coordinates.counted_rows(threshold=0.5, most_rows=3, reads_scale=2.0)
+    made = dpx.coordinates.frequent_rows(threshold=0.5, most_rows=3, reads_scale=2.0)
     table = 1 + jnp.abs(normal(1, 6, 2))
     released = {
         "gradient": {"t": table, "b": jnp.ones(2)},

@@ -90,7 +90,7 @@ def ada_fest(
     gaussian = dp_sgd(clip_norm=groups, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
     return in_coordinates(
         gaussian,
-        counted_rows(
+        frequent_rows(
             threshold=require_number("threshold", threshold, minimum=0) / sampling.divisor,
             most_rows=most_rows,
             reads_scale=groups["reads"] / reads_norm,
@@ -104,7 +104,7 @@ def _clip_norms(clip_norm: float, share: float) -> dict[str, float]:
 
 
 @names_arguments
-def counted_rows(
+def frequent_rows(
     *, threshold: float, most_rows: int, reads_scale: float = 1.0, tables: Callable[[str], bool] | None = None
 ) -> Coordinates:
     """Writes a gradient together with the table rows that it reads, and updates only the rows with high noisy counts.
