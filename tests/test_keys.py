@@ -174,10 +174,14 @@ def test_a_key_that_can_be_guessed_warns_once_where_it_is_used(impl, monkeypatch
     def of(seed):
         return dpx.secret_key(seed) if impl == "secret_key" else jax.random.key(seed, impl=impl)
 
-    for key in (of(0), of(2**32 - 1)):
+    def drawn(key):
+        return sampling.draw_ahead(key, made(keys.stream(key, "mechanism")).init(jnp.zeros(2)), 1)
+
+    for key, uses in ((of(0), (made, drawn)), (of(2**32 - 1), (drawn, made))):
         with pytest.warns(UserWarning, match=r"key must be secret.*dpx\.secret_key") as warned:
-            mechanism = made(key)
-            sampling.draw_ahead(key, mechanism.init(jnp.zeros(2)), 1)
+            uses[0](key)
+            assert len(warned) == 1
+            uses[1](key)
         assert [each.filename for each in warned] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
