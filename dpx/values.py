@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import jax
 import jax.core
 import numpy as np
-import scipy.sparse
 from jax.experimental import multihost_utils
 
 Tree = Any  # a pytree of arrays
@@ -30,7 +29,6 @@ Named = TypeVar("Named")  # a function or a class
 LONGEST = 100  # characters of a string in a message
 MOST_SHAPES = 8  # listed in a message
 MOST_PATHS = 4  # listed in a message
-NO_NUMBERS = frozenset("OSUTMm")  # kinds of numpy dtypes: objects, strings and dates
 PASSED = {"dpx", "jax", "functools", "contextlib"}  # packages whose stack frames are not the user's code
 
 # dpx's name of an argument -> its names in Opacus, TF Privacy, JAX Privacy, optax.contrib and Keras.
@@ -71,59 +69,6 @@ HOMES = {  # where an argument that a function lacks belongs: in a mechanism's a
     "learning_rate": "dpx.chain(mechanism, optax.sgd(learning_rate))",
     "momentum": "dpx.chain(mechanism, optax.sgd(learning_rate, momentum))",
 }
-
-
-def batch_size(examples: Tree) -> int:
-    """Returns the length of axis 0. Raises ValueError unless all leaves are arrays that agree on it."""
-    require_arrays(examples)
-    shapes: list[tuple[int, ...]] = [tuple(getattr(leaf, "shape", ())) for leaf in jax.tree.leaves(examples)]
-    if not shapes or any(len(shape) == 0 for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
-        found = f"shapes {shapes[:MOST_SHAPES]}{' and more' * (len(shapes) > MOST_SHAPES)}" if shapes else "no array"
-        lists = not all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(examples))
-        advice = ": convert lists of numbers to arrays, with numpy.asarray" if lists else advice_to_stack(examples)
-        raise ValueError(f"every leaf must have the same number of examples on axis 0; got {found}{advice}")
-    return shapes[0][0]
-
-
-def advice_to_stack(data: Any) -> str:
-    """Says how to stack a list of examples, which jax would read as one pytree; "" for anything else."""
-    if not isinstance(data, list) or len(data) < 2 or len({jax.tree.structure(one) for one in data}) > 1:
-        return ""
-    return ": stack a list of examples, by jax.tree.map(lambda *rows: numpy.stack(rows), *data)"
-
-
-def require_arrays(data: Any):
-    """Raises ValueError for pandas objects (indexed by label), sparse matrices, masked arrays and strings."""
-    try:
-        leaves = jax.tree.leaves(data)
-    except ValueError:
-        raise ValueError(
-            "the keys of a dict must be of one type, such as all strings, because JAX sorts them: rename the keys, or "
-            "convert the data to NumPy arrays"
-        ) from None
-    for leaf in leaves:
-        if hasattr(leaf, "iloc") or type(leaf).__module__.split(".")[0] == "pandas":
-            such = "frame[columns]" if len(np.shape(leaf)) > 1 else "series"
-            raise ValueError(
-                f"data must hold arrays, not a table with labeled rows, got {type(leaf)}. Give the columns of "
-                f"numbers, such as {such}.to_numpy(numpy.float32), with a number in place of each word"
-            )
-        if scipy.sparse.issparse(leaf):
-            raise ValueError(f"data must hold dense arrays, got {type(leaf)}: .toarray(), or a source of dense rows")
-        refuse_mask(leaf)
-        dtype = getattr(leaf, "dtype", None)
-        if getattr(dtype, "kind", "") in NO_NUMBERS or getattr(dtype, "names", None):
-            advice = "give the columns of numbers, with a number in place of each word or date"
-            raise ValueError(f"every array must hold numbers, got {described(leaf)}: {advice}")
-
-
-def refuse_mask(leaf: Any):
-    """Raises ValueError for a masked array, because NumPy and JAX drop the mask, and then hidden elements count."""
-    if isinstance(leaf, np.ma.MaskedArray):
-        raise ValueError(
-            f"data must hold arrays without a mask, got {described(leaf)}: its mask would be lost, and what it hides "
-            "would count. Give array.filled(numpy.nan) to a statistic, and leave such rows out of training"
-        )
 
 
 def find_state(tree: Tree, kind: type[State], called: str) -> State:

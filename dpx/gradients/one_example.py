@@ -13,8 +13,9 @@ import jax.numpy as jnp
 
 from dpx import keys
 from dpx.mechanism import Mechanism
+from dpx.sampling.data import batch_size
 from dpx.states.record import ReleaseState
-from dpx.values import MOST_SHAPES, Tree, batch_size, described, find_state, path_of, warn_user
+from dpx.values import MOST_SHAPES, Tree, described, find_state, path_of, warn_user
 from dpx.xla import jaxprs
 
 LARGE_CONSTANTS = 2**24  # bytes

@@ -20,11 +20,11 @@ from dpx.gradients.one_example import function_of_row, rows_with_keys
 from dpx.mechanism import Mechanism
 from dpx.mechanism.guards import checked_params
 from dpx.sampling.batch import Batch, included_rows, require_batch
+from dpx.sampling.data import batch_size
 from dpx.states.record import DrawRecord, ReleaseState, fingerprint
 from dpx.sums.rounding import FloatPair, add_pairs, with_low
 from dpx.values import (
     Tree,
-    batch_size,
     find_state,
     float32_like,
     names_arguments,

@@ -30,13 +30,14 @@ from dpx.accounting.budget import Budget
 from dpx.accounting.ledger import from_event
 from dpx.mechanism import guards
 from dpx.sampling.batch import MISSING, included_rows
+from dpx.sampling.data import batch_size
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule, values_over
 from dpx.states.reading import require_state_of_mechanism, steps_taken
 from dpx.states.record import check_batch, fingerprints_of, release_and_count, stamp_state
 from dpx.sums.clipped_sum import sum_contributions
 from dpx.sums.rounding import ETA
-from dpx.values import Tree, batch_size, described, float32_like, names_arguments, path_of
+from dpx.values import Tree, described, float32_like, names_arguments, path_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)

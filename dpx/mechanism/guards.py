@@ -11,7 +11,8 @@ import optax
 from dpx.accounting.compose import same_key
 from dpx.keys import secret_key
 from dpx.keys.noise import STAND_INS
-from dpx.values import Tree, batch_size, first_words, float32_like, path_of, require_arrays
+from dpx.sampling.data import batch_size, require_arrays
+from dpx.values import Tree, first_words, float32_like, path_of
 from dpx.xla.jaxprs import inputs_read
 
 HOLDING = ("MultiStepsState", "ApplyEvery")  # states of optax transforms that hold updates back

@@ -12,17 +12,10 @@ from dpx.mechanism import Coordinates, Mechanism, in_coordinates
 from dpx.mechanism.base import SUM, describe
 from dpx.mechanism.dp_sgd import dp_sgd
 from dpx.papers.random_freeze import random_freeze
+from dpx.sampling.data import batch_size
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule
-from dpx.values import (
-    Tree,
-    batch_size,
-    names_arguments,
-    require_number,
-    require_open_fraction,
-    require_whole,
-    unflatten_vectors,
-)
+from dpx.values import Tree, names_arguments, require_number, require_open_fraction, require_whole, unflatten_vectors
 
 
 @accepts_budget

@@ -31,12 +31,12 @@ from dpx.gradients.private_updates import PrivateUpdates, Unreleased
 from dpx.mechanism.base import Coordinates, InCoordinatesState, Mechanism, in_coordinates
 from dpx.mechanism.dp_sgd import dp_sgd
 from dpx.sampling.batch import Batch, included_rows, require_batch
+from dpx.sampling.data import batch_size
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule
 from dpx.sums.rounding import FloatPair
 from dpx.values import (
     Tree,
-    batch_size,
     described,
     float32_like,
     names_arguments,

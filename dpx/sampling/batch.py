@@ -14,9 +14,9 @@ import scipy.special
 
 from dpx import keys
 from dpx.keys import streams
-from dpx.sampling.data import zero_excluded_rows
+from dpx.sampling.data import batch_size, zero_excluded_rows
 from dpx.states.record import DrawRecord, fingerprint, unit_mark
-from dpx.values import Tree, batch_size, described, repr_with_shapes, require_whole, warn_user
+from dpx.values import Tree, described, repr_with_shapes, require_whole, warn_user
 
 
 class Batch(NamedTuple):

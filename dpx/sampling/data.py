@@ -1,4 +1,4 @@
-"""Reads rows of a data set, from arrays or from a source that gives one example at a time.
+"""Checks the data that a caller gives, and reads their rows, from arrays or from a source of one example at a time.
 
 A row may depend only on its number or, for random items, also on the step and the key of the batches. Then the coins of
 one example cannot change the row of another, and a step that is repeated after a kill or an exception reads the same
@@ -15,15 +15,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.sparse
 
 from dpx import keys
-from dpx.values import Tree, advice_to_stack, batch_size, first_words, path_of, refuse_mask, require_arrays
+from dpx.values import MOST_SHAPES, Tree, described, first_words, path_of
 
 Rows = Callable[[np.ndarray, np.ndarray, int], Tree]  # (indices int32 (B,), `included` bool (B,), step) -> rows
 
 AGAIN = 16  # repeated readings: a random item flipped by a fair coin escapes them with probability 2^-16
 FIRST, EVERY = 64, 256  # AGAIN readings per call for the first 64 rows of a source, then one reading per 256 rows
 MARKED, MARKED_ITEMS = 64, 8  # how many rows of arrays, or items of a source, the mark reads, evenly spaced
+NO_NUMBERS = frozenset("OSUTMm")  # kinds of numpy dtypes: objects, strings and dates
 _READ: dict[int, list[int]] = {}  # source id -> number of rows read so far, while the source is alive
 
 
@@ -241,3 +243,56 @@ def _describe(item: Tree) -> tuple[Any, list[tuple[tuple[int, ...], np.dtype]]]:
 def _in_words(description: tuple[Any, list]) -> str:
     structure, leaves = description
     return str(jax.tree.unflatten(structure, [f"{dtype}{list(shape)}" for shape, dtype in leaves]))
+
+
+def batch_size(examples: Tree) -> int:
+    """Returns the length of axis 0. Raises ValueError unless all leaves are arrays that agree on it."""
+    require_arrays(examples)
+    shapes: list[tuple[int, ...]] = [tuple(getattr(leaf, "shape", ())) for leaf in jax.tree.leaves(examples)]
+    if not shapes or any(len(shape) == 0 for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
+        found = f"shapes {shapes[:MOST_SHAPES]}{' and more' * (len(shapes) > MOST_SHAPES)}" if shapes else "no array"
+        lists = not all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(examples))
+        advice = ": convert lists of numbers to arrays, with numpy.asarray" if lists else advice_to_stack(examples)
+        raise ValueError(f"every leaf must have the same number of examples on axis 0; got {found}{advice}")
+    return shapes[0][0]
+
+
+def advice_to_stack(data: Any) -> str:
+    """Says how to stack a list of examples, which jax would read as one pytree; "" for anything else."""
+    if not isinstance(data, list) or len(data) < 2 or len({jax.tree.structure(one) for one in data}) > 1:
+        return ""
+    return ": stack a list of examples, by jax.tree.map(lambda *rows: numpy.stack(rows), *data)"
+
+
+def require_arrays(data: Any):
+    """Raises ValueError for pandas objects (indexed by label), sparse matrices, masked arrays and strings."""
+    try:
+        leaves = jax.tree.leaves(data)
+    except ValueError:
+        raise ValueError(
+            "the keys of a dict must be of one type, such as all strings, because JAX sorts them: rename the keys, or "
+            "convert the data to NumPy arrays"
+        ) from None
+    for leaf in leaves:
+        if hasattr(leaf, "iloc") or type(leaf).__module__.split(".")[0] == "pandas":
+            such = "frame[columns]" if len(np.shape(leaf)) > 1 else "series"
+            raise ValueError(
+                f"data must hold arrays, not a table with labeled rows, got {type(leaf)}. Give the columns of "
+                f"numbers, such as {such}.to_numpy(numpy.float32), with a number in place of each word"
+            )
+        if scipy.sparse.issparse(leaf):
+            raise ValueError(f"data must hold dense arrays, got {type(leaf)}: .toarray(), or a source of dense rows")
+        refuse_mask(leaf)
+        dtype = getattr(leaf, "dtype", None)
+        if getattr(dtype, "kind", "") in NO_NUMBERS or getattr(dtype, "names", None):
+            advice = "give the columns of numbers, with a number in place of each word or date"
+            raise ValueError(f"every array must hold numbers, got {described(leaf)}: {advice}")
+
+
+def refuse_mask(leaf: Any):
+    """Raises ValueError for a masked array, because NumPy and JAX drop the mask, and then hidden elements count."""
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise ValueError(
+            f"data must hold arrays without a mask, got {described(leaf)}: its mask would be lost, and what it hides "
+            "would count. Give array.filled(numpy.nan) to a statistic, and leave such rows out of training"
+        )

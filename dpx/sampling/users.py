@@ -20,9 +20,9 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from dpx.sampling.data import read_rows
+from dpx.sampling.data import batch_size, read_rows
 from dpx.states.record import unit_mark
-from dpx.values import Tree, batch_size, names_arguments, require_whole, warn_user
+from dpx.values import Tree, names_arguments, require_whole, warn_user
 
 MISSING = {"", "nan", "NaN", "None", "NaT", "<NA>"}  # how numpy and pandas write a missing string
 FEW, SHARE = 10, 0.1  # with more than FEW owners, warns if one has more than this SHARE of all rows

@@ -14,19 +14,11 @@ from dpx.accounting.budget import Budget, calibrate
 from dpx.accounting.checks import require_delta
 from dpx.accounting.cost import event_epsilon, profile_of_run
 from dpx.accounting.loss import PureDpEvent
+from dpx.sampling.data import refuse_mask, require_arrays
 from dpx.sampling.schemes import FullBatch
 from dpx.sampling.users import UserData
 from dpx.statistics.noise import LARGEST_SUM, Noise, UnitSensitivity, key_of_query, padded_size
-from dpx.values import (
-    described,
-    refuse_mask,
-    require_arrays,
-    require_floats,
-    require_number,
-    require_open_fraction,
-    require_text,
-    warn_user,
-)
+from dpx.values import described, require_floats, require_number, require_open_fraction, require_text, warn_user
 
 RELATION = "zero_out"
 _LARGEST_USUAL, _SMALL_DELTA = 10.0, 1e-6  # a larger epsilon of one statistic at this delta warns

@@ -38,13 +38,13 @@ from dpx.accounting.cost import epsilon as cost_of
 from dpx.audit.attacks.scores import LowerBound, lower_bound_from_scores
 from dpx.audit.stand_ins import without_grid
 from dpx.mechanism.guards import require_keys_apart
+from dpx.sampling.data import require_arrays
 from dpx.sampling.schemes import Sampling
 from dpx.states.reading import publishable_state
 from dpx.values import (
     Tree,
     described,
     names_arguments,
-    require_arrays,
     require_function,
     require_open_fraction,
     require_whole,

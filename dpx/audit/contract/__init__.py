@@ -31,7 +31,8 @@ from dpx.audit.contract.trial import Trial
 from dpx.keys import is_key
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.mechanism.guards import require_keys_apart
-from dpx.values import Tree, batch_size, described, names_arguments, require_function, require_whole
+from dpx.sampling.data import batch_size
+from dpx.values import Tree, described, names_arguments, require_function, require_whole
 from dpx.xla.jaxprs import constants, identity_of_program, join_marks, spread_marks
 from dpx.xla.place import full_precision
 

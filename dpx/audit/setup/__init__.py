@@ -16,7 +16,8 @@ from dpx.gradients.one_example import adding_note
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.mechanism.guards import require_no_nan, require_numbers, trained_mask
 from dpx.sampling.batch import Batch, require_batch
-from dpx.values import Tree, batch_size, described, names_arguments, require_function, require_whole, warn_user
+from dpx.sampling.data import batch_size
+from dpx.values import Tree, described, names_arguments, require_function, require_whole, warn_user
 
 __all__ = ["Finding", "SetupReport", "check_setup"]
 

@@ -21,10 +21,11 @@ from dpx.gradients import private_updates
 from dpx.gradients.one_example import value_and_gradient
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch
+from dpx.sampling.data import batch_size
 from dpx.schedules import values_over
 from dpx.sums.clipped_sum import LARGEST, in_range, sum_contributions, sum_over_microbatches
 from dpx.sums.rounding import as_pair
-from dpx.values import Tree, batch_size, first_words, path_of
+from dpx.values import Tree, first_words, path_of
 from dpx.xla.jaxprs import equations
 from dpx.xla.rows_apart import iterates_together
 

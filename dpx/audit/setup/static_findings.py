@@ -24,11 +24,11 @@ from dpx.accounting.ledger import without_truncation
 from dpx.gradients.one_example import BATCH_NORM, INSTEAD, LARGE_CONSTANTS, updates_batch_norm
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, included_rows
-from dpx.sampling.data import length_of
+from dpx.sampling.data import batch_size, length_of
 from dpx.sampling.schemes import Sampling
 from dpx.states.record import fingerprint
 from dpx.sums.rounding import ETA
-from dpx.values import Tree, batch_size, described, first_words, for_whom, path_of, rounded_up
+from dpx.values import Tree, described, first_words, for_whom, path_of, rounded_up
 from dpx.xla import jaxprs
 from dpx.xla.jaxprs import spread_marks
 
