@@ -297,7 +297,7 @@ class NormAlgorithm(NamedTuple):
         gradients that `norm` kept, or the records if it kept none. factors: float32 (B,), B at most
         `most_float32_rows`. It adds whole contributions of examples in blocks: see the proof in `dpx.sums.rounding`
     keeps_gradients: bool, whether the gradients of all examples of a microbatch are in memory
-    raised: uses -> the largest relative increase of the norm by a bound on its rounding, if no positions cancel
+    increase: uses -> the largest relative increase of the norm by a bound on its rounding, if no positions cancel
     """
 
     words: str
@@ -305,7 +305,7 @@ class NormAlgorithm(NamedTuple):
     norm: Callable[[Uses, jax.Array | None, Captured], tuple[Any, jax.Array]]
     weighted_sum: Callable[[Uses, tuple[int, ...], Captured, jax.Array], jax.Array]
     keeps_gradients: bool = False
-    raised: Callable[[Uses], float] = lambda uses: 0.0
+    increase: Callable[[Uses], float] = lambda uses: 0.0
 
 
 def _outer_cost(uses: Uses, scaled: bool) -> float | None:
@@ -338,7 +338,7 @@ def _gram_norm(uses: Uses, scale: jax.Array | None, records: Captured):
     return None, jax.vmap(lambda inputs, dy: norms.gram_norm(*site.matrices(inputs, dy)))(*record)
 
 
-def _gram_raised(uses: Uses) -> float:
+def _gram_increase(uses: Uses) -> float:
     widest = max(size for site in uses.sites for size in site.sizes[3 if site.lookup else 2 :])
     return norms.share_raised_by_rounding(widest, uses.positions_together) + norms.sum_error(*uses.positions)
 
@@ -562,7 +562,7 @@ def _scaled_gradient_norms(grads: jax.Array, scale: jax.Array | None) -> jax.Arr
 
 
 OUTER = NormAlgorithm("norm from |input| |cotangent|", _outer_cost, _outer_norm, _site_sum)
-GRAM = NormAlgorithm("norm from Gram matrices", _gram_cost, _gram_norm, _sum_of_examples, raised=_gram_raised)
+GRAM = NormAlgorithm("norm from Gram matrices", _gram_cost, _gram_norm, _sum_of_examples, increase=_gram_increase)
 PRODUCT = NormAlgorithm(
     "per-example gradients from inputs and cotangents", _product_cost, _product_norm, _product_sum, keeps_gradients=True
 )
@@ -575,14 +575,14 @@ TIED = NormAlgorithm(
     keeps_gradients=True,
 )
 SHARED = NormAlgorithm(
-    "norm from Gram matrices of all uses", _shared_cost, _shared_norm, _sum_of_examples, raised=_gram_raised
+    "norm from Gram matrices of all uses", _shared_cost, _shared_norm, _sum_of_examples, increase=_gram_increase
 )
 RECOMPUTED = NormAlgorithm(
     "norm from a gradient that the sum computes again",
     _recomputation_cost,
     _recomputed_norm,
     _sum_of_examples,
-    raised=lambda uses: 2 * norms.sum_error(*uses.positions),
+    increase=lambda uses: 2 * norms.sum_error(*uses.positions),
 )
 GRADIENT = NormAlgorithm(
     "per-example gradients",

@@ -13,12 +13,12 @@ from dpx.gradients.ghost.hooks import (
     Captured,
     Hook,
     Part,
-    capture_for_all_readers,
     convolutions_of_small_data,
     equations_of_tied_tables,
     fill_unread_operands,
     gradient_hooks,
     hooked_equations,
+    hooks_take_gradients,
     joined_parts,
     make_capture_hooks,
     make_sum_hooks,
@@ -27,9 +27,9 @@ from dpx.gradients.ghost.hooks import (
     norm_of_all,
     part_norm,
     part_sum,
+    round_captured,
     slots_for_gradients,
     take_tied_gradients,
-    takes_kept_gradients,
 )
 from dpx.gradients.ghost.plan import GhostPlan
 from dpx.gradients.ghost.program import assemble_parts
@@ -66,12 +66,12 @@ def sum_by_plan(
     values = interpreter.public_values(plan.program, leaves, reads)
     scales = _coordinate_scales(plan, mechanism, params, state, values)
     once, twice = hooked_equations(plan, backward_passes)
-    take_kept = gradient_hooks if takes_kept_gradients() else functools.partial(norm_hooks, keep=True)
+    take_kept = gradient_hooks if hooks_take_gradients() else functools.partial(norm_hooks, keep=True)
     hooks = take_kept(plan, once, included.shape[0]) | norm_hooks(plan, twice, included.shape[0], keep=False)
     hooks |= make_capture_hooks(plan, hooks, included.shape[0])
     losses, aux, captured, found = _backward_pass(plan, leaves, examples, hooks, apart)
     captured = fill_unread_operands(plan, merge_captured(plan, once, captured, found), values)
-    captured = capture_for_all_readers(take_tied_gradients(plan, captured))
+    captured = round_captured(take_tied_gradients(plan, captured))
     backwards = [(kernels.backward(group, plan.program, leaves, scales), keep) for group, keep in plan.made_groups]
     leaf_norms, captured = _norms(plan, leaves, captured, scales, found, backwards)
     norms, factors = _norms_and_factors(plan, mechanism, leaf_norms, state, included.shape[0])
@@ -176,12 +176,12 @@ def _backward_pass(
     of_all: Callable = jax.vmap(apart(of_one_example), out_axes=axes, axis_name=EXAMPLES)
     if current_place().platform == "cpu" and any(leaf.ndim > 1 for leaf in differentiated.values()):
         of_all = with_fast_products(of_all)
-    of_all = stacking_unfilled(of_all) if takes_kept_gradients() else of_all
+    of_all = stacking_unfilled(of_all) if hooks_take_gradients() else of_all
     losses, aux, captured, found = of_all(examples)
     return losses, aux, captured, found
 
 
-Backwards = list[tuple[kernels.KernelBackward, bool]]  # for each group of kernels: (pass, whether to keep gradients)
+KernelPasses = list[tuple[kernels.KernelBackward, bool]]  # for each group of kernels: (pass, whether to keep gradients)
 
 
 def _norms(
@@ -190,7 +190,7 @@ def _norms(
     captured: Captured,
     scales: dict[Part, jax.Array],
     found: dict,
-    backwards: Backwards,
+    backwards: KernelPasses,
 ):
     """Returns the norms of the parameters' per-example gradients, float32 (B,), by leaf, and `captured` with the kept
     gradients. found: kept gradients, (..., B, ...), and norms, (..., B), of the parts with hooks."""
@@ -259,7 +259,7 @@ def _weighted_sums(
     factor: dict[int, jax.Array],
     scales,
     without: frozenset[Part],
-    backwards: Backwards,
+    backwards: KernelPasses,
 ) -> dict[Part, FloatPair]:
     """Computes sum_i f_i z_i for one factor f from what was captured, by part of a parameter, except the parts in
     `without`. On several devices, parts outside scans come last, because a device may hold a whole sum before it is

@@ -149,7 +149,7 @@ class Captured(NamedTuple):
         return [examples_after_slices(site) for site in choice.uses.sites]
 
 
-def capture_for_all_readers(captured: Captured) -> Captured:
+def round_captured(captured: Captured) -> Captured:
     """Returns `captured` with gradients, and replaced inputs and cotangents, rounded like captured ones, all behind a
     barrier: norms and sums must read the same numbers, but XLA might otherwise round for only one of them."""
     unit = current_place().unit
@@ -234,7 +234,7 @@ def convolutions_of_small_data(plan: GhostPlan, size: int) -> set[int]:
         return not found.counts and size * found.jaxpr.invars[0].aval.size <= MOST_UNROUNDED
 
     alone = {number for number, kinds in of_equation.items() if kinds == {(PRODUCT, True)} and few(number)}
-    return alone if takes_kept_gradients() else set()
+    return alone if hooks_take_gradients() else set()
 
 
 EXAMPLES = "the examples of dpx"  # the name of the examples' axis in a backward pass
@@ -300,7 +300,7 @@ def hooked_equations(plan: GhostPlan, backward_passes: int) -> tuple[Hooked, Hoo
     gradients on one TPU, which then writes no inputs and cotangents; a GPU keeps float32, and would move more data.
     """
     place = current_place()
-    all_kept = backward_passes == 1 and takes_kept_gradients()
+    all_kept = backward_passes == 1 and hooks_take_gradients()
     found: Hooked = {}
     for part, choice in plan.parts.items():
         for site in choice.uses.sites:
@@ -334,7 +334,7 @@ def leaves_never_kept(plan: GhostPlan) -> tuple[set[int], bool]:
     return leaves, _rematerialized_sites(plan) <= {*once, *twice}
 
 
-def takes_kept_gradients() -> bool:
+def hooks_take_gradients() -> bool:
     """Whether hooks take all gradients that are kept, whose norms are then computed after the backward pass."""
     place = current_place()
     return place.platform == "tpu" and place.devices == 1
@@ -392,7 +392,7 @@ def make_capture_hooks(plan: GhostPlan, hooks: dict[int, Hook], size: int) -> di
 def merge_captured(plan: GhostPlan, once: Hooked, captured: Captured, found: dict[Part, Any]) -> Captured:
     """Moves what norms and sums read from `found` to `captured`: what capturing hooks found, and the gradients from
     hooks at the equations `once`, if these take only gradients."""
-    parts_taken = [part for choices in once.values() for part in choices] if takes_kept_gradients() else []
+    parts_taken = [part for choices in once.values() for part in choices] if hooks_take_gradients() else []
     gradients = {part: found.pop(part) for part in parts_taken}
     by_equation = {part[1]: found.pop(part) for part in list(found) if part[0] == CAPTURED}
     places = _captured_operands(plan, set(by_equation))

@@ -213,13 +213,13 @@ def make_ghost_plan(
 
     choices = tuple(choose(leaf, uses) for leaf, uses in enumerate(program.uses))
     choices = _with_made_kernels(choices, program, made, [leaf.shape for leaf in leaves], force=force)
-    choices = choices if force else _unless_they_save_little(choices)
+    choices = choices if force else _without_small_savings(choices)
     if not trace.has_known_derivatives(program):
         return "a custom derivative closes over values of the loss"
     return GhostPlan(program, choices, encoded, structure)
 
 
-def _unless_they_save_little(choices: tuple[tuple[Choice, ...], ...]) -> tuple[tuple[Choice, ...], ...]:
+def _without_small_savings(choices: tuple[tuple[Choice, ...], ...]) -> tuple[tuple[Choice, ...], ...]:
     """Returns the choices, or per-example gradients for all parameters if some have them anyway, and ghost norms would
     save a CPU less than their kernels cost."""
     followed = [choice for of_leaf in choices for choice in of_leaf if choice.uses.sites]
@@ -335,7 +335,7 @@ def _cheapest(followed: Followed, *, scaled: bool, force: bool) -> tuple[Choice,
         ghost += uses.slices * costs[way]
         gradient += uses.slices * algorithms.gradient_cost(uses)
         slices = uses.slices if view.slices else len(followed)
-        raised = way.raised(uses)
+        raised = way.increase(uses)
         words = [f"of each of {slices} slices"] * bool(view.steps)
         words += [f"raised by up to {100 * raised:.2f} % against rounding"] * (raised >= LEAST_RAISE_SHOWN)
         saved = uses.slices * (algorithms.gradient_cost(uses) - costs[way])
