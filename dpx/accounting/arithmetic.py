@@ -285,7 +285,7 @@ class RunProfile:
         return EpsilonWithRounding(math.inf, math.inf, 1.0)
 
     def least_delta(self, delta: float) -> float | None:
-        """About the least delta with a finite epsilon, if arithmetic alone makes epsilon at `delta` infinite.
+        """Approximates the least delta with a finite epsilon, if only arithmetic makes epsilon at `delta` infinite.
 
         None if epsilon is finite, or if it is infinite even for exact noise. The true value is at most a third less.
         """

@@ -109,7 +109,7 @@ class _Elements:
         return self.seen(np.arange(math.prod(self.shape), dtype=np.int32).reshape(self.shape))
 
     def equal(self, i: int, j: int, axes: tuple[int, ...] = (0, 1, 2)) -> bool:
-        """Whether use i sees the elements in the same order as use j does with its axes permuted to `axes`."""
+        """Whether use i sees the elements in the same order as use j with its axes permuted to `axes`."""
         if self.views[i].__array_interface__ == self.views[j].transpose(axes).__array_interface__:
             return True
         return np.array_equal(self.numbers[i], self.numbers[j].transpose(axes))

@@ -103,7 +103,7 @@ def _second_pass(
     apart: Callable,
 ) -> dict[Part, Any]:
     """Computes the hooks' sums in a second backward pass. It runs after `included`, which needs all norms, and after
-    the sums `made`. The pass is one branch of a conditional whose other branch is never taken, whatever the data.
+    the sums in `made`. The pass is a branch of a conditional whose other branch is never taken, whatever the data.
     Otherwise XLA would keep what both passes share, such as the initial zeros of a scan, in memory between them."""
     first = compute_after_each(made, included.astype(jnp.float32))
 

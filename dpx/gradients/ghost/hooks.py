@@ -79,7 +79,7 @@ def part_sum(
 
 
 def joined_parts(of_views: list[View], totals: list[FloatPair], shape: tuple[int, ...]) -> FloatPair:
-    """Joins the sums of the parts of a parameter to the sum of the parameter, of this shape."""
+    """Joins the sums of a parameter's parts into one array of the parameter's shape."""
     if any(total.low is not None for total in totals):
         totals = [with_low(total) for total in totals]
     low = [total.low for total in totals if total.low is not None]

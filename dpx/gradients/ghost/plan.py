@@ -114,8 +114,8 @@ class GhostPlan(NamedTuple):
         return followed
 
     def captured_elements(self, without: Set[int] = frozenset()) -> int:
-        """The number of elements that are kept of one example: the inputs and cotangents at sites, which no fusion
-        avoids. without: leaves whose sites do not count."""
+        """The number of elements kept for one example: the inputs and cotangents at sites, which fusion cannot avoid.
+        without: leaves whose sites do not count."""
         held: dict[int, int] = {}
         unread, kept = self.unread_operands, {leaf for leaf in range(len(self.choices)) if self.keeps_gradients(leaf)}
         for site in (site for site in self.sites if site.use.leaf not in kept | without):
