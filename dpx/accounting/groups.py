@@ -230,7 +230,7 @@ def _log_mixture(x: np.ndarray, numbers: np.ndarray, logs: np.ndarray, sigma: fl
 
 @dataclass(frozen=True)
 class MixtureOfGaussians(SeveralRecordsGaussian):
-    """In units of the largest shift. noise_multiplier: s. rate: the probability of all shifts above 0. records: 1.
+    """Has units of the largest shift. noise_multiplier: s. rate: the probability of all shifts above 0. records: 1.
 
     numbers, weights: the shifts, rising from 0 to 1, and their probabilities.
     """

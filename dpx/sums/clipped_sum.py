@@ -237,7 +237,7 @@ def sum_in_blocks(sum_block: Callable[[Tree], Any], rows: Tree, numbers: int, un
 
 
 def plus_finished(total: Tree, more: Tree) -> Tree:
-    """Adds two trees of float32 arrays; the barrier keeps a matrix product in `more` from starting with `total`."""
+    """Adds two trees of float32 arrays; the barrier keeps a matrix product in `more` from adding onto `total`."""
     return jax.tree.map(jnp.add, total, jax.lax.optimization_barrier(more))
 
 

@@ -108,7 +108,7 @@ mlir.register_lowering(_AWAY_FROM_TPUS, _lowered)
 
 
 def refuse_to_compile_for_tpu(x: jax.Array) -> jax.Array:
-    """`x`, unchanged. Unless this is traced for a TPU, raises ValueError where the program is compiled for one."""
+    """Returns `x`. Unless this is traced for a TPU, raises ValueError where the program is compiled for one."""
     return x if current_place().platform == "tpu" else _AWAY_FROM_TPUS.bind(x)
 
 

@@ -183,8 +183,8 @@ def membership(
     """Computes the true-positive rates of a membership attack on one training run.
 
     members: float (n,), n at least 2, the scores of units that took part. others: float (m,), m at least 2, those of
-        similar units that did not. A larger score suggests membership, such as the loss before training minus the loss
-        after it. Scores must be functions of released values. For a rate below 1 / m, the threshold is the largest
+        similar units that did not. A larger score, such as the loss before training minus the loss after it, suggests
+        membership. Scores must be functions of released values. For a rate below 1 / m, the threshold is the largest
         score of the others.
     false_positive_rates: floats in (0, 1). confidence: in (0, 1), of each bound separately.
     cost: `dpx.reports.attack_bounds` of the run, with the same false-positive rates.

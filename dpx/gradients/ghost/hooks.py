@@ -79,7 +79,7 @@ def part_sum(
 
 
 def joined_parts(of_views: list[View], totals: list[FloatPair], shape: tuple[int, ...]) -> FloatPair:
-    """Joins the sums of a parameter's parts into one array of the parameter's shape."""
+    """Joins the sums of a parameter's parts into the sum of the whole parameter, of this shape."""
     if any(total.low is not None for total in totals):
         totals = [with_low(total) for total in totals]
     low = [total.low for total in totals if total.low is not None]
