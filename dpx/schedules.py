@@ -148,7 +148,7 @@ def every(schedule: Schedule, *, steps: int) -> Schedule:
 
     steps: int. Raises ValueError unless it is at least 1.
     """
-    steps, schedule = require_whole("steps", steps), require_function("schedule", schedule)
+    steps, schedule = require_whole("steps", steps), require_function("schedule", schedule, "step")
     return lambda step: schedule(step // steps)
 
 

@@ -24,7 +24,6 @@ second search, with another key, costs as much again (`dpx.compose_runs`).
 import contextlib
 import functools
 import hashlib
-import inspect
 import json
 import math
 import secrets
@@ -125,12 +124,19 @@ class SearchSettings:
     delta: float | None
 
     def __post_init__(self):
-        if isinstance(require_function("score", self.score), PrivateMetric):
+        if isinstance(self.score, PrivateMetric):
             raise ValueError(
                 "score must not be a dpx.statistics.PrivateMetric, whose cost the search would not include: return the "
                 "values of the examples, with score_on=dpx.tuning.NoisySum(...), and evaluate the winner"
             )
-        require_function("optimizer", self.optimizer)
+        require_function("score", self.score, "params", *["key"] * isinstance(self.score_on, DpEvent))
+        if isinstance(self.optimizer, Mechanism):
+            raise ValueError(
+                "optimizer must be a function of (configuration, key) that builds the mechanism of a trial, such as "
+                "lambda rate, key: dpx.chain(dpx.dp_sgd(..., key=key), optax.sgd(rate)); got one mechanism"
+            )
+        noise = {} if self.budget is None else {"noise_multiplier": 1.0}
+        require_function("optimizer", self.optimizer, "configuration", "key", **noise)
         keys.require_key(self.key)
         if not self.configurations:
             raise ValueError("configurations must be a list that holds at least one")
@@ -140,13 +146,6 @@ class SearchSettings:
             raise ValueError(f"budget must be a dpx.Budget, got {described(self.budget)}")
         if self.steps is not None or self.delta is not None:
             raise ValueError("steps and delta must not be given with a budget, which already has them")
-        try:
-            inspect.signature(self.optimizer).bind(None, None, noise_multiplier=1.0)
-        except TypeError as error:
-            raise ValueError(
-                "in a search with a budget, optimizer must also take noise_multiplier, and give it to the mechanism: "
-                f"optimizer(configuration, key, *, noise_multiplier); got {described(self.optimizer)}"
-            ) from error
 
     def build(self, configuration: Any, key: jax.Array, noise: float | None) -> Mechanism:
         """Builds a trial's mechanism, with the search's budget, which sets the steps. noise: None without a budget."""
@@ -373,7 +372,7 @@ def search(
     parameters differ from the stored ones, and a budget that no noise meets.
     Source: Papernot and Steinke 2022, https://arxiv.org/abs/2110.03620; `accounting/selection.py`.
     """
-    require_function("train", train)
+    require_function("train", train, "trial")
     settings = SearchSettings(
         configurations=list(configurations) if np.iterable(configurations) else [],
         score=score,

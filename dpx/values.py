@@ -4,6 +4,7 @@ Every ValueError states the condition and the value. No message shows an element
 who swaps arguments passes data or a key where a number belongs.
 """
 
+import contextlib
 import difflib
 import functools
 import inspect
@@ -29,6 +30,7 @@ Named = TypeVar("Named")  # a function or a class
 LONGEST = 100  # characters of a string in a message
 MOST_SHAPES = 8  # listed in a message
 MOST_PATHS = 4  # listed in a message
+GATHERS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *args and **kwargs
 PASSED = {"dpx", "jax", "functools", "contextlib"}  # packages whose stack frames are not the user's code
 
 # dpx's name of an argument -> its names in Opacus, TF Privacy, JAX Privacy, optax.contrib and Keras.
@@ -222,18 +224,31 @@ def require_bool(name: str, value: Any) -> bool:
     return value
 
 
-def require_function(name: str, value: Any, argument: str = "") -> Callable:
-    """Returns `value`. Raises ValueError unless it is a function; if `argument` is given, it must take only that."""
-    if not callable(value):
-        raise ValueError(f"{name} must be a function, got {described(value)}")
-    if argument:
-        try:
-            inspect.signature(value).bind(argument)
-        except TypeError as error:
-            raise ValueError(f"{name} must be a function of {argument} alone: {error}") from None
-        except ValueError:  # some functions of other languages have no signature
-            pass
+def require_function(name: str, value: Any, *arguments: str, **named: Any) -> Callable:
+    """Returns `value`. Raises ValueError unless it is a function of these arguments and `named` ones, if any."""
+    form = ", ".join([*arguments, *(f"{one}=..." for one in named)])
+    of, words = f" of ({form})" if form else "", ""
+    if form and callable(value):
+        with contextlib.suppress(ValueError):  # some functions of other languages have no signature
+            words = _misfit(inspect.signature(value), arguments, named)
+    if not callable(value) or words:
+        raise ValueError(f"{name} must be a function{of}, got {described(value)}{': ' * bool(words)}{words}")
     return value
+
+
+def _misfit(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> str:
+    """Says why a function with this signature cannot take these arguments, and all that it lacks; "" if it can."""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        with contextlib.suppress(TypeError):
+            given = signature.bind_partial(*args, **kwargs).arguments
+            needed = [p.name for p in signature.parameters.values() if p.default is p.empty and p.kind not in GATHERS]
+            lacking = [repr(name) for name in needed if name not in given]
+            several = len(lacking) > 1
+            return f"missing {'' if several else 'a '}required argument{'s' * several}: {', '.join(lacking)}"
+        return str(error)
+    return ""
 
 
 def require_path(name: str, value: Any) -> Path:
@@ -318,10 +333,8 @@ def bound_arguments(
 ) -> inspect.BoundArguments:
     """Binds arguments to their names. Raises TypeError that names the function, and dpx's name for an argument."""
     parameters = signature.parameters
-    try:
+    if not (words := _misfit(signature, args, kwargs)):
         return signature.bind(*args, **kwargs)
-    except TypeError as error:
-        words = str(error)
     if "too many" in words:
         plain = ", ".join(_unnamed(signature)) or "no argument"
         words = f"takes {plain} without a name, and every other one as name=value"
@@ -340,6 +353,9 @@ def _home_of(given: str, parameters: Any) -> str:
     name = ours.partition(" ")[0]
     if name in parameters:
         return f"{given!r}, which is {ours} here"
+    if holder := next((p for p in parameters if name in p.split("_or_") or (name == "epochs" and "steps_or" in p)), ""):
+        is_steps = f" = sampling.steps({given}=...)" if name == "epochs" else ""
+        return f"{given!r}, which is argument {[*parameters].index(holder) + 1} here, {holder}{is_steps}"
     near = difflib.get_close_matches(given, parameters, n=1)
     lacked = "sampling" if HOMES.get(name, "").startswith(f"{name}=") else "examples" if name == "batch_size" else ""
     if name in HOMES and lacked not in parameters and not difflib.get_close_matches(given, near, cutoff=0.9):

@@ -296,7 +296,10 @@ REFUSED = {
         lambda: Source.of(__getitem__=lambda self, n: {"x": DATA["x"][n], "t": "Zanzibar"}),
         "arrays and numbers, got <class 'dict'>, with no numbers in t: encode words as numbers",
     ),
-    "a list of pairs": (lambda: [*zip(DATA["x"], DATA["y"], strict=True)], r"\(3,\), \(\)\] and more: stack a list of"),
+    "a list of pairs": (
+        lambda: [*zip(DATA["x"], DATA["y"], strict=True)],
+        r"0/0 \[3\], 0/1 \[\],.* more: stack a list",
+    ),
     "a list of rows": (lambda: [*DATA["x"]], "must hold the 60 examples .* got 3: stack a list of examples"),
     "nothing": (lambda: None, "got no array"),
     "items without arrays": (lambda: Source.of(__getitem__=lambda self, n: None), "an item of data"),

@@ -176,13 +176,63 @@ def test_no_report_depends_on_rows_that_are_not_finite():
     missing = np.where(np.arange(3) < 2, X, np.nan)
     fit(dp_sgd(), np.where(np.arange(ROWS)[:, None] < 1, X, np.nan))
     fit(dp_sgd(), missing, lambda params, x: loss(params, jnp.nan_to_num(x)))
-    reports = [fit(dp_sgd()).report]
+    reports = [fit(dp_sgd(), steps=1).report]
     report = dpx.check_setup(loss, dp_sgd(), PARAMS, dpx.Batch(missing, None))
     assert "a number first" in report["finite"].words and report["noise"].words == "no row counts"
-    with pytest.warns(UserWarning, match="none of 12 examples .* do not publish it"):
-        reports.append(fit(dp_sgd(), missing).report)
+    with pytest.warns(UserWarning, match="none of 12 examples .* missing values .* do not publish it"):
+        reports.append(fit(dp_sgd(), missing, steps=1).report)
     assert str(reports[0]) == str(reports[1]) and "dpx.check_setup" in str(reports[0])
     assert "Nothing measured" not in str(fit(dp_sgd(), evaluate=lambda params: 0.0).report)
+
+
+class Rows:
+    """A source that counts how often it is read."""
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, number):
+        return X[number]
+
+
+def log_of_0(params, x):
+    return loss(params, x) * jnp.log(0 * x[0])
+
+
+def root_of_0(params, x):
+    """Its loss is finite, and its derivative is not."""
+    return jnp.sqrt(jnp.sum((0 * x * params["w"]) ** 2)) + loss(params, x)
+
+
+def huge(params, x):
+    return 1e30 * loss(params, x)
+
+
+NOISE_ONLY = {
+    "the loss": (log_of_0, X, {}, r"none of 24 examples .*\(0 of their losses are finite.*loss or its derivative"),
+    "its derivative": (root_of_0, X, {}, r"\(24 of their losses are finite.*jax.grad\(loss\)\(params, example\) shows"),
+    "a source": (root_of_0, Rows(), {}, "loss or its derivative makes NaN"),
+    "chunks": (root_of_0, X, {"chunk_size": 5}, r"none of 24 examples .*\(24 of"),
+    "a late one": (
+        loss,
+        X,
+        {"steps": 9, "rate": 1e36, "evaluate_every": 2},
+        "grown too large: lower the learning rate",
+    ),
+    "a norm beyond float32's squares": (huge, X, {}, "above 2.63"),
+}
+
+
+@pytest.mark.parametrize("name", NOISE_ONLY)
+def test_a_run_that_trains_on_nothing_but_noise_is_warned_of_once(name, fresh):
+    """Half of the rows are enough for none."""
+    of, data, options, words = NOISE_ONLY[name]
+    rate, given = options.get("rate", 0.1), {k: v for k, v in options.items() if k != "rate"}
+    with pytest.warns(UserWarning, match=words) as caught:
+        dpx.fit(of, dpx.chain(dp_sgd(), optax.sgd(rate)), PARAMS, data, delta=1e-5, **{"steps": 4} | given)
+    assert [each.filename for each in caught] == [__file__]
+    some = jnp.where(jnp.arange(ROWS)[:, None] == 0, X, jnp.nan)
+    assert not warned(lambda: fit(dp_sgd(2), some, steps=9), "examples")
 
 
 @pytest.mark.parametrize("budget", [None, dpx.Budget(epsilon=8.0, delta=0.1, steps=2)])

@@ -323,7 +323,10 @@ def test_names_and_values_that_are_nearly_right_say_what_there_is():
         dpx.UserData(np.zeros((4, 3)), "user", most=2)
     with pytest.raises(ValueError, match=r"folder must not be a file, which report.save\(path\) writes"):
         dpx.privacy_report(MECHANISM, 3, delta=1e-5).write("report.html")
-    with pytest.raises(ValueError, match="metric must be a function of params alone: missing a required argument: 'x'"):
+    with pytest.raises(
+        ValueError,
+        match=r"metric must be a function of \(params\), got the function .*: missing a required argument: 'x'",
+    ):
         dpx.statistics.PrivateMetric(lambda params, x: x, noise_multiplier=1.0, key=KEY)
 
 
@@ -342,6 +345,12 @@ OF_OTHERS = {  # an argument of another library, or of another function, in a ca
     "argument 'clip_norm'; its arguments are rank": lambda: dpx.methods.d2p2_sgd(clip_norm=1.0, sampling=SAMPLING),
     r"'seed', which is key = .* here; its arguments are freeze_rate": lambda: dpx.coordinates.random_freeze(seed=0),
     "argument 'batch_size'; its arguments are examples, steps": lambda: dpx.sampling.RandomAllocation(batch_size=3),
+    "'steps', which is argument 2 here, steps_or_state; its": lambda: dpx.epsilon(MECHANISM, steps=3, delta=1e-5),
+    "'num_steps', which is argument 2 here, steps_or": lambda: dpx.privacy_report(MECHANISM, num_steps=3, delta=1e-5),
+    r"is argument 2 here, steps_or_state = sampling.steps\(epochs=": lambda: dpx.epsilon(
+        MECHANISM, epochs=3, delta=1e-5
+    ),
+    "missing required arguments: 'noise_multiplier', 'sampling', 'key'; its": lambda: dpx.dp_sgd(clip_norm=1.0),
     "takes no argument without a name": lambda: dpx.Budget(1.0, 1e-5),
     "takes loss, optimizer, params, data without a name": lambda: dpx.fit(loss, MECHANISM, PARAMS, [], KEY),
 }
@@ -372,6 +381,53 @@ def test_swapped_arguments_are_noted(call, words):
     with pytest.raises(ValueError, match="must be") as raised:
         call()
     assert words in raised.value.__notes__[0]
+
+
+SEARCH = {"configurations": [0.1], "score": len, "optimizer": MECHANISM, "key": KEY, "trials": 2, "score_on": "public"}
+OF_ANOTHER_FORM = {  # a function with other arguments, refused before it is called
+    r"optimizer must be a function of \(configuration, key\) that builds .* lambda rate, key: dpx.chain": {},
+    r"optimizer must be a function of \(configuration, key\), got .*: missing a required argument: 'x'": {
+        "optimizer": lambda configuration, key, x: MECHANISM
+    },
+    r"optimizer must be a function of \(configuration, key\), got .*: too many positional": {"optimizer": lambda c: c},
+    r"optimizer must be a function of \(configuration, key, noise_multiplier=...\), got 3": {
+        "optimizer": 3,
+        "budget": GIVEN["budget"],
+    },
+    r"train must be a function of \(trial\), got .*: missing required arguments: 'b', 'c'": {
+        "train": lambda a, b, c: 0
+    },
+    r"score must be a function of \(params, key\), got": {"score": lambda p: 0, "score_on": MECHANISM.event(1)},
+}
+
+
+@pytest.mark.parametrize("words", OF_ANOTHER_FORM)
+def test_a_search_refuses_functions_of_another_form(words):
+    with pytest.raises(ValueError, match=words):
+        dpx.tuning.search(**{"train": lambda trial: None} | SEARCH | OF_ANOTHER_FORM[words])
+
+
+def test_what_belongs_to_one_batch_says_where_it_comes_from():
+    rows = jax.tree.map(lambda leaf: jnp.ones((4, *leaf.shape)), PARAMS)
+    with pytest.raises(ValueError, match=r"give included=batch.included, of a batch that the sampling drew"):
+        MECHANISM.update(rows, STATE, PARAMS)
+    mixed = {"x": np.ones((4, 3)), "labels": np.ones(5), "z": np.ones((4, 2))}
+    words = r"on axis 0; got shapes labels \[5\], x \[4, 3\], z \[4, 2\]. Are these parameters, in the place of data"
+    with pytest.raises(ValueError, match=words):
+        dpx.private_updates(loss, MECHANISM)(PARAMS, dpx.Batch(mixed, None), STATE)
+
+
+def test_check_setup_tells_missing_values_from_a_loss_that_makes_nan():
+    data = np.where(np.arange(4)[:, None] < 3, np.ones((4, 3), np.float32), np.nan)
+    sampling = dpx.FullBatch(examples=4)
+    mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=KEY)
+    said = [
+        dpx.check_setup(of, mechanism, PARAMS, dpx.Batch(data, None))["finite"].words
+        for of in (loss, lambda params, x: loss(params, x) * jnp.log(jnp.sum(0 * x)))
+    ]
+    missing = "1 of these rows hold NaN or infinity: give missing values a number first (docs/recipes.md)"
+    assert all(missing in words for words in said) and "of 4 rows, 4 have a loss" in said[1]
+    assert "loss or its" not in said[0] and "data of 3 of these rows are finite: the loss or its derivative" in said[1]
 
 
 def test_an_error_of_the_loss_tells_the_shapes_of_an_example():

@@ -335,7 +335,10 @@ REFUSED = {  # the program and the words of its message
     ),
     "a mechanism for a run": (lambda: dpx.compose_runs(dp_sgd(), 3), "a run must be a pair .* got a Mechanism"),
     "a ledger without a path": (lambda: dpx.PrivacyLedger(3, epsilon=1.0, delta=1e-5), "path must be a path, got 3"),
-    "a number for a schedule": (lambda: dpx.schedules.every(1.0, steps=3), "schedule must be a function, got 1.0"),
+    "a number for a schedule": (
+        lambda: dpx.schedules.every(1.0, steps=3),
+        r"schedule must be a function of \(step\), got 1.0",
+    ),
     "a number for a strategy": (
         lambda: dpx.strategies.loss(0.9, steps=3),
         "strategy must be a dpx.strategies.Strategy, got 0.9",

@@ -462,7 +462,10 @@ REFUSED = {
     "a budget beside steps": (WITHIN | {"steps": 20}, "steps and delta must not be given with a budget"),
     "a budget beside a delta": (WITHIN | {"delta": 1e-5}, "steps and delta must not be given with a budget"),
     "a budget that is a number": (WITHIN | {"budget": 2.0}, "budget must be a dpx.Budget, got 2.0"),
-    "a budget, and an optimizer without noise": (WITHIN | {"optimizer": mechanism}, "must also take noise_multiplier"),
+    "a budget, and an optimizer without noise": (
+        WITHIN | {"optimizer": mechanism},
+        "of .configuration, key, noise_multiplier=.* got an unexp",
+    ),
     "a budget, and an optimizer of constant noise": (
         WITHIN | {"optimizer": lambda c, key, noise_multiplier: mechanism({"noise": 0.5}, key)},
         "the search cannot stay within epsilon=2 at delta=1e-05. Expect fewer trials",
@@ -481,7 +484,7 @@ REFUSED = {
         "whose cost the search would not include",
     ),
     "a private score without noise": ({"score_on": "private"}, "a score on private data without noise"),
-    "a score whose event is no noise": ({"score_on": ComposedDpEvent([])}, "must have noise"),
+    "a score whose event is no noise": ({"score_on": ComposedDpEvent([]), "score": max}, "must have noise"),
     "half a trial": ({"trials": 0.5}, "trials must be"),
     "another distribution": ({"distribution": "fixed"}, "distribution must be one of"),
     "one key for all trials": (

@@ -198,7 +198,7 @@ def calibrate(
     checks.require_accountant(accountant)
     tolerance = _require_tolerance(tolerance)
     require_whole("steps", steps)
-    require_function("make", make)
+    require_function("make", make, "noise_multiplier")
     if not hasattr(made := make(1.0), "sampling"):
         raise ValueError(f"make must return a mechanism for a noise multiplier, got {described(made)}")
     checks.warn_of_large_delta(delta, made.sampling)

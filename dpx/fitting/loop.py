@@ -12,7 +12,6 @@ from typing import Any, Literal
 import jax
 
 from dpx.accounting.checks import Accountant
-from dpx.audit.setup import warn_of_rows
 from dpx.fitting.facts import LAYOUT, LOSS, SOME_EXAMPLES, fingerprint_of_loss, layout_of
 from dpx.fitting.folder import open_folder
 from dpx.fitting.processes import raising_together, require_rows_in_every_process
@@ -175,7 +174,7 @@ def fit(
         require_rows_in_every_process(sharding)
         require_mechanism(optimizer)
         require_function("loss", loss)
-        require_function("loss_at", loss_at)
+        require_function("loss_at", loss_at, "params", "state")
         given = {"delta": delta, "accountant": accountant, "records": records, "public_stop": public_stop}
         run = RunPlan.with_defaults(optimizer, key=key, steps=steps, epochs=epochs, **given)
         examples = checked_inputs(params, data, run)
@@ -183,13 +182,11 @@ def fit(
         words = (name or "a run of dpx.fit") if words is None else words
         payment = Payment(ledger, {"words": words, "unit": examples.unit, "part": part}, run)
         users = {"evaluate": evaluate, "evaluate_private": evaluate_private, "callbacks": callbacks, "loss_at": loss_at}
-        watcher = RunMonitor.with_defaults(run, evaluate_every, progress, **users)
+        watcher = RunMonitor.with_defaults(run, evaluate_every, progress, examples=examples, **users)
         require_whole("checkpoint_every", checkpoint_every)
         require_bool("on_other_devices", on_other_devices)
         carry = first_carry(params, optimizer, sharding)
         require_transforms_in(carry.state)
-        if examples.in_arrays():
-            warn_of_rows(loss, optimizer, loss_at(*carry), examples.some_rows, with_key=with_key, has_aux=has_aux)
         at_once = functools.partial(compiled_step, whole=bool(callbacks))
         build = at_once if chunk_size is None else compiled_step_in_chunks
         step = build(loss, optimizer, loss_at, carry, sharding, options)
@@ -258,10 +255,11 @@ def _train_steps(
         try:
             for done, batch in enumerate(loaded, first + 1):
                 jax.block_until_ready(before)  # otherwise batches would pile up on the device
+                watcher.look_at_rows(before)
                 consistent = False
                 carry, unreleased = step(carry, batch)
                 _TRAINED[mark] = place  # only now, because a loss that raises makes no step
-                before, last = last, unreleased.mean
+                before, last = last, unreleased.counts
                 due = done == run.steps or done % watcher.every == 0
                 ended = due and watcher.record_step(done, carry, unreleased)
                 consistent = True
@@ -273,6 +271,8 @@ def _train_steps(
                 if ended:
                     payment.end(done, folder)
                     break
+            watcher.look_at_rows(before)
+            watcher.look_at_rows(last, ended=True)
         except BaseException as stop:
             interrupted = isinstance(stop, KeyboardInterrupt)
             if interrupted and consistent and jax.process_count() == 1:  # several processes may be at different steps

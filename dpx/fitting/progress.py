@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dpx.audit.setup import warn_of_rows
 from dpx.fitting import processes
 from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import BatchLosses, Carry, fresh_copy
 from dpx.gradients import Unreleased
 from dpx.reports.report import PrivacyReport
+from dpx.sampling.data import CheckedData
 from dpx.statistics.metrics import PrivateMetric
 from dpx.values import (
     Tree,
@@ -29,6 +31,7 @@ from dpx.values import (
 
 PRIVATE = "private_metric"
 RESERVED = ("step", "epsilon", "unreleased_loss", "skipped", PRIVATE)  # names in the history that no metric may have
+ENOUGH = 16  # rows without a gradient, in batches without any, from which a run warns
 MOST_EVALUATIONS = 40  # the default limit, because each evaluation waits for the step and computes epsilon
 
 
@@ -133,9 +136,12 @@ class RunMonitor:
     """Evaluates a run and keeps its history.
 
     every: int, steps between evaluations. folder: the run's folder, which records releases of private metrics.
+    looking: whether to look at the rows of the next step. fruitless: how many rows were seen since the last one with a
+        gradient that counts, and how many of them have a finite loss. trained: whether any row had such a gradient.
     """
 
     run: RunPlan
+    examples: CheckedData
     evaluate: Callable[[Tree], Any] | None
     evaluate_private: PrivateMetric | None
     every: int
@@ -144,11 +150,15 @@ class RunMonitor:
     bar: Any
     history: list[dict[str, Any]] = field(default_factory=list)
     folder: Any = None
+    looking: bool = True
+    fruitless: tuple[int, int] = (0, 0)
+    trained: bool = False
+    warned: bool = False
 
     @classmethod
     def with_defaults(cls, run: RunPlan, every: Any, progress: bool, *, evaluate_private: Any, **users: Any) -> Self:
-        """Fills in the defaults. users: `evaluate`, `callbacks`, `loss_at`. Raises ValueError if one is not a function,
-        if `every` is invalid, or for more evaluations than the budget of a private metric has steps."""
+        """Fills in the defaults. users: `evaluate`, `callbacks`, `loss_at`, `examples`. Raises ValueError if one is not
+        a function, if `every` is invalid, or for more evaluations than the budget of a private metric has steps."""
         evaluate, callbacks = users["evaluate"], users["callbacks"]
         if evaluate is not None:
             require_function("evaluate", evaluate, "params")
@@ -186,8 +196,24 @@ class RunMonitor:
         left = max(left, self.folder.known.looks - len(self.folder.known.measured))
         metric.expect(int(self.run.optimizer.noise_key), left)
 
+    def look_at_rows(self, counts: tuple, *, ended: bool = False):
+        """Warns, once in a run, if its steps release nothing but noise because no row has a gradient that counts.
+
+        It looks at the first steps, and after each evaluation, until a row has one. counts: `BatchLosses.counts` of a
+        step that the device has ended, or (). ended: whether this is the last step.
+        """
+        if not counts or not self.looking or self.warned:
+            return
+        rows, finite, usable = map(int, counts)
+        self.looking, self.trained = not usable, self.trained or usable > 0
+        self.fruitless = (0, 0) if usable else (self.fruitless[0] + rows, self.fruitless[1] + finite)
+        if self.fruitless[0] >= (1 if ended and not self.trained else ENOUGH):
+            warn_of_rows(*self.fruitless, self.examples.some_rows, trained=self.trained)
+            self.warned = True
+
     def record_step(self, step: int, carry: Carry, batch: BatchLosses) -> bool:
         """Adds a row to the history. Returns whether a callback asks to stop."""
+        self.looking = True
         shown = self.evaluate is not None or self.evaluate_private is not None or self.callbacks
         params, loss = fresh_copy(carry.params) if shown else carry.params, float(batch.mean)
         epsilon = self.run.epsilon(carry.state)

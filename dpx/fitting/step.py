@@ -38,10 +38,13 @@ class Carry(NamedTuple):
 class BatchLosses(NamedTuple):
     """What a step learns about its batch. NOT private.
 
-    mean: the mean loss, a float32 scalar. unreleased: the `Unreleased` values, or None. included: bool (B,), or None.
+    mean: the mean loss, a float32 scalar. counts: int32 scalars: how many rows count, how many of them have a finite
+        loss, and how many a gradient in range.
+    unreleased: the `Unreleased` values, or None. included: bool (B,), or None.
     """
 
     mean: jax.Array
+    counts: tuple[jax.Array, jax.Array, jax.Array]
     unreleased: Unreleased | None
     included: jax.Array | None
 
@@ -81,8 +84,9 @@ def compiled_step(
 
     def step(carry, batch):
         found = gradient(loss_at(carry.params, carry.state), batch, carry.state)
-        mean = _sum_of_training_losses(found.unreleased, batch) / batch.included.sum(dtype=jnp.float32).clip(1)
-        of_batch = BatchLosses(mean, found.unreleased, batch.included)
+        total, counts = _sum_of_training_losses(found.unreleased, batch)
+        mean = total / batch.included.sum(dtype=jnp.float32).clip(1)
+        of_batch = BatchLosses(mean, counts, found.unreleased, batch.included)
         carry = Carry(optax.apply_updates(carry.params, found.updates), found.state)
         return carry, of_batch if whole else of_batch._replace(unreleased=None, included=None)
 
@@ -99,11 +103,12 @@ def compiled_step_in_chunks(
 
     def add_chunk(carry, chunk, sums, total):
         sums = in_chunks.add(loss_at(carry.params, carry.state), chunk, carry.state, sums)
-        return sums._replace(unreleased=None), total + _sum_of_training_losses(sums.unreleased, chunk)
+        return sums._replace(unreleased=None), optax.tree.add(total, _sum_of_training_losses(sums.unreleased, chunk))
 
     def release_sums(carry, sums, total):
         updates, state = in_chunks.release(loss_at(carry.params, carry.state), sums, carry.state)
-        of_batch = BatchLosses(total / sums.unreleased_count.astype(jnp.float32).clip(1), None, None)
+        total, counts = total
+        of_batch = BatchLosses(total / sums.unreleased_count.astype(jnp.float32).clip(1), counts, None, None)
         return Carry(optax.apply_updates(carry.params, updates), state), of_batch
 
     shardings = _shardings(carry, sharding), None
@@ -111,7 +116,7 @@ def compiled_step_in_chunks(
     release_sums = CompiledByShapes(release_sums, donate_argnums=(0,), out_shardings=shardings, sharding=sharding)
 
     def step(carry, chunks):
-        sums, total = None, jnp.zeros((), jnp.float32)
+        sums, total = None, (jnp.zeros((), jnp.float32), tuple(jnp.zeros((), jnp.int32) for _ in range(3)))
         for chunk in chunks:
             sums, total = add_chunk(carry, chunk, sums, total)
         return release_sums(carry, sums, total)
@@ -135,9 +140,11 @@ def _warn_of_loss_once(optimizer: Mechanism) -> Callable:
     return warn_once
 
 
-def _sum_of_training_losses(unreleased: Any, batch: Batch) -> jax.Array:
-    """The sum of the losses of the rows that count, a float32 scalar."""
-    return jnp.sum(unreleased.losses.astype(jnp.float32), where=batch.included)
+def _sum_of_training_losses(unreleased: Any, batch: Batch) -> tuple[jax.Array, Any]:
+    """The sum of the losses of the rows that count, a float32 scalar; and `BatchLosses.counts`."""
+    losses, rows = unreleased.losses.astype(jnp.float32), batch.included
+    counted: Any = rows, jnp.isfinite(losses), unreleased.in_range()
+    return jnp.sum(losses, where=rows), tuple(jnp.sum(each, where=rows, dtype=jnp.int32) for each in counted)
 
 
 class CompiledByShapes:

@@ -22,6 +22,7 @@ from dpx.mechanism.guards import checked_params
 from dpx.sampling.batch import Batch, included_rows, require_batch
 from dpx.sampling.data import batch_size
 from dpx.states.record import DrawRecord, ReleaseState, fingerprint
+from dpx.sums.clipped_sum import in_range
 from dpx.sums.rounding import FloatPair, add_pairs, with_low
 from dpx.values import (
     Tree,
@@ -55,6 +56,10 @@ class Unreleased(NamedTuple):
     aux: Tree
 
     __repr__ = repr_with_shapes
+
+    def in_range(self) -> jax.Array:
+        """Which examples have a gradient that counts, bool (B,): no NaN, and no norm above 2^63."""
+        return in_range(self.norms)
 
 
 class PrivateUpdates(NamedTuple):
@@ -256,7 +261,7 @@ def augmented(
         >>> step = dpx.private_updates(dpx.augmented(loss, mirrored, copies=4), optimizer, with_key=True)
     """
     require_function("loss", loss)
-    require_function("augment", augment)
+    require_function("augment", augment, "example", "key")
     require_whole("copies", copies)
 
     def mean_loss(params, example, key):

@@ -121,7 +121,7 @@ def frequent_rows(
     require_whole("most_rows", most_rows)
     require_number("reads_scale", reads_scale, minimum=0, exclusive=True)
     if tables is not None:
-        require_function("tables", tables)
+        require_function("tables", tables, "path")
 
     def is_table(path, leaf) -> bool:
         return len(leaf.shape) >= 2 if tables is None else bool(tables(path_of(path)))
@@ -323,7 +323,7 @@ def row_updates(
         (100, 2)
     """
     require_function("loss", loss)
-    require_function("rows", rows)
+    require_function("rows", rows, "example")
     given = inspect.signature(ada_fest).bind(**settings, tables=lambda path: path.split("/")[0] == TABLES)
     given.apply_defaults()
     made, of = ada_fest(**given.arguments), given.arguments

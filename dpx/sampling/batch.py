@@ -63,7 +63,10 @@ def included_rows(size: int, included: Any, sampling: Any) -> jax.Array:
     rows count but the sampling never draws `size` examples.
     """
     if included is MISSING and sampling.pads:
-        raise ValueError(f"included must be given, bool (B,): batches of {sampling} hold padding")
+        raise ValueError(
+            f"included must be given, bool (B,), because batches of {sampling} hold padding: give included="
+            "batch.included, of a batch that the sampling drew. dpx.private_updates does it for you"
+        )
     if included is None or included is MISSING:
         expected, padded = sampling.divisor, sampling.pads
         if size != expected and (not padded or size > sampling.most_rows):

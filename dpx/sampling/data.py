@@ -72,9 +72,6 @@ class CheckedData:
         self.data, self.examples, self.key = data, examples, key
         self.rows, self.unit = rows_of(data, examples, key), unit_of(data)
 
-    def in_arrays(self) -> bool:
-        return all(isinstance(leaf, np.ndarray | jax.Array) for leaf in jax.tree.leaves(self.data))
-
     @functools.cached_property
     def some_rows(self) -> Tree:
         """Returns MARKED rows of arrays, or MARKED_ITEMS of a source, whose items may be slow to read; on axis 0."""
@@ -248,11 +245,14 @@ def _in_words(description: tuple[Any, list]) -> str:
 def batch_size(examples: Tree) -> int:
     """Returns the length of axis 0. Raises ValueError unless all leaves are arrays that agree on it."""
     require_arrays(examples)
-    shapes: list[tuple[int, ...]] = [tuple(getattr(leaf, "shape", ())) for leaf in jax.tree.leaves(examples)]
+    leaves = jax.tree_util.tree_leaves_with_path(examples)
+    shapes: list[tuple[int, ...]] = [tuple(getattr(leaf, "shape", ())) for _, leaf in leaves]
     if not shapes or any(len(shape) == 0 for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
-        found = f"shapes {shapes[:MOST_SHAPES]}{' and more' * (len(shapes) > MOST_SHAPES)}" if shapes else "no array"
-        lists = not all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(examples))
-        advice = ": convert lists of numbers to arrays, with numpy.asarray" if lists else advice_to_stack(examples)
+        named = [f"{path_of(path)} {list(shape)}".strip() for (path, _), shape in zip(leaves, shapes, strict=True)]
+        found = f"shapes {first_words(named, MOST_SHAPES)}" if shapes else "no array"
+        advice = advice_to_stack(examples) or ". Are these parameters, in the place of data?" * any(shapes)
+        if not all(hasattr(leaf, "shape") for _, leaf in leaves):
+            advice = ": convert lists of numbers to arrays, with numpy.asarray"
         raise ValueError(f"every leaf must have the same number of examples on axis 0; got {found}{advice}")
     return shapes[0][0]
 

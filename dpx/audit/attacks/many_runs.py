@@ -447,7 +447,7 @@ def canary_scores(
     steps, runs = require_whole("steps", steps), require_whole("runs", runs, minimum=_LEAST_RUNS)
     keys.require_key(key)
     params = {"w": jnp.zeros(2)} if params is None else params
-    require_keys_apart("make", require_function("make", make))
+    require_keys_apart("make", require_function("make", make, "key"))
     if not hasattr(made := make(keys.stream(key, "billed mechanism")), "init"):
         raise ValueError(
             f"make must be a function from a key to a mechanism, got one to {described(made)}: {OTHERWISE}"

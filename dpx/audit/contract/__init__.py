@@ -387,7 +387,7 @@ def check_contract(
     names = _require_args(mechanism, loss, params, examples, lines)
     params = inputs.default_params() if params is None else params
     if rebuild is not None:
-        require_keys_apart("rebuild", require_function("rebuild", rebuild))
+        require_keys_apart("rebuild", require_function("rebuild", rebuild, "key"))
     draws, seed = require_whole("draws", draws, minimum=500), require_whole("seed", seed, minimum=0)
     with full_precision():
         trial = Trial(mechanism, params, loss, examples, draws=draws, seed=seed, rebuild=rebuild)

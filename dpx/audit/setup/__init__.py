@@ -21,11 +21,11 @@ from dpx.values import Tree, described, names_arguments, require_function, requi
 
 __all__ = ["Finding", "SetupReport", "check_setup"]
 
-NO_FINITE_ROW = (
-    "none of {} examples that were looked at has a finite gradient, because each holds NaN or infinity. Such examples "
-    "contribute nothing and cost as much as others, so this run may release nothing but noise. Give missing values a "
-    "number first (docs/recipes.md). This is known from the private data: do not publish it. (From dpx.check_setup, "
-    "which looks at more.)"
+ONLY_NOISE = (
+    "none of {rows} examples in the last batches has a gradient that counts: each holds NaN or infinity, or has a norm "
+    "above 2^63 ({finite} of their losses are finite). Such examples contribute nothing and cost as much as others, so "
+    "these steps released nothing but noise. {cause}. This is known from the private data: do not publish it. (From "
+    "dpx.check_setup, which looks at more.)"
 )
 
 
@@ -104,7 +104,7 @@ def check_setup(
         batch_findings.find_mixed_rows(found, params, alone, some_rows),
         batch_findings.find_spreading_nan(found, closed),
         batch_findings.find_zero_gradients(found, params, flags, alone, some_rows),
-        batch_findings.find_not_finite(found, included),
+        batch_findings.find_not_finite(found, included, batch_findings.rows_with_holes(examples)),
         batch_findings.find_clipped_rows(found),
         batch_findings.find_noise_to_signal(found, optimizer, steps),
         batch_findings.find_low_precision_parameters(once, params, flags, found.losses),
@@ -153,18 +153,16 @@ def warn_of_loss(optimizer: Mechanism, closed: core.ClosedJaxpr, params: Tree, r
             warn_user(f"{found.words}. (From dpx.check_setup, which looks at more.)")
 
 
-def warn_of_rows(
-    loss: Callable, optimizer: Mechanism, params: Tree, rows: Tree, *, with_key: bool, has_aux: bool
-) -> None:
-    """Warns if no row has a finite gradient, as `check_setup` does, because the run would release only noise.
+def warn_of_rows(rows: int, finite: int, some: Tree, *, trained: bool) -> None:
+    """Warns that none of `rows` examples of a run has a gradient that counts, and says why, for the user alone.
 
-    It computes gradients only if every row holds a value that is not finite. rows: arrays with the rows on axis 0. The
-    other arguments are those of `check_setup`.
+    finite: how many of their losses are finite. some: arrays with some rows of the data on axis 0. trained: whether
+        earlier examples had such a gradient.
     """
-    floats = [np.asarray(leaf) for leaf in jax.tree.leaves(rows) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    if not np.all(np.any([~np.isfinite(leaf).all(tuple(range(1, leaf.ndim))) for leaf in floats] or [False], axis=0)):
-        return
-    count, value = batch_size(rows), static_findings.loss_of_one_example(loss, with_key=with_key, has_aux=has_aux)
-    alone = batch_findings.loss_of_one_row(value, trained_mask(optimizer, params), rows)
-    if not any(np.isfinite(alone(params, row)[1]).all() for row in range(count)):
-        warn_user(NO_FINITE_ROW.format(count))
+    if trained:
+        cause = "Earlier ones had one, so the parameters have probably grown too large: lower the learning rate"
+    elif batch_findings.rows_with_holes(some).all():
+        cause = f"Each row that was looked at holds NaN or infinity: {batch_findings.MISSING_VALUES}"
+    else:
+        cause = f"Not all rows hold NaN or infinity: {batch_findings.MADE_BY_LOSS}"
+    warn_user(ONLY_NOISE.format(rows=rows, finite=finite, cause=cause))

@@ -34,6 +34,11 @@ AT_THE_BOUND = 0.999  # share of the bound from which a contribution counts as c
 COMPARED = 3  # rows that are computed again, each alone
 TOLERANCE, LOW_TOLERANCE = 1e-2, 1e-1  # relative, for float32 (perhaps rounded to TensorFloat-32) and for fewer bits
 TINY = 1e-6  # absolute; a smaller loss or gradient counts as 0, except for rounding
+MISSING_VALUES = "give missing values a number first (docs/recipes.md)"
+MADE_BY_LOSS = (
+    "the loss or its derivative makes NaN or infinity, as log(0), sqrt at 0 and 0 / 0 do, also in the branch that "
+    "jnp.where does not take. jax.grad(loss)(params, example) shows it"
+)
 LOUD = 100.0  # ratio of noise to signal above which the noise drowns the signal
 
 
@@ -202,8 +207,19 @@ def find_zero_gradients(
     return Finding("zero gradients", "note", f"{named} {words}; at other parameters they have one", numbers)
 
 
-def find_not_finite(measured: BatchDiagnostics, included: np.ndarray) -> Finding:
-    """Finds rows that contribute zero because a loss or a gradient is not finite, or too large."""
+def rows_with_holes(rows: Tree) -> np.ndarray:
+    """Which rows hold NaN or infinity, bool (B,). rows: arrays with the B rows on axis 0."""
+    found = np.zeros(batch_size(rows), bool)
+    for leaf in jax.tree.leaves(rows):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            found |= ~np.isfinite(np.asarray(leaf)).all(tuple(range(1, leaf.ndim)))
+    return found
+
+
+def find_not_finite(measured: BatchDiagnostics, included: np.ndarray, holes: np.ndarray) -> Finding:
+    """Finds rows that contribute zero because a loss or a gradient is not finite, or too large, and says whether the
+    data or the loss made it. holes: bool (B,), the rows that hold NaN or infinity."""
+    bad_rows = included & ~np.isfinite(np.asarray(measured.norms))
     losses, norms = np.asarray(measured.losses, np.float64)[included], np.asarray(measured.norms)[included]
     bad_losses, bad_norms = int((~np.isfinite(losses)).sum()), int((~np.isfinite(norms)).sum())
     huge, rows = int((np.isfinite(norms) & (norms > LARGEST)).sum()), int(included.sum())
@@ -213,7 +229,9 @@ def find_not_finite(measured: BatchDiagnostics, included: np.ndarray) -> Finding
             f"of {rows} rows, {bad_losses} have a loss and {bad_norms} a gradient that is not finite, "
             f"and {huge} a norm above 2^63; such gradients and norms contribute zero"
         )
-        words += ": give missing values a number first (docs/recipes.md)" * (bad_norms > 0)
+        ill, sound = int((bad_rows & holes).sum()), int((bad_rows & ~holes).sum())
+        words += f". {ill} of these rows hold NaN or infinity: {MISSING_VALUES}" * (ill > 0)
+        words += f". The data of {sound} of these rows are finite: {MADE_BY_LOSS}" * (sound > 0)
         return Finding("finite", "error" if bad_norms + huge == rows else "warning", words, numbers)
     return Finding("finite", "ok", f"all {rows} rows have finite losses and gradients", numbers)
 
