@@ -102,14 +102,21 @@ def test_a_coin_falls_for_exactly_the_words_below_the_threshold(probability, mon
     assert coins.tolist() == [number < heads for number in numbers]
 
 
-def test_the_examples_of_a_poisson_batch_are_in_random_rows():
+@pytest.mark.parametrize(
+    "sampling",
+    [dpx.PoissonSampling(examples=12, batch_size=6), RandomAllocation(examples=12, steps_per_epoch=2)],
+    ids=["poisson", "allocated"],
+)
+def test_the_examples_of_a_batch_are_in_random_rows(sampling):
     """Each of 12 examples is equally often in each of 16 rows: chi-square, with a false alarm of 1e-6."""
-    sampling, places = dpx.PoissonSampling(examples=12, batch_size=6), np.zeros((12, 16))
+    places = np.zeros((12, 16))
     for step in range(400):
         draw = sampling.draw(KEY, step, size=16)
         rows = np.flatnonzero(draw.included)
         places[draw.indices[rows], rows] += 1
     assert scipy.stats.chisquare(places.ravel()).pvalue > 1e-6
+    rows = [np.flatnonzero(sampling.draw(KEY, step, size=16).included).tolist() for step in range(2)]
+    assert rows[0] != rows[1]
 
 
 @pytest.mark.parametrize("word", range(4))
@@ -360,18 +367,6 @@ def test_the_step_of_an_example_is_64_bits_of_its_own(monkeypatch):
     for _, own in parts:
         assert own.tolist() == [((place + 1) * 2**32 + 5 * place) % 7 for place in range(len(own))]
     assert len(set(map(tuple, asked))) == 3
-
-
-def test_the_examples_of_an_allocated_batch_are_in_random_rows():
-    """Each of 12 examples is equally often in each of 16 rows: chi-square, with a false alarm of 1e-6."""
-    sampling, places = RandomAllocation(examples=12, steps_per_epoch=2), np.zeros((12, 16))
-    for step in range(400):
-        draw = sampling.draw(KEY, step, size=16)
-        rows = np.flatnonzero(draw.included)
-        places[draw.indices[rows], rows] += 1
-    assert scipy.stats.chisquare(places.ravel()).pvalue > 1e-6
-    rows = [np.flatnonzero(sampling.draw(KEY, step, size=16).included).tolist() for step in range(2)]
-    assert rows[0] != rows[1]
 
 
 def test_allocated_batches_have_one_shape_that_holds_them():

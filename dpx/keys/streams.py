@@ -137,9 +137,7 @@ def require_key(key: jax.Array) -> jax.Array:
     if key.shape != ():
         raise ValueError(f"key must be one key, got keys of shape {key.shape}")
     if str(jax.random.key_impl(key)) == "unsafe_rbg":
-        raise ValueError(
-            'key must not be of implementation "unsafe_rbg": its fold_in undoes itself, so that keys repeat'
-        )
+        raise ValueError('key must not be of implementation "unsafe_rbg": its fold_in undoes itself, so keys repeat')
     return key
 
 

@@ -69,9 +69,7 @@ def add_or_remove_rdp(
     return repeats @ _cached_gaussian_rdp(steps.tobytes(), orders.tobytes())
 
 
-def fixed_size_rdp(
-    sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, orders: np.ndarray = ORDERS
-) -> np.ndarray:
+def fixed_size_rdp(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, orders: np.ndarray) -> np.ndarray:
     """Upper bounds on the RDP of steps on samples of a fixed size, float64 (orders,); inf without noise.
 
     Noise is relative to the effect of replacing one example. Proof for the pair of `limited_samples.py`: let r be the
@@ -106,7 +104,7 @@ def truncated_poisson_rdp(
     counts: np.ndarray,
     full: FullTruncatedSample,
     relation: Relation,
-    orders: np.ndarray = ORDERS,
+    orders: np.ndarray,
 ) -> np.ndarray:
     """Upper bounds on the RDP of steps on truncated Poisson samples, float64 (orders,); inf without noise.
 
@@ -142,7 +140,7 @@ def _cached_gaussian_rdp(steps: bytes, orders: bytes) -> np.ndarray:
 
 
 def schedule_rdp(
-    sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, relation: Relation, orders: np.ndarray = ORDERS
+    sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, relation: Relation, orders: np.ndarray
 ) -> np.ndarray:
     """Upper bounds on the RDP of a whole schedule under any relation, float64 (orders,); inf without noise.
 

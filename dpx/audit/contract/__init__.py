@@ -302,9 +302,7 @@ def check_resume(trial: Trial) -> str:
 def require_equal_jaxprs(first: core.ClosedJaxpr, second: core.ClosedJaxpr) -> None:
     """Raises BrokenLine if two closed jaxprs of a step differ in an equation or in a constant."""
     if identity_of_program(first) != identity_of_program(second) or not _same_constants(first, second):
-        raise BrokenLine(
-            "the step is another program when it is traced again: something outside of the state enters it"
-        )
+        raise BrokenLine("the step is another program when it is traced again: something outside the state enters it")
 
 
 def _same_constants(first, second) -> bool:

@@ -319,9 +319,7 @@ def require_standard_normals(draws: np.ndarray):
     count, columns = draws.shape
     means = np.abs(draws.mean(0)) * math.sqrt(count)
     if means.max() > -special.ndtri(RATE / (2 * columns)):
-        raise BrokenLine(
-            f"the mean of the noise is {means.max() / math.sqrt(count):.3g} standard deviations away from 0"
-        )
+        raise BrokenLine(f"the mean of the noise is {means.max() / math.sqrt(count):.3g} standard deviations from 0")
     low, high = (reduced_chi_square_quantile(p, count - 1) for p in (RATE / (2 * columns), 1 - RATE / (2 * columns)))
     variances = draws.var(0, ddof=1)
     if variances.min() < low or variances.max() > high:

@@ -320,14 +320,10 @@ def _require_other_keys(trial: Trial) -> bool:
     drawn = jax.jit(jax.vmap(noise_at_step))(NUMBERS)
     for words in map(np.asarray, drawn):
         if len(np.unique(words, axis=0)) < len(words):
-            raise BrokenLine(
-                f"two of {len(NUMBERS)} steps up to 2^31 draw their noise from the same key and the same step"
-            )
+            raise BrokenLine(f"two of {len(NUMBERS)} steps up to 2^31 draw their noise from the same key and step")
     for one, other in itertools.combinations(map(np.asarray, drawn), 2):
         if (one == other).all(axis=-1).any():
-            raise BrokenLine(
-                "a release draws twice from one key and one step, such as for its noise and for random signs"
-            )
+            raise BrokenLine("a release draws twice from one key and step, such as for its noise and for random signs")
     return not elsewhere
 
 
@@ -347,9 +343,8 @@ def require_noise_covariance(trial: Trial) -> str:
     fresh = np.einsum("ts,nsr->ntr", linalg.toeplitz(columns, np.zeros(STEPS_OF_RUN)), found)
     try:
         require_standard_normals(fresh.reshape(len(fresh), -1))
-        require_standard_normals(
-            np.moveaxis(fresh, 1, 2).reshape(-1, STEPS_OF_RUN)
-        )  # all directions together see smaller correlations
+        # All directions together see smaller correlations.
+        require_standard_normals(np.moveaxis(fresh, 1, 2).reshape(-1, STEPS_OF_RUN))
     except BrokenLine as error:
         raise BrokenLine(
             f"the noise of {STEPS_OF_RUN} steps is not C^-1 z for the stated C: of C times it, {error}"

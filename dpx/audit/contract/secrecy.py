@@ -176,10 +176,8 @@ def _paths_of_leaves(tree: Tree) -> list:
 LOW, HIGH = 2.0**-30, 2.0**-12  # changes of a sum of 1, below and above half a unit in its last place
 # One row of 64 is small. A chain of float32 additions then moves by 7 to 15 ETA, even over microbatches of up to 64.
 LONG, APART = 2**13, 64
-LARGE_SHARE, SMALL_SHARE = (
-    31 / 32,
-    0.77,
-)  # shares of the clip norm, and of half a unit of the sum, which rounds to one unit or to none
+LARGE_SHARE = 31 / 32  # of the clip norm
+SMALL_SHARE = 0.77  # of half a unit of the sum, which rounds to one unit or to none
 REMOVED = 1  # one of the large rows
 
 
