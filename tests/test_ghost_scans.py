@@ -190,7 +190,7 @@ def scan_in_a_scan():
     return layer(lambda w, x: lax.scan(outer, x, w)[0], normal(1, 2, 3, 4, 4), 4)
 
 
-@animal("shared gram small")
+@animal("shared product small")
 def time_in_a_stack():
     """A stack of recurrent layers: in the scan over the layers is a scan over time."""
 
@@ -508,7 +508,7 @@ def nnx_scan_with_remat():
     return nnx_stack(lambda model, x: scan(nnx.remat(lambda block, x: block(x)))(model, x))
 
 
-@animal("product gram small")
+@animal("product small")
 def mixture_of_experts():
     """Two of four experts for each position, with the weights of a router."""
 
@@ -528,7 +528,7 @@ row("experts_that_the_data_picks", "rows")(
 )
 
 
-@animal("product gram")
+@animal("product")
 def grouped_query_attention():
     """Four heads for queries, two for keys and values."""
 
@@ -613,7 +613,7 @@ row("loop_with_a_slice_used_twice", "shared")(
 )
 
 
-@animal("gram")
+@animal("product")
 def loop_over_many_layers():
     def apply(w, x):
         for number in range(8):
@@ -716,7 +716,7 @@ def kernel_shared_by_iterations():
 row("loop_over_slices_that_overlap", "product")(
     lambda: layer(lambda w, x: jnp.tanh(x @ w[0:2].reshape(8, 4).T) @ w[1:3].reshape(8, 4), normal(1, 3, 4, 4), 4)
 )
-row("places_in_every_iteration", "product gram")(
+row("places_in_every_iteration", "product")(
     lambda: layer(
         lambda p, x: lax.scan(lambda h, _: (jnp.tanh(h * p["a"][:3] + p["b"][:3]), None), x, length=3)[0],
         {"a": normal(1, 20, 4), "b": normal(2, 20, 4)},

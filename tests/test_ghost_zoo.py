@@ -76,7 +76,7 @@ def deep():
 row("attention", "gram small")(lambda: module(linen.MultiHeadDotProductAttention(num_heads=2, qkv_features=32), 4, 24))
 
 
-@animal("gram rows outer small")
+@animal("gram rows outer product small")
 def transformer():
     from benchmarks.models import Transformer
 
@@ -188,7 +188,7 @@ row("rows_of_several_ones", "outer")(lambda: lookup(lambda table, t: jax.nn.one_
 row("one_hot_along_the_other_axis", "product")(
     lambda: (lambda w, t: score(jax.nn.one_hot(t, 4).T @ w), normal(1, 6, 3), tokens(4, 6))
 )
-row("constant_times_weights", "gram")(
+row("constant_times_weights", "product")(
     lambda: (lambda w, x: score(normal(9, 2, 6) @ w * x.sum()), normal(1, 6, 3), normal(4, 4, 2))
 )
 
