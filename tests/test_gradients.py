@@ -398,6 +398,7 @@ SHARDED = """
 import jax, jax.numpy as jnp, numpy as np, optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import dpx
+from dpx.fitting.step import first_carry
 from tests.test_dp_sgd import dp_sgd
 def loss(params, example, key):
     kept = jax.random.bernoulli(key, 0.5, (8,))
@@ -435,6 +436,8 @@ if KINDS == [("Explicit", "sharded")]:
     eight = jax.jit(steps.release)(placed, sums, state)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), eight, one[:2])
     assert jax.tree.map(jax.typeof, eight[0]) == jax.tree.map(jax.typeof, placed)
+    frozen = dpx.coordinates.random_freeze(freeze_rate=0.5, every=1, key=jax.random.key(5))
+    first_carry(params, dpx.in_coordinates(dp_sgd(), frozen), NamedSharding(mesh, P("data")))  # draws a mask eagerly
 print("the same on 8 devices")
 """
 
