@@ -20,8 +20,6 @@ import scipy.sparse
 from dpx import keys
 from dpx.values import MOST_SHAPES, Tree, described, first_words, path_of
 
-Rows = Callable[[np.ndarray, np.ndarray, int], Tree]  # (indices int32 (B,), `included` bool (B,), step) -> rows
-
 AGAIN = 16  # repeated readings: a random item flipped by a fair coin escapes them with probability 2^-16
 FIRST, EVERY = 64, 256  # AGAIN readings per call for the first 64 rows of a source, then one reading per 256 rows
 MARKED, MARKED_ITEMS = 64, 8  # how many rows of arrays, or items of a source, the mark reads, evenly spaced
@@ -29,55 +27,53 @@ NO_NUMBERS = frozenset("OSUTMm")  # kinds of numpy dtypes: objects, strings and 
 _READ: dict[int, list[int]] = {}  # source id -> number of rows read so far, while the source is alive
 
 
-def rows_of(data: Any, examples: int, key: jax.Array) -> Rows:
-    """Returns a function (indices int32 (B,), `included` bool (B,), step) -> rows of `data`, a pytree of arrays with
-    the B rows on axis 0, and zeros in the rows that are not included. So no program sees an example that was not drawn.
-
-    data: a pytree of arrays with the examples on axis 0 of each, or a source as `Sampling.take` describes it.
-    key: scalar key of the batches.
-    Raises ValueError unless `data` holds `examples` examples. The returned function raises ValueError if the items of a
-    source differ in structure, shape or dtype, and if a row differs when it is read again.
-    """
-    if (length := length_of(data)) != examples:
-        users = ": for users, give the sampling examples=len(users)"
-        hint = advice_to_stack(data) if unit_of(data) == "example" else users
-        raise ValueError(f"data must hold the {examples} examples of the sampling, got {length}{hint}")
-    if _is_data_source(data):
-        read = _checking_repeats(data, _items_of(data, key))
-    elif others := [leaf for leaf in jax.tree.leaves(data) if not isinstance(leaf, jax.Array | np.ndarray)]:
-        # arrays in files, or computed when they are indexed
-        read = _checking_repeats(
-            others[0], lambda numbers, step: jax.tree.map(lambda leaf: read_rows(leaf, numbers), data)
-        )
-    else:
-
-        def rows_of_arrays(indices, included, step):
-            def of_leaf(leaf):
-                if isinstance(leaf, jax.Array):
-                    return _taken(leaf, indices, included)
-                return _zero_excluded_in_place(read_rows(leaf, indices), included)
-
-            return jax.tree.map(of_leaf, data)
-
-        return rows_of_arrays
-    return lambda indices, included, step: jax.tree.map(
-        lambda leaf: _zero_excluded_in_place(leaf, included), read(indices, step)
-    )
-
-
 class CheckedData:
-    """The examples of a run. rows: from `rows_of`, whose arguments and errors apply here. unit: from `unit_of`."""
+    """The examples of a run: a pytree of arrays with the examples on axis 0 of each, or a source of one example at a
+    time, as `Sampling.take` describes it. key: scalar key of the batches. unit: from `unit_of`.
+
+    Raises ValueError unless `data` holds `examples` examples.
+    """
 
     def __init__(self, data: Any, examples: int, key: jax.Array):
-        self.data, self.examples, self.key = data, examples, key
-        self.rows, self.unit = rows_of(data, examples, key), unit_of(data)
+        self.data, self.examples, self.key, self.unit = data, examples, key, unit_of(data)
+        self._from_source = _is_data_source(data)
+        length = len(data) if self._from_source else batch_size(data)
+        if length != examples:
+            users = ": for users, give the sampling examples=len(users)"
+            hint = advice_to_stack(data) if self.unit == "example" else users
+            raise ValueError(f"data must hold the {examples} examples of the sampling, got {length}{hint}")
+        others = [leaf for leaf in jax.tree.leaves(data) if not isinstance(leaf, jax.Array | np.ndarray)]
+        self._read = None
+        if self._from_source:
+            self._read = _checking_repeats(data, _items_of(data, key))
+        elif others:  # arrays in files, or computed when they are indexed
+            self._read = _checking_repeats(
+                others[0], lambda numbers, step: jax.tree.map(lambda leaf: read_rows(leaf, numbers), data)
+            )
+
+    def rows(self, indices: np.ndarray, included: np.ndarray, step: int) -> Tree:
+        """Returns rows, with the B rows on axis 0, and zeros in those that are not included. So no program sees an
+        example that was not drawn. indices: int32 (B,). included: bool (B,).
+
+        Raises ValueError if the items of a source differ in structure, shape or dtype, or if a row differs when it is
+        read again.
+        """
+        if self._read is not None:
+            return jax.tree.map(lambda leaf: _zero_excluded_in_place(leaf, included), self._read(indices, step))
+
+        def of_leaf(leaf):
+            if isinstance(leaf, jax.Array):
+                return _taken(leaf, indices, included)
+            return _zero_excluded_in_place(read_rows(leaf, indices), included)
+
+        return jax.tree.map(of_leaf, self.data)
 
     @functools.cached_property
     def some_rows(self) -> Tree:
         """Returns MARKED rows of arrays, or MARKED_ITEMS of a source, whose items may be slow to read; on axis 0."""
-        source = _is_data_source(self.data)
-        places = np.unique(np.linspace(0, self.examples - 1, MARKED_ITEMS if source else MARKED).astype(np.int32))
-        if source:
+        many = MARKED_ITEMS if self._from_source else MARKED
+        places = np.unique(np.linspace(0, self.examples - 1, many).astype(np.int32))
+        if self._from_source:
             return self.rows(places, np.ones(len(places), bool), 0)
         return jax.tree.map(lambda leaf: read_rows(leaf, places), self.data)
 

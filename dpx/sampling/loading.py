@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 
 from dpx import keys
 from dpx.sampling.batch import Batch, Draw, pad_draw, record_draw, round_up
-from dpx.sampling.data import CheckedData, Rows
+from dpx.sampling.data import CheckedData
 from dpx.states.record import DrawRecord, fingerprint
 from dpx.values import described, require_whole
 
@@ -76,7 +76,7 @@ def batches(sampling: Any, data: Any, key: jax.Array, steps: range, loading: Loa
             draw = sampling.draw(key, step, size=loading.size)
             whole = record_draw(sampling, key, step, draw.included, examples.unit)
             for some, drawn, last in split_draw(draw, whole, loading):
-                yield on_devices(examples.rows, some, drawn, loading.sharding), last
+                yield on_devices(examples, some, drawn, loading.sharding), last
 
     loaded = prefetched(load(), loading.prefetch) if loading.prefetch else load()
     return whole_batches(loaded) if loading.chunk_size is None else batch_chunks(loaded, len(steps))
@@ -112,10 +112,10 @@ def split_draw(draw: Draw, drawn: DrawRecord, loading: Loading) -> Iterator[Piec
         yield Draw(whole.indices[rows], whole.included[rows]), own, start + size >= len(whole.indices)
 
 
-def on_devices(rows: Rows, draw: Draw, drawn: DrawRecord, sharding: jax.sharding.Sharding | None) -> Batch:
+def on_devices(examples: CheckedData, draw: Draw, drawn: DrawRecord, sharding: jax.sharding.Sharding | None) -> Batch:
     """Loads a batch onto its devices. If it is sharded, this process reads only the rows for its own devices."""
     if sharding is None:
-        return jax.device_put(Batch(rows(*draw, int(drawn.step)), draw.included, drawn))
+        return jax.device_put(Batch(examples.rows(*draw, int(drawn.step)), draw.included, drawn))
     size = len(draw.indices)
     shards = sharding.addressable_devices_indices_map((size,)).values()
     own = np.unique(np.concatenate([np.arange(size)[shard] for shard in shards if shard is not None]))
@@ -132,9 +132,9 @@ def on_devices(rows: Rows, draw: Draw, drawn: DrawRecord, sharding: jax.sharding
     everywhere = sharding
     if isinstance(sharding, jax.sharding.NamedSharding):
         everywhere = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-    examples = jax.tree.map(np.asarray, rows(draw.indices[own], draw.included[own], int(drawn.step)))
+    rows = jax.tree.map(np.asarray, examples.rows(draw.indices[own], draw.included[own], int(drawn.step)))
     whole = [jax.make_array_from_callback((), everywhere, lambda _, number=number: number) for number in drawn]
-    return Batch(jax.tree.map(spread, examples), spread(draw.included[own]), DrawRecord(*whole))
+    return Batch(jax.tree.map(spread, rows), spread(draw.included[own]), DrawRecord(*whole))
 
 
 def whole_batches(loaded: Generator[tuple[Batch, bool]]) -> Generator[Batch]:
