@@ -57,14 +57,14 @@ def searched(
 ) -> float:
     """The most that a search makes the first row move an emulated sum beyond itself, relative to what is proved.
 
-    add: of operands, float64 (coordinates, rows), and factors: (rows,), of as short numbers, that it multiplies them
-    with. They take the place of the emulator, which adds products."""
+    add: of operands, float64 (coordinates, rows), and factors: (rows,), of the same precision, that it multiplies
+    them with. They take the place of the emulator, which adds products."""
     bits = (16 if "bfloat16" in name else 22) // (2 if add else 1)
     add, factors = add or functools.partial(emulated, name), np.ones(rows) if factors is None else factors
     rng = np.random.default_rng(seed)
 
     def moved(data):
-        """data: (coordinates, rows). Products of two short numbers are numbers of twice as many bits."""
+        """data: (coordinates, rows). The product of two numbers has as many bits as both together."""
         fraction, exponent = np.frexp(data / np.linalg.norm(data * factors, axis=0).max())
         data = np.ldexp(np.round(fraction * 2.0**bits), exponent - bits)
         without = data * (np.arange(rows) > 0)

@@ -30,7 +30,7 @@ def prices() -> str:
 
     from dpx.accounting.cost import profile_of_run
     from dpx.accounting.filters import NOTHING, PrivacyFilter, Spent, credit_mu
-    from dpx.accounting.ledger import from_event
+    from dpx.accounting.flat_event import from_event
 
     rows = []
     for rate, sigma, steps in RUNS:

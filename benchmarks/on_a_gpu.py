@@ -2,7 +2,7 @@
 
     python -m benchmarks.on_a_gpu
 
-* Adder: products of short numbers with cancelling sums, beside the emulator of `benchmarks.adders`; and how far one row
+* Adder: low-precision products with cancelling sums, beside the emulator of `benchmarks.adders`; and how far one row
   moves the sum of a block that was searched for it, as a share of what dpx proves.
 * Noise: `dpx.keys.release` on the GPU beside the CPU's, for the same key. What differs is where float64 rounds
   differently within 2^-45 deviations of a border. Its time, beside that of `jax.random.normal`.
@@ -63,7 +63,7 @@ def found_gpu() -> Any:
 
 
 def multiplied(core: str, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """The product of two matrices of short numbers, by the algorithm that dpx names for this adder: float64."""
+    """The product of two matrices of low precision, by the algorithm that dpx names for this adder: float64."""
     import jax
     import jax.numpy as jnp
 
@@ -75,7 +75,7 @@ def multiplied(core: str, left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return np.asarray(jax.jit(dot)(jnp.asarray(left, dtype), jnp.asarray(right, dtype)), np.float64)
 
 
-def short(core: str, x: np.ndarray) -> np.ndarray:
+def rounded(core: str, x: np.ndarray) -> np.ndarray:
     """`x` rounded to operands of this adder."""
     fraction, exponent = np.frexp(x)
     bits = 8 if "bfloat16" in core else 11
@@ -86,7 +86,7 @@ def of_the_adder(core: str, terms: int, size: int = 128) -> list[str]:
     """A line: of size^2 sums, how many are the emulator's to the bit; the farthest that a sum is off, as a share of
     what the proof allows one sum, for this GPU, for the emulator and for float32 additions in order."""
     rng, shape = np.random.default_rng(terms), (2, size, terms)
-    left, right = short(core, rng.standard_normal(shape) * 2.0 ** rng.integers(-8, 1, shape))
+    left, right = rounded(core, rng.standard_normal(shape) * 2.0 ** rng.integers(-8, 1, shape))
     products = left[:, None] * right
     exponents = np.frexp(left)[1][:, None] + np.frexp(right)[1] - 2
     exact, found = products.sum(-1), multiplied(core, left, right.T)
@@ -100,7 +100,7 @@ def of_the_adder(core: str, terms: int, size: int = 128) -> list[str]:
 
 def moved_block(core: str, rows: int, turns: int) -> list[str]:
     """A line: how far a searched block moves, as a share of what is proved, for this GPU and for the emulator."""
-    factors = short(core, np.random.default_rng(rows).uniform(0.5, 1, rows))
+    factors = rounded(core, np.random.default_rng(rows).uniform(0.5, 1, rows))
     many = np.tile(factors[:, None], 64)  # a matrix, or the units stay idle
     found = adders.searched(core, rows, turns, add=lambda data: multiplied(core, data, many)[:, 0], factors=factors)
     return [core, str(rows), f"{found:.3f}", f"{adders.searched(core, rows, turns):.3f}"]

@@ -20,7 +20,7 @@ from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 import dpx
 from dpx import accounting
 from dpx.accounting import arithmetic, schedule_delta, schedule_epsilon
-from dpx.accounting.ledger import from_event
+from dpx.accounting.flat_event import from_event
 from dpx.papers.d2p2_sgd.cost import ProjectedGaussianDpEvent, with_projected_event
 from dpx.papers.dice_sgd.cost import ErrorFeedbackDpEvent
 from dpx.sampling import PoissonSampling, RandomAllocation

@@ -15,7 +15,7 @@ from dpx.accounting import allocation
 from dpx.accounting.allocation import AllocatedGaussians
 from dpx.accounting.arithmetic import RunProfile
 from dpx.accounting.cost import event_profile, profile_of_run
-from dpx.accounting.ledger import from_event
+from dpx.accounting.flat_event import from_event
 from dpx.accounting.pld.losses import SampledGaussian, total_renyi
 from dpx.sampling.schemes import count_multipliers
 from dpx.sampling.varying import RandomAllocationDpEvent

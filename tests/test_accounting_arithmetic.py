@@ -15,7 +15,7 @@ from dpx import accounting, reports
 from dpx.accounting import arithmetic
 from dpx.accounting.arithmetic import NormalSamplerError, RunProfile, finite_precision_cost
 from dpx.accounting.cost import profile_of_run
-from dpx.accounting.ledger import from_event
+from dpx.accounting.flat_event import from_event
 from dpx.accounting.profiles import GaussianProfile
 from dpx.accounting.selection import trials_quantile
 from dpx.keys.noise import CHUNK_NUMBERS, count_numbers_with_cost, count_pairs

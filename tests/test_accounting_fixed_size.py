@@ -13,7 +13,7 @@ from scipy import stats
 
 import dpx
 from dpx import accounting, reports
-from dpx.accounting.ledger import from_event
+from dpx.accounting.flat_event import from_event
 from dpx.accounting.limited_samples import FixedSizeGaussian
 
 LINE = np.array([[-1.0], [0.0], [1.0]])

@@ -18,8 +18,8 @@ import dpx
 from dpx.accounting import event_delta, event_epsilon, gdp
 from dpx.accounting.budget import _least_noise_near, calibrate
 from dpx.accounting.cost import profile_of_run
+from dpx.accounting.flat_event import from_event
 from dpx.accounting.groups import GroupGaussianDpEvent, SeveralRecordsGaussian
-from dpx.accounting.ledger import from_event
 
 KEY = jax.random.key(5)
 EPSILONS = (0.0, 0.3, 1.0, 2.5)

@@ -18,7 +18,7 @@ from scipy import stats
 import dpx
 from dpx import accounting, reports
 from dpx.accounting.checks import Accountant
-from dpx.accounting.ledger import from_event
+from dpx.accounting.flat_event import from_event
 from dpx.accounting.loss import ReleaseCount
 from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.selection import OneOfDpEvent

@@ -13,7 +13,7 @@ from dp_accounting.rdp import rdp_privacy_accountant, rdp_privacy_accountant_tes
 
 from dpx import accounting
 from dpx.accounting.cost import event_profile
-from dpx.accounting.ledger import from_event
+from dpx.accounting.flat_event import from_event
 from dpx.accounting.loss import NEIGHBORS
 from dpx.accounting.pld import renyi
 from dpx.accounting.selection import trial_loss

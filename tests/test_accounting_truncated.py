@@ -15,7 +15,7 @@ from scipy import special, stats
 import dpx
 from dpx import accounting
 from dpx.accounting.cost import event_profile, profile_of_run
-from dpx.accounting.ledger import from_event, without_truncation
+from dpx.accounting.flat_event import from_event, without_truncation
 from dpx.accounting.limited_samples import FixedSizeGaussian, TruncatedGaussian, bucketed_truncated_losses
 from dpx.accounting.pld.losses import SampledGaussian, total_renyi
 from dpx.papers.d2p2_sgd.cost import with_projected_event

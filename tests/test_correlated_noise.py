@@ -15,8 +15,8 @@ from scipy import linalg, stats
 
 import dpx
 from dpx import accounting, coordinates, keys, mechanisms, methods, strategies
+from dpx.accounting.flat_event import from_event
 from dpx.accounting.gdp import epsilon as gaussian_epsilon
-from dpx.accounting.ledger import from_event
 from dpx.audit.contract.cost import require_costed_sensitivity
 from dpx.audit.contract.noise import require_noise_covariance
 from dpx.audit.contract.subject import BrokenLine

@@ -10,7 +10,7 @@ from dp_accounting import ComposedDpEvent, GaussianDpEvent, PoissonSampledDpEven
 import dpx
 from dpx import accounting
 from dpx.accounting.cost import event_profile, profile_of_run
-from dpx.accounting.ledger import from_event
+from dpx.accounting.flat_event import from_event
 from dpx.sampling import CyclicPoissonSampling, FixedOrder
 
 KEY = jax.random.key(5)

@@ -15,7 +15,7 @@ import dpx
 from dpx.accounting import gdp
 from dpx.accounting.cost import event_profile, profile_of_run
 from dpx.accounting.filters import NOTHING, PrivacyFilter, Spent, credit_mu, dominating_mu
-from dpx.accounting.ledger import from_event
+from dpx.accounting.flat_event import from_event
 from dpx.accounting.loss import PureDpEvent
 from dpx.accounting.profiles import DeltaProfile
 

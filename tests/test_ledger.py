@@ -37,7 +37,7 @@ from dpx import statistics
 from dpx.accounting import gdp
 from dpx.accounting.cost import event_epsilon, event_profile, profile_of_run
 from dpx.accounting.filters import NOTHING, credit_mu, dominating_mu
-from dpx.accounting.ledger import from_event
+from dpx.accounting.flat_event import from_event
 from dpx.accounting.loss import as_hashable
 from dpx.accounting.pld.losses import SampledGaussian
 from dpx.ledgers import files

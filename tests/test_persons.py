@@ -12,7 +12,7 @@ from dp_accounting import ComposedDpEvent, GaussianDpEvent, LaplaceDpEvent, Pois
 import dpx
 from dpx import accounting, reports
 from dpx.accounting.cost import profile_of_run
-from dpx.accounting.ledger import from_event
+from dpx.accounting.flat_event import from_event
 from dpx.audit.setup import static_findings
 from dpx.reports import curves
 from dpx.reports.report import sections_of

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import dpx
 from dpx import keys
-from dpx.accounting.ledger import from_event
+from dpx.accounting.flat_event import from_event
 from dpx.sampling import CyclicPoissonSampling, RandomAllocation, varying
 from dpx.sampling import batch as draws
 from dpx.sampling.varying import RandomAllocationDpEvent

@@ -56,7 +56,7 @@ def sums_of(function, data, monkeypatch):
     seen, kept, given = [], [], []
     original = released.StatisticRequest.noisy
     with monkeypatch.context() as patched:
-        patched.setattr(released.StatisticRequest, "noise_for", see)
+        patched.setattr(released.StatisticRequest, "choose_noise", see)
         patched.setattr(
             released.StatisticRequest, "noisy", lambda self, *rest, **named: (given.append(self), keep(*rest, **named))
         )

@@ -14,7 +14,7 @@ Which function answers which question:
 Every epsilon and delta is an upper bound; an interval adds a lower bound. The proofs:
 
 * Poisson-sampled Gaussians: `pld/losses.py` (one step, long schedules), `pld/composition.py` (many), `pld/renyi.py`
-  ("rdp"). Several releases of one batch: `ledger.py`. Unsampled Gaussians: `gdp.py`.
+  ("rdp"). Several releases of one batch: `flat_event.py`. Unsampled Gaussians: `gdp.py`.
 * Random allocation: `allocation.py`.
 * Samples of a fixed or limited size: `limited_samples.py`. Runs on shared batches: `compose.py`.
 * A unit of several records, and mixtures of Gaussians, whose pairs have the same form: `groups.py`.

@@ -14,7 +14,7 @@ import numpy as np
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.cost import cost_of_run, require_event_and_sampling, require_reachable_epsilon
-from dpx.accounting.ledger import DISTINCT, FEW
+from dpx.accounting.flat_event import DISTINCT, FEW
 from dpx.accounting.pld.losses import BUCKETS, Buckets, bucketed_gaussians
 from dpx.accounting.schedule import Interval, implemented_profile, lower_profile, upper_profile
 from dpx.keys.noise import LARGEST_RELEASE

@@ -16,7 +16,7 @@ from dpx.accounting import checks
 from dpx.accounting.arithmetic import NormalSamplerError, worst_sampler
 from dpx.accounting.checks import Accountant, Profile, Relation, require_relation
 from dpx.accounting.cost import RunCost, cost_of_run, event_for_unit, profile_of_run, records_per_unit_of_run
-from dpx.accounting.ledger import from_event
+from dpx.accounting.flat_event import from_event
 from dpx.accounting.loss import as_hashable
 from dpx.accounting.pld import renyi
 from dpx.accounting.profiles import ExtremeProfile
@@ -396,7 +396,7 @@ def _score_event(score_on: Any, records: int) -> DpEvent | None:
     if not isinstance(score_on, DpEvent):
         words = f"a score on private data without noise has no known cost. Got {described(score_on)}"
         raise ValueError(f'score_on must be "public", or the event of the noise in the score: {words}')
-    ledger = from_event(score_on)
-    if not ledger.counts or not ledger.private:
+    event = from_event(score_on)
+    if not event.counts or not event.private:
         raise ValueError(f"a score on private data must have noise, got the event {score_on}")
-    return ledger.of_records(records)
+    return event.of_records(records)

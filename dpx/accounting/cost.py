@@ -1,6 +1,6 @@
 """The cost, as epsilon and delta, of an event and of a run's steps, whether planned or taken.
 
-An event becomes a ledger, its releases become step losses, and these become a profile. The cost of an event treats its
+An event is flattened, its releases become step losses, and these become a profile. The cost of an event treats its
 noise as real numbers, so that it can be compared with other libraries. `profile_of_run` adds the cost of dpx's
 arithmetic (`arithmetic`), and the cost of every run comes from it.
 
@@ -18,8 +18,8 @@ from dp_accounting import DpEvent
 from dpx.accounting import checks
 from dpx.accounting.arithmetic import NormalSamplerError, RunProfile, normal_sampler
 from dpx.accounting.checks import Accountant, Profile, Relation
+from dpx.accounting.flat_event import DISTINCT, from_event
 from dpx.accounting.groups import require_zero_out
-from dpx.accounting.ledger import DISTINCT, from_event
 from dpx.accounting.loss import DelegatedProfile, PrivacyLoss, event_of_release
 from dpx.accounting.pld.losses import BUCKETS
 from dpx.accounting.profiles import GaussianProfile
@@ -301,8 +301,8 @@ def _relation_of(event: dp_accounting.DpEvent, sampling: Sampling, relation: Rel
     if sampling.weighted:
         words = 'the weight of another example would change all rates; its event is true only for "zero_out"'
         raise ValueError(f"relation {relation!r} does not fit {sampling}: {words}")
-    ledger = from_event(event)
-    if relation == "add_or_remove" and not (ledger.independent or ledger.whole_runs):
+    flat = from_event(event)
+    if relation == "add_or_remove" and not (flat.independent or flat.whole_runs):
         words = 'one example more or fewer would change the other batches; its event is true for "zero_out"'
         raise ValueError(f'relation "add_or_remove" does not fit {sampling}: {words}')
     return relation

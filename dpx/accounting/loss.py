@@ -138,7 +138,7 @@ def as_hashable(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class DpAccountingRelease(PrivacyLoss):
-    """A release whose kind dpx does not know. inner: for a Poisson sample, the `Ledger` of the releases on it."""
+    """A release whose kind dpx does not know. inner: for a Poisson sample, the `FlatEvent` of the releases on it."""
 
     event: DpEvent
     inner: Any = None

@@ -13,8 +13,8 @@ from dpx.accounting import checks
 from dpx.accounting.arithmetic import NormalSamplerError, RunProfile, normal_sampler
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.cost import event_for_unit, profile_of_run
+from dpx.accounting.flat_event import DISTINCT, from_event
 from dpx.accounting.groups import require_zero_out
-from dpx.accounting.ledger import DISTINCT, from_event
 from dpx.accounting.pld.losses import BUCKETS, Buckets, Losses, SampledGaussian, bucketed_gaussians
 from dpx.accounting.profiles import (
     UNBOUNDED,
@@ -159,7 +159,7 @@ def _interval_of_profiles(upper: Profile, lower: Profile | None, ask: Callable[[
     return Interval(0.0 if lower is None else min(most, float(ask(lower))), most)
 
 
-def gaussian_losses(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, relation: Relation) -> Losses:
+def schedule_losses(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, relation: Relation) -> Losses:
     """Converts the steps of a schedule, arrays (T,), to step losses; leaves out steps of count 0."""
     losses: dict[SampledGaussian, int] = defaultdict(int)
     for sigma, rate, count in zip(sigmas.tolist(), rates.tolist(), counts.tolist(), strict=True):
@@ -170,7 +170,7 @@ def gaussian_losses(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, r
 
 def upper_profile(steps: Buckets, *, accountant: Accountant, relation: Relation) -> Profile:
     """An upper bound for exact arithmetic: rounds noise down and rates up."""
-    return loss_profile(gaussian_losses(steps.smallest_noise, steps.largest_rate, steps.counts, relation), accountant)
+    return loss_profile(schedule_losses(steps.smallest_noise, steps.largest_rate, steps.counts, relation), accountant)
 
 
 def implemented_profile(
@@ -187,7 +187,7 @@ def lower_profile(steps: Buckets, *, relation: Relation) -> Profile:
 
     The bound is 0 if a noise multiplier is below 1e-6, but not 0.
     """
-    losses = gaussian_losses(steps.largest_noise, steps.smallest_rate, steps.counts, relation)
+    losses = schedule_losses(steps.largest_noise, steps.smallest_rate, steps.counts, relation)
     if any(loss.noise_multiplier == 0 for loss in losses):
         return UNBOUNDED
     if any(loss.unbounded for loss in losses):

@@ -177,7 +177,7 @@ def draw_trial_count(key: jax.Array, mean: float, shape: float) -> int:
 def trial_loss(trial: Any, relation: Relation) -> StepLoss:
     """The loss of one trial. Raises ValueError if the Renyi divergences of one of its events are unknown.
 
-    trial: the `Ledger` of one trial.
+    trial: the `FlatEvent` of one trial.
     """
     if not trial.private:
         return SampledGaussian(0.0, 1.0, relation)  # no noise
@@ -189,7 +189,7 @@ def trial_loss(trial: Any, relation: Relation) -> StepLoss:
 
 @dataclass(frozen=True)
 class SearchLoss(PrivacyLoss):
-    """The best of a random number of trials. event: dp-accounting's `RepeatAndSelectDpEvent`. trial: the `Ledger`."""
+    """The best of a random number of trials. event: dp-accounting's `RepeatAndSelectDpEvent`. trial: a `FlatEvent`."""
 
     event: Any
     trial: Any
@@ -212,7 +212,7 @@ class SearchLoss(PrivacyLoss):
 
 @dataclass(frozen=True)
 class Choice(PrivacyLoss):
-    """One of several events. event: a `OneOfDpEvent`. alternatives: the `Ledger` of each."""
+    """One of several events. event: a `OneOfDpEvent`. alternatives: the `FlatEvent` of each."""
 
     event: OneOfDpEvent
     alternatives: tuple[Any, ...]

@@ -37,7 +37,7 @@ from typing import Any, cast
 import jax
 from filelock import FileLock
 
-from dpx.accounting.ledger import from_event
+from dpx.accounting.flat_event import from_event
 from dpx.accounting.loss import event_of_release
 from dpx.fitting import processes
 from dpx.fitting.facts import (

@@ -28,7 +28,7 @@ from dpx.gradients.one_example import (
 )
 from dpx.keys.noise import axes_that_vary
 from dpx.mechanism import Mechanism, require_mechanism
-from dpx.mechanism.guards import require_real
+from dpx.mechanism.guards import require_real_arrays
 from dpx.sums.clipped_sum import sum_contributions, sum_over_microbatches
 from dpx.values import Tree, described, require_whole
 from dpx.xla.jaxprs import convolves, inner_bodies
@@ -338,7 +338,7 @@ def with_inspector(step: Any, inspect_loss: Callable[[Any, Tree, tuple], None]) 
 
 def _require_like(params: Tree, made: Tree):
     """Raises ValueError unless one unit's update is real, with the structure and shapes of the parameters."""
-    require_real(made)
+    require_real_arrays(made)
     expected, found = [jax.tree.map(lambda leaf: jax.numpy.shape(leaf), tree) for tree in (params, made)]
     if expected != found or jax.tree.structure(params) != jax.tree.structure(made):
         raise ValueError(f"the update of one unit must be like params, of shapes {expected}; got shapes {found}")

@@ -19,7 +19,7 @@ from dpx.accounting.arithmetic import normal_sampler, worst_sampler
 from dpx.accounting.checks import Profile, Relation
 from dpx.accounting.cost import profile_of_run
 from dpx.accounting.filters import NOTHING, PrivacyFilter, Spent, credit_mu
-from dpx.accounting.ledger import from_event
+from dpx.accounting.flat_event import from_event
 from dpx.accounting.loss import as_hashable, event_of_release
 from dpx.accounting.profiles import least_number
 from dpx.keys.noise import LARGEST_RELEASE

@@ -27,14 +27,14 @@ from dp_accounting import DpEvent
 from dpx import keys
 from dpx.accounting.arithmetic import finite_precision_cost
 from dpx.accounting.budget import Budget
-from dpx.accounting.ledger import from_event
+from dpx.accounting.flat_event import from_event
 from dpx.mechanism import guards
 from dpx.sampling.batch import MISSING, included_rows
 from dpx.sampling.data import batch_size
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule, values_over
 from dpx.states.reading import require_state_of_mechanism, steps_taken
-from dpx.states.record import check_batch, fingerprints_of, release_and_count, stamp_state
+from dpx.states.record import check_batch, fingerprints_of, release_and_count_draws, stamp_state
 from dpx.sums.clipped_sum import sum_contributions
 from dpx.sums.rounding import ETA
 from dpx.values import Tree, described, float32_like, names_arguments, path_of
@@ -156,7 +156,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
         of `check_batch`. A batch that contradicts the event marks the state as having no cost. Refuses derivatives."""
         state = check_batch(state, self, sums, rows, drawn, ordered=ordered)
         sums = guards.refuse_shared_noise(self, sums)
-        return release_and_count(self.release, sums, state, params, budget=self.budget)
+        return release_and_count_draws(self.release, sums, state, params, budget=self.budget)
 
     def event_matching(self, state: Tree, steps: int) -> DpEvent:
         """The event of the first `steps` releases of a run. Raises ValueError if `state` belongs to another run."""

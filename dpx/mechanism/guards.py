@@ -41,7 +41,7 @@ def require_no_extra_arguments(extra_args: dict[str, Any]):
         )
 
 
-def require_real(tree: Tree):
+def require_real_arrays(tree: Tree):
     """Raises ValueError for complex numbers, PRNG keys, and arrays that do not hold numbers."""
     require_arrays(tree)
     leaves = jax.tree.leaves(tree)
@@ -113,7 +113,7 @@ def checked_params(params: Tree, mechanism: Any) -> Tree:
     whole = [_leaf_kind(leaf) == "whole" for leaf in jax.tree.leaves(params)]
     if any(whole) and any(map(operator.and_, whole, jax.tree.leaves(trained_mask(mechanism, params)))):
         _refuse(params, " Freeze integers by dpx.coordinates.trainable.")
-    require_real(params)
+    require_real_arrays(params)
     return as_arrays(params)
 
 
@@ -212,7 +212,7 @@ def params_matching_gradients(grads: Tree, params: Tree) -> Tree:
             "mechanism or wrap it, as optax.MultiSteps does"
         )
     size = batch_size(grads)
-    require_real(grads)
+    require_real_arrays(grads)
     expected = [(size, *jnp.shape(leaf)) for leaf in jax.tree.leaves(params)]
     found = [jnp.shape(leaf) for leaf in jax.tree.leaves(grads)]
     if found != expected or jax.tree.structure(grads) != jax.tree.structure(params):

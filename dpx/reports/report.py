@@ -15,7 +15,7 @@ from dpx.accounting.arithmetic import EpsilonWithRounding
 from dpx.accounting.budget import Budget
 from dpx.accounting.compose import Selection
 from dpx.accounting.cost import RunCost, cost_of_run, require_event_and_sampling
-from dpx.accounting.ledger import from_event
+from dpx.accounting.flat_event import from_event
 from dpx.reports.attacks import AttackBounds, bounds_and_curve
 from dpx.reports.rendering import Section, as_html, as_markdown, as_text, attack_curve
 from dpx.states.record import unit_mark

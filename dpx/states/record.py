@@ -208,7 +208,7 @@ def _require_fewer(own: int, numbers: int) -> None:
         )
 
 
-def release_and_count(release: Callable, *given: Any, budget: Any) -> tuple[Tree, Tree]:
+def release_and_count_draws(release: Callable, *given: Any, budget: Any) -> tuple[Tree, Tree]:
     """Returns the updates and state from `release(*given)`. The state's count of values grows if more were drawn.
 
     Values that an earlier trace drew are not seen: if fewer are counted than the state knows, or none, 2^32 are

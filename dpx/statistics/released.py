@@ -178,7 +178,7 @@ class StatisticRequest:
                 f"the dpx.Budget of a statistic must have {words}dpx.UserData; got {self.noise_multiplier}"
             )
 
-    def noise_for(self, records: StatisticRecords, effect: UnitSensitivity, size: int) -> tuple[Noise, float]:
+    def choose_noise(self, records: StatisticRecords, effect: UnitSensitivity, size: int) -> tuple[Noise, float]:
         """The noise on `size` elements and its multiplier; where both kinds may be used, the one that deviates less."""
         kinds: list[Any] = [self.noise or "gaussian"]
         if self.noise is None and isinstance(self.noise_multiplier, Budget) and self.ledger is None:
@@ -217,7 +217,7 @@ class StatisticRequest:
         effect = UnitSensitivity(
             effect.one * records.most, effect.two * records.most, min(sums.size, effect.moves * records.most)
         )
-        noise, multiplier = self.noise_for(records, effect, sums.size)
+        noise, multiplier = self.choose_noise(records, effect, sums.size)
         numbers, query = padded_size(sums.size), f"{query} {noise} {effect}"
         event, own = self.begin(
             records, lambda each: event_of_noise(noise.kind, each), multiplier, numbers, query, sums

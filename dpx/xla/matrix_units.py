@@ -1,6 +1,6 @@
 """How a device multiplies matrices: which operands its unit multiplies exactly, and how its additions round.
 
-A GPU's tensor core and a TPU's matrix unit multiply operands of a short format exactly, and add the products in their
+A GPU's tensor core and a TPU's matrix unit multiply low-precision operands exactly, and add the products in their
 own order, with their own rounding. To bound what an example adds to a sum, two things must hold. The norm and the sum
 must read the same values, so every operand is rounded once, as a function of its own example: this rounding is part of
 the example's gradient, like the rounding inside the model, and costs nothing. And the error of the additions must be
@@ -89,9 +89,9 @@ class MatrixUnit:
 
     def round_operand(self, x: jax.Array) -> jax.Array:
         """Rounds `x`, of any real dtype, to the nearest float32 values that this unit multiplies exactly."""
-        short, x = x.dtype == jnp.bfloat16, x.astype(jnp.float32)
+        bfloat16, x = x.dtype == jnp.bfloat16, x.astype(jnp.float32)
         # XLA keeps a reduce_precision, but removes two conversions that undo each other.
-        return x if short or not self.rounds else lax.reduce_precision(x, 8, self.fraction)
+        return x if bfloat16 or not self.rounds else lax.reduce_precision(x, 8, self.fraction)
 
     def round_stored(self, x: jax.Array) -> jax.Array:
         """Returns integers as they are, and other real arrays rounded, in the smallest dtype that holds the result."""
@@ -119,7 +119,7 @@ BFLOAT16 = MatrixUnit(
     7, lax.DotAlgorithmPreset.BF16_BF16_F32, (FUSED, tensor_core_adder(8, 1), tensor_core_adder(16, 2)), 1.6
 )
 OF_A_TPU = MatrixUnit(7, lax.DotAlgorithmPreset.BF16_BF16_F32, (HardwareAdder(1, 4.0),), 4.0)
-FULL, SHORT = ("highest", "float32", "F32_F32_F32"), ("bfloat16", "BF16_BF16_F32")  # precisions of JAX's products
+FULL, LOW = ("highest", "float32", "F32_F32_F32"), ("bfloat16", "BF16_BF16_F32")  # precisions of JAX's products
 
 
 def matrix_unit_of(platform: str) -> MatrixUnit:
@@ -130,7 +130,7 @@ def matrix_unit_of(platform: str) -> MatrixUnit:
         return OF_A_TPU
     if platform not in ("gpu", "cuda") or precision in FULL or not _has_tf32():
         return FLOAT32
-    return BFLOAT16 if precision in SHORT else TF32
+    return BFLOAT16 if precision in LOW else TF32
 
 
 def _has_tf32() -> bool:

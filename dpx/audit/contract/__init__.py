@@ -113,7 +113,7 @@ def check_bounded(trial: Trial) -> str:
             continue
         replaced = [trial.alone(tree, state) for tree in replacements]
         for name, sums in trial.contributions(step).items():
-            _require_zero(trial, sums, replaced, f"{name}, step {step}")
+            _require_nonfinite_ignored(trial, sums, replaced, f"{name}, step {step}")
         for problem in trial.problems[1:]:
             for name, of_each in problem.sums.items():
                 norms = trial.norms(step, of_each(problem.hostile, state))
@@ -130,7 +130,7 @@ def _require_at_most(norms: np.ndarray, clip_norm: float, where: str):
         raise BrokenLine(f"an example contributes norm {norms.max():.7g}, other large ones {clip_norm:.7g} ({where})")
 
 
-def _require_zero(trial: Trial, sums, replaced, where: str):
+def _require_nonfinite_ignored(trial: Trial, sums, replaced, where: str):
     """Requires that a nonfinite row contributes zero, or that its nonfinite values do not affect its contribution."""
     broken = ~np.isfinite(inputs.flattened_leaves(trial.with_loud(trial.hostile[0]), 1)).all(1)
     found, by_zero, by_one = (inputs.flattened_leaves(tree, 1) for tree in (sums, *replaced))

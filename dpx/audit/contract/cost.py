@@ -21,8 +21,8 @@ from dp_accounting import (
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 from scipy import linalg, special, stats
 
+from dpx.accounting.flat_event import from_event
 from dpx.accounting.groups import GroupGaussianDpEvent
-from dpx.accounting.ledger import from_event
 from dpx.audit.contract.draws import reduced_chi_square_quantile
 from dpx.audit.contract.subject import BrokenLine, NotChecked
 from dpx.audit.contract.trial import Trial, name_of_own_event
@@ -128,7 +128,7 @@ def _require_plausible_event(event: DpEvent, multipliers: np.ndarray, sampling: 
         noise = getattr(part, "noise_multiplier", 0.0)
         if isinstance(noise, int | float) and noise > multipliers.max(initial=0) * (1 + 1e-6):
             raise BrokenLine(f"{steps} steps count {part}, of more noise than the largest multiplier of the mechanism")
-    if (ledger := from_event(event)).readable and (most := ledger.released.most) < steps:
+    if (flat := from_event(event)).readable and (most := flat.released.most) < steps:
         raise BrokenLine(f"{steps} steps are counted as {most} releases of noisy numbers")
 
 

@@ -145,7 +145,7 @@ def flattened_leaves(tree: Tree, axes: int = 0) -> np.ndarray:
     return np.concatenate([leaf.reshape(*leaf.shape[:axes], -1) for leaf in leaves], axis=-1)
 
 
-def is_float(leaf: jax.Array) -> bool:
+def is_wide_float(leaf: jax.Array) -> bool:
     """Whether a leaf holds floats of at least 32 bits, so that rounding does not hide changes."""
     return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize >= 4
 
@@ -157,7 +157,7 @@ def keys_as_bits(tree: Tree) -> Tree:
 
 def public_floats(tree: Tree) -> jax.Array:
     """All floats of at least 32 bits in a tree, float32 (o,)."""
-    leaves = [leaf.astype(jnp.float32).reshape(-1) for leaf in jax.tree.leaves(tree) if is_float(leaf)]
+    leaves = [leaf.astype(jnp.float32).reshape(-1) for leaf in jax.tree.leaves(tree) if is_wide_float(leaf)]
     return jnp.concatenate(leaves)
 
 

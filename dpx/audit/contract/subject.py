@@ -304,7 +304,7 @@ class TracedRelease:
 
         with drawing_normals_by(draw):
             leaves = jax.tree.leaves(self._run(unflatten_vectors(sums, self.sums_like), state, params, mechanism))
-        return inputs.public_floats(leaves), [leaf for leaf in leaves if not inputs.is_float(leaf)]
+        return inputs.public_floats(leaves), [leaf for leaf in leaves if not inputs.is_wide_float(leaf)]
 
     def _derivatives(self, sums, normals, state, params):
         """The public floats, the others, and the derivatives by sums and by noise, float32 (o, k) and (o, m)."""

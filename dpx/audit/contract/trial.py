@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from dp_accounting import DpEvent
 
-from dpx.accounting.ledger import from_event
+from dpx.accounting.flat_event import from_event
 from dpx.audit.contract import inputs
 from dpx.audit.contract.draws import FULLY, NoiseDraws, measured_release, obvious_fault
 from dpx.audit.contract.subject import STEPS, NotChecked, Release, Subject, TracedRelease

@@ -93,7 +93,7 @@ def check_setup(
     public += [static_findings.find_constant_keys(loss, params, example, with_key=with_key)]
     if real.severity == "error" or rows.severity == "error":
         return SetupReport(tuple(public), (rows,))  # gradients or a step cannot be computed
-    public += [static_findings.find_unused(closed, params, flags), static_findings.find_frozen(flags, params)]
+    public += [static_findings.find_unused(closed, params, flags), static_findings.find_trained_share(flags, params)]
     with adding_note("loss", lambda: example):
         found = batch_findings.measure_row_gradients(value, optimizer, params, flags, examples, included)
     once = batch_findings.run_step(value, optimizer, params, batch._replace(examples=examples))

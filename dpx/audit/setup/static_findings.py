@@ -20,7 +20,7 @@ from jax.extend import core
 from dpx import keys
 from dpx.accounting import epsilon
 from dpx.accounting.cost import cost_of_run
-from dpx.accounting.ledger import without_truncation
+from dpx.accounting.flat_event import without_truncation
 from dpx.gradients.one_example import BATCH_NORM, INSTEAD, LARGE_CONSTANTS, updates_batch_norm
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, included_rows
@@ -179,7 +179,7 @@ def find_truncated_batches(optimizer: Mechanism, steps: int | None, delta: float
     return [Finding("truncation", "ok", words, numbers)]
 
 
-def find_frozen(flags: Tree, params: Tree) -> Finding:
+def find_trained_share(flags: Tree, params: Tree) -> Finding:
     """Reports how many parameters the mechanism trains. flags: bools like the parameters."""
     sizes = [math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(params)]
     trained, total = sum(itertools.compress(sizes, jax.tree.leaves(flags))), sum(sizes)

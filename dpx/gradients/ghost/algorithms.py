@@ -426,7 +426,7 @@ def tied_gradients(uses: Uses, records: Captured) -> jax.Array:
     count = -(-rows.shape[-1] // TILE) * TILE
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, count - rows.shape[-1])))
     several = current_place().devices > 1
-    if several:  # XLA may split this product, and if the result is short, rounds only the parts
+    if several:  # XLA may split this product, and rounds only the parts to bfloat16
         tables = jnp.einsum("btv,btd->bvd", rows, columns, preferred_element_type=jnp.bfloat16)
     else:
         tables = unit.round_kept(jnp.einsum("btv,btd->bvd", rows, columns, precision=unit.precision))

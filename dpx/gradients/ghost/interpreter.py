@@ -155,7 +155,7 @@ def _run(
         if number in added and number not in instruments.products:
             wanted = tuple(None if i in instruments.unread[number] else operand for i, operand in enumerate(operands))
             hooked, several = number in instruments.hooks, current_place().devices > 1
-            short = _rounds_its_cotangent(equation) and not (hooked and several)  # there, the hook rounds it
+            rounds = _rounds_its_cotangent(equation) and not (hooked and several)  # there, the hook rounds it
             if hooked:
                 outputs[0], shared = instruments.hooks[number](outputs[0], wanted, added[number])
                 later = zip(equation.inputs, shared, strict=True)
@@ -163,13 +163,13 @@ def _run(
             else:
                 seen[number] = wanted
                 if current_place().unit.rounds and number not in instruments.exact:
-                    # Rounds them here already, because a scan stacks them, in half the memory if they are short.
+                    # Rounds them here already, because a scan stacks them, in half the memory if they are bfloat16.
                     seen[number] = jax.tree.map(lambda x: current_place().unit.round_stored(jnp.asarray(x)), wanted)
-                outputs = [_plus_zero_probe(outputs[0], added[number], not short)]
+                outputs = [_plus_zero_probe(outputs[0], added[number], not rounds)]
             if number in instruments.once:
                 outputs = [with_cotangent_computed_once(outputs[0])]
-            if short:
-                outputs = [_with_short_cotangent(outputs[0])]
+            if rounds:
+                outputs = [_with_rounded_cotangent(outputs[0])]
         values.update(zip(equation.outputs, outputs, strict=True))
     return [read(number) for number in block.outputs], seen
 
@@ -186,7 +186,7 @@ def _rounds_its_cotangent(equation: Equation) -> bool:
 
 
 @jax.custom_vjp
-def _with_short_cotangent(x: jax.Array) -> jax.Array:
+def _with_rounded_cotangent(x: jax.Array) -> jax.Array:
     """Returns `x`, float32 (...), and rounds its cotangent for a matrix unit, once for all operations that read it."""
     return x
 
@@ -195,7 +195,7 @@ def _round_cotangent(_, cotangent: jax.Array) -> tuple[jax.Array]:
     return (jax.lax.optimization_barrier(current_place().unit.round_stored(cotangent)).astype(jnp.float32),)
 
 
-_with_short_cotangent.defvjp(lambda x: (x, None), _round_cotangent)
+_with_rounded_cotangent.defvjp(lambda x: (x, None), _round_cotangent)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))

@@ -318,7 +318,7 @@ def frobenius(x: jax.Array) -> jax.Array:
 
 def split_off_scale(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Factors x, float32 (..., n), as unit * size, (..., n) and (...). No element of `unit` is above 1 in magnitude.
-    If a matrix unit takes short numbers, sizes are powers of two, because other quotients have more digits."""
+    If a matrix unit takes rounded numbers, sizes are powers of two, because other quotients have more digits."""
     size = _largest(lax.abs(x), [x.ndim - 1])
     at_least = lax.max(size, lax.full_like(size, TINY))
     if current_place().unit.rounds:
@@ -330,7 +330,7 @@ def split_off_scale(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def power_of_two(x: jax.Array) -> jax.Array:
-    """Rounds x, float32 and at least 0, to the nearest power of two if a matrix unit takes short numbers."""
+    """Rounds x, float32 and at least 0, to the nearest power of two if a matrix unit takes rounded numbers."""
     return lax.reduce_precision(x, 8, 0) if current_place().unit.rounds else x
 
 

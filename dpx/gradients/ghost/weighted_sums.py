@@ -5,10 +5,10 @@ its rounding error. So if a site has several positions, whole gradients are adde
 then includes the rounding of that example's gradient (`norms.sum_error`), and `dpx.sums.rounding` bounds the rounding
 of the sum over examples. At most one gradient of a microbatch is in memory.
 
-A matrix unit multiplies short numbers exactly (`dpx.xla.matrix_units`), but a short number times a factor is long. With
-one position, this product is truncated: |a| |truncated(f b)| <= f |a| |b|, so the norm still bounds it. With several
-positions, the factor multiplies the finished product of its example. There, products below 2^-126 may become 0 before
-the factor is applied: with factors of up to 2^20, a sum of 2^36 products loses less than 2^-70.
+A matrix unit multiplies bfloat16 or TF32 numbers exactly (`dpx.xla.matrix_units`), but times a factor they have more
+digits. With one position, this product is truncated: |a| |truncated(f b)| <= f |a| |b|, so the norm still bounds it.
+With several positions, the factor multiplies the finished product of its example. There, products below 2^-126 may
+become 0 before the factor is applied: with factors of up to 2^20, a sum of 2^36 products loses less than 2^-70.
 
 The sum for the kernel of a convolution is a product of patches, except on a CPU. On a GPU, XLA passes convolutions to
 cuDNN, which may use Winograd's algorithm or Fourier transforms, whose rounding no proof here bounds.

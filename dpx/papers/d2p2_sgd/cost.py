@@ -21,7 +21,7 @@ import numpy as np
 from scipy import special
 
 from dpx.accounting.checks import Relation
-from dpx.accounting.ledger import from_event
+from dpx.accounting.flat_event import from_event
 from dpx.accounting.loss import PrivacyLoss, in_deviations
 from dpx.accounting.pld import renyi
 from dpx.accounting.pld.losses import Pmf, SampledGaussian, StepLoss, bucketed_steps, mix_pmfs
@@ -83,12 +83,12 @@ def with_projected_event(event: dp_accounting.DpEvent, *, rank: int, blocks: int
         than 64 distinct noise multipliers, rounds them down to 64. Raises ValueError unless every release is a
         Gaussian, on all data or on a Poisson sample.
     """
-    ledger = from_event(event)
-    if not ledger.private:
+    flat = from_event(event)
+    if not flat.private:
         return dp_accounting.NonPrivateDpEvent()
-    if not ledger.gaussian:
+    if not flat.gaussian:
         raise ValueError(f"a fresh projection has a known cost before (Poisson-sampled) Gaussians only, got {event}")
-    losses = ledger.losses("add_or_remove")
+    losses = flat.losses("add_or_remove")
     if not losses:
         return dp_accounting.NoOpDpEvent()
     sigmas, rates = np.array([(loss.noise_multiplier, loss.rate) for loss in losses]).T

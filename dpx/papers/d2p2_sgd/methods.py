@@ -27,7 +27,7 @@ import optax
 
 from dpx import keys, schedules
 from dpx.accounting.budget import accepts_budget
-from dpx.accounting.ledger import from_event
+from dpx.accounting.flat_event import from_event
 from dpx.mechanism import Mechanism, in_coordinates
 from dpx.mechanism.base import insert_around_sum
 from dpx.mechanism.dp_sgd import dp_sgd, normalized

@@ -1,4 +1,4 @@
-"""`Ledger`: counts how often each kind of release was made. `from_event` reads one from an event; it knows its cost.
+"""`FlatEvent`: counts how often an event makes each kind of release, and knows the cost. `from_event` makes one.
 
 Samplings and mechanisms state their cost as dp-accounting events, and `from_event` is the border. All facts about a
 kind of release are in its `PrivacyLoss`, so no other code inspects events.
@@ -54,8 +54,8 @@ DISTINCT, FEW = 32, 6  # the most noise multipliers in the cost of several recor
 
 
 @dataclass(frozen=True)
-class Ledger:
-    """The releases of an event tree, flattened, without free events. The sum of two ledgers composes their runs.
+class FlatEvent:
+    """The releases of an event tree, flattened, without free events. The sum of two composes their runs.
 
     event: the tree. counts: release -> how often it was made.
     """
@@ -63,7 +63,7 @@ class Ledger:
     event: DpEvent
     counts: Mapping[Any, int] = field(compare=False)
 
-    def __add__(self, other: "Ledger") -> "Ledger":
+    def __add__(self, other: "FlatEvent") -> "FlatEvent":
         return from_event(dp_accounting.ComposedDpEvent([self.event, other.event]))
 
     def holds_for_all(self, holds: Callable[[PrivacyLoss], bool]) -> bool:
@@ -294,7 +294,7 @@ KINDS: Mapping[type, Callable[[Any], PrivacyLoss]] = {
 }
 
 
-def from_event(event: DpEvent) -> Ledger:
+def from_event(event: DpEvent) -> FlatEvent:
     """Reads the releases of a tree of dp-accounting events and events that are a `PrivacyLoss`.
 
     Raises ValueError for a repetition count that is not an integer of at least 0, and for composed events that are not
@@ -302,7 +302,7 @@ def from_event(event: DpEvent) -> Ledger:
     """
     counts: dict[PrivacyLoss, int] = defaultdict(int)
     _count_releases(event, 1, counts)
-    return Ledger(event, dict(counts))
+    return FlatEvent(event, dict(counts))
 
 
 def _count_releases(event: Any, count: int, counts: dict[PrivacyLoss, int]) -> None:
