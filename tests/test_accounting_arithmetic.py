@@ -280,6 +280,9 @@ def test_epsilon_and_delta_answer_one_another():
     for delta in (1e-11, 1e-13):  # the best p0 of a usual delta costs more than such a delta
         run = RunProfile(GaussianProfile(1 / 0.3), 1, 1.0, 1 / 0.3)
         assert run.delta(run.epsilon(delta)) / delta == pytest.approx(1.0, rel=0.01)
+    for mu, delta in ((1.0, 0.0035), (3.0, 0.01)):  # where the first bound of epsilon leaves half of delta or less
+        run = RunProfile(GaussianProfile(mu), 2, 2.0, 6.27)
+        assert run.epsilon(delta) == pytest.approx(run.exact.epsilon(delta), rel=1e-5)
     most = RunProfile(GaussianProfile(1.0), 2**53, 2.0**53, 1.0)  # whose arithmetic has no bound that float64 holds
     assert most.epsilon(1e-5) == math.inf and most.delta(1e3) == 1.0
     none = RunProfile(GaussianProfile(1.0), 0, 0.0)

@@ -81,6 +81,7 @@ _SHARE_OF_FRAME, _VARIATION_OF_P, _LARGEST_CHANGE = 136.0, 3.0, 0.14  # from Lem
 _MEAN_OF_CHANGES, _BAD_PAIRS = 1.01, 1.02  # from Lemma 2 and t; covers a search's 1e-20 chance of more trials too
 _SMALLEST_SHARE = 8  # t / d
 _ASKED_DELTAS = 1e-14, 1e-10, 1e-6  # when a delta is asked for, p0 is chosen as the best for each of these
+_ALMOST = 0.99  # a share of delta
 _MOST_BITS = 102  # p0 is at least 2^-102
 _RARE, _RARE_RADIUS = 3 * 2.0**-64, 9.3  # the largest p and the least r of a rare cell
 _SMALLEST_DELTA = 1e-200  # far below the least t, so no smaller delta has a finite cost either
@@ -271,7 +272,9 @@ class RunProfile:
         return (self.normal_sampler, most) if 0 < self.normal_sampler.pairs < most.pairs else (self.normal_sampler,)
 
     def _answer_with_rounding(self, delta: float, normals: NormalSamplerError) -> EpsilonWithRounding:
-        """The answer for one sampler; if `far` depends on epsilon, tries upper bounds on epsilon in turn."""
+        """Tries bounds of epsilon, because `far` may depend on it and the best p0 on its worth. The first one that
+        leaves almost all of delta to exact arithmetic is enough; otherwise, the least of all holds."""
+        least = EpsilonWithRounding(math.inf, math.inf, 1.0)
         for bound in self._bounds(delta):
             worth = delta * math.exp(-bound) if bound < _LARGEST_EPSILON else delta
             added = finite_precision_cost(self.releases, self.mean, worth, normals)
@@ -281,8 +284,10 @@ class RunProfile:
                 return EpsilonWithRounding(0.0, 0.0, 0.0)
             if exact <= bound:
                 more = added.epsilon(exact)
-                return EpsilonWithRounding(exact + more, more, added.delta(exact, 0.0, self.shift))
-        return EpsilonWithRounding(math.inf, math.inf, 1.0)
+                least = min(least, EpsilonWithRounding(exact + more, more, added.delta(exact, 0.0, self.shift)))
+                if spare > _ALMOST * delta:
+                    break
+        return least
 
     def least_delta(self, delta: float) -> float | None:
         """Approximates the least delta with a finite epsilon, if only arithmetic makes epsilon at `delta` infinite.
