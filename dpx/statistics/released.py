@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -144,13 +145,6 @@ class Statistic(Release):
         return self.interval_at(1 - require_open_fraction("confidence", confidence))
 
 
-class _CalibrationTarget(NamedTuple):
-    """What `calibrate` needs from a mechanism."""
-
-    event: Callable[[int], DpEvent]
-    sampling: FullBatch
-
-
 @dataclass(frozen=True)
 class StatisticRequest:
     """The arguments that every statistic takes (`dpx.statistics`)."""
@@ -201,8 +195,8 @@ class StatisticRequest:
         sampling = FullBatch(examples=records.units)
         price = {"epsilon": budget.epsilon, "delta": budget.delta, "accountant": budget.accountant}
 
-        def make(multiplier: float) -> _CalibrationTarget:
-            return _CalibrationTarget(lambda steps: SelfComposedDpEvent(event(multiplier), steps), sampling)
+        def make(multiplier: float) -> SimpleNamespace:  # what `calibrate` needs of a mechanism
+            return SimpleNamespace(event=lambda steps: SelfComposedDpEvent(event(multiplier), steps), sampling=sampling)
 
         numbers = numbers if budget.numbers is None else max(numbers, budget.numbers)
         return calibrate(make, steps=budget.steps, **price, numbers=numbers)
