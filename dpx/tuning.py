@@ -165,11 +165,11 @@ class SearchSettings:
         return best_of(*runs, trials=self.trials, score_on=noise, distribution=self.distribution)
 
     def trial_noise_multipliers(self) -> list[float | None]:
-        """Finds a noise multiplier for each configuration that keeps the search within its budget; None without one.
+        """Finds noise multipliers, one per configuration, that keep the search within its budget. All None without one.
 
-        First, each configuration gets the noise that it would need alone, because small batches need less than large
-        ones. At every Renyi order, a trial costs as much as the worst configuration at that order, which may be more
-        than any single configuration. So all are then scaled up together until the search is within its budget.
+        First, each configuration gets the noise that a search over it alone needs, because small batches need less
+        than large ones. A trial costs, at every Renyi order, as much as the configuration that costs most there, so it
+        may cost more than any configuration. So one factor then scales all up until the search is within its budget.
 
         Raises ValueError if no noise meets the budget, and for mechanisms without a cost.
         """
@@ -239,7 +239,7 @@ class SearchPlan:
         return cls(settings=settings, noises=noises, mechanisms=mechanisms, steps=steps, delta=delta, cost=cost)
 
     def trial(self, number: int, folder: Path | None) -> tuple[Trial, int]:
-        """Returns the trial with this number, and the most steps that it may take."""
+        """Returns the trial with this index, and the most steps that it may take."""
         key, configurations = self.settings.key, self.settings.configurations
         chosen = _uniform_below(len(configurations), keys.stream(key, "configuration", number))
         mechanism = self.settings.build(configurations[chosen], _trial_key(key, number), self.noises[chosen])
@@ -250,7 +250,7 @@ class SearchPlan:
         return Trial(configurations[chosen], mechanism, own, None if folder is None else folder / str(number)), most
 
     def run(self, train: Callable[[Trial], Any], number: int, folder: Path | None) -> tuple[Trial, Tree, Tree]:
-        """Runs the trial with this number; returns it, its parameters and its state, or raises if the cost is wrong."""
+        """Runs the trial with this index; returns it, its parameters and its state, or raises if the cost is wrong."""
         trial, most = self.trial(number, folder)
         result = train(trial)
         if not isinstance(result, tuple) or len(result) < 2:

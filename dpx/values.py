@@ -291,7 +291,7 @@ def warn_user(words: str) -> None:
 
 
 def names_arguments(function: Named) -> Named:
-    """Wraps a function or class so that its TypeErrors name its arguments, and say if two may be swapped."""
+    """Wraps a function or class so that its TypeErrors name its arguments, and say if two seem to be swapped."""
     made: Any = function
     signature, a_class = inspect.signature(made), isinstance(made, type)
     call = made.__init__ if a_class else made

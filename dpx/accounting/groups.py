@@ -101,7 +101,7 @@ class GroupGaussianDpEvent(DpEvent, PrivacyLoss):
 
 @dataclass(frozen=True)
 class SeveralRecordsGaussian(StepLoss):
-    """The privacy loss of one such step. noise_multiplier: s. rate: q, below 1. records: k."""
+    """The privacy loss of one step, for a unit of k records. noise_multiplier: s. rate: q, below 1. records: k."""
 
     noise_multiplier: float
     rate: float

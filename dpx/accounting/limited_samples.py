@@ -72,7 +72,7 @@ in place of f, which costs a little more.)
 Poisson's cost would be below the truth: if all others contribute -1 and the example +1, a full batch moves by 2.
 
 **Public coins.** `arithmetic` needs a cost that holds if all coins but those of the example are public. The coins of
-the others here are not such ones, because K decides about p. But a full batch has the law of these coins: a uniform
+the others here are not public, because K decides about p. But a full batch has the law of these coins: a uniform
 n-subset U of the others, in random rows; a uniform j in U; and a coin of rate p, independent of both, by which the
 example takes the row of j. Given U and j, A is the sum over U; in B the example has the place of j, and in B' the null.
 Two of them differ by at most 2 (and the rounding of one exchanged row), so the proof above holds, and the shift of a

@@ -235,7 +235,7 @@ class PureDpEvent(DpEvent, PrivacyLoss):
 
 @dataclass(frozen=True)
 class PureLoss(StepLoss):
-    """The loss of one such release, which is symmetric."""
+    """The privacy loss of a `PureDpEvent`, which is symmetric."""
 
     epsilon: float
 

@@ -107,7 +107,7 @@ def schedule_delta(
     numbers: int = LARGEST_RELEASE,
     exact_noise: bool = False,
 ) -> Interval:
-    """Bounds delta at `epsilon` (at least 0) for such a schedule.
+    """Bounds delta at `epsilon` (at least 0) for a schedule of noise multipliers.
 
     The guarantee and the other arguments and errors are as for `schedule_epsilon`.
 
@@ -232,7 +232,7 @@ def dp_sgd_epsilon(
         "shuffled": the usual data loader, where each example takes part at most once an epoch, in any order. No
         amplification is proved; protects against setting one example's contribution to zero. Needs epochs, because
         loaders differ in the steps of an epoch.
-    accountant: as for `dpx.epsilon`, which gives the same cost for such a run of dpx (except that dpx rounds the noise
+    accountant: as for `dpx.epsilon`, which gives the same cost for a run of dpx (except that dpx rounds the noise
         multiplier to float32 when it adds noise).
     records: int, at least 1, the most examples that one person owns, as for `dpx.epsilon`; above 1, only "poisson".
     numbers: int, at most 2^32, the most elements that a step releases: the number of trained parameters.

@@ -77,12 +77,12 @@ class FitResult(NamedTuple):
         `dpx.publishable_state(state)`.
     steps: int, number of steps that the state counts. epsilon: float, an upper bound at `delta` for these and all
         planned steps, including any planned by an earlier call with these checkpoints; if `public_stop=True`, for these
-        steps only. It is for this run alone: a ledger's refund for steps not made is in the ledger's epsilon.
+        steps only. It stays the same if a `dpx.PrivacyLedger` refunds steps not made: see the ledger's epsilon.
     report: the `dpx.privacy_report` of the state, which says whom epsilon protects. Its `spent` is the same number, or
         a smaller one for the accountant "rdp".
     history: one dict per evaluation, with "step", "epsilon", the metrics by name, and "unreleased_loss", which is NOT
-        private. Where the run continued on other devices, a row has "step", "epsilon" and "skipped", the number of
-        steps that count but trained nothing.
+        private. If the run continued on other devices, a row has "step", "epsilon" and "skipped", the number of
+        steps that cost epsilon but trained nothing, because their noise may have been used before.
     """
 
     params: Tree
@@ -137,7 +137,7 @@ class RunMonitor:
 
     every: int, steps between evaluations. folder: the run's folder, which records releases of private metrics.
     looking: whether to look at the rows of the next step. fruitless: how many rows were seen since the last one with a
-        gradient that counts, and how many of them have a finite loss. trained: whether any row had such a gradient.
+        gradient that counts, and how many of them have a finite loss. trained: whether any row had one that counts.
     """
 
     run: RunPlan

@@ -93,7 +93,7 @@ class RunPlan:
 
 
 def checked_inputs(params: Tree, data: Any, run: RunPlan) -> CheckedData:
-    """Checks `params` and `data`, and returns the checked data. The ValueError says if they may be swapped."""
+    """Checks `params` and `data`, and returns the checked data. The ValueError says if they seem to be swapped."""
     number = run.optimizer.sampling.examples
     try:
         examples = CheckedData(data, number, run.key)

@@ -17,7 +17,7 @@ are, and neither y - floor(y) nor 1/2 is.
 
 Element n of the tree, counted leaf after leaf, gets element n of one stream of noise, which is a function of the key,
 the step and n, and of the tree's size if it has fewer than CHUNK_NUMBERS elements. So it does not depend on how the
-arrays are computed or sharded. The cipher takes the block (step + 1, number of a pair, number of a stream, 0), and
+arrays are computed or sharded. The cipher takes the block (step + 1, index of a pair, index of a stream, 0), and
 (step + 1, 1, 0, RARE) for the word that the rarest pairs of the release share (`normals.py`). No two releases of a key
 share a block, and no block of a release derives a key, because those blocks end in another word (`streams.py`).
 """
@@ -76,8 +76,8 @@ STAND_INS = jax.make_user_context(default_value=StandIns())
 
 
 class StreamPosition(NamedTuple):
-    """Where the elements of a leaf are: `start` is the position of the first one in stream number `stream`, whose
-    chunks have 2 * half elements."""
+    """Where the elements of a leaf are: its first element is element `start` of stream `stream`, whose chunks have
+    2 * half elements."""
 
     stream: int
     start: int
@@ -412,7 +412,7 @@ def _round_to_grid_in_integers(
 def _normal_pairs_of_leaf(
     at: StreamPosition, shape: tuple[int, ...], first: ArrayLike = 0, strides: Sequence[int] = ()
 ) -> tuple[jax.Array, jax.Array]:
-    """For each element of a leaf of this shape: the number of its pair, uint32, and whether it is the second, bool.
+    """For each element of a leaf of this shape: the index of its pair, uint32, and whether it is the second, bool.
 
     first: for a block, its first element's position in the leaf, uint32 (). strides: those of the leaf's axes.
     """
@@ -431,7 +431,7 @@ def _normal_pairs_of_leaf(
 
 
 def _normals(words, step, at: StreamPosition, shape: tuple[int, ...], compact: bool = False) -> jax.Array:
-    """The normals of a leaf of this shape, float64, each from its position. compact: for a leaf of one axis."""
+    """Draws the normals of a leaf at `at`, float64 (shape). compact: compile half as much, for a leaf of one axis."""
     lax, (pair, second) = jax.lax, _normal_pairs_of_leaf(at, shape)
     block, rare = threefry4x32(words, _cipher_blocks(step, pair, at.stream)), rare_tail_word(words, step)
     # The barriers keep a CPU from computing the cipher again for each word, and for each use of the radius. With them,

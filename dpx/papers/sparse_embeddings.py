@@ -164,8 +164,8 @@ def frequent_rows(
 
 
 def most_read_rows(counts: jax.Array, threshold: float, most: int) -> jax.Array:
-    """Returns the rows with the `most` largest counts, float32 (V,), int32 (K,); V in place of a row whose count is
-    below `threshold`."""
+    """Returns the indices of the `most` largest counts, int32 (most,), with V in place of those whose count is below
+    `threshold`. counts: float32 (V,)."""
     found, rows = jax.lax.top_k(counts, min(most, len(counts)))
     return jnp.where(found >= threshold, rows, len(counts)).astype(jnp.int32)
 

@@ -155,7 +155,7 @@ def privacy_report(
     unit: what the sampling draws and epsilon protects, in words: "user" if it draws users. None reads it from the
         state, which knows "example" and "user" (`dpx.UserData`); for a number of steps, it is "example".
     records: int, at least 1, the most units that one person owns. None takes it from the mechanism's `dpx.Budget`, or
-        is 1 without one. Above 1, the report is about such a person, as for `dpx.epsilon`.
+        is 1 without one. Above 1, epsilon protects all units of a person, as for `dpx.epsilon`.
     numbers: int, the most numbers that a step releases, as for `dpx.epsilon`.
     tuning: how hyper-parameters were chosen. "public": without any run on the private data. A `Selection` (from
         `dpx.accounting.best_of` or `dpx.tuning.search`): this run is the winner, and the report states the cost of the
@@ -405,7 +405,7 @@ def _guarantee_as_bet(report: PrivacyReport, unit: str) -> tuple[str, ...]:
 
 
 def _strength(report: PrivacyReport, unit: str) -> tuple[str, ...]:
-    """Explains epsilon and delta, and says how strong such an epsilon is called."""
+    """Explains epsilon and delta, and says how strong this epsilon is called."""
     if math.isinf(report.spent):
         return ()
     grades = ((1, "strong"), (10, "reasonable"), (math.inf, "weak"))

@@ -1,6 +1,6 @@
 """Checks the data that a caller gives, and reads their rows, from arrays or from a source of one example at a time.
 
-A row may depend only on its number or, for random items, also on the step and the key of the batches. Then the coins of
+A row may depend only on its index or, for random items, also on the step and the key of the batches. Then the coins of
 one example cannot change the row of another, and a step that is repeated after a kill or an exception reads the same
 rows. dpx cannot prove this of a source, so it reads some rows a second time, each one alone and the last one first.
 """
@@ -121,7 +121,7 @@ def _checking_repeats(source: Any, read: Callable[[np.ndarray, int], Tree]) -> C
 
 
 def generators_of_items(key: jax.Array, step: int) -> Callable[[int], np.random.Generator]:
-    """Returns a function from an item's number to its random generator, for one step of a run.
+    """Returns a function from an item's index to its random generator, for one step of a run.
 
     The generator is numpy's Philox, with the 128-bit key of the "items" stream of the scalar `key` at this step; each
     item has its own 2^192 blocks. So the random numbers do not depend on which items are read, when or where. They may

@@ -86,7 +86,7 @@ class Sampling(abc.ABC):
 
     @property
     def plain(self) -> bool:
-        """Whether nothing but coins of one rate, or no coins at all, decide who takes part."""
+        """Whether all examples take part at the same rate, and no limit on the rows drops any."""
         return True
 
     @property
@@ -106,7 +106,7 @@ class Sampling(abc.ABC):
 
     @property
     def groups(self) -> int:
-        """How many groups of examples take turns."""
+        """The number of groups of examples that take turns, one group at each step."""
         return 1
 
     @property

@@ -221,7 +221,7 @@ class PoissonSampling(VaryingSize):
 
     @property
     def plain(self) -> bool:
-        """Whether only the coins decide who takes part, and all have the same rate."""
+        """Whether there are no weights and no limit on the rows, so that coins of one rate decide who takes part."""
         return self.weights is None and not self.truncates
 
     @property
@@ -288,7 +288,7 @@ class PoissonSampling(VaryingSize):
 def _random_subset(drawn: np.ndarray, count: int, key: jax.Array, fitting: int) -> np.ndarray:
     """Draws a uniformly random subset of the drawn examples, int (count,), sorted.
 
-    Keeping the first `count` instead would always favor the lowest numbers, for which no cost is known.
+    Keeping the first `count` instead would always favor the lowest indices, for which no cost is known.
     fitting: at least the number of drawn examples, rounded up to few values, because each compiles a program.
     """
     places = random_order(key, fitting, fitting)  # a random order of more places also orders the first ones randomly
@@ -412,7 +412,7 @@ def allocate_examples(words: bytes, examples: int, steps: int) -> tuple[np.ndarr
 def _steps_of_examples(words: bytes, examples: int, steps: int) -> Iterator[tuple[int, np.ndarray]]:
     """Yields, for each part of 2^20 examples, its first example, int, and its examples' steps, int64 (examples,).
 
-    Each part has its own key, derived from its number.
+    Each part has its own key, derived from its index.
     """
     parts, together = keys.fold_in(key_of_words(words), _PARTS), min(examples, _TOGETHER)
     for number in range(-(-examples // together)):

@@ -167,7 +167,7 @@ def read_run(steps_or_state: Any) -> RunFacts:
 
 
 def next_steps(state: Tree, sampling: Any, steps: int | None, *, beyond_budget: bool) -> range:
-    """Returns the numbers of the next `steps` steps, or of all remaining steps of the budget if `steps` is None.
+    """Returns the indices of the next `steps` steps, or of all remaining steps of the budget if `steps` is None.
 
     Raises ValueError if a step is beyond the budget, or if the state belongs to another sampling.
     """

@@ -12,7 +12,7 @@
 All of them take these arguments:
 
 noise_multiplier: positive float, the noise relative to the most that one example or user can change. Or a `dpx.Budget`,
-    which finds the least noise that keeps `steps` such releases within it.
+    which finds the least noise that keeps `steps` releases like this one within it.
 key: a secret scalar PRNG key for this release alone. Repeating a question on the same data repeats its noise and costs
     nothing; any other question with this key is refused. Whether a repeat is refused reveals whether the data changed,
     which epsilon does not cover, so take a new key for other data.

@@ -173,7 +173,7 @@ class StatisticRequest:
             )
 
     def choose_noise(self, records: StatisticRecords, effect: UnitSensitivity, size: int) -> tuple[Noise, float]:
-        """The noise on `size` elements and its multiplier; where both kinds may be used, the one that deviates less."""
+        """Returns noise for `size` sums, of the kind that deviates less if both may be used, and its multiplier."""
         kinds: list[Any] = [self.noise or "gaussian"]
         if self.noise is None and isinstance(self.noise_multiplier, Budget) and self.ledger is None:
             kinds = ["laplace", "gaussian"]
@@ -186,7 +186,7 @@ class StatisticRequest:
         return min(found, key=lambda each: each[0].deviation)
 
     def multiplier(self, records: StatisticRecords, event: Callable[[float], DpEvent], numbers: int) -> float:
-        """The noise multiplier; for a budget, the least one. event: noise multiplier -> the event of one release."""
+        """The noise multiplier, or the least within the budget. event: noise multiplier -> the event of one release."""
         budget = self.noise_multiplier
         if not isinstance(budget, Budget):
             return float(budget)

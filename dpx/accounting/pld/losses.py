@@ -85,7 +85,7 @@ class GaussianStep(StepLoss):
     def schedule_renyi(
         self, sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, orders: np.ndarray
     ) -> np.ndarray:
-        """The divergences of many such steps composed, float64 (orders,). sigmas, rates, counts: (T,)."""
+        """Composes the Renyi divergences of many steps, float64 (orders,). sigmas, rates, counts: (T,)."""
         raise NotImplementedError
 
 

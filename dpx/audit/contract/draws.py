@@ -179,9 +179,9 @@ def whitened_draws(draws: NoiseDraws, step: int, release: Release) -> np.ndarray
 
 
 def in_units_of_maps(change: np.ndarray, maps: np.ndarray) -> np.ndarray:
-    """Returns each change, (count, o), in units of its own map, (count, o, m), in orthogonal directions: (count, r).
+    """Solves change[i] = maps[i] @ normals[i], of shapes (count, o) and (count, o, m): the normals in r directions.
 
-    Raises BrokenLine if changes are correlated with an entry of the maps, because then the noise shares the maps' key.
+    Raises BrokenLine if they are correlated with an entry of the maps, because then the noise shares the maps' key.
     """
     left, sizes, right = np.linalg.svd(maps, full_matrices=False)
     large = sizes > SMALL * sizes[:, :1]

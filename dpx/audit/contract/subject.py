@@ -56,10 +56,10 @@ class AuditProblem(NamedTuple):
 
 
 class Subject:
-    """The mechanism under test, the shapes of its parameters, and the programs compiled for them.
+    """The mechanism under test, parameters for it, and the programs compiled for their shapes.
 
-    params: pytree of float32 arrays. others: the same with other values. problems: first gradients as data, then the
-        examples of a user's loss, if any.
+    params: pytree of float32 arrays. others: arrays like `params` with extreme values. problems: a problem whose data
+        are gradients, then one with the user's loss and examples, if given.
     """
 
     def __init__(self, mechanism: Mechanism, params: Tree, loss: Callable | None = None, examples: Tree = None):
@@ -253,7 +253,7 @@ class Release(NamedTuple):
         return np.linalg.norm(inputs.flattened_leaves(sums, 1) @ self.exchange.T, axis=1)
 
     def change_of_update_in_noise(self, change: Tree) -> float:
-        """The size of a change of the updates in units of the noise; inf if the noise cannot make such a change."""
+        """The size of a change of the updates in units of the noise; inf if the noise cannot make it."""
         change, noise = inputs.flattened_leaves(change), self.noise[: self.updates]
         needed, *_ = np.linalg.lstsq(noise, change, rcond=SMALL)
         missing = np.abs(noise @ needed - change).max(initial=0)
@@ -323,7 +323,7 @@ class TracedRelease:
         return jax.tree.map(lambda leaf: np.asarray(leaf)[: len(points)], found)
 
     def _slopes(self, points: Sequence[Sequence[np.ndarray]], *given: Tree) -> Iterator[tuple]:
-        """At each point the public floats, and their derivatives by sums and noise: float64 (o,), (o, k) and (o, m)."""
+        """Yields for each point the o public floats, and their derivatives by k sums, (o, k), and m normals, (o, m)."""
         for start in range(0, len(points), self.together):
             found, _, slopes = self.derivatives_at(points[start : start + self.together], *given)
             yield from zip(*(part.astype(np.float64) for part in (found, *slopes)), strict=True)

@@ -157,7 +157,7 @@ def warn_of_rows(rows: int, finite: int, some: Tree, *, trained: bool) -> None:
     """Warns that none of `rows` examples of a run has a gradient that counts, and says why, for the user alone.
 
     finite: how many of their losses are finite. some: arrays with some rows of the data on axis 0. trained: whether
-        earlier examples had such a gradient.
+        earlier examples had a gradient that counts.
     """
     if trained:
         cause = "Earlier ones had one, so the parameters have probably grown too large: lower the learning rate"

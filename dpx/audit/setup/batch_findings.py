@@ -128,8 +128,8 @@ def _largest_of_leaves(grad: Tree, flags: Tree) -> jax.Array:
 def loss_of_one_row(
     loss: Callable, flags: Tree, examples: Tree
 ) -> Callable[[Tree, int], tuple[np.ndarray, np.ndarray]]:
-    """Returns fn(params, row) -> (loss, leaves) for one row, a float64 scalar and float64 (L,); leaves as in
-    `BatchDiagnostics`."""
+    """Returns fn(params, row) -> (loss, leaves). row: int, an index into `examples`. loss: float64 scalar. leaves:
+    float64 (L,), as in `BatchDiagnostics`."""
 
     @jax.jit
     def alone(params, example):

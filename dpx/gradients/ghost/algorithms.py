@@ -41,9 +41,9 @@ class SharedElements(enum.Enum):
 
 
 class UseGroup(NamedTuple):
-    """Uses that see a parameter's elements in the same order, and so count as one use with more positions.
+    """Uses whose A^T B hold a parameter's elements in the same order, so they count as one use with more positions.
 
-    sites: the numbers of the uses. sizes: (K, T, I, O), as in a `Site`; T is the sum over the uses
+    sites: the indices of the uses in `Uses.sites`. sizes: (K, T, I, O), as in a `Site`, with the sum of their T
     lookup: bool, True if the uses look up rows of the parameter
     """
 
@@ -239,7 +239,7 @@ class Uses(NamedTuple):
 
     @property
     def groups(self) -> list[tuple[int, ...]]:
-        """The numbers of sites, grouped by the order in which they see the elements."""
+        """The indices of `sites`, grouped by the order in which A^T B holds the parameter's elements."""
         return [group.sites for group in self.sharing.use_groups] if self.sharing else [(0,)]
 
     @property
@@ -263,8 +263,8 @@ class Uses(NamedTuple):
 
     @property
     def tied(self) -> tuple[tuple[int, ...], int, bool] | None:
-        """For a table whose rows are looked up and that multiplies data once: the numbers of the sites that look up,
-        the number of the one that multiplies, and whether the latter's B has the table's rows. Otherwise None."""
+        """For a table whose rows are looked up and that multiplies data once: the indices of the sites that look up,
+        the index of the one that multiplies, and whether the latter's B has the table's rows. Otherwise None."""
         if self.sharing is None or sorted(group.lookup for group in self.sharing.use_groups) != [False, True]:
             return None
         product, lookups = sorted(self.sharing.use_groups, key=lambda group: group.lookup)

@@ -296,7 +296,7 @@ def _coordinate_scales(
     plan: GhostPlan, mechanism: Mechanism, params: Tree, state: Tree, values
 ) -> dict[Part, jax.Array]:
     """The factors of all coordinates, float32, by part: the mechanism's scale times the slopes of the kernel that the
-    loss makes from the part. values: public values, by number."""
+    loss makes from the part. values: public values, by index."""
     scales: dict[Part, jax.Array] = {}
     if any(encoded.scaled for encoded in plan.encoded):
         ones = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.float32), params)

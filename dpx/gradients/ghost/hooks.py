@@ -57,7 +57,7 @@ def part_norm(choice: Choice, scale: jax.Array | None, records: Any) -> tuple[An
 
 
 def norm_of_all(of_parts: jax.Array) -> jax.Array:
-    """The norms, float32 (B,), of gradients from the norms of their p parts, float32 (p, B)."""
+    """Combines the norms of p parts of B gradients, float32 (p, B), into the gradients' norms, float32 (B,)."""
     return of_parts[0] if len(of_parts) == 1 else jax.vmap(norms.frobenius, 1)(of_parts)
 
 
@@ -122,10 +122,10 @@ def _scaled(total: jax.Array, scale: jax.Array | None) -> jax.Array:
 class Captured(NamedTuple):
     """The arrays from which norms and contributions are computed, with the B examples on axis 0.
 
-    gradients: by number of the parameter leaf and of its part, the per-example gradients that its `NormAlgorithm`
+    gradients: by index of the parameter leaf and of its part, the per-example gradients that its `NormAlgorithm`
         keeps, or what it computes them from, if that differs from what is at the equations
-    inputs: by number of a site's equation, all operands of the equation, in their dtypes; None for a parameter
-    cotangents: by number of a site's equation, the gradients of the losses with respect to the equation's output
+    inputs: by index of a site's equation, all operands of the equation, in their dtypes; None for a parameter
+    cotangents: by index of a site's equation, the gradients of the losses with respect to the equation's output
 
     Before the axis of the examples, arrays of an equation in a scan have an axis for its iterations, and those of a
     part in slices have an axis for these.
@@ -248,7 +248,7 @@ class Hook(NamedTuple):
 
     compute: (captured, given) -> found. captured: the inputs and cotangents of all B examples, (B, ...)
     slot: zeros like `found`. given: arrays. Both begin with an axis for each scan around the equation.
-    shared: the numbers of operands that this equation captures for later equations that read them too
+    shared: the indices of operands that this equation captures for later equations that read them too
     """
 
     compute: Callable[[Any, Tree], Tree]
@@ -288,7 +288,7 @@ def slots_for_gradients(hooks: dict[int, Hook]) -> dict[Part, Tree]:
     return {part: slot for hook in hooks.values() for part, slot in hook.slot.items()}
 
 
-Hooked = dict[int, dict[Part, Choice]]  # by number of an equation, the parts that it uses and their choices
+Hooked = dict[int, dict[Part, Choice]]  # by index of an equation, the parts that it uses and their choices
 
 
 def hooked_equations(plan: GhostPlan, backward_passes: int) -> tuple[Hooked, Hooked]:

@@ -21,12 +21,12 @@ from dpx.xla.place import current_place
 
 MANY_SLICES = 8  # with fewer slices of parameters, sharing kernels makes compilation slower
 
-Seen = dict[int, tuple]  # by number of an equation, its operands; None for those that nothing reads
+Seen = dict[int, tuple]  # by index of an equation, its operands; None for those that nothing reads
 
 
 class InterpreterHooks(NamedTuple):
-    """unread: by number of an equation, the operands that nothing reads. hooks: by number of an equation, a function of
-    its output, operands and added arrays that replaces the addition; see `hooks.Hook.at`. starts: by number of an
+    """unread: by index of an equation, the operands that nothing reads. hooks: by index of an equation, a function of
+    its output, operands and added arrays that replaces the addition; see `hooks.Hook.at`. starts: by index of an
     equation that slices a parameter, where the slice begins; see `slice_starts`. once: the equations whose cotangent is
     computed once for both the record and the backward pass. products: the equations that return A and B as gradients
     with respect to the added arrays; see `own_backward`. exact: the equations whose operands are returned unrounded;
@@ -41,7 +41,7 @@ class InterpreterHooks(NamedTuple):
 
 
 def slice_starts(program: Program, leaves: dict[int, jax.Array]) -> dict[int, list[jax.Array]]:
-    """Where slices of parameters begin, int32 () for each axis, by number of the equation. leaves: by number, the
+    """Where slices of parameters begin, int32 () for each axis, by index of the equation. leaves: by index, the
     parameters whose slices pass no gradient on.
 
     XLA cannot see these values. If they were constants, each layer of a stack that a Python loop indexes would get its
@@ -76,7 +76,7 @@ def equations_computed_once(program: Program, recorded: list[int]) -> frozenset[
 
 
 def public_values(program: Program, leaves: list[jax.Array], wanted: Set[int]) -> dict[int, jax.Array]:
-    """Computes public values once for all examples, and returns them by number. Values that are public in each
+    """Computes public values once for all examples, and returns them by index. Values that are public in each
     iteration are computed for all iterations, with an axis for each loop over which they vary."""
     needed, equations = list(wanted), set()
     while needed:
@@ -119,7 +119,7 @@ def eval_program(
 ) -> tuple[jax.Array, Tree, Seen]:
     """Returns the loss, its auxiliary results, and the operands of those equations in `added` that have no hook.
 
-    added: by number of an equation, an array to add to its output, whose gradient is the output's cotangent; if the
+    added: by index of an equation, an array to add to its output, whose gradient is the output's cotangent; if the
         equation has a hook, any arrays
     """
     results, seen = _run(program, instruments, program.block, inputs, added)

@@ -44,7 +44,7 @@ from dpx.sums.clipped_sum import repeat_to_shape as spread
 from dpx.sums.rounding import FloatPair
 from dpx.xla import jaxprs
 
-Values = Mapping[int, jax.Array]  # public values, by number
+Values = Mapping[int, jax.Array]  # public values, by index
 ALL = slice(None)
 PULLBACK_PASSES = 1.0  # cost of J^T and a norm, in passes over kernels and parameters in fresh memory
 FLOPS_PER_TURN = 1.5e5  # cost of one turn of a loop over examples, which cannot use products of many examples
@@ -53,7 +53,7 @@ FLOPS_PER_TURN = 1.5e5  # cost of one turn of a loop over examples, which cannot
 class StepDerivatives(NamedTuple):
     """The derivatives of the function that an `ElementwiseStep` applies.
 
-    reads: the numbers of the public values that they need. axes: the axes along which they vary
+    reads: the indices of the public values that they need. axes: the axes along which they vary
     multiply: (x, Values) -> x times the derivatives, element by element
     """
 
@@ -253,7 +253,7 @@ def _bounding_box(found: np.ndarray) -> tuple[slice, slice, slice] | None:
 class MadeKernelGroup(NamedTuple):
     """Parameters and the kernels made from them, connected by kernels that share parameters.
 
-    leaves: the numbers of the parameters. kernels: for each kernel, the number of its public value, and its uses
+    leaves: the indices of the parameters. kernels: for each kernel, the index of its public value, and its uses
     """
 
     leaves: tuple[int, ...]
@@ -343,7 +343,7 @@ def _site_of_slices(site: Site, view: View) -> Site:
 class KernelBackward(NamedTuple):
     """Computes the gradients of one example with respect to the parameters of a `MadeKernelGroup`.
 
-    pullback: maps gradients with respect to kernels, by number of the value, to those by leaf. scales: the mechanism's
+    pullback: maps gradients with respect to kernels, by index of the value, to those by leaf. scales: the mechanism's
     """
 
     made: MadeKernelGroup
@@ -366,7 +366,7 @@ class KernelBackward(NamedTuple):
 def backward(
     made: MadeKernelGroup, program: Program, leaves: list[jax.Array], scales: Mapping[tuple[int, int], jax.Array]
 ) -> KernelBackward:
-    """The `KernelBackward` of a group. leaves: all parameters. scales: by number of the leaf and of its only part."""
+    """The `KernelBackward` of a group. leaves: all parameters. scales: by index of the leaf and of its only part."""
 
     def kernels(some):
         every = [some.get(number, leaf) for number, leaf in enumerate(leaves)]

@@ -75,7 +75,7 @@ def outer_norm(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> ja
 
 
 def _row_norms_from_above(x: jax.Array) -> jax.Array:
-    """Upper bounds on the lengths of the rows of x, (..., n), float32 (rows,), without rescaling, a pass that takes as
+    """Bounds the lengths of the rows of x, (..., n), from above, float32 (rows,). Does not rescale: that pass takes as
     long as the norm itself except on a CPU. A square below 2^-126 may be lost, and counts as 2^-126. If squares
     overflow, the length is infinite, or NaN if it is multiplied by 0, and the example contributes zero."""
     if x.ndim > 1:
@@ -158,9 +158,9 @@ def sum_upper_bound(first: Products, second: Products, more: int = 0) -> jax.Arr
 
 
 def norm_with_sum_error(squared: jax.Array, lengths: jax.Array, *positions: int) -> jax.Array:
-    """The norm of a gradient as the weighted sum adds it, float32 (), from the square of the true norm, float32 ().
+    """Bounds the norm of a gradient as the weighted sum adds it, with its rounding error, float32 ().
 
-    lengths: upper bounds on |a_t| |b_t| of all positions, float32. positions: the number in each sum; see `sum_error`
+    squared: the true norm squared, float32 (). lengths: bounds on |a_t| |b_t|, float32. positions: as for `sum_error`
     """
     return raised_by_roundings(jnp.sqrt(jnp.maximum(squared, 0)) + sum_error(*positions) * frobenius(lengths), 0)
 
@@ -293,7 +293,7 @@ def gradient_matrices(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def gradient_rows_of_lookup(indices: jax.Array, b: jax.Array, *, distinct: bool = False) -> tuple[jax.Array, jax.Array]:
-    """The nonzero rows of G, float32 (T, O), where row `indices[t]` of G is the sum of the b_t with that index, as in
+    """Computes the nonzero rows of G, float32 (T, O), where row i of G is the sum of the b_t with indices[t] = i, as in
     an embedding; and whether all b_t that are added are in range, bool ().
 
     indices: int (T,); negative ones add nothing. b: float32 (T, O). distinct: bool, True if no index that adds occurs
@@ -317,7 +317,7 @@ def frobenius(x: jax.Array) -> jax.Array:
 
 
 def split_off_scale(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Factors x, float32 (..., n), as unit * size, (..., n) and (...). No element of `unit` is above 1 in magnitude.
+    """Splits x, float32 (..., n), into units, (..., n), of magnitude at most 1, and sizes, (...): x = units * sizes.
     If a matrix unit takes rounded numbers, sizes are powers of two, because other quotients have more digits."""
     size = _largest(lax.abs(x), [x.ndim - 1])
     at_least = lax.max(size, lax.full_like(size, TINY))

@@ -28,7 +28,7 @@ class Product(NamedTuple):
 
     equation: the product. sizes: (K, T, I, O), as in a `Site`. left, right: map the operands of the product to A and B
     order: permutes the axes of the product to (K, I, O). factors: for each factor, the equation that multiplies or
-        divides by it, and the operand number of the scalar, or None for a change of sign
+        divides by it, and the operand index of the scalar, or None for a change of sign
     """
 
     equation: core.JaxprEqn

@@ -45,7 +45,7 @@ _ROUNDING = (
 class LeafOfEncodedGradient(NamedTuple):
     """One leaf of the mechanism's encoded gradient.
 
-    leaf: the number of the only parameter leaf that it depends on; both have one shape
+    leaf: the index of the only parameter leaf that it depends on; both have one shape
     scaled: bool, True if `encode` multiplies the elements by factors, False if it returns the gradient unchanged
     """
 
@@ -88,7 +88,7 @@ class GhostPlan(NamedTuple):
 
     @property
     def parts(self) -> dict[tuple[int, int], Choice]:
-        """The choices by number of the parameter leaf and number of its part."""
+        """The choices by index of the parameter leaf and index of its part."""
         return {(leaf, number): choice for leaf, each in enumerate(self.choices) for number, choice in enumerate(each)}
 
     @property
@@ -107,7 +107,7 @@ class GhostPlan(NamedTuple):
 
     @property
     def unread_operands(self) -> dict[int, set[int]]:
-        """For each equation with a site, by number, the operands that none of its sites reads."""
+        """For each equation with a site, by index, the operands that none of its sites reads."""
         followed: dict[int, set[int]] = {}
         for site in self.sites:
             followed.setdefault(site.use.equation, set(site.unread)).intersection_update(site.unread)
@@ -129,7 +129,7 @@ class GhostPlan(NamedTuple):
 
     @property
     def products(self) -> dict[int, dict[int, tuple[jax.ShapeDtypeStruct, ...]]]:
-        """The shapes of A and B by number of an equation with a custom backward pass, and by operand."""
+        """The shapes of A and B by index of an equation with a custom backward pass, and by operand."""
         found: dict[int, dict[int, tuple[jax.ShapeDtypeStruct, ...]]] = {}
         for site in self.sites:
             equation = self.program.equations[site.use.equation]

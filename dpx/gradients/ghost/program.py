@@ -185,7 +185,7 @@ def carries_gradient(equation: core.JaxprEqn) -> bool:
 class ParameterPart(NamedTuple):
     """A part of a parameter that overlaps no other part.
 
-    view: from the parameter to the part, up to the last scan that takes slices. uses: the numbers of the part's uses.
+    view: from the parameter to the part, up to the last scan that takes slices. uses: the indices of the part's uses.
     rests: the views from the part to each use. ends: the equations that end `view`, if they are slices
     """
 
@@ -277,8 +277,8 @@ class Constant(NamedTuple):
 class EquationBlock(NamedTuple):
     """Equations that run one after another: those of the whole loss, or of the body of a scan or checkpoint.
 
-    inputs: the numbers of the block's arguments. equations: their numbers. outputs: numbers of values, or constants
-    stop: equations in this block, at any depth, have smaller numbers
+    inputs: the indices of the block's arguments. equations: their indices. outputs: indices of values, or constants
+    stop: equations in this block, at any depth, have smaller indices
     """
 
     inputs: tuple[int, ...]
@@ -290,8 +290,8 @@ class EquationBlock(NamedTuple):
 class Equation(NamedTuple):
     """One equation of the jaxpr, in a program whose values are numbered.
 
-    jaxpr: None for the copy that returns a parameter from the body of a scan or checkpoint. inputs: numbers of the
-    operands, or constants. outputs: numbers of the results. body: set for a scan or checkpoint that a parameter enters
+    jaxpr: None for the copy that returns a parameter from the body of a scan or checkpoint. inputs: indices of the
+    operands, or constants. outputs: indices of the results. body: set for a scan or checkpoint that a parameter enters
     counts: the numbers of iterations of the scans around it, outermost first
     """
 
@@ -314,7 +314,7 @@ class Equation(NamedTuple):
 
 
 class Use(NamedTuple):
-    """Equation `equation` uses parameter leaf `leaf` as its operand number `operand`; -1 if the parameter is the loss
+    """Equation `equation` uses parameter leaf `leaf` as operand `operand`, an index, which is -1 if it is the loss
     itself. view: what happens to the parameter's elements before this use"""
 
     leaf: int
@@ -330,7 +330,7 @@ class Use(NamedTuple):
 class MadeKernel(NamedTuple):
     """A public value that the loss makes from parameters, or a parameter, with all its uses whose result is not public.
 
-    value: its number. leaves: the parameters that get its gradient. uses: their views begin at the value
+    value: its index. leaves: the parameters that get its gradient. uses: their views begin at the value
     """
 
     value: int
@@ -343,11 +343,11 @@ class Program(NamedTuple):
 
     equations: all equations. block: those outside all bodies; its outputs are the loss's value and its auxiliary
     results, a tree of structure `aux`. uses: for each parameter leaf, the uses that the loss depends on
-    public: for each public value, by number, its origin: the number of an equation, or None for a parameter; in a body,
+    public: for each public value, by index, its origin: the index of an equation, or None for a parameter; in a body,
         the same value outside
     kernels: the kernels that the loss depends on
-    data: the numbers of values that depend on the example
-    slices: by number, values in bodies that are public in each iteration: slices of public values, and what is computed
+    data: the indices of values that depend on the example
+    slices: by index, values in bodies that are public in each iteration: slices of public values, and what is computed
         from them
     """
 
@@ -361,7 +361,7 @@ class Program(NamedTuple):
     slices: dict[int, "Slice"] = {}
 
     def source(self, value: int | Constant) -> int | Constant:
-        """The number that a value has where it was computed; a body gives its arguments new numbers."""
+        """The index that a value has where it was computed; a body gives its arguments new indices."""
         return source_of(value, self.public)
 
     def slice(self, value: int) -> "Slice":
@@ -369,7 +369,7 @@ class Program(NamedTuple):
         return self.slices.get(value) or Slice(self.public[value], ())
 
     def whole(self, value: int | Constant) -> int | Constant:
-        """The number that a value has where it was computed, before loops slice it."""
+        """The index that a value has where it was computed, before loops slice it."""
         while isinstance(value, int) and isinstance(origin := self.slice(value).origin, SameValue):
             value = origin.value
         return value

@@ -165,7 +165,7 @@ LONGEST_KERNEL = 128  # the largest sum of a kernel's spatial sizes; each tap is
 
 
 class CapturedInputs(NamedTuple):
-    """Functions that replace the captured inputs and cotangents of an equation. Values: public values, by number.
+    """Functions that replace the captured inputs and cotangents of an equation. Values: public values, by index.
 
     inputs, cotangents: (inputs, dy, Values) -> the replacement. `inputs` is None if the inputs stay; see `kernels`
     key: uses of one equation with equal keys share the replaced inputs; () to share nothing
@@ -189,11 +189,11 @@ class Site(NamedTuple):
     lookup:   bool, whether the equation reads rows of W by index; `apply` is then None
     distinct: bool, whether a lookup never reads a row twice
     expands:  int, the number of elements of A if it has the patches of a convolution; otherwise 0
-    unread:   the numbers of the operands that none of these functions reads
+    unread:   the indices of the operands that none of these functions reads
     multiply: (A, B) -> A^T B, for B examples
     record:   replaces `inputs` and `dy` above; None if they are read as captured
     slopes:   Values -> float32 factors, shaped like W, that multiply dL/dW; None for 1
-    reads:    the numbers of the public values that `record` and `slopes` read
+    reads:    the indices of the public values that `record` and `slopes` read
     """
 
     use: Use
@@ -214,7 +214,7 @@ class Site(NamedTuple):
 
 def recognize(use: Use, program: Program, made: Mapping[Any, Equation]) -> Site | str:
     """The site of a use, or why the parameter is not followed there. The use's view begins at a part of the parameter.
-    made: for each value, by number, the equation that computes it."""
+    made: for each value, by index, the equation that computes it."""
     if use.equation < 0:
         return "the loss is the parameter itself"
     equation = program.equations[use.equation]

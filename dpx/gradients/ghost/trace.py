@@ -144,8 +144,8 @@ def _numbers(values) -> set[int]:
 
 
 def _live_equations(equations: list[Equation], block: EquationBlock, wanted: set[int]) -> tuple[set[int], set[int]]:
-    """Returns the numbers of a block's equations through which values get a gradient from those in `wanted`, and the
-    numbers of these values."""
+    """Returns the indices of a block's equations through which values get a gradient from those in `wanted`, and the
+    indices of these values."""
     needed, live = set(wanted), set()
     for number in reversed(block.equations):
         equation = equations[number]
@@ -175,7 +175,7 @@ def _live_in_body(equations: list[Equation], equation: Equation, body: EquationB
 class _Tracer:
     """Numbers the values of a jaxpr, and collects the views and uses of parameters and of kernels made from them.
 
-    kernels: for a value with a gradient with respect to parameters, the number of the kernel, a public value, and the
+    kernels: for a value with a gradient with respect to parameters, the index of the kernel, a public value, and the
     view of it. kernel_leaves: for each kernel, the parameters that it is made from. kernel_uses: for each, its uses
     """
 
@@ -352,7 +352,7 @@ class _Tracer:
         return KnownIntegers(np.asarray(value.value)) if whole and np.ndim(value.value) <= 1 else None
 
     def integers_per_iteration(self, equation, body, operand: int) -> KnownIntegers | None:
-        """The integers that operand number `operand` of a scan has in each iteration."""
+        """The integers that operand `operand` of a scan has in each iteration."""
         known, (first, count) = self.integers(equation.inputs[operand]), count_scan_operands(equation)
         params, loop = equation.jaxpr.params, len(self.counts) - 1
         if known is None or operand < first or params.get("length") is None:
@@ -422,7 +422,7 @@ class _Tracer:
         self.equations[number] = equation._replace(body=block)
 
     def result_of_body(self, value):
-        """The number of a body's result. A parameter that is a result is not followed further; this counts as a use."""
+        """The index of a body's result. A parameter that is a result is not followed further; this counts as a use."""
         if isinstance(value, Constant) or not (value in self.views or value in self.kernels):
             return value
         outputs = self.new_numbers(1)

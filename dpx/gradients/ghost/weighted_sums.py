@@ -99,7 +99,7 @@ def sum_of_table_rows(site: Site, shape: tuple[int, ...], record, factors: jax.A
 
 
 def _merge_equal_rows(indices: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The distinct `indices`, int32 (n,), padded with -1, and the sum of the rows of each, float32 (n, O)."""
+    """Sums rows, float32 (n, O), of equal indices, int32 (n,). Returns distinct indices, padded with -1, and sums."""
     order = jnp.argsort(indices)
     ordered = indices[order]
     place = jnp.cumsum(jnp.concatenate([jnp.zeros(1, bool), ordered[1:] != ordered[:-1]]), dtype=jnp.int32)
@@ -107,8 +107,8 @@ def _merge_equal_rows(indices: jax.Array, rows: jax.Array) -> tuple[jax.Array, j
 
 
 def _scatter_rows(site: Site, shape: tuple[int, ...], indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """The parameter's gradient, float32, from some of its rows, float32 (n, O), at indices, int32 (n,); rows with a
-    negative index are skipped."""
+    """Returns the parameter's gradient, float32, which is 0 except in some rows. rows: float32 (n, O). indices: int32
+    (n,), where they belong; a row with a negative index is skipped."""
     table = _plus_rows(jnp.zeros(site.sizes[2:], jnp.float32), indices, rows)
     return transpose(site.arrange, shape, table[None])
 
@@ -128,7 +128,7 @@ def take_row(arrays: Any, number: jax.Array, axis: int = 0) -> Any:
 def sum_one_by_one(
     sites: tuple[Site, ...], groups: list[tuple[int, ...]], shape: tuple[int, ...], records: list, factors: jax.Array
 ) -> jax.Array:
-    """The weighted sum over all sites, float32, of the parameter's shape. groups: the numbers of sites that see its
+    """The weighted sum over all sites, float32, of the parameter's shape. groups: the indices of sites that see its
     elements in the same order; in each group, all are lookups or none is. records: the inputs and cotangents of B
     examples at each site. factors: float32 (B,)."""
 

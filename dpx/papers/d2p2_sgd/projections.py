@@ -379,9 +379,9 @@ def random_projection(
 
 
 def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.Array, *, bounded: bool) -> Coordinates:
-    """Does what `random_projection` does, with the projection's own scalar key, `stream`.
+    """Does what `random_projection` does, with `stream`, the stream of its key, in place of `key`.
 
-    bounded: whether to divide z by the largest stretch, so that no vector gets longer; the lift multiplies by it again.
+    bounded: whether `encode` divides z by the most that P lengthens any vector, and `decode` multiplies by it again.
     """
     every = None if every is None else require_whole("every", every)
     ranks, rank_of, words = _projection_ranks(rank, reduction_rate)
