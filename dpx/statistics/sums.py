@@ -111,8 +111,8 @@ def release_histogram(
         inside = (places >= 0) & (places < bins)  # NaN is beyond all edges
     else:
         public, bins = np.asarray(categories), np.size(categories)
-        words_of = {"U": "words", "S": "words"}
-        alike = words_of.get(public.dtype.kind, "numbers") == words_of.get(values.dtype.kind, "numbers")
+        kinds = {public.dtype.kind, values.dtype.kind}  # NumPy finds no word equal to bytes, so every count would be 0
+        alike = len(kinds) == 1 or kinds.isdisjoint("US")
         if (
             public.ndim != 1
             or not bins
