@@ -39,6 +39,7 @@ Audits           `dpx.audit.check_contract`: tests the privacy contract of any m
 `dpx.catalog` lists all methods, coordinates, mechanisms and samplings; docs/methods.md is its table.
 """
 
+from difflib import get_close_matches
 from types import ModuleType
 from typing import NoReturn
 
@@ -119,11 +120,21 @@ __all__ = [
 ]
 
 
+_OF_OTHERS = {
+    "PrivacyEngine": ": write a mechanism, such as dpx.dp_sgd(...), and give it to dpx.fit or dpx.private_updates",
+    "dp_adam": ": write dpx.chain(dpx.dp_sgd(...), optax.adam(learning_rate))",
+}
+
+
 def __getattr__(name: str) -> NoReturn:
-    """Says where a public name is that is not here."""
-    rooms = [room for room in __all__ if type(globals()[room]) is ModuleType and name in dir(globals()[room])]
-    words = "".join(f"; there is dpx.{room}.{name}" for room in rooms if not name.startswith("_"))
-    raise AttributeError(f"module 'dpx' has no attribute {name!r}{words}")
+    """Says where a public name is that is not here, or which one is meant."""
+    rooms = [room for room in __all__ if type(globals()[room]) is ModuleType]
+    places = [f"{room}.{one}" for room in rooms for one in dir(globals()[room]) if one[0] != "_"]
+    here = [place for place in places if place.partition(".")[2] == name]
+    short = {one.rpartition(".")[2].lower().replace("_", ""): one for one in (*places, *__all__)}
+    near = get_close_matches(name.lower().replace("_", ""), [one for one in short if name[0] != "_"], 1)
+    found = _OF_OTHERS.get(name) or "".join(f"; there is dpx.{one}" for one in here or [short[one] for one in near])
+    raise AttributeError(f"module 'dpx' has no attribute {name!r}{found}")
 
 
 def __dir__() -> list[str]:

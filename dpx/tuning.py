@@ -139,7 +139,7 @@ class SearchSettings:
         require_function("optimizer", self.optimizer, "configuration", "key", **noise)
         keys.require_key(self.key)
         if not self.configurations:
-            raise ValueError("configurations must be a list that holds at least one")
+            raise ValueError('configurations must be a list of at least one, such as [{"rate": 0.1}, {"rate": 0.3}]')
         if self.budget is None:
             return
         if not isinstance(self.budget, Budget):
@@ -373,8 +373,9 @@ def search(
     Source: Papernot and Steinke 2022, https://arxiv.org/abs/2110.03620; `accounting/selection.py`.
     """
     require_function("train", train, "trial")
+    named = isinstance(configurations, dict | str)  # a list of its keys or letters would be searched
     settings = SearchSettings(
-        configurations=list(configurations) if np.iterable(configurations) else [],
+        configurations=list(configurations) if np.iterable(configurations) and not named else [],
         score=score,
         optimizer=optimizer,
         key=keys.warn_if_guessable(keys.require_key(key)),

@@ -40,7 +40,7 @@ FOREIGN = {
     "epsilon": "target_epsilon budget privacy_budget",
     "delta": "target_delta",
     "batch_size": "lot_size expected_batch_size",
-    "batch_size = rate * examples": "sample_rate sampling_rate sampling_prob sampling_probability",
+    "batch_size = rate * examples": "rate sample_rate sampling_rate sampling_prob sampling_probability",
     "examples": "num_examples number_of_examples dataset_size sample_size num_samples train_size n",
     "steps": "num_steps iterations num_iterations max_iterations train_steps",
     "epochs": "num_epochs n_epochs",
@@ -49,8 +49,14 @@ FOREIGN = {
     "chunk_size": "physical_batch_size max_physical_batch_size",
     "learning_rate": "lr",
     "loss": "loss_fn loss_function",
-    "data = (x, y)": "x y",
+    "data = (x, y)": "x y labels targets",
     "edges": "bins",
+    "evaluate": "metrics metric eval_fn",
+    "evaluate_private": "private_metric",
+    "callbacks": "callback",
+    "progress": "verbose progress_bar",
+    "checkpoints": "checkpoint_dir checkpoint_path ckpt_dir workdir output_dir",
+    "most": "max max_records",
     "low and high": "bounds",
 }
 OURS = {name: ours for ours, names in FOREIGN.items() for name in names.split()}
@@ -69,6 +75,8 @@ HOMES = {  # where an argument that a function lacks belongs: in a mechanism's a
     "microbatch_size": "dpx.fit(microbatch_size=...) or dpx.private_updates(microbatch_size=...)",
     "chunk_size": "dpx.fit(chunk_size=...)",
     "learning_rate": "dpx.chain(mechanism, optax.sgd(learning_rate))",
+    "shuffle": "sampling=dpx.ShuffledEpochs(examples=..., batch_size=...)",
+    "validation_data": "dpx.fit(evaluate=...) if it is public, and else in dpx.fit(evaluate_private=...)",
     "momentum": "dpx.chain(mechanism, optax.sgd(learning_rate, momentum))",
 }
 
@@ -130,7 +138,7 @@ def described(value: Any) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"an array {value.dtype}{list(value.shape)}"
     if isinstance(value, tuple | list | dict | set | frozenset | bytes | bytearray):
-        return f"a {kind} of length {len(value)}"
+        return f"a {kind}" if hasattr(value, "_fields") else f"a {kind} of length {len(value)}"
     if callable(value) and hasattr(value, "__qualname__"):
         return f"the function {value.__qualname__}"
     return f"a {kind}"
@@ -214,7 +222,8 @@ def require_whole(name: str, value: Any, *, minimum: int = 1, maximum: float = m
     """Returns `value` as an int. Raises ValueError unless it is a Python or numpy integer in [minimum, maximum]."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not minimum <= value <= maximum:
         bound = f"of at least {minimum}" if maximum == math.inf else f"in [{minimum}, {maximum}]"
-        raise ValueError(f"{name} must be a whole number {bound}, got {described(value)}")
+        advice = f": write {name}={int(value)}" if isinstance(value, float) and float(value).is_integer() else ""
+        raise ValueError(f"{name} must be a whole number {bound}, got {described(value)}{advice}")
     return int(value)
 
 

@@ -6,6 +6,8 @@ Messages go into logs, and logs are shared.
 import inspect
 import traceback
 import warnings
+from decimal import Decimal
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -317,6 +319,8 @@ def test_names_and_values_that_are_nearly_right_say_what_there_is():
     progress = next(printed())
     with pytest.raises(AttributeError, match=r"no 'private_metric'; metrics: \['accuracy'\]"):
         progress.private_metric  # noqa: B018
+    with pytest.raises(AttributeError, match="no 'accuracy'; each row of its history has the metrics"):
+        [one for one in printed() if isinstance(one, dpx.fitting.FitResult)][0].accuracy  # noqa: B018
     with pytest.raises(KeyError, match=r"no metric is called 'loss'; there are \['accuracy'\]"):
         progress.metrics["loss"]
     with pytest.raises(ValueError, match="users must be the owner of each example, .* got one string"):
@@ -351,6 +355,11 @@ OF_OTHERS = {  # an argument of another library, or of another function, in a ca
         MECHANISM, epochs=3, delta=1e-5
     ),
     "missing required arguments: 'noise_multiplier', 'sampling', 'key'; its": lambda: dpx.dp_sgd(clip_norm=1.0),
+    "'private_metric', which is evaluate_private here": lambda: dpx.fit(loss, MECHANISM, PARAMS, [], private_metric=3),
+    r"'shuffle', which belongs in dpx.dp_sgd\(sampling=": lambda: dpx.fit(loss, MECHANISM, PARAMS, [], shuffle=True),
+    r"which belongs in dpx.fit\(evaluate=...\) if it is p": lambda: dpx.fit(
+        loss, MECHANISM, PARAMS, [], validation_data=3
+    ),
     "takes no argument without a name": lambda: dpx.Budget(1.0, 1e-5),
     "takes loss, optimizer, params, data without a name": lambda: dpx.fit(loss, MECHANISM, PARAMS, [], KEY),
 }
@@ -381,6 +390,81 @@ def test_swapped_arguments_are_noted(call, words):
     with pytest.raises(ValueError, match="must be") as raised:
         call()
     assert words in raised.value.__notes__[0]
+
+
+REPORT = dpx.privacy_report(MECHANISM, 3, delta=1e-5)
+HURRIED = {
+    "steps must be a whole number of at least 1, got 1000.0: write steps=1000": lambda: dpx.Budget(
+        epsilon=1.0, delta=1e-5, steps=1e3
+    ),
+    r"such as dpx.PoissonSampling\(examples=..., batch_size=...\), got 0.1": lambda: dpx.dp_sgd(
+        clip_norm=1.0, noise_multiplier=1.0, sampling=0.1, key=KEY
+    ),
+    "got <class 'list'>: give its parts one after another": lambda: dpx.chain([MECHANISM, optax.sgd(0.1)]),
+    "got <class 'function'>: call it, because a mechanism is its result": lambda: dpx.private_updates(loss, dpx.dp_sgd),
+    "data must be all examples, because the sampling draws the batches, got a dpx.Batch": lambda: SAMPLING.take(
+        BATCH, KEY, STATE
+    ),
+    "must be a dpx Mechanism, which has an event .*ReleaseState": lambda: dpx.epsilon(STATE, 3, delta=1e-5),
+    "steps_or_state must be a whole number of steps or an optimizer state, got '3'": lambda: dpx.epsilon(
+        MECHANISM, "3", delta=1e-5
+    ),
+    "steps_or_state must be a whole number of steps or an optimizer state, got a list": lambda: dpx.epsilon(
+        MECHANISM, [3, 4], delta=1e-5
+    ),
+    "event must be a DpEvent, such as optimizer.event.steps., got a Mechanism$": lambda: dpx.accounting.event_epsilon(
+        MECHANISM, delta=1e-5
+    ),
+    "path must be given to report.save, because this returns the text, got 'a.html'": lambda: REPORT.to_html("a.html"),
+    "got a list of length 2: give the runs of a list one after another, as .runs": lambda: dpx.compose_runs(
+        [(MECHANISM, 3), (MECHANISM, 3)]
+    ),
+    "configurations must be a list of at least one, such as": lambda: dpx.tuning.search(
+        **{"train": lambda trial: None} | SEARCH | {"configurations": {"rate": [0.1]}, "optimizer": lambda c, key: c}
+    ),
+    "call fit outside of jit, because it compiles its own steps": lambda: jax.jit(
+        lambda params: dpx.fit(loss, MECHANISM, params, np.ones((40, 3)), steps=3, delta=1e-5).params
+    )(PARAMS),
+    ": give private metrics to evaluate_private": lambda: dpx.fitting.progress.metrics_of({"private_metric": 1.0}),
+}
+
+
+@pytest.mark.parametrize("words", HURRIED)
+def test_what_is_written_in_a_hurry_is_answered_with_what_to_write(words):
+    with pytest.raises(ValueError, match=words):
+        HURRIED[words]()
+
+
+def test_names_of_other_libraries_lead_to_those_of_dpx():
+    for name, words in {
+        "DPSGD": "; there is dpx.dp_sgd$",
+        "Trainable": "; there is dpx.coordinates.trainable$",
+        "get_epsilon": "; there is dpx.epsilon$",
+        "PrivacyEngine": r": write a mechanism, such as dpx.dp_sgd\(...\), and give it to dpx.fit",
+        "zebra": "no attribute 'zebra'$",
+    }.items():
+        with pytest.raises(AttributeError, match=words):
+            getattr(dpx, name)
+
+
+@pytest.mark.parametrize("share", [Fraction(1, 2), Decimal("0.5"), jnp.float32(0.5), np.array(0.5), 0.5])
+def test_a_share_may_be_a_number_of_any_type(share):
+    parts = (
+        dpx.coordinates.top_fraction(fraction=share),
+        dpx.coordinates.random_freeze(freeze_rate=share, every=2, key=dpx.secret_key(4)),
+    )
+    made = dpx.in_coordinates(MECHANISM, *parts)
+    assert "a share of 0.5" in str(made)
+    grads = {"w": jnp.ones((4, 3))}
+    updates, _ = made.update(grads, made.init(PARAMS), PARAMS, included=np.ones(4, bool))
+    assert int(jnp.count_nonzero(updates["w"])) == 1
+
+
+@pytest.mark.parametrize("read", [lambda x: float(x), lambda x: np.asarray(x).sum(), lambda x: 1.0 if x > 0 else 2.0])
+def test_a_loss_that_reads_traced_numbers_is_told_to_compute_with_jax(read):
+    with pytest.raises(jax.errors.JAXTypeError) as raised:
+        dpx.private_updates(lambda params, x: read(jnp.sum(params["w"] * x)), MECHANISM)(PARAMS, BATCH, STATE)
+    assert "compute with jax.numpy in place of numpy, float()" in raised.value.__notes__[-1]
 
 
 SEARCH = {"configurations": [0.1], "score": len, "optimizer": MECHANISM, "key": KEY, "trials": 2, "score_on": "public"}

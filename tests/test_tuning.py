@@ -492,7 +492,7 @@ REFUSED = {
         "must build its mechanism",
     ),
     "no mechanism": ({"optimizer": lambda c, key: None}, "must come first"),
-    "no configuration": ({"configurations": []}, "must be a list that holds at least one"),
+    "no configuration": ({"configurations": []}, "must be a list of at least one, such as"),
     "no steps": ({"steps": None}, "steps must be given"),
     "no delta": ({"delta": None}, "delta must be given"),
     "a score of several values for one example": (

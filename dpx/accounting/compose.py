@@ -176,8 +176,12 @@ def records_per_common_unit(runs: Iterable[Any], records: int | None) -> int:
 def _composition_of_run(run: Any, records: int) -> Composition:
     if isinstance(run, Composition):
         return run
-    if not isinstance(run, tuple | list) or len(run) != 2 or hasattr(run, "event"):
-        raise ValueError(f"a run must be a pair (mechanism, steps or state) or a Composition, got {described(run)}")
+    pairs = isinstance(run, list) and any(type(one) is tuple for one in run)
+    if not isinstance(run, tuple | list) or len(run) != 2 or hasattr(run, "event") or pairs:
+        advice = ": give the runs of a list one after another, as *runs" * pairs
+        raise ValueError(
+            f"a run must be a pair (mechanism, steps or state) or a Composition, got {described(run)}{advice}"
+        )
     mechanism, spent = run
     cost = cost_of_run(mechanism, spent, records=records)
     return Composition(

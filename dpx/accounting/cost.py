@@ -342,7 +342,7 @@ def event_for_unit(
 
 
 def require_event_and_sampling(optimizer: Any) -> None:
-    if not (hasattr(optimizer, "event") and hasattr(optimizer, "sampling")):
+    if not (callable(getattr(optimizer, "event", None)) and hasattr(optimizer, "sampling")):
         raise ValueError(
             "optimizer must be a dpx Mechanism, which has an event and a sampling; from an optax.chain, pass the one "
             f"inside it. Got {type(optimizer)}"

@@ -325,7 +325,7 @@ def _inner_events(event: Any) -> Iterable[DpEvent]:
     if isinstance(event.events, list | tuple | np.ndarray):
         return event.events
     kind = type(event).__name__
-    raise ValueError(f"events of a {kind} must be in a list or a tuple, got {described(event.events)}")
+    raise ValueError(f"events of a {kind} must be in a list, a tuple or an array, got {described(event.events)}")
 
 
 def _privacy_loss_of(event: Any) -> PrivacyLoss | None:

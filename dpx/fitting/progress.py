@@ -95,6 +95,12 @@ class FitResult(NamedTuple):
 
     __repr__ = repr_with_shapes
 
+    def __getattr__(self, name: str) -> NoReturn:
+        fields = ", ".join(self._fields)
+        raise AttributeError(
+            f"the result of a run has {fields}, and no {name!r}; each row of its history has the metrics"
+        )
+
     @property
     def skipped(self) -> int:
         """The number of steps that count but were not made, because the run continued on other devices."""
@@ -254,7 +260,9 @@ def metrics_of(found: Any) -> dict[str, float]:
     named = found if isinstance(found, Mapping) else {"metric": found}
     for name, value in named.items():
         if not isinstance(name, str) or name in RESERVED:
-            raise ValueError(f"names of evaluate must be strings other than {sorted(RESERVED)}, got {described(name)}")
+            advice = ": give private metrics to evaluate_private" * (name == PRIVATE)
+            words = f"names of evaluate must be strings other than {sorted(RESERVED)}, got"
+            raise ValueError(f"{words} {described(name)}{advice}")
         if not isinstance(value, int | float | np.generic | np.ndarray | jax.Array) or jnp.shape(value) != ():
             words = f"{described(value)} for {described(name)}"
             raise ValueError(f"evaluate must return a number, or a dict of numbers, got {words}")

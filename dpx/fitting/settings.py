@@ -105,6 +105,8 @@ def checked_inputs(params: Tree, data: Any, run: RunPlan) -> CheckedData:
                 "before data; are they swapped?"
             ) from None
         raise
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, data))):
+        raise ValueError("params and data must be known: call fit outside of jit, because it compiles its own steps")
     checked_params(params, run.optimizer)
     if not jax.tree.leaves(params) or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
         raise ValueError(f"params must be a pytree of float arrays, got no array. {FLAX}")

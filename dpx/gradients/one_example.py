@@ -35,6 +35,10 @@ STORED_KEYS = (
     "The nnx module keeps its random numbers: merge it with copy=True and call nnx.reseed(module, dropout=key): "
     "docs/flax.md#nnx"
 )
+TRACED = (
+    "jax traces the loss before it knows the numbers: compute with jax.numpy in place of numpy, float(), int() and "
+    ".item(), and with jnp.where in place of a Python if"
+)
 LABELS = "Labels must be integers: labels.astype(int)"
 
 
@@ -142,6 +146,8 @@ def _likely_cause(error: Exception, example: Tree) -> str:
         return BATCH_NORM
     if "Cannot mutate Rng" in str(error):
         return STORED_KEYS
+    if isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError):
+        return TRACED
     scalars = [leaf for leaf in jax.tree.leaves(example) if leaf.shape == ()]
     if "integer" in str(error) and any(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in scalars):
         return LABELS

@@ -270,10 +270,10 @@ class PrivacyLedger:
 
     def _hashable(self, event: Any, words: Any, numbers: Any, part: Any, unit: Any) -> DpEvent:
         """`event` in hashable form. Raises ValueError for arguments that the ledger's terms do not allow."""
+        if not isinstance(event, DpEvent):
+            raise ValueError(f"event must be a DpEvent, such as optimizer.event(steps), got {described(event)}")
         event = as_hashable(event)
         checks.numbers_per_release(numbers)
-        if not isinstance(event, DpEvent):
-            raise ValueError(f"event must be a DpEvent, got {described(event)}")
         require_text("words", words)
         require_text("part", "all" if part is None else part)
         if unit is not None and unit_mark(unit) != unit_mark(self.terms.unit):

@@ -15,6 +15,7 @@ every example and the stage after it adds the noise, which shows a wrapper where
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Self
 
@@ -398,7 +399,9 @@ def _require_transforms(transforms: tuple[Any, ...]):
 def require_mechanism(mechanism: Any):
     if not isinstance(mechanism, Mechanism):
         words = "the optimizer must be a dpx Mechanism, which must come first: put optax transforms behind it with"
-        raise ValueError(f"{words} dpx.chain(mechanism, *transforms); got {type(mechanism)}")
+        kind = ": give its parts one after another" * isinstance(mechanism, list)
+        kind += ": call it, because a mechanism is its result" * inspect.isfunction(mechanism)
+        raise ValueError(f"{words} dpx.chain(mechanism, *transforms); got {type(mechanism)}{kind}")
 
 
 SUM = "sum over the batch"
@@ -420,7 +423,7 @@ def describe(value: ScalarOrSchedule) -> str:
 
 
 def describe_share(share: ScalarOrSchedule) -> str:
-    return "a scheduled share" if callable(share) else f"a share of {share:.4g}"
+    return "a scheduled share" if callable(share) else f"a share of {float(share):.4g}"
 
 
 def describe_period(every: int) -> str:

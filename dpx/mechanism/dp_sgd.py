@@ -76,7 +76,8 @@ def dp_sgd(
     if not callable(noise_multiplier):
         require_noise(np.array([noise_multiplier]))
     if isinstance(sampling, type) or not (hasattr(sampling, "event") and hasattr(sampling, "divisor")):
-        raise ValueError(f"sampling must be a dpx sampling record such as PoissonSampling, got {described(sampling)}")
+        such = "dpx.PoissonSampling(examples=..., batch_size=...)"
+        raise ValueError(f"sampling must be a dpx sampling record such as {such}, got {described(sampling)}")
     noise_key = keys.stream(keys.warn_if_guessable(key), "noise")
     # With many groups, a float32 norm may fall below the true one by more than ETA covers.
     norm_of_groups = optax.tree.norm if jax.tree_util.all_leaves([clip_norm]) else tree_norm

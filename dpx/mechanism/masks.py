@@ -6,6 +6,7 @@ bound, which fixes one bit of the smallest selected element.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,12 +41,17 @@ def number_of_share(share: ScalarOrSchedule, step: jax.Array, like: Tree) -> jax
     if callable(share):
         number = jnp.floor((value_at(share, step) + FLOAT32_SLACK) * size).astype(jnp.int32)
     else:
-        number = jnp.int32(math.floor((share + FLOAT64_SLACK) * size))
+        number = jnp.int32(math.floor((plain_number(share) + FLOAT64_SLACK) * size))
     return jnp.clip(number, 1, size)
 
 
 def complement_of_rate(rate: ScalarOrSchedule) -> ScalarOrSchedule:
-    return (lambda step: 1 - value_at(rate, step)) if callable(rate) else 1 - rate
+    return (lambda step: 1 - value_at(rate, step)) if callable(rate) else 1 - plain_number(rate)
+
+
+def plain_number(number: Any) -> Any:
+    """A number of any type, such as a Fraction or an array of one, as a float or a NumPy number of its precision."""
+    return np.asarray(number)[()] if hasattr(number, "dtype") else float(number)
 
 
 def mask_of_largest(numbers: Tree, kept: jax.Array) -> Tree:

@@ -25,6 +25,11 @@ from dpx.values import described, for_whom, names_arguments, require_text, round
 _PACKAGES = ("dpx-jax", "jax", "optax", "dp-accounting", "numpy", "scipy")  # a report states their versions
 
 
+def _require_no_path(given: tuple) -> None:
+    if given:
+        raise ValueError(f"path must be given to report.save, because this returns the text, got {described(given[0])}")
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PrivacyReport:
     """A privacy statement with all its assumptions; `str` is a page that begins with plain words for a data owner.
@@ -93,8 +98,9 @@ class PrivacyReport:
     def __str__(self) -> str:
         return as_text(self.title, sections_of(self))
 
-    def to_json(self) -> str:
+    def to_json(self, *path: Any) -> str:
         """Returns the report as valid JSON; an infinite epsilon is the string "inf"."""
+        _require_no_path(path)
 
         def number_for_json(value: Any) -> Any:
             if isinstance(value, dict):
@@ -104,12 +110,14 @@ class PrivacyReport:
         fields = asdict(self) | {"attacks": self.attacks._asdict()}
         return json.dumps(number_for_json(fields), indent=2, allow_nan=False)
 
-    def to_markdown(self) -> str:
+    def to_markdown(self, *path: Any) -> str:
         """Returns the report as a Markdown page, which notebooks display."""
+        _require_no_path(path)
         return as_markdown(self.title, sections_of(self))
 
-    def to_html(self) -> str:
+    def to_html(self, *path: Any) -> str:
         """Returns the report as a complete HTML page with the attack curve, which anyone can open in a browser."""
+        _require_no_path(path)
         return as_html(self.title, sections_of(self))
 
     _repr_markdown_ = to_markdown

@@ -163,6 +163,8 @@ def unit_of(data: Any) -> str:
 
 def _is_data_source(data: Any) -> bool:
     """Whether `data` is a source, read one item at a time. Raises ValueError unless it is one or holds arrays."""
+    if hasattr(data, "included") and hasattr(data, "examples"):
+        raise ValueError("data must be all examples, because the sampling draws the batches, got a dpx.Batch")
     iterator = hasattr(data, "__next__")
     if not iterator:
         require_arrays(data)

@@ -23,7 +23,7 @@ from dpx.states.record import (
     fingerprint,
     noise_order_hash,
 )
-from dpx.values import Tree, require_whole
+from dpx.values import Tree, described, require_whole
 
 _TRACED = "state must be known, got one that jax is tracing: read its steps and its cost outside of jit"
 TOLERANCE = 1e-5  # relative, between the precisions of a state and its mechanism, because float32 rounds
@@ -39,6 +39,10 @@ def release_state(state: Tree) -> ReleaseState:
     if isinstance(state, jax.core.Tracer):
         raise ValueError(_TRACED)
     releases = _find_release_states(state, ())
+    if not releases and isinstance(state, str | float | list | np.ndarray):
+        raise ValueError(
+            f"steps_or_state must be a whole number of steps or an optimizer state, got {described(state)}"
+        )
     if len(releases) != 1:
         advice = "Restore a stored state into the structure of optimizer.init(params)."
         raise ValueError(f"state must hold exactly one mechanism's state, found {len(releases)}. ({advice})")

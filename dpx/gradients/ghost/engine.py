@@ -57,7 +57,7 @@ def sum_by_plan(
 
     params: arrays. examples: arrays with the B examples on axis 0. state: the mechanism's. included: bool (B,).
     backward_passes: int, 2 to keep no inputs and cotangents of layers in scans and checkpoints: see `hooks`.
-    apart: `xla.rows_apart.rows_apart`, if the function of one example needs it under `jax.vmap`.
+    apart: `xla.rows_apart.with_rows_apart`, if the function of one example needs it under `jax.vmap`.
     Returns one `FloatPair` for each factor, like the encoded gradient of one example; and, for each example, the
     losses, (B,), the norms, float32 (B,) in each leaf, and the auxiliary results of the loss.
     """
