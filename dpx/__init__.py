@@ -122,6 +122,7 @@ __all__ = [
 
 _OF_OTHERS = {
     "PrivacyEngine": ": write a mechanism, such as dpx.dp_sgd(...), and give it to dpx.fit or dpx.private_updates",
+    "compute_epsilon": "; there is dpx.epsilon of a mechanism, and dpx.accounting.dp_sgd_epsilon of numbers",
     "dp_adam": ": write dpx.chain(dpx.dp_sgd(...), optax.adam(learning_rate))",
 }
 

@@ -78,6 +78,12 @@ HOMES = {  # where an argument that a function lacks belongs: in a mechanism's a
     "shuffle": "sampling=dpx.ShuffledEpochs(examples=..., batch_size=...)",
     "validation_data": "dpx.fit(evaluate=...) if it is public, and else in dpx.fit(evaluate_private=...)",
     "momentum": "dpx.chain(mechanism, optax.sgd(learning_rate, momentum))",
+    "schedule": "a mechanism's noise_multiplier, as a function of the step (dpx.accounting.accepts_budget)",
+}
+MISSING = {  # what a required argument can be, if its name does not say it
+    "strategy": "strategy=dpx.strategies.lambda_cgd(correlation=0.9), for example",
+    "score_on": "score_on='public' if score reads no private data, or else dpx.tuning.NoisySum(...)",
+    "every": "every=1 for new coordinates in each step",
 }
 
 
@@ -347,6 +353,7 @@ def bound_arguments(
     if "too many" in words:
         plain = ", ".join(_unnamed(signature)) or "no argument"
         words = f"takes {plain} without a name, and every other one as name=value"
+    words += "".join(f" ({form})" for lacking, form in MISSING.items() if "missing" in words and repr(lacking) in words)
     unknown = [given for given in kwargs if given not in parameters]
     if unknown and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
         homes = [f"{n!r}, which is what it returns" if n == name else _home_of(n, parameters) for n in unknown]
@@ -365,6 +372,8 @@ def _home_of(given: str, parameters: Any) -> str:
     if holder := next((p for p in parameters if name in p.split("_or_") or (name == "epochs" and "steps_or" in p)), ""):
         is_steps = f" = sampling.steps({given}=...)" if name == "epochs" else ""
         return f"{given!r}, which is argument {[*parameters].index(holder) + 1} here, {holder}{is_steps}"
+    if name == "steps" and "shape" in parameters:
+        return f"{given!r}, which is the length of shape here"
     near = difflib.get_close_matches(given, parameters, n=1)
     lacked = "sampling" if HOMES.get(name, "").startswith(f"{name}=") else "examples" if name == "batch_size" else ""
     if name in HOMES and lacked not in parameters and not difflib.get_close_matches(given, near, cutoff=0.9):

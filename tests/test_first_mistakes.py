@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import dpx
 from dpx import keys
@@ -309,6 +309,7 @@ def in_module(layer):
 CAUSES = {
     "averages": (in_module(nnx.BatchNorm(3, rngs=nnx.Rngs(0))), X, r"use GroupNorm, .* docs/flax\.md#batchnorm"),
     "stored keys": (in_module(nnx.Dropout(0.5, rngs=nnx.Rngs(0))), X, r"nnx\.reseed\(module, dropout=key\)"),
+    "a collection": (lambda params, x: linen.Dense(3).apply(params, x).sum(), X, r"apply\(\{'params': params\}, x\)"),
     "float labels": (lambda params, row: params["w"][row[1]], (X, X[:, 0]), r"integers: labels\.astype\(int\)"),
 }
 

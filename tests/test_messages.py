@@ -360,6 +360,9 @@ OF_OTHERS = {  # an argument of another library, or of another function, in a ca
     r"which belongs in dpx.fit\(evaluate=...\) if it is p": lambda: dpx.fit(
         loss, MECHANISM, PARAMS, [], validation_data=3
     ),
+    r"'key' \(strategy=dpx.strategies.lambda_cgd\(": lambda: dpx.mechanisms.correlated_noise(clip_norm=1.0),
+    r"'steps', which is the length of shape here; its": lambda: dpx.accounting.calibrate_schedule([1.0], steps=3),
+    "'schedule', which belongs in a mechanism's noise_": lambda: dpx.plan_noise(examples=9, schedule=lambda step: 1.0),
     "takes no argument without a name": lambda: dpx.Budget(1.0, 1e-5),
     "takes loss, optimizer, params, data without a name": lambda: dpx.fit(loss, MECHANISM, PARAMS, [], KEY),
 }

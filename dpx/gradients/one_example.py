@@ -31,6 +31,7 @@ BATCH_NORM = (
     "the model keeps running averages (BatchNorm), which a private step cannot update: use GroupNorm, or for nnx "
     "dpx.flax.replace_batch_norm(model): docs/flax.md#batchnorm"
 )
+NO_PARAMS = "Linen's apply takes all variables: model.apply({'params': params}, x)"
 STORED_KEYS = (
     "The nnx module keeps its random numbers: merge it with copy=True and call nnx.reseed(module, dropout=key): "
     "docs/flax.md#nnx"
@@ -146,6 +147,8 @@ def _likely_cause(error: Exception, example: Tree) -> str:
         return BATCH_NORM
     if "Cannot mutate Rng" in str(error):
         return STORED_KEYS
+    if type(error).__name__ in ("ScopeCollectionNotFound", "ApplyScopeInvalidVariablesTypeError"):  # of Flax
+        return NO_PARAMS
     if isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError):
         return TRACED
     scalars = [leaf for leaf in jax.tree.leaves(example) if leaf.shape == ()]

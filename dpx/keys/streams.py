@@ -129,7 +129,7 @@ def secret_key(seed: int | np.integer | bytes | None = None) -> jax.Array:
 def require_key(key: jax.Array) -> jax.Array:
     """Returns `key` as a scalar typed PRNG key. Raises ValueError unless it is one key, of a safe implementation."""
     if not isinstance(key, jax.Array):
-        raise ValueError(f"key must be a jax PRNG key (dpx.secret_key()), got a {type(key).__name__}")
+        raise ValueError(f"key must be a jax PRNG key (dpx.secret_key()), got another {type(key).__name__}")
     if not is_key(key):
         if key.dtype != jnp.uint32 or key.shape != jax.random.key_data(jax.random.key(0)).shape:
             raise ValueError(f"key must be a jax PRNG key, got an array {key.dtype}{key.shape}")

@@ -208,8 +208,8 @@ def params_matching_gradients(grads: Tree, params: Tree) -> Tree:
     if jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, params):
         raise ValueError(
             "grads must hold one gradient of each example, with the examples on axis 0 before each leaf; got the "
-            "shapes of params. dpx.private_updates(loss, optimizer) computes them. Do not average before the "
-            "mechanism or wrap it, as optax.MultiSteps does"
+            "shapes of params. dpx.private_updates(loss, optimizer) computes them, and what it returns is finished: "
+            "give it to optax.apply_updates. Do not average before the mechanism or wrap it, as optax.MultiSteps does"
         )
     size = batch_size(grads)
     require_real_arrays(grads)

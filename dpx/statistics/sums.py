@@ -97,7 +97,9 @@ def release_histogram(
     """
     asked = StatisticRequest(words, key, noise_multiplier, noise, ledger, part)
     if (edges is None) == (categories is None):
-        raise ValueError(f"exactly one of edges and categories must be given, got {described(edges)} and the other")
+        raise ValueError(
+            f"exactly one of edges and categories must be given, got {'neither' if edges is None else 'both'}"
+        )
     records = records_of(data, numbers=categories is None)
     if records.vector:
         raise ValueError(f"data for a histogram must have shape (N,), got {described(records.values)}")

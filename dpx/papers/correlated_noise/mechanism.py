@@ -76,7 +76,7 @@ def correlated_noise(
     Raises ValueError for another sampling, and for numbers outside their domains.
     """
     if not isinstance(strategy, Strategy):
-        words = "strategy must be a dpx.strategies.Strategy, such as lambda_cgd or optimized"
+        words = "strategy must be a dpx.strategies.Strategy, such as lambda_cgd(correlation=0.9)"
         raise ValueError(f"{words}, got {described(strategy)}")
     common = {"clip_norm": clip_norm, "noise_multiplier": noise_multiplier, "sampling": sampling, "key": key}
     if strategy == Strategy():
