@@ -14,6 +14,7 @@ from flax import nnx
 import dpx
 from dpx.sums.clipped_sum import sum_over_microbatches
 from dpx.xla import rows_apart
+from dpx.xla.place import tracing_for_place
 from tests.devices import on_eight_devices
 from tests.problems import on_a_cpu
 from tests.test_dp_sgd import dp_sgd, loss, model
@@ -190,6 +191,32 @@ def test_where_a_batch_would_leave_the_cache_of_a_cpu_microbatches_are_chosen(si
     assert gradients_held(convolving(dense), size=size) < 20  # 8 at once
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert gradients_held(dense, size=size) > 30
+
+
+OF_A_TPU: Any = {"platform": "tpu", "devices": 1, "memory": None}
+
+
+@pytest.mark.parametrize(
+    ("inside", "changes", "place", "split"),
+    [
+        (lambda w, x: jax.jit(jnp.sin)(x @ w), {}, {}, True),
+        (lambda w, x: x @ w, {"EQUATION_BYTES": 2**20}, {}, False),  # more turns would take longer
+        (lambda w, x: x @ w, {"FAST_BYTES": 2**10}, {}, False),  # one example's array is larger
+        (lambda w, x: x @ w, {}, {"devices": 2}, False),
+        (lambda w, x: x @ w, {}, {"platform": "gpu"}, False),
+        (lambda w, x: jax.lax.scan(lambda y, _: (jnp.sin(y), None), x, None, length=4)[0][0, 0] * w, {}, {}, False),
+        (lambda w, x: x[0] * jnp.sin(jnp.tile(w, (64, 1))).sum(), {}, {}, False),  # of the parameters alone
+    ],
+    ids=["split", "turns", "too large", "devices", "gpu", "loop", "parameters"],
+)
+def test_a_tpu_takes_as_many_examples_as_its_fast_memory_holds(inside, changes, place, split, monkeypatch):
+    """Arrays of 16 KiB, four at once."""
+    for name, value in ({"FAST_BYTES": 2**16, "EQUATION_BYTES": 2**8} | changes).items():
+        monkeypatch.setattr(f"dpx.gradients.clipped_gradients.{name}", value)
+    given = dpx.dp_sgd(**BASE, key=jax.random.key(0)), {"w": jnp.ones((8, 8))}, dpx.Batch(jnp.ones((16, 512, 8)), None)
+    with tracing_for_place(**OF_A_TPU | place):
+        found = dpx.explain_norms(lambda params, x: jnp.sum(inside(params["w"], x)), *given).microbatches
+    assert found == "microbatches of 4 examples: all 16 would not fit in the TPU's fast memory" * split
 
 
 BASE = {"clip_norm": 1.0, "noise_multiplier": 1.0, "sampling": dpx.PoissonSampling(examples=1000, batch_size=64)}

@@ -1,6 +1,6 @@
 """The clipped sum of a batch's rows, with at most one microbatch in memory at a time. A microbatch has as many examples
 as fit in memory, or on a CPU in its cache, because a step over the whole batch would write fresh memory, which the
-kernel must zero and the cache cannot hold.
+kernel must zero and the cache cannot hold. On a TPU, fewer are faster if arrays of a batch exceed its fast memory.
 
 With `jax.checkpoint`, one backward pass keeps the inputs and cotangents of all layers. Two passes keep none, but take
 1.4 times as long, while microbatches take hardly longer than the whole batch (benchmarks/scans.py). So two passes are
@@ -47,6 +47,10 @@ CONVOLUTION_BYTES = 2**21
 CONVOLUTION_BYTES_PER_SUM_BYTE = 4
 CONVOLUTION_EXAMPLES = 8  # at least; with fewer, convolutions are slower
 
+# For a TPU, by the cycles that its compiler estimates (benchmarks/results/accelerators.md).
+FAST_BYTES = 2**26  # of an array, so that two fit into the 128 MiB of a v5e's or a v6e's fast memory
+EQUATION_BYTES = 2**21  # that it could read in the time of the kernels of an equation and its backward pass
+
 
 Plan = ghost.GhostPlan | ghost.ForwardPlan | str  # a string is the reason for per-example gradients
 
@@ -59,6 +63,8 @@ class ForwardCost(NamedTuple):
     loops: bool, True if `with_reordered_convolutions` finds all convolutions, so that none is slow in a loop on a CPU
     mixes: bool, True if rows need `xla.rows_apart.with_rows_apart`
     multiplies: bool, True if `xla.rewrites.with_fast_products` may speed up the gradients on a CPU
+    equations: int, how many are computed, those of a loop once for each iteration
+    arrays: the bytes of each array that depends on the example, outside of loops, which stack theirs in slow memory
     """
 
     numbers: int
@@ -67,9 +73,12 @@ class ForwardCost(NamedTuple):
     loops: bool
     mixes: bool
     multiplies: bool
+    equations: int
+    arrays: tuple[int, ...]
 
 
-def forward_cost(jaxpr: core.Jaxpr) -> ForwardCost:
+def forward_cost(jaxpr: core.Jaxpr, leaves: int) -> ForwardCost:
+    """leaves: how many of the inputs are parameters."""
     return ForwardCost(
         sum(_count_intermediate_numbers(jaxpr)),
         sum(_count_intermediate_numbers(jaxpr, REMAT)),
@@ -77,6 +86,8 @@ def forward_cost(jaxpr: core.Jaxpr) -> ForwardCost:
         not hides_convolutions(jaxpr),
         may_mix_rows(jaxpr),
         multiplies_matrices(jaxpr),
+        _count_equations(jaxpr),
+        tuple(_arrays_outside_loops(jaxpr, set(jaxpr.invars[leaves:]))),
     )
 
 
@@ -117,7 +128,7 @@ def choose_microbatches(
     """Chooses how many of a batch's `size` examples one microbatch holds, and how many passes it takes, unless given.
 
     Takes all examples, unless they do not fit in half of the device's memory, or fewer are known to be faster. More are
-    faster on an accelerator, on several devices, and for convolutions that are slow in a loop on a CPU.
+    faster on a GPU, on several devices, and for convolutions that are slow in a loop on a CPU.
     """
     written = _written_bytes(cost, plan, params)
     one, two = _held_bytes(written, plan)
@@ -135,7 +146,8 @@ def choose_microbatches(
         reason = f"all {size} would not fit in half of the device's memory"
         return Microbatches(_size_without_rest(largest, size), reason, passes, why)
     at_once = _size_for_cache(cost, written[0], params, size, place)
-    return Microbatches(at_once, f"all {size} would not fit in the CPU's cache" * (at_once < size), passes, why)
+    where = "the CPU's cache" if place.platform == "cpu" else "the TPU's fast memory"
+    return Microbatches(at_once, f"all {size} would not fit in {where}" * (at_once < size), passes, why)
 
 
 def _written_bytes(cost: ForwardCost, plan: Plan, params: Tree) -> tuple[int, int]:
@@ -159,10 +171,17 @@ def _held_bytes(written: tuple[int, int], plan: Plan) -> tuple[int, int]:
 
 
 def _size_for_cache(cost: ForwardCost, example_bytes: int, params: Tree, size: int, place: Place) -> int:
-    """How many of the `size` examples a CPU, whose cache is small, computes fastest at once; elsewhere all of them."""
+    """How many of the `size` examples a CPU, whose cache is small, or a TPU computes fastest at once; elsewhere all."""
+    sum_bytes = 4 * sum(leaf.size for leaf in jax.tree.leaves(params))
+    if place.platform == "tpu" and place.devices == 1:
+        turn = EQUATION_BYTES * cost.equations + 3 * sum_bytes
+
+        def moved(rows):
+            return size * sum(array for array in cost.arrays if array * rows > FAST_BYTES) + turn * size // rows
+
+        return min((rows for rows in range(size, 0, -1) if size % rows == 0), key=moved, default=size)
     if place.platform != "cpu" or place.devices > 1 or not cost.loops:
         return size
-    sum_bytes = 4 * sum(leaf.size for leaf in jax.tree.leaves(params))
     if cost.convolves:
         filled, per_sum_byte, least = CONVOLUTION_BYTES, CONVOLUTION_BYTES_PER_SUM_BYTE, CONVOLUTION_EXAMPLES
     else:
@@ -191,6 +210,33 @@ def _count_intermediate_numbers(jaxpr, again: tuple[str, ...] = ()) -> tuple[int
         total += equation.params.get("length", 1) * inside or sum(v.aval.size for v in equation.outvars)
         largest = max(largest, of_body)
     return total, largest
+
+
+def _count_equations(jaxpr: core.Jaxpr) -> int:
+    """How many equations are computed; the body of a loop counts once for each iteration."""
+    return sum(
+        equation.params.get("length", 1) * sum(map(_count_equations, inner_bodies(equation))) or 1
+        for equation in jaxpr.eqns
+    )
+
+
+def _arrays_outside_loops(jaxpr: core.Jaxpr, moving: set) -> list[int]:
+    """The bytes of the arrays that depend on the variables `moving`, to which it adds theirs."""
+    found: list[int] = []
+    for equation in jaxpr.eqns:
+        if moving.isdisjoint(v for v in equation.invars if not isinstance(v, core.Literal)):
+            continue
+        moving |= set(equation.outvars)
+        if not (bodies := list(inner_bodies(equation))):
+            made: list[Any] = [v.aval for v in equation.outvars]
+            found += [x.size * x.dtype.itemsize for x in made]
+        elif equation.primitive.name not in ("scan", "while"):
+            for body in bodies:
+                inside = zip(body.invars[::-1], equation.invars[::-1], strict=False)  # a branch has no predicate
+                found += _arrays_outside_loops(
+                    body, {v for v, outer in inside if not isinstance(outer, core.Literal) and outer in moving}
+                )
+    return found
 
 
 def hides_convolutions(jaxpr: core.Jaxpr) -> bool:
@@ -263,7 +309,7 @@ class RowSum:
         with refusing_function_of_record(called, self.of_row, params, row), self.with_note_on_errors(lambda: row):
             traced = ghost.trace_loss(self.of_row, params, row)
         self.inspect_loss(traced.closed, params, row)
-        cost = forward_cost(traced.closed.jaxpr)
+        cost = forward_cost(traced.closed.jaxpr, len(jax.tree.leaves(params)))
         if self.norms == "update":
             _require_like(params, traced.shapes[0])
             return "an update is not a gradient of a loss", cost

@@ -121,9 +121,9 @@ def private_updates(
     loss: returns a real scalar for one example, which has no batch axis.
     optimizer: a `dpx.Mechanism`. If `dpx.chain` built it, the updates come from the optax transforms.
     microbatch_size: int, how many examples are in memory at once. None: all, but fewer if a batch would not fit in half
-        of the device's memory, or if that is faster on a CPU. It affects rounding, so set it if your own loop may
-        continue with more or less memory. Microbatches run in a loop; on a CPU, up to 64 are unrolled if the loss has
-        convolutions in a loop or under `jax.checkpoint`.
+        of the device's memory, or if that is faster on a CPU or TPU. It affects rounding, so set it if your own loop
+        may continue with more or less memory. Microbatches run in a loop; on a CPU, up to 64 are unrolled if the loss
+        has convolutions in a loop or under `jax.checkpoint`.
     norms: how the per-example norms are computed. "vmap": from the gradient of every example. "ghost": without it,
         for every parameter where that is possible. "auto": the cheaper of the two for each parameter, estimated from
         shapes. `dpx.explain_norms` prints the choice.
