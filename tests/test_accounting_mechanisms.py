@@ -202,9 +202,9 @@ def test_events_that_are_not_found_at_every_reading_are_refused(collect):
     event, chosen = dp_accounting.ComposedDpEvent(collect(releases)), OneOfDpEvent(collect(releases))
     sampled = dp_accounting.PoissonSampledDpEvent(0.1, event)
     for refused in (event, sampled, dp_accounting.ComposedDpEvent([event]), chosen):
-        with pytest.raises(ValueError, match="events of a .* must be in a list or a tuple"):
+        with pytest.raises(ValueError, match="events of a .* must be in a list, a tuple or an array"):
             accounting.event_epsilon(refused, delta=1e-5)
-    with pytest.raises(ValueError, match="events of a ComposedDpEvent must be in a list or a tuple"):
+    with pytest.raises(ValueError, match="events of a ComposedDpEvent must be in a list, a tuple or an array"):
         accounting.best_of(dp_accounting.GaussianDpEvent(5.0), trials=5, score_on=event)
 
 
