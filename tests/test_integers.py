@@ -89,14 +89,14 @@ def test_sines_and_products_are_as_near_as_the_proof_says():
     words = chosen(20_000)
     _, *sines = exact(words)
     for second, wanted in zip((False, True), sines, strict=True):
-        part, negative = jax.jit(integer_normals.sine)(list(words), np.full(words.shape[1], second))
+        part, negative = jax.jit(integer_normals.sine_or_cosine)(list(words), np.full(words.shape[1], second))
         assert np.abs(np.where(negative, -1, 1) * value(integer_normals.limbs(part)) - wanted).max() < 4 * UNIT
     rng = np.random.default_rng(0)
     x, y = (tuple(rng.integers(0, 2**15, (3, 50_000), dtype=np.uint32)) for _ in range(2))
     x[0][:100] = x[1][:100] = x[2][:100] = y[0][:100] = y[1][:100] = y[2][:100] = 2**15 - 1
     for made, wanted, most in (
         (integer_normals.product(x, y), value(x) * value(y), 1.0001),
-        (integer_normals.short_product(x, y[:2]), value(x) * value(y[:2]), 2.0001),
+        (integer_normals.product_with_two_limbs(x, y[:2]), value(x) * value(y[:2]), 2.0001),
         (integer_normals.square(x), value(x) ** 2, 3.0001),
     ):
         below = (wanted - value(integer_normals.limbs(made))) / UNIT

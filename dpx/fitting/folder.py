@@ -247,7 +247,7 @@ class Folder:
         if self.known.paid != steps:
             self._write(paid=steps)
 
-    def measure(self, name: str, looks: int):
+    def record_metric(self, name: str, looks: int):
         """Records a release of a private metric before anybody sees it. looks: number of releases that it plans."""
         before, most = self.known.measured, self.known.looks
         if name not in before or looks > most:
@@ -265,11 +265,11 @@ class Folder:
             return False  # interrupted in the middle of a step, so keep the last checkpoint
         step = carry.step
 
-        def keep_checkpoint():
+        def write_history():
             self._require_unchanged(self.known)
             replace_file(self.path / "history.json", json.dumps(history) + "\n")
 
-        processes.from_first_process(keep_checkpoint)
+        processes.from_first_process(write_history)
         if self._last != step:
             self._store(step, carry)
             processes.from_first_process(self._delete_older)
@@ -352,7 +352,7 @@ class _NoFolder:
     def _keep_nothing(self, *facts: Any):
         pass
 
-    reserve = note_plan = measure = note_paid = close = _keep_nothing
+    reserve = note_plan = record_metric = note_paid = close = _keep_nothing
 
     def end(self, step: int) -> int:
         return step

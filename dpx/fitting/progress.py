@@ -233,7 +233,7 @@ class RunMonitor:
                     name = self.evaluate_private.name_of(seen)
                     metrics[PRIVATE] = self.evaluate_private(seen)
                 measured = processes.from_every_process(name)[0]
-                self.folder.measure(measured, self.looks_after(0))  # before anybody sees it
+                self.folder.record_metric(measured, self.looks_after(0))  # before anybody sees it
                 self.expect_looks(self.evaluate_private, self.looks_after(step))
             metrics = processes.from_every_process(metrics)[0]  # process 0's, if each measured on its own data
         self.history.append({"step": step, "epsilon": epsilon, **metrics, "unreleased_loss": loss})

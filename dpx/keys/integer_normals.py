@@ -7,8 +7,8 @@ a CPU covers a TPU. Only the exact split of the sum, and the product of the rele
 
 A 45-bit fraction x in [0, 1) is a word of 30 bits and one of 15. As a factor, it is three limbs of 15 bits, highest
 first, so that a product of limbs has 30 bits, and a sum of three has 32. In units u = 2^-45, `product` is below x y by
-at most 1.0001 u, and `square` and `short_product`, whose second factor has 30 bits, by at most 3.0001 u. In units
-v = 2^-30, `high_word_product`, of 30 bits by 30 bits, is below x y by at most 2 v.
+at most 1.0001 u, and `square` and `product_with_two_limbs`, whose second factor has 30 bits, by at most 3.0001 u. In
+units v = 2^-30, `high_word_product`, of 30 bits by 30 bits, is below x y by at most 2 v.
 
 Logarithm. p = m 2^-z with m in [1/2, 1), and y = 1 - m, all exact in 64 bits. For j = 1, ..., 6, m is multiplied by
 1 + 2^-j if the product is at most 1, so that y < 2^-6.02 at the end. Then H = -log p is the sum of z log 2, the
@@ -73,7 +73,7 @@ def normal(polar: tuple[Words, jax.Array], words: Sequence[jax.Array], second: j
     to return the second normal of the pair. scale: that of `polar_radius`.
     """
     radius, exponent = polar
-    part, negative = sine(words, second)
+    part, negative = sine_or_cosine(words, second)
     high, low = product(limbs(radius), limbs(part))
     size = (high << 2) | (low >> 13), low << 19  # 64 bits, to be multiplied by 2^(9 - exponent)
     return _signed(_shifted_right(size, exponent + 2), negative)
@@ -116,7 +116,7 @@ def polar_radius(words: Sequence[jax.Array], rare: jax.Array, scale: jax.Array) 
     high, low = jnp.where(empty, low, high), jnp.where(empty, np.uint32(0), low)
     shift = lax.clz(high) & np.uint32(0xFFFFFFFE)
     root, scale = _root(*_shifted_left((high, low), shift)), jnp.broadcast_to(scale, high.shape)
-    radius = short_product(limbs(root), (scale >> 9, (scale & 0x1FF) << 6))
+    radius = product_with_two_limbs(limbs(root), (scale >> 9, (scale & 0x1FF) << 6))
     return radius, (shift >> 1) + jnp.where(empty, np.uint32(16), np.uint32(0))
 
 
@@ -163,7 +163,7 @@ def _plus_log_series(logarithm: list[jax.Array], high: jax.Array, low: jax.Array
     for coefficient in (1 / 2, 2 / 3):
         series = _thirty_bits(coefficient) + (high_word_product(y, _halves(series)) >> 6)
     squared = square(y)  # Y^2, the first term of S: its high word has units of 2^-43
-    more = short_product(limbs(squared), _halves(high_word_product(y, _halves(series))))  # Y^2 Q, in 2^-49
+    more = product_with_two_limbs(limbs(squared), _halves(high_word_product(y, _halves(series))))  # Y^2 Q, in 2^-49
     last = logarithm[2] + ((low >> 7) & _LOW_19) + ((squared[0] & 0x1F) << 14) + (squared[1] >> 1)
     last += ((more[0] & 0x7FF) << 8) + (more[1] >> 7)
     middle = logarithm[1] + (((high << 6) | (low >> 26)) & _LOW_19) + (squared[0] >> 5) + (last >> 19)
@@ -204,7 +204,7 @@ def _root(high: jax.Array, low: jax.Array) -> Words:
     return (near.astype(jnp.int32) + (more >> 15)).astype(jnp.uint32), (more & 0x7FFF).astype(jnp.uint32)
 
 
-def sine(words: Sequence[jax.Array], second: jax.Array) -> tuple[Words, jax.Array]:
+def sine_or_cosine(words: Sequence[jax.Array], second: jax.Array) -> tuple[Words, jax.Array]:
     """Returns |sin(2 pi theta)|, or |cos(2 pi theta)| where `second`, and whether the value is negative, bool."""
     a, _, c, d = words
     low = jnp.where(a == 0, (d << 28) | np.uint32(2**27), d)
@@ -234,7 +234,7 @@ def _polynomial(squared: Limbs, even: jax.Array) -> Words:
         if number >= 4:
             first = chosen(number, _thirty_bits) - (high_word_product(squared, _halves(first)) >> shift)
             continue
-        high, low = product(squared, limbs(value)) if value else short_product(squared, _halves(first))
+        high, low = product(squared, limbs(value)) if value else product_with_two_limbs(squared, _halves(first))
         first, second = chosen(number, _words_of_fraction)
         second -= ((high << (15 - shift)) & _LOW) | (low >> shift)
         value = first - (high >> shift) - (second >> 31), second & _LOW
@@ -247,7 +247,7 @@ def product(x: Limbs, y: Limbs) -> Words:
     return _carried(x[0] * y[0], x[0] * y[1] + x[1] * y[0], low)
 
 
-def short_product(x: Limbs, y: Limbs) -> Words:
+def product_with_two_limbs(x: Limbs, y: Limbs) -> Words:
     """Returns x y for a y of two limbs, rounded down by at most 2.0001 u."""
     return _carried(x[0] * y[0], x[0] * y[1] + x[1] * y[0], x[1] * y[1] + x[2] * y[0])
 

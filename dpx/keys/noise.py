@@ -178,12 +178,12 @@ def stream_positions_of(shapes: Sequence[tuple[int, ...]]) -> tuple[StreamPositi
         raise ValueError(f"a release must have at most {LARGEST_RELEASE} numbers, got {most}")
     size = sum(sizes)
     if len(shapes) > 1 and size >= ONE_STREAM:
-        return tuple(StreamPosition(number, 0, _half_of_numbers(size)) for number, size in enumerate(sizes))
+        return tuple(StreamPosition(number, 0, _half_of_chunk(size)) for number, size in enumerate(sizes))
     starts = itertools.accumulate(sizes[:-1], initial=0)
-    return tuple(StreamPosition(0, start, _half_of_numbers(size)) for _, start in zip(sizes, starts, strict=False))
+    return tuple(StreamPosition(0, start, _half_of_chunk(size)) for _, start in zip(sizes, starts, strict=False))
 
 
-def _half_of_numbers(size: int) -> int:
+def _half_of_chunk(size: int) -> int:
     return max(1, min(CHUNK_NUMBERS, size + 1) // 2)
 
 

@@ -74,7 +74,7 @@ def dp_sgd(
         raise ValueError(f"clip_norm must hold at least one number or schedule, got {described(clip_norm)}")
     noise_multiplier = require_scalar_or_schedule("noise_multiplier", noise_multiplier, minimum=0)
     if not callable(noise_multiplier):
-        require_noise(np.array([noise_multiplier]))
+        require_noise_in_range(np.array([noise_multiplier]))
     if isinstance(sampling, type) or not (hasattr(sampling, "event") and hasattr(sampling, "divisor")):
         such = "dpx.PoissonSampling(examples=..., batch_size=...)"
         raise ValueError(f"sampling must be a dpx sampling record such as {such}, got {described(sampling)}")
@@ -99,7 +99,7 @@ def dp_sgd(
             values = values_over(value, steps if callable(value) else 1)
             _require_all("clip_norm", values, SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM)
         multipliers = values_over(noise_multiplier, steps)
-        require_noise(multipliers if callable(noise_multiplier) else multipliers[:1])
+        require_noise_in_range(multipliers if callable(noise_multiplier) else multipliers[:1])
         return sampling.event(multipliers)
 
     return Mechanism(
@@ -135,7 +135,7 @@ def _require_all(name: str, values: np.ndarray, minimum: float, maximum: float):
         raise ValueError(f"{name} must be finite and {bound} at every step, got {values[wrong[0]]} at step {wrong[0]}")
 
 
-def require_noise(multipliers: np.ndarray):
+def require_noise_in_range(multipliers: np.ndarray):
     """Raises ValueError unless every noise multiplier is 0, or in [2^-55, 2^45]."""
     _require_all("noise_multiplier", multipliers, 0, math.inf)
     outside = (multipliers > 0) & ~((multipliers >= SMALLEST_NOISE) & (multipliers <= LARGEST_NOISE))

@@ -88,7 +88,7 @@ def _refuse_one_key(_, mapped, key, sums):
     return _with_one_key(key, sums), mapped[1]  # handles an outer `jax.vmap` too
 
 
-def require_keys_apart(name: str, build: Any):
+def require_key_used(name: str, build: Any):
     """Raises ValueError if `build`, the argument `name`, makes mechanisms with the same key from two different keys."""
     one, other = (getattr(build(secret_key(seed << 64)), "key", None) for seed in (1, 2))
     if one is not None and other is not None and same_key(one, other):
@@ -138,7 +138,10 @@ def _has_nan(leaf: Any) -> bool:
 def _refuse(params: Tree, more: str = ""):
     named = jax.tree_util.tree_leaves_with_path(params)
     odd = [f"{path_of(path)} {_leaf_name(leaf)}".strip() for path, leaf in named if _leaf_kind(leaf) != "float"]
-    packages = [_package_of(node) for node in jax.tree.leaves(params, is_leaf=lambda node: _package_of(node) != "")]
+    packages = [
+        _package_with_advice(node)
+        for node in jax.tree.leaves(params, is_leaf=lambda node: _package_with_advice(node) != "")
+    ]
     advice = next((ADVICE[package] for package in packages if package), FLAX)
     raise ValueError(f"params must be a pytree of float arrays, got {first_words(odd, FEW)}.{more} {advice}")
 
@@ -157,7 +160,7 @@ def trained_mask(mechanism: Any, params: Tree) -> Tree:
     return treedef.unflatten(inputs_read(closed.jaxpr)[: len(leaves)])
 
 
-def _package_of(node: Any) -> str:
+def _package_with_advice(node: Any) -> str:
     """The package that `node` comes from, if `ADVICE` covers it; otherwise ""."""
     names = [kind.__module__.split(".")[0] for kind in type(node).__mro__]
     return next((name for name in names if name in ADVICE), "")
@@ -166,7 +169,7 @@ def _package_of(node: Any) -> str:
 def _leaf_kind(leaf: Any) -> str:
     """Returns "float", "whole" (integers, bools), "other" (no array of numbers), or "odd" (complex numbers, keys)."""
     try:
-        dtype = None if _package_of(leaf) or isinstance(leaf, str | bytes) else jnp.result_type(leaf)
+        dtype = None if _package_with_advice(leaf) or isinstance(leaf, str | bytes) else jnp.result_type(leaf)
     except (TypeError, ValueError):
         dtype = None
     if dtype is None:

@@ -196,7 +196,7 @@ class ReadRows(NamedTuple):
     weights: jax.Array
 
     @classmethod
-    def read_by(cls, indices: jax.Array, count: int) -> "ReadRows":
+    def from_indices(cls, indices: jax.Array, count: int) -> "ReadRows":
         inside = (indices >= 0) & (indices < count)
         indices = jnp.where(inside, indices, count).astype(jnp.int32)
         rows = jnp.unique(indices, size=indices.size, fill_value=count)
@@ -233,7 +233,7 @@ class PrivateRowStep:
         included = included_rows(batch_size(examples), included, self.optimizer.sampling)
         tables = _require_tables(params)[TABLES]
         read = jax.tree.map(
-            lambda table, indices: ReadRows.read_by(indices, len(table)), tables, jax.vmap(self.rows)(examples)
+            lambda table, indices: ReadRows.from_indices(indices, len(table)), tables, jax.vmap(self.rows)(examples)
         )
         few = jax.tree.map(lambda table, read: table.at[read.rows].get(mode="fill", fill_value=0), tables, read)
         reads = jax.tree.map(lambda table, read: jnp.zeros(read.rows.size, jnp.float32), tables, read)

@@ -258,7 +258,7 @@ def check_batch(
         noise = jnp.append(key_words(mechanism.key), node.step.astype(jnp.uint32))
         wrong["devices"] = _shares_noise(noise)
         if axes := unchecked_axes():
-            wrong["devices"] |= _share_noise(axes, noise, sums)
+            wrong["devices"] |= _noise_is_repeated(axes, noise, sums)
         found = {"noise_key": noise_key}
         if drawn is not None:
             of_batch = DrawRecord(*(jnp.asarray(number).astype(jnp.uint32) for number in drawn))
@@ -300,7 +300,7 @@ def _share_noise_of_runs(count, _, noise):
     return found.reshape(noise.shape[:-1]) | _shares_noise(noise), True  # again, for a `jax.vmap` around this one
 
 
-def _share_noise(axes: tuple[str, ...], noise: jax.Array, sums: Tree) -> jax.Array:
+def _noise_is_repeated(axes: tuple[str, ...], noise: jax.Array, sums: Tree) -> jax.Array:
     """Whether another device along these axes has the same noise for other sums, bool (). noise: as above."""
 
     def checksum(x):

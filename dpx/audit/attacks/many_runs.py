@@ -37,7 +37,7 @@ from dpx.accounting import checks
 from dpx.accounting.cost import epsilon as cost_of
 from dpx.audit.attacks.scores import LowerBound, lower_bound_from_scores
 from dpx.audit.stand_ins import without_grid
-from dpx.mechanism.guards import require_keys_apart
+from dpx.mechanism.guards import require_key_used
 from dpx.sampling.data import require_arrays
 from dpx.sampling.schemes import Sampling
 from dpx.states.reading import publishable_state
@@ -264,7 +264,7 @@ class PilotStatistic(NamedTuple):
 
     def scores(self, found: CanaryEstimates) -> np.ndarray:
         """The score of each run, float64 (runs,)."""
-        weights = _precision_weights(found.moves, self.moves, self.gain)
+        weights = _weights_by_move(found.moves, self.moves, self.gain)
         residuals = ((_flat_counts(found.counts) - self.center) * _flat_counts(weights)) @ self.whitening.T
         if self.columns is not None:
             return self._group_statistics(residuals.reshape(found.counts.shape), self.columns)
@@ -297,8 +297,8 @@ def fit_pilot_statistic(
     moves = without.moves.astype(np.float64).mean(axis=0)
     center = _flat_counts(without.counts).mean(axis=0)
     residuals = _flat_counts(without.counts) - center
-    gain = _residual_decay_rate(residuals, _flat_counts(_precision_weights(without.moves, moves, 1.0)))
-    residuals *= _flat_counts(_precision_weights(without.moves, moves, gain))
+    gain = _residual_decay_rate(residuals, _flat_counts(_weights_by_move(without.moves, moves, 1.0)))
+    residuals *= _flat_counts(_weights_by_move(without.moves, moves, gain))
     covariance = residuals.T @ residuals / len(residuals)
     scale = np.maximum(np.diag(covariance), 1e-30)
     whitening = np.linalg.inv(np.linalg.cholesky(covariance + _REGULAR * np.diag(scale)))
@@ -313,7 +313,7 @@ def fit_pilot_statistic(
     elif (rates < 1).any():  # each batch is guessed separately, and the canary adds 1 only to its own counts
         signal = np.einsum("tftg,tg->tf", own, one)
     else:
-        shifts = (_flat_counts(with_.counts) - center) * _flat_counts(_precision_weights(with_.moves, moves, gain))
+        shifts = (_flat_counts(with_.counts) - center) * _flat_counts(_weights_by_move(with_.moves, moves, gain))
         signal = (whitening @ shifts.mean(axis=0)).reshape(moves.shape)
     return PilotStatistic(center, whitening, signal, moves, gain, rates, period, groups, columns)
 
@@ -322,7 +322,7 @@ def _flat_counts(counts: np.ndarray) -> np.ndarray:
     return counts.reshape(len(counts), -1).astype(np.float64)
 
 
-def _precision_weights(moves: np.ndarray, mean: np.ndarray, gain: float) -> np.ndarray:
+def _weights_by_move(moves: np.ndarray, mean: np.ndarray, gain: float) -> np.ndarray:
     """The weights of the counts, (move / mean move)^gain; 0 where the canary moves nothing."""
     moved = (moves > 0) & (mean > 0)
     return np.where(moved, np.divide(moves, mean, out=np.ones(moves.shape), where=moved) ** gain, 0.0)
@@ -447,7 +447,7 @@ def canary_scores(
     steps, runs = require_whole("steps", steps), require_whole("runs", runs, minimum=_LEAST_RUNS)
     keys.require_key(key)
     params = {"w": jnp.zeros(2)} if params is None else params
-    require_keys_apart("make", require_function("make", make, "key"))
+    require_key_used("make", require_function("make", make, "key"))
     if not hasattr(made := make(keys.stream(key, "billed mechanism")), "init"):
         raise ValueError(
             f"make must be a function from a key to a mechanism, got one to {described(made)}: {OTHERWISE}"

@@ -118,7 +118,7 @@ def one_run(
     best = int(np.argmax(proofs))
     return OneRun(
         epsilon=proofs[best],
-        trade_off_epsilon=gdp.epsilon(_largest_mu(right, counts, size, miss), delta=delta),
+        trade_off_epsilon=gdp.epsilon(_largest_rejected_mu(right, counts, size, miss), delta=delta),
         gaussian_epsilon=_gaussian_bound(scores, members, delta, confidence),
         delta=delta,
         confidence=confidence,
@@ -173,7 +173,7 @@ def _largest_rejected(right: int, guesses: int, canaries: int, delta: float, mis
     return low
 
 
-def _largest_mu(right: np.ndarray, guesses: np.ndarray, canaries: int, miss: float) -> float:
+def _largest_rejected_mu(right: np.ndarray, guesses: np.ndarray, canaries: int, miss: float) -> float:
     """The largest mu that any of the tests rejects, rounded down; 0 if none does."""
     low, high = 0.0, _LARGEST_MU
     for _ in range(_REFINEMENTS):

@@ -30,7 +30,7 @@ from dpx.audit.contract.subject import (
 from dpx.audit.contract.trial import Trial
 from dpx.keys import is_key
 from dpx.mechanism import Mechanism, require_mechanism
-from dpx.mechanism.guards import require_keys_apart
+from dpx.mechanism.guards import require_key_used
 from dpx.sampling.data import batch_size
 from dpx.values import Tree, described, names_arguments, require_function, require_whole
 from dpx.xla.jaxprs import constants, identity_of_program, join_marks, spread_marks
@@ -385,7 +385,7 @@ def check_contract(
     names = _require_args(mechanism, loss, params, examples, lines)
     params = inputs.default_params() if params is None else params
     if rebuild is not None:
-        require_keys_apart("rebuild", require_function("rebuild", rebuild, "key"))
+        require_key_used("rebuild", require_function("rebuild", rebuild, "key"))
     draws, seed = require_whole("draws", draws, minimum=500), require_whole("seed", seed, minimum=0)
     with full_precision():
         trial = Trial(mechanism, params, loss, examples, draws=draws, seed=seed, rebuild=rebuild)

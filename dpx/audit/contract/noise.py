@@ -46,12 +46,12 @@ def check_noise(trial: Trial) -> str:
     if trial.obvious_fault:
         raise BrokenLine(trial.obvious_fault)
     more_words = [require_distinct_noise(trial)]
-    used = [_used_multiplier(trial, step) for step in STEPS]
+    used = [_multiplier_from_derivatives(trial, step) for step in STEPS]
     for step in WITH_OTHERS:
-        _used_multiplier(trial, step, others=True)
+        _multiplier_from_derivatives(trial, step, others=True)
     for step in FAR:
         if _has_noise_at(trial, step):
-            _used_multiplier(trial, step)
+            _multiplier_from_derivatives(trial, step)
     found, drawn, missing = [value for value in used if value is not None], _check_draws(trial), []
     more_words.append(require_noise_covers_rows(trial))
     if trial.mechanism.correlated is not None:
@@ -80,7 +80,7 @@ def _has_noise_at(trial: Trial, step: int) -> bool:
     return trial.multiplier(step) > 0
 
 
-def _used_multiplier(trial: Trial, step: int, *, others: bool = False) -> float | None:
+def _multiplier_from_derivatives(trial: Trial, step: int, *, others: bool = False) -> float | None:
     """The noise multiplier of the release; None if no derivative tells it. Raises BrokenLine if it is too small."""
     release, stated = trial.release(step, others=others), trial.multiplier(step)
     if release.flat:

@@ -248,7 +248,7 @@ def find_batch_dependence(closed: core.ClosedJaxpr) -> Finding:
     """Finds equations that may see all rows of a batch under `jax.vmap`, in the loss or its backward pass."""
     found = list(jaxprs.equations(closed))
     if any(equation.primitive.name in OWN_BACKWARD for equation in found):
-        found += jaxprs.equations(_backward_pass(closed))
+        found += jaxprs.equations(_gradient_jaxpr(closed))
     whole = {equation.primitive.name for equation in found if equation.params.get("vmap_method") in WHOLE_BATCH}
     all_names = {equation.primitive.name for equation in found}
     names = whole | {name for name in all_names if "callback" in name or name in ("debug_print", "custom_vmap_call")}
@@ -259,7 +259,7 @@ def find_batch_dependence(closed: core.ClosedJaxpr) -> Finding:
     return Finding("batching rules", "ok", "no callback and no custom batching rule in the loss", {"kinds": 0})
 
 
-def _backward_pass(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+def _gradient_jaxpr(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """The equations of the loss's gradient, which a custom_vjp hides until it is traced."""
     inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
     floats = [number for number, x in enumerate(inputs) if jnp.issubdtype(x.dtype, jnp.inexact)]

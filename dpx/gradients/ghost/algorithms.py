@@ -481,12 +481,12 @@ def _recomputed_norm(uses: Uses, scale: jax.Array | None, records: Captured):
     def of_one_example(record):  # no scale: see the cost
         gradient = weighted_sums.example_gradient(uses.sites, uses.groups, uses.shape, record, jnp.float32(1))
         matrices = [site.matrices(*row) for site, row in zip(uses.sites, record, strict=True)]
-        return norms.norm_of_computed(gradient, [_with_lengths_of_rows(*each) for each in matrices], *uses.positions)
+        return norms.norm_of_computed(gradient, [_with_lookup_as_column(*each) for each in matrices], *uses.positions)
 
     return None, weighted_sums.map_sequentially(of_one_example, records)
 
 
-def _with_lengths_of_rows(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _with_lookup_as_column(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns A and B unchanged; for a lookup, a column of the lengths of A's one-hot rows, and B as one group."""
     if a.ndim > 1:
         return a, b

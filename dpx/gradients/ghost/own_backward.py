@@ -58,8 +58,8 @@ def product_of(equation: core.JaxprEqn, operand: int) -> Product | None:
     dtypes = [_dtype(v) if jnp.issubdtype(_dtype(v), jnp.inexact) else jax.dtypes.float0 for v in equation.outvars]
     cotangents = [jax.ShapeDtypeStruct(_shape(v), dtype) for v, dtype in zip(equation.outvars, dtypes, strict=True)]
     try:
-        closed = _backward_pass(jax.eval_shape(lambda values: _pullback(equation, values)[1], operands), cotangents)
-    except Exception:  # it has no derivative: see `trace.has_known_derivatives`
+        closed = _pullback_jaxpr(jax.eval_shape(lambda values: _pullback(equation, values)[1], operands), cotangents)
+    except Exception:  # it has no derivative: see `trace.custom_derivatives_usable`
         return None
     return _find_product(closed.jaxpr, closed.jaxpr.outvars[places.index(operand)])
 
@@ -75,7 +75,7 @@ def bind_with_slots(equation: Any, operands: list, slots: dict[int, tuple]) -> l
         return _pullback(equation, operands)
 
     def backward(pullback, cotangents):
-        closed, seen = _backward_pass(pullback, cotangents), {}
+        closed, seen = _pullback_jaxpr(pullback, cotangents), {}
 
         def results(each, values):
             seen[id(each)] = values
@@ -220,7 +220,7 @@ def _pullback(equation: core.JaxprEqn, operands: list) -> tuple[list[jax.Array],
     return jax.vjp(outputs, *(operands[i] for i in places))
 
 
-def _backward_pass(pullback: Callable, cotangents: list) -> core.ClosedJaxpr:
+def _pullback_jaxpr(pullback: Callable, cotangents: list) -> core.ClosedJaxpr:
     """The jaxpr of a backward pass, with all calls inlined, as a function of the residuals and the cotangents."""
 
     def results(equation, operands):

@@ -214,7 +214,7 @@ def make_ghost_plan(
     choices = tuple(choose(leaf, uses) for leaf, uses in enumerate(program.uses))
     choices = _with_made_kernels(choices, program, made, [leaf.shape for leaf in leaves], force=force)
     choices = choices if force else _without_small_savings(choices)
-    if not trace.has_known_derivatives(program):
+    if not trace.custom_derivatives_usable(program):
         return "a custom derivative closes over values of the loss"
     return GhostPlan(program, choices, encoded, structure)
 

@@ -447,7 +447,7 @@ class _Tracer:
         return tuple(range(self.count - count, self.count))
 
 
-def has_known_derivatives(program: Program) -> bool:
+def custom_derivatives_usable(program: Program) -> bool:
     """Whether every custom derivative of the program can be used. One that is defined inside the loss and closes over a
     value of the loss cannot: JAX traces the derivative later, when that value is a tracer of a finished trace."""
     known = {id(i.value) for equation in program.equations for i in equation.inputs if isinstance(i, Constant)}

@@ -141,17 +141,17 @@ def sum_one_by_one(
 
         return jax.lax.fori_loop(0, len(rows[1]), add, jnp.zeros(shape, jnp.float32))
 
-    def finished(records, factors):
+    def scaled_products(records, factors):
         of_each = jax.vmap(lambda records: example_gradient(sites, groups, shape, records, jnp.float32(1)))
         return repeat_to_shape(factors, (len(factors), *shape)) * of_each(rows_with_excluded_zeroed(factors, records))
 
     def sum_some(rows):
         """Sums finished products times their factors, so no matrix product can accumulate onto the sum of others."""
-        return jnp.sum(finished(*rows), 0)
+        return jnp.sum(scaled_products(*rows), 0)
 
     def sum_in_turn(rows):
         each = [jax.tree.map(lambda x, i=i: x[i : i + 1], rows) for i in range(len(rows[1]))]
-        return functools.reduce(jnp.add, [finished(*row)[0] for row in each])
+        return functools.reduce(jnp.add, [scaled_products(*row)[0] for row in each])
 
     if current_place().unit.rounds:
         numbers = math.prod(shape)

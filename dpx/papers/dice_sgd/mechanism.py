@@ -18,7 +18,7 @@ from dpx.accounting import checks
 from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Mechanism
 from dpx.mechanism.base import SUM, describe_period
-from dpx.mechanism.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, require_noise, tree_norm
+from dpx.mechanism.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, require_noise_in_range, tree_norm
 from dpx.papers.dice_sgd.cost import ERROR, SAMPLINGS, ErrorFeedbackDpEvent
 from dpx.sampling.schemes import Sampling
 from dpx.states.record import ReleaseState
@@ -103,7 +103,7 @@ def dice_sgd(
         outer_clip_norm = _as_float32("outer_clip_norm", outer_clip_norm, clip_norm)
     feedback_norm = _as_float32("feedback_norm", feedback_norm, SMALLEST_CLIP_NORM)
     noise_multiplier = _as_float32("noise_multiplier", noise_multiplier, 0)
-    require_noise(np.array([noise_multiplier]))
+    require_noise_in_range(np.array([noise_multiplier]))
     reset_every = None if reset_every is None else require_whole("reset_every", reset_every)
     stability = None if stability is None else _as_float32("stability", stability, 1e-6)
     run = _Run(clip_norm, feedback_norm, outer_clip_norm, noise_multiplier, sampling, reset_every, stability, noise_key)
