@@ -102,7 +102,7 @@ def test_one_epoch_is_billed_closely_and_never_below_the_truth(sigmas):
     """delta within 1 %, both directions; the bill is the larger one."""
     epsilons = np.array([0.0, 0.3, 1.0, 2.0])
     truth = exact(sigmas, epsilons)
-    law = of_law(allocation._ratio_law(count_multipliers(np.array(sigmas)), len(sigmas), 20), epsilons)
+    law = of_law(allocation._dominating_ratio_law(count_multipliers(np.array(sigmas)), len(sigmas), 20), epsilons)
     assert np.all(law >= truth) and np.all(law <= truth * 1.01 + 1e-12)
     profile = event_profile(epoch(sigmas))
     bills = np.array([profile.delta(epsilon) for epsilon in epsilons.tolist()])
@@ -193,11 +193,11 @@ def test_a_law_keeps_its_mean_and_the_tails_that_it_cuts():
     for sigmas, steps in (((1.0, 1.0), 2), ((0.7,) * 3, 3), ((1.0, 2.0), 4)):
         truth = exact(sigmas, epsilons, steps)
         for decades in (1, 2, 20):
-            law = allocation._ratio_law(count_multipliers(np.array(sigmas)), steps, decades)
+            law = allocation._dominating_ratio_law(count_multipliers(np.array(sigmas)), steps, decades)
             assert law.masses.sum() + law.zero == pytest.approx(1, abs=1e-12)
             assert law.masses @ law.values + law.infinity == pytest.approx(1, abs=1e-12)
             assert np.all(of_law(law, epsilons) >= truth - 1e-12)
-    assert law.infinity < 1e-20 < allocation._ratio_law(((1.0, 2),), 2, 1).infinity
+    assert law.infinity < 1e-20 < allocation._dominating_ratio_law(((1.0, 2),), 2, 1).infinity
 
 
 def test_any_grid_and_window_is_above_the_truth(monkeypatch):
@@ -213,8 +213,8 @@ def test_any_grid_and_window_is_above_the_truth(monkeypatch):
 def test_sums_of_two_laws_and_of_one_repeated_are_alike():
     """1000 ratios in a row, or 600 and 400 of other noise that is almost the same."""
     epsilons = np.array([0.0, 0.05, 0.2])
-    one = of_law(allocation._ratio_law(((1.0, 1000),), 1000, 20), epsilons)
-    two = of_law(allocation._ratio_law(((1.0, 600), (1.0 + 1e-9, 400)), 1000, 20), epsilons)
+    one = of_law(allocation._dominating_ratio_law(((1.0, 1000),), 1000, 20), epsilons)
+    two = of_law(allocation._dominating_ratio_law(((1.0, 600), (1.0 + 1e-9, 400)), 1000, 20), epsilons)
     assert two == pytest.approx(one, rel=0.01)
     law = allocation.law_of_copies(allocation.likelihood_ratio_law(1.0, 1e-20), 1000, 1e-20)
     assert law.masses @ law.values == pytest.approx(1000, rel=1e-11)
@@ -269,7 +269,7 @@ def test_a_loss_that_overflows_is_not_private():
 
 def test_renyi_divergences_at_large_orders_and_many_steps():
     """Those of the law are a little larger; no order has more than one Gaussian release."""
-    law = allocation._ratio_law(((2.0, 1000),), 1000, 40)
+    law = allocation._dominating_ratio_law(((2.0, 1000),), 1000, 40)
     for order in (2, 8, 16):
         by_law = [math.log(law.masses @ law.values**power) / (order - 1) for power in (order, 1 - order)]
         found = (

@@ -16,9 +16,9 @@ post-processing of w, in both directions. This fails if an example is replaced, 
 and if the steps of the others depend on I, as in a permutation.
 
 S = dP/dQ = (t - j) / t + (1/t) sum_{i <= j} u_i with independent u_i = exp((2 x_i - 1) / (2 s_i^2)) under Q. Its law
-does not depend on the order of the steps. `_ratio_law` computes a law that is larger in the convex order, and so
-dominates in both directions. Epochs with new steps compose, direction by direction. Less noise dominates, because noise
-can be added to each w_i.
+does not depend on the order of the steps. `_dominating_ratio_law` computes one that is larger in the convex order, and
+so dominates in both directions. Epochs with new steps compose, direction by direction. Less noise dominates, because
+noise can be added to each w_i.
 
 At a noise multiplier below 0.05, the cost is that of one Gaussian release, as if the example's step were known. This is
 an upper bound, because divergences are jointly convex. At an epsilon of 200, the excess is below ln t. At a small
@@ -109,7 +109,7 @@ class AllocatedGaussians(StepLoss):
 
     def pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
         decades = min(280, _TAIL_DECADES * math.ceil(-math.log10(max(tail, 1e-300)) / _TAIL_DECADES))
-        law = _ratio_law(self.noise, self.steps_per_epoch, decades)
+        law = _dominating_ratio_law(self.noise, self.steps_per_epoch, decades)
         losses = np.log(law.values)
         first, last = np.clip(losses[[0, -1]], -largest, largest) / grid
         first, last = math.floor(first), math.ceil(last)
@@ -124,7 +124,7 @@ class AllocatedGaussians(StepLoss):
 
 
 @functools.lru_cache(128)
-def _ratio_law(noise: Noise, steps_per_epoch: int, decades: int) -> RatioLaw:
+def _dominating_ratio_law(noise: Noise, steps_per_epoch: int, decades: int) -> RatioLaw:
     """A law that is at least that of S in the convex order, with tails of 10^-decades."""
     tail = 10.0**-decades
     law = None

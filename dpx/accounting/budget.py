@@ -13,7 +13,7 @@ import numpy as np
 
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.cost import cost_of_run, require_event_and_sampling, require_reachable_epsilon
+from dpx.accounting.cost import cost_of_run, epsilon_if_reachable, require_event_and_sampling
 from dpx.accounting.flat_event import DISTINCT, FEW
 from dpx.accounting.pld.losses import BUCKETS, Buckets, bucketed_gaussians
 from dpx.accounting.schedule import Interval, implemented_profile, lower_profile, upper_profile
@@ -207,7 +207,7 @@ def calibrate(
     def cost(noise_multiplier: float, distinct: int = DISTINCT, **options: Any) -> float:
         given: Any = {"records": records, "numbers": numbers, "distinct": distinct}
         profile = cost_of_run(make(noise_multiplier), steps, relation, **given).profile(accountant, **options)
-        costs[noise_multiplier] = require_reachable_epsilon(profile, epsilon, delta)
+        costs[noise_multiplier] = epsilon_if_reachable(profile, epsilon, delta)
         return costs[noise_multiplier]
 
     def rough(noise_multiplier: float) -> float:
@@ -289,7 +289,7 @@ def calibrate_schedule(
 
     def cost_at(scale: float, steps: Buckets) -> float:
         exact = upper_profile(steps.scaled(scale), accountant=accountant, relation=relation)
-        return require_reachable_epsilon(
+        return epsilon_if_reachable(
             implemented_profile(exact, sigmas * (scale / median), repeats, relation, numbers), epsilon, delta
         )
 

@@ -170,7 +170,7 @@ class Folder:
     def restore(self, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
         """Returns the last checkpoint and the history up to it. If there is none, stores and returns `like` as step 0.
 
-        On other devices, skips the steps that may have been made. The plan is the longest that any program had. The
+        If the devices changed, skips the steps that may have been made. The plan is the longest so far. The
         initial parameters are stored because a restart from different ones would repeat the run's noise.
         """
         last, reach = self._last_step(), self.known.reach

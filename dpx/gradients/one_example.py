@@ -68,10 +68,10 @@ def example_in_words(example: Tree) -> str:
     leaves = jax.tree_util.tree_leaves_with_path(example)
     shapes = [f"{path_of(path)} {leaf.dtype}{list(leaf.shape)}".strip() for path, leaf in leaves]
     words = ", ".join(shapes[:MOST_SHAPES]) + ", ..." * (len(shapes) > MOST_SHAPES)
-    return words + (f". {USERS}: see {OF_USERS}" if may_be_user(example) else "")
+    return words + (f". {USERS}: see {OF_USERS}" if has_user_form(example) else "")
 
 
-def may_be_user(example: Tree) -> bool:
+def has_user_form(example: Tree) -> bool:
     """Whether an example has the form of an item of `dpx.UserData`."""
     mask = example[1] if isinstance(example, tuple) and len(example) == 2 else None
     return getattr(getattr(mask, "dtype", None), "kind", "") == "b"
@@ -84,7 +84,7 @@ def refusing_function_of_record(called: str, of_row: Callable, params: Tree, row
         yield
     except Exception as error:
         example, *key = row
-        if may_be_user(example):
+        if has_user_form(example):
             record = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), example[0])
             takes_record = False
             with contextlib.suppress(Exception):

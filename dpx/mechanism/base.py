@@ -154,7 +154,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
 
     def release_once(self, sums, state, params, rows, drawn=None, *, ordered=True) -> tuple[Tree, Tree]:
         """Calls `release` for the sums of one batch. rows: int (), how many rows count. The other arguments are those
-        of `check_batch`. A batch that contradicts the event marks the state as having no cost. Refuses derivatives."""
+        of `check_batch`. If the batch contradicts the event, `epsilon` will refuse the state. Refuses derivatives."""
         state = check_batch(state, self, sums, rows, drawn, ordered=ordered)
         sums = guards.refuse_shared_noise(self, sums)
         return release_and_count_draws(self.release, sums, state, params, budget=self.budget)
@@ -283,7 +283,7 @@ def _coordinates_with_states(
 
 
 def _forward_in_coordinates(mechanism: Mechanism, coordinates: tuple[Coordinates, ...]) -> Callable | None:
-    """`Mechanism.forward` for a mechanism in coordinates, if all but the last are linear; or None."""
+    """`Mechanism.forward` for a mechanism in coordinates, if all but the last of these are linear; otherwise None."""
     if not coordinates or coordinates[-1].direction is None or not all(c.transposed for c in coordinates[:-1]):
         return None
     direction_of = coordinates[-1].direction

@@ -116,7 +116,7 @@ class Sampling(abc.ABC):
 
     @property
     def known_epoch(self) -> int:
-        """The value of `epoch` if nothing hides the step of an example, so that an epoch costs one release; else 0."""
+        """`epoch` if the step that uses an example is not secret, so that an epoch costs one release; otherwise 0."""
         return self.epoch
 
     @functools.cached_property  # not a property, because `RandomAllocation` makes it a field

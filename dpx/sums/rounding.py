@@ -167,8 +167,8 @@ def block_error(rows: int, unit: MatrixUnit = FLOAT32) -> float:
 
 
 def rounding_share(rows: int, blocks: int = 1, loops: tuple[int, ...] = (), unit: MatrixUnit = FLOAT32) -> float:
-    """How far rounding moves a sum of blocks of `rows` rows beyond C, relative to C. loops: the number of turns of each
-    loop over these sums, innermost first. unit: the matrix unit that computes the blocks."""
+    """How much more than C one row can move a sum of blocks of `rows` rows, because of rounding, relative to C. loops:
+    the number of turns of each loop over these sums, innermost first. unit: the unit that computes the blocks."""
     roundings = block_error(rows, unit) + rows * blocks
     if blocks > 1:
         roundings += rows * error_of_chained_sum(blocks, 0)

@@ -19,7 +19,7 @@ from jax.extend import core
 from scipy import special
 
 from dpx.audit.contract import inputs
-from dpx.audit.contract.subject import SMALL, BrokenLine, Release, TracedRelease
+from dpx.audit.contract.subject import SMALL, BrokenLine, Release, ReleaseFunction
 from dpx.audit.stand_ins import without_grid
 from dpx.keys import is_key
 from dpx.mechanism import Mechanism
@@ -42,7 +42,7 @@ class NoiseDraws:
         rebuild: (key) -> the mechanism with this key, or None. has_keys: whether the step reads a key at all.
     """
 
-    def __init__(self, traced: TracedRelease, count: int, seed: int, rebuild: Callable | None):
+    def __init__(self, traced: ReleaseFunction, count: int, seed: int, rebuild: Callable | None):
         subject = traced.subject
         self.traced, self.subject, self.count, self.rebuild = traced, subject, count, rebuild
         self.keys = jax.random.split(jax.random.key(seed), count)
@@ -117,7 +117,7 @@ def _maps_of(run: Callable, vector: jax.Array) -> Callable:
     return jax.jit(lambda keys, state: jax.lax.map(lambda key: of_key(key, state), keys, batch_size=TOGETHER))
 
 
-def obvious_fault(traced: TracedRelease) -> str:
+def obvious_fault(traced: ReleaseFunction) -> str:
     """Describes an obvious fault in noise that is not dpx's, from a program of the release alone; "" if none is found.
 
     It finds nothing if steps differ by more than their noise, or if only a state changes the noise.

@@ -64,7 +64,7 @@ def check_secrecy(trial: Trial) -> str:
 
 def _noise_cancelling_change(trial: Trial, step: int) -> np.ndarray | None:
     """X, such that the change -X z of the noise offsets a change z of the sums. Where there is no derivative, as for a
-    number that only selects among the others, it follows from the stated multiplier."""
+    number that only selects among the others, the entries of X come from the stated multiplier."""
     release = trial.release(step)
     if trial.traced.normals != trial.traced.numbers:
         return None if release.flat else release.exchange

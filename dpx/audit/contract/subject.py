@@ -260,7 +260,7 @@ class Release(NamedTuple):
         return np.inf if missing > 1e-3 * np.abs(change).max(initial=0) else float(np.linalg.norm(needed))
 
 
-class TracedRelease:
+class ReleaseFunction:
     """The release of a mechanism as a function of its sums and its noise."""
 
     def __init__(self, subject: Subject):

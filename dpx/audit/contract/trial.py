@@ -10,7 +10,7 @@ from dp_accounting import DpEvent
 from dpx.accounting.flat_event import from_event
 from dpx.audit.contract import inputs
 from dpx.audit.contract.draws import FULLY, NoiseDraws, measured_release, obvious_fault
-from dpx.audit.contract.subject import STEPS, NotChecked, Release, Subject, TracedRelease
+from dpx.audit.contract.subject import STEPS, NotChecked, Release, ReleaseFunction, Subject
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import values_over
 from dpx.values import Tree
@@ -31,8 +31,8 @@ class Trial(Subject):
         self.clip_norm = functools.lru_cache(self._clip_norm)
 
     @functools.cached_property
-    def traced(self) -> TracedRelease:
-        return TracedRelease(self)
+    def traced(self) -> ReleaseFunction:
+        return ReleaseFunction(self)
 
     @functools.cached_property
     def noise(self) -> NoiseDraws:

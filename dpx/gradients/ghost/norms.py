@@ -260,14 +260,15 @@ def diagonal(matrices: jax.Array) -> jax.Array:
 
 
 def longest_sum(positions: int) -> int:
-    """The number of terms of an inner product that are added in one sum. With more positions, more can cancel, so inner
-    products must be more accurate; but short sums are slow."""
+    """The number of terms of an inner product that are added in one sum. More positions can cancel more, and call for
+    shorter sums, whose rounding errors are smaller; but short sums are slow."""
     return min(LONGEST_SUM, max(SHORTEST_SUM, 2 ** int(math.log2(16 * LONGEST_SUM / positions))))
 
 
 def share_raised_by_rounding(size: int, positions: int) -> float:
-    """The largest relative increase of the norm by Gram matrices of rows with up to `size` elements, without
-    `sum_error`, if the rows of one matrix are orthogonal. It is less for most gradients, more if positions cancel."""
+    """How much larger, relative to the norm, rounding makes a norm from Gram matrices of rows with up to `size`
+    elements, if the rows of one matrix are orthogonal; for most gradients less, and more if positions cancel. It does
+    not include `sum_error`."""
     return (_gram_rounding_error(size, positions) * positions + (2 * positions + TERM) * ROUNDING) / 2
 
 

@@ -70,7 +70,7 @@ class ProjectedGaussianDpEvent(dp_accounting.DpEvent, PrivacyLoss):
 def _largest_stretch(tail: float, rank: int) -> float:
     """Returns a stretch that is exceeded with probability at most `tail`, even with several blocks.
 
-    By Laurent and Massart 2000 (https://doi.org/10.1214/aos/1015957395); the bound of `_log_chernoff` is below it.
+    By Laurent and Massart 2000 (https://doi.org/10.1214/aos/1015957395); `_log_chernoff` gives a smaller bound.
     """
     exponent = -2 * math.log(tail) / rank
     return math.sqrt(1 + math.sqrt(2 * exponent) + exponent)

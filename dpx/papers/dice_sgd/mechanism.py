@@ -149,13 +149,13 @@ class _Run(NamedTuple):
         return min(self.outer_clip_norm, LARGEST_CLIP_NORM)
 
     def released(self, norm: jax.Array) -> jax.Array:
-        """Returns the norm in the release of a gradient with this norm, a float32 scalar, at most C1."""
+        """Returns the norm after the release of a gradient whose norm is `norm`, a float32 scalar, at most C1."""
         if self.stability is None:
             return jnp.minimum(norm, self.clip_norm)
         return self.clip_norm * norm / (norm + self.stability)
 
     def released_error_norm(self, norm: jax.Array) -> jax.Array:
-        """Returns the norm in the release of an error with this norm, at most C2."""
+        """Returns the norm after the release of an error whose norm is `norm`, at most C2."""
         if self.stability is None:
             return jnp.minimum(norm, self.feedback_norm)
         return self.feedback_norm * (norm / (norm + self.feedback_norm))
