@@ -94,7 +94,8 @@ def draw_bits(words: jax.Array, count: int) -> list[jax.Array]:
 
 SMALL = (
     "the key must be secret, but it looks like one from a seed below 2^32, such as jax.random.key(0). Anyone can try "
-    "all of these and subtract the noise: take dpx.secret_key()"
+    "all of these and subtract the noise: take dpx.secret_key(), or dpx.secret_key(seed) with a seed that you keep, "
+    "such as secrets.randbits(128)"
 )
 _WARNED: set[int] = set()  # the marks of the keys that were warned about
 

@@ -401,6 +401,7 @@ def require_mechanism(mechanism: Any):
         words = "the optimizer must be a dpx Mechanism, which must come first: put optax transforms behind it with"
         kind = ": give its parts one after another" * isinstance(mechanism, list)
         kind += ": call it, because a mechanism is its result" * inspect.isfunction(mechanism)
+        kind += ": it holds updates back, so give sampling the larger batch" * isinstance(mechanism, optax.MultiSteps)
         raise ValueError(f"{words} dpx.chain(mechanism, *transforms); got {type(mechanism)}{kind}")
 
 

@@ -188,7 +188,7 @@ def find_zero_gradients(
     flags: bools like the parameters. alone: from `loss_of_one_row`. rows: int (R,), the rows to compute again.
     """
     if not np.asarray(measured.counts).any():
-        return Finding("zero gradients", "note", "no row counts")
+        return Finding("zero gradients", "note", "no row has a gradient that counts")
     sizes = np.asarray(measured.leaves)[np.asarray(measured.counts)].max(axis=0)
     dead = np.asarray(jax.tree.leaves(flags)) & (sizes == 0)
     if not dead.any():
@@ -241,7 +241,7 @@ def find_clipped_rows(measured: BatchDiagnostics) -> Finding:
     counts, bound = np.asarray(measured.counts), float(measured.bound)
     norms, shares = np.asarray(measured.norms)[counts], np.asarray(measured.shares)[counts]
     if not len(norms):
-        return Finding("clipping", "note", "no row counts")
+        return Finding("clipping", "note", "no row has a gradient that counts")
     low, median, high = (float(q) for q in np.quantile(norms, (0.1, 0.5, 0.9)))
     clipped = float((shares >= AT_THE_BOUND).mean())
     numbers = {"clipped": clipped, "bound": bound, "q10": low, "median": median, "q90": high}
@@ -255,7 +255,7 @@ def find_clipped_rows(measured: BatchDiagnostics) -> Finding:
 def find_noise_to_signal(measured: BatchDiagnostics, mechanism: Mechanism, steps: int | None) -> Finding:
     """Compares the norm of the step-0 noise with that of the mean contribution. steps: number of steps, if known."""
     if not np.asarray(measured.counts).any():
-        return Finding("noise", "note", "no row counts")
+        return Finding("noise", "note", "no row has a gradient that counts")
     multiplier, divisor = float(values_over(mechanism.noise_multiplier, 1)[0]), float(mechanism.sampling.divisor)
     loudness = multiplier * float(measured.bound) * math.sqrt(measured.size) / divisor
     signal = float(measured.signal) / divisor
