@@ -1,5 +1,6 @@
 """Checks that refuse inputs for which a mechanism's stated cost would not be true."""
 
+import functools
 import operator
 from typing import Any, NoReturn
 
@@ -267,18 +268,28 @@ def refuse_optax_transform(error: Exception) -> NoReturn:
 
 
 def try_transform(transform: optax.GradientTransformation):
-    """Raises ValueError early, before there are parameters, if `transform` holds updates back or needs more arguments.
+    """Raises ValueError early, before there are parameters, if `transform` holds updates back or needs the loss.
 
     It is tried on one parameter; a failure for any other reason is ignored, because it may work on a real model.
     """
     like = {"parameter": jax.ShapeDtypeStruct((2, 2), jnp.float32)}
     try:
         state = jax.eval_shape(transform.init, like)
-        jax.eval_shape(transform.update, like, state, like)
-    except TypeError as error:
-        if "required keyword-only argument" in str(error):
-            refuse_optax_transform(error)
     except Exception:
         return
-    else:
+    if (error := _error_of(transform.update, like, state)) is None:
         require_no_held_updates(state)
+    else:
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), like)
+        of_loss = {"value": 0.0, "grad": zeros, "value_fn": optax.tree.norm}
+        if _error_of(functools.partial(transform.update, **of_loss), like, state) is None:
+            refuse_optax_transform(error)
+
+
+def _error_of(update: Any, params: Tree, state: Tree) -> Exception | None:
+    """What `update` raises for these shapes, or None."""
+    try:
+        jax.eval_shape(update, params, state, params)
+    except Exception as error:
+        return error
+    return None
