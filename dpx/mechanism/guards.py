@@ -282,14 +282,14 @@ def try_transform(transform: optax.GradientTransformation):
     else:
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), like)
         of_loss = {"value": 0.0, "grad": zeros, "value_fn": optax.tree.norm}
-        if _error_of(functools.partial(transform.update, **of_loss), like, state) is None:
+        if _error_of(transform.update, like, state, **of_loss) is None:
             refuse_optax_transform(error)
 
 
-def _error_of(update: Any, params: Tree, state: Tree) -> Exception | None:
+def _error_of(update: Any, params: Tree, state: Tree, **of_loss: Any) -> Exception | None:
     """What `update` raises for these shapes, or None."""
     try:
-        jax.eval_shape(update, params, state, params)
+        jax.eval_shape(functools.partial(update, **of_loss), params, state, params)
     except Exception as error:
         return error
     return None
