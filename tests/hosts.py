@@ -16,6 +16,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import dpx
+from dpx.sampling.data import MARKED_ITEMS
 from tests.compiling import begin
 
 STEPS = 10
@@ -101,7 +102,7 @@ def run(rank: int, hosts: int, port: int, folder: Path, program: str):
 def four(folder: Path, mesh):
     """What is refused; then a run of which one process is killed."""
     require_refused(folder, mesh)
-    fit(folder, "four-killed", mesh, dies=5, checkpoints=folder / "run")
+    fit(folder, "four-killed", mesh, dies=5, data=Source(), checkpoints=folder / "run")
 
 
 def four_again(folder: Path, mesh):
@@ -117,7 +118,7 @@ def two(folder: Path, mesh):
     keep(folder, "two", fit(folder, "two", mesh, data=own), mesh)
     require_own_rows(own, first=0)
     keep(folder, "one-two", moved(folder, "one-two", mesh, folder / "of one", "steps 3 to 4"), mesh)
-    moved(folder, "four-two", mesh, folder / "of four", "steps 5 to 6", dies=7)
+    moved(folder, "four-two", mesh, folder / "of four", "steps 5 to 6", dies=7, data=Source())
 
 
 def moved(folder: Path, name: str, mesh, checkpoints: Path, skipped: str, **options):
@@ -126,20 +127,21 @@ def moved(folder: Path, name: str, mesh, checkpoints: Path, skipped: str, **opti
 
     number = "None" if mesh is None else str(mesh.size)
     with pytest.raises(ValueError, match=f"devices was .*, now {number}; .*, or on_other_devices=True, which"):
-        fit(folder, name, mesh, checkpoints=checkpoints)
+        fit(folder, name, mesh, checkpoints=checkpoints, data=options.get("data"))
     with pytest.warns(UserWarning, match=skipped):
         return fit(folder, name, mesh, checkpoints=checkpoints, on_other_devices=True, **options)
 
 
 def require_own_rows(source: Source, first: int):
-    """This process read the rows of its own device alone, after row 0, which says what a row looks like."""
+    """This process read the rows of its own device alone, and those that every process marks."""
     rank, hosts = jax.process_index(), jax.process_count()
+    marked = set(np.linspace(0, len(ROWS) - 1, MARKED_ITEMS).astype(int).tolist())
     size, others, own = SAMPLING.usual_rows // hosts, set(), set()
     for step in range(first, STEPS):
         drawn = SAMPLING.draw(dpx.secret_key(SEED), step).indices
         own |= set(drawn[rank * size : (rank + 1) * size].tolist())
         others |= set(drawn.tolist())
-    assert set(source.read) == own | {0} and not others <= set(source.read)
+    assert set(source.read) == own | marked and not others <= set(source.read)
 
 
 def require_refused(folder: Path, mesh):

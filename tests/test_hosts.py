@@ -51,7 +51,8 @@ def noises(folder):
     shutil.copytree(folder / "run", folder / "of four")
     together(folder, "four-again", 4, (0, 0, 0, 0))
     together(folder, "two", 2, (None, -signal.SIGKILL))
-    hosts.keep(folder, "two-one", hosts.moved(folder, "two-one", None, folder / "of four", "steps 7 to 8"))
+    of_four = {"data": hosts.Source()}
+    hosts.keep(folder, "two-one", hosts.moved(folder, "two-one", None, folder / "of four", "steps 7 to 8", **of_four))
     return {path.stem: noise_of(path) for path in folder.glob("*.steps")}
 
 

@@ -5,6 +5,7 @@ None may print an epsilon that is too small. What cannot be refused is listed in
 
 import functools
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import pytest
 
 import dpx
 from dpx.accounting.cost import profile_of_run
+from dpx.mechanism import guards
 from dpx.states import record
 from dpx.states.record import unit_mark
 from tests import problems
@@ -799,6 +801,13 @@ def test_a_loop_that_forgets_the_state_is_warned():
             assert cost(mechanism, state) == pytest.approx(cost(mechanism, 8) if mechanism is planned else 0, rel=1e-4)
     with pytest.warns(UserWarning, match="the state has taken no step"):
         dpx.privacy_report(planned, planned.init(PARAMS), delta=1e-5)
+
+
+def test_each_process_looks_for_nan_in_what_it_holds():
+    """A program over all processes would wait forever for one that has raised."""
+    for value in (0.0, np.nan):
+        shard = SimpleNamespace(data=np.full(2, value, np.float32))
+        assert guards._has_nan(SimpleNamespace(is_fully_addressable=False, addressable_shards=[shard])) == (value != 0)
 
 
 def test_a_rate_in_place_of_a_batch_size_is_warned_of():

@@ -132,8 +132,11 @@ def require_no_nan(params: Tree):
 
 
 def _has_nan(leaf: Any) -> bool:
-    local = jax.default_backend() == "cpu" and getattr(leaf, "is_fully_addressable", True)
-    return bool(np.isnan(np.asarray(leaf)).any() if local else jax.jit(lambda array: jnp.isnan(array).any())(leaf))
+    """Whether this process holds a NaN of an array. A search in all processes would wait for one that has raised."""
+    if not getattr(leaf, "is_fully_addressable", True):
+        return any(_has_nan(shard.data) for shard in leaf.addressable_shards)
+    on_cpu = jax.default_backend() == "cpu"
+    return bool(np.isnan(np.asarray(leaf)).any() if on_cpu else jax.jit(lambda array: jnp.isnan(array).any())(leaf))
 
 
 def _refuse(params: Tree, more: str = ""):
