@@ -152,6 +152,7 @@ def short_table(folder, tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("undrawn", "promoting")
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:epsilon is inf")
 def test_the_table_runs_and_has_a_line_for_every_epsilon(short_table):
     made = short_table("--seeds")[1]
     assert made == {f"held_out-random-2-bitfit-epsilon2-rate{rate}-seed100" for rate in (0.1, 0.2)}  # the trials alone

@@ -161,7 +161,7 @@ CASES = {
         lambda p, e: jnp.sum(lax.scan(lambda h, c: (c * (h * p["a"][:3] + p["b"][:3]), None), e[0], e[1])[0]),
         {"a": f32(12, 5), "b": f32(12, 5)},
         (f32(3, 5), f32(3, 3, 5)),
-        {"product", "gram"},
+        {"product"},
     ),
     "weight decay": Case(lambda w, e: dense(w, e) + jnp.sum(w * w), f32(7, 5), (f32(7), f32(5)), {"product"}),
     "outer": Case(dense, f32(7, 5), (f32(7), f32(5)), {"outer"}),

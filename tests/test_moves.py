@@ -581,7 +581,8 @@ def scheduled():
     """With schedules of the noise, a clip norm that follows the data, and masks that are drawn again."""
     noise = {"noise_multiplier": optax.linear_schedule(4.0, 2.0, 6), "key": KEY, "sampling": SAMPLING}
     inner = dpx.mechanisms.adaptive_clipping(initial_clip_norm=1.0, indicator_noise=5.0, quantile=0.5, **noise)
-    return dpx.in_coordinates(inner, dpx.coordinates.random_freeze(freeze_rate=0.5, every=2, key=KEY))
+    mechanism = dpx.in_coordinates(inner, dpx.coordinates.random_freeze(freeze_rate=0.5, every=2, key=KEY))
+    return dpx.chain(mechanism, SHOWN)
 
 
 COVERED = {

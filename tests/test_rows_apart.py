@@ -293,6 +293,7 @@ OUTSIDE = {
     "the user's own, on the host or in a batch": """debug_callback debug_print ffi_call io_callback pure_callback
         custom_vmap_call check""",
     "changed in place": "addupdate freeze get new_ref swap",
+    "dpx's own": "away_from_tpus",
     "what jax writes while it traces": """call_hi_primitive call_hi_primitive_linearized custom_lin dce_sink empty
         eq_to eval_jaxpr from_edtype le_to lt_to name remat_opt stage tie to_edtype""",
     "integers, number by number": """clz mulhi population_count shift_left shift_right_arithmetic xor philox2x32
