@@ -143,13 +143,13 @@ def step(model: str, row: str, platform: str, size: int | None = None) -> tuple[
     import optax
 
     import dpx
-    from dpx.values import path_of
+    from dpx.values import leaf_path
 
     params, loss, batch, trained = problem(model, size)
     rows = jax.tree.leaves(batch)[0].shape[0]
 
     def held(path, x):
-        return x if trained(path_of(path)) else jax.lax.stop_gradient(x)
+        return x if trained(leaf_path(path)) else jax.lax.stop_gradient(x)
 
     def of_trained(params, row):
         return loss(jax.tree_util.tree_map_with_path(held, params), row)

@@ -164,7 +164,7 @@ def case(name: str, kind: str, row: str, devices: Any = None, platform: str | No
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
     import dpx
-    from dpx.values import path_of
+    from dpx.values import leaf_path
 
     model = MODELS[name]()
     count = DEVICES if devices is None else len(devices)
@@ -174,16 +174,16 @@ def case(name: str, kind: str, row: str, devices: Any = None, platform: str | No
     everywhere, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
 
     def placed(path, leaf):
-        axis = axis_of(path_of(path), leaf.shape, model, kind, split)
+        axis = axis_of(leaf_path(path), leaf.shape, model, kind, split)
         return everywhere if axis is None else NamedSharding(mesh, PartitionSpec(*[None] * axis, axes[-1]))
 
     shardings = jax.tree_util.tree_map_with_path(placed, model.params)
-    by_path = {path_of(path): (leaf.shape, one) for (path, leaf), one in zip(
+    by_path = {leaf_path(path): (leaf.shape, one) for (path, leaf), one in zip(
         jax.tree_util.tree_leaves_with_path(model.params), jax.tree.leaves(shardings), strict=True)}  # fmt: skip
 
     def of_state(path, leaf):
         """A moment is sharded as its parameter, whose path is the end of its own."""
-        ends = [one for end, (shape, one) in by_path.items() if path_of(path).endswith(end) and shape == leaf.shape]
+        ends = [one for end, (shape, one) in by_path.items() if leaf_path(path).endswith(end) and shape == leaf.shape]
         return ends[0] if ends else everywhere
 
     batch_size = max(count, jax.tree.leaves(model.batch)[0].shape[0])
@@ -205,12 +205,12 @@ def case(name: str, kind: str, row: str, devices: Any = None, platform: str | No
     else:
         optimizer = optax.adam(1e-3)
         if model.trained:
-            labels = jax.tree_util.tree_map_with_path(lambda p, _: model.trained(path_of(p)), model.params)
+            labels = jax.tree_util.tree_map_with_path(lambda p, _: model.trained(leaf_path(p)), model.params)
             optimizer = optax.partition({True: optimizer, False: optax.set_to_zero()}, labels)
 
         def step(params, batch, included, state):
             held = lambda p: jax.tree_util.tree_map_with_path(  # noqa: E731
-                lambda path, x: x if not model.trained or model.trained(path_of(path)) else jax.lax.stop_gradient(x), p
+                lambda at, x: x if not model.trained or model.trained(leaf_path(at)) else jax.lax.stop_gradient(x), p
             )
             mean = lambda p: jax.numpy.mean(jax.vmap(model.loss, (None, 0))(held(p), batch), where=included)  # noqa: E731
             updates, state = optimizer.update(jax.grad(mean)(params), state, params)

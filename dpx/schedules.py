@@ -40,7 +40,7 @@ def values_over(value: ScalarOrSchedule, steps: int) -> np.ndarray:
     if not callable(value):
         return np.broadcast_to(np.float64(np.float32(value)), (steps,))
     length = 2 ** max(4, (steps - 1).bit_length())  # so that runs of similar length share one program
-    at_each = _at_each if isinstance(value, Hashable) else _at_each.__wrapped__
+    at_each = _compile_over_steps if isinstance(value, Hashable) else _compile_over_steps.__wrapped__
     with jax.ensure_compile_time_eval():
         numbers = at_each(value)(np.minimum(np.arange(length, dtype=np.int32), max(steps - 1, 0)))
     if isinstance(numbers, jax.core.Tracer):
@@ -49,7 +49,7 @@ def values_over(value: ScalarOrSchedule, steps: int) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=64)
-def _at_each(schedule: Schedule) -> Callable[[np.ndarray], jax.Array]:
+def _compile_over_steps(schedule: Schedule) -> Callable[[np.ndarray], jax.Array]:
     """Returns `value_at` for an array of steps, int32 (n,), compiled once for each n."""
     return jax.jit(jax.vmap(lambda step: value_at(schedule, step)))
 
@@ -119,7 +119,7 @@ def _copy_constants(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value  # preserves jax's subclass, and so the dtype
 
 
-def require_fraction(name: str, value: ScalarOrSchedule, interval: Literal["(0, 1]", "[0, 1)"], steps: int = 0):
+def require_fractions(name: str, value: ScalarOrSchedule, interval: Literal["(0, 1]", "[0, 1)"], steps: int = 0):
     """Raises ValueError if the number, or the schedule at any of the first `steps`, is outside the interval."""
     if callable(value):
         numbers = values_over(value, steps)

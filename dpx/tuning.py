@@ -60,8 +60,8 @@ from dpx.sums.rounding import ETA, FloatPair
 from dpx.values import (
     Tree,
     described,
-    names_arguments,
-    path_of,
+    explain_misuse,
+    leaf_path,
     repr_with_shapes,
     require_floats,
     require_function,
@@ -328,7 +328,7 @@ class SearchResult(NamedTuple):
     __repr__ = repr_with_shapes
 
 
-@names_arguments
+@explain_misuse
 def search(
     train: Callable[[Trial], Any],
     *,
@@ -454,7 +454,7 @@ def _stored_score(plan: SearchPlan, params: Tree, number: int, folder: Path) -> 
     """
     file, digest = folder / f"score-{number}.json", hashlib.blake2b(digest_size=16)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        digest.update(f"{path_of(path)} {jnp.result_type(leaf)}{jnp.shape(leaf)}".encode() + bytes_of(leaf))
+        digest.update(f"{leaf_path(path)} {jnp.result_type(leaf)}{jnp.shape(leaf)}".encode() + bytes_of(leaf))
     stored = processes.from_first_process(lambda: read_json(file) if file.is_file() else None)
     if stored is None:
         found = {"params (their digest)": digest.hexdigest(), "score": plan.scored(params, number)}

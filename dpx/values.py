@@ -87,7 +87,7 @@ MISSING = {  # what a required argument can be, if its name does not say it
 }
 
 
-def find_state(tree: Tree, kind: type[State], called: str) -> State:
+def find_only_node(tree: Tree, kind: type[State], called: str) -> State:
     """Returns the one node of type `kind` in `tree`. Raises ValueError, naming it `called`, for none or several."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
     states = [node for node in nodes if isinstance(node, kind)]
@@ -119,12 +119,12 @@ def float32_like(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), np.float32), tree)
 
 
-def path_of(path: tuple[Any, ...]) -> str:
+def leaf_path(path: tuple[Any, ...]) -> str:
     """Formats the path of a leaf, such as "dense/kernel"; "" if the tree is one leaf."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def first_words(words: list[str], most: int = MOST_PATHS) -> str:
+def list_first_few(words: list[str], most: int = MOST_PATHS) -> str:
     """Lists the first few words, such as paths, and says how many follow."""
     rest = len(words) - most
     return ", ".join(words[:most]) + (f" and {rest} more" if rest > 0 else "")
@@ -245,13 +245,13 @@ def require_function(name: str, value: Any, *arguments: str, **named: Any) -> Ca
     of, words = f" of ({form})" if form else "", ""
     if form and callable(value):
         with contextlib.suppress(ValueError):  # some functions of other languages have no signature
-            words = _misfit(inspect.signature(value), arguments, named)
+            words = _explain_signature_mismatch(inspect.signature(value), arguments, named)
     if not callable(value) or words:
         raise ValueError(f"{name} must be a function{of}, got {described(value)}{': ' * bool(words)}{words}")
     return value
 
 
-def _misfit(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> str:
+def _explain_signature_mismatch(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> str:
     """Says why a function with this signature cannot take these arguments, and all that it lacks; "" if it can."""
     try:
         signature.bind(*args, **kwargs)
@@ -305,18 +305,18 @@ def warn_user(words: str) -> None:
     warnings.warn(words, stacklevel=level)
 
 
-def names_arguments(function: Named) -> Named:
+def explain_misuse(function: Named) -> Named:
     """Wraps a function or class so that its TypeErrors name its arguments, and say if two seem to be swapped."""
     made: Any = function
     signature, a_class = inspect.signature(made), isinstance(made, type)
     call = made.__init__ if a_class else made
 
     def checked(*args, **kwargs):
-        given = bound_arguments(made.__name__, signature, args[a_class:], kwargs).arguments
+        given = bind_arguments(made.__name__, signature, args[a_class:], kwargs).arguments
         try:
             return call(*args, **kwargs)
         except Exception as error:
-            if words := " and ".join(f"{other} looks like the {name}" for name, other in _swapped(given)):
+            if words := " and ".join(f"{other} looks like the {name}" for name, other in _swapped_arguments(given)):
                 order = ", ".join(_unnamed(signature))
                 error.add_note(
                     f"dpx: are arguments swapped? {made.__name__} takes {order}, and what was given as {words}"
@@ -333,7 +333,7 @@ def _unnamed(signature: inspect.Signature) -> list[str]:
     return [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
-def _swapped(given: dict[str, Any]) -> list[tuple[str, str]]:
+def _swapped_arguments(given: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns pairs (argument, the argument that its value looks like), for values that look like another argument."""
     return [
         (name, other)
@@ -343,12 +343,12 @@ def _swapped(given: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def bound_arguments(
+def bind_arguments(
     name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]
 ) -> inspect.BoundArguments:
     """Binds arguments to their names. Raises TypeError that names the function, and dpx's name for an argument."""
     parameters = signature.parameters
-    if not (words := _misfit(signature, args, kwargs)):
+    if not (words := _explain_signature_mismatch(signature, args, kwargs)):
         return signature.bind(*args, **kwargs)
     if "too many" in words:
         plain = ", ".join(_unnamed(signature)) or "no argument"
@@ -356,14 +356,14 @@ def bound_arguments(
     words += "".join(f" ({form})" for lacking, form in MISSING.items() if "missing" in words and repr(lacking) in words)
     unknown = [given for given in kwargs if given not in parameters]
     if unknown and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
-        homes = [f"{n!r}, which is what it returns" if n == name else _home_of(n, parameters) for n in unknown]
+        homes = [f"{n!r}, which is what it returns" if n == name else _argument_hint(n, parameters) for n in unknown]
         words = f"got an unexpected argument {', and '.join(homes)}"
         if name == "epsilon" and "noise_multiplier" in unknown:
             words = "reads these numbers from a mechanism; dpx.accounting.dp_sgd_epsilon takes them as arguments"
     raise TypeError(f"{name}() {words}; its arguments are {', '.join(parameters)}")
 
 
-def _home_of(given: str, parameters: Any) -> str:
+def _argument_hint(given: str, parameters: Any) -> str:
     """Names an unknown argument, with its name among `parameters`, or where else it belongs."""
     ours = OURS.get(given, given)
     name = ours.partition(" ")[0]

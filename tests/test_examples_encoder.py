@@ -126,7 +126,7 @@ def test_what_is_trained(folder, tmp_path, trained, count):
     """Of one block of width 12 and hidden width 20, beside the head of 26 numbers."""
     _, model, mask = encoder.adapted(options(folder, blocks=1, trained=trained, lora_rank=2), 2, "texts", tmp_path)
     params = model.init(jax.random.key(0))
-    sizes = {dpx.values.path_of(place): leaf.size for place, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    sizes = {dpx.values.leaf_path(place): leaf.size for place, leaf in jax.tree_util.tree_leaves_with_path(params)}
     assert sum(size for path, size in sizes.items() if mask is None or mask(path)) == count + 26
 
 

@@ -20,9 +20,9 @@ from dpx.accounting.schedule import Interval, implemented_profile, lower_profile
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.sampling.schemes import Sampling
 from dpx.values import (
-    bound_arguments,
+    bind_arguments,
     described,
-    names_arguments,
+    explain_misuse,
     require_bool,
     require_function,
     require_number,
@@ -41,7 +41,7 @@ _NEAR = 4  # evaluations of a slow cost in a search that starts near the answer
 _SMALLEST_MULTIPLIER = 1e-3  # the search stops here, because so large a budget is not a constraint
 
 
-@names_arguments
+@explain_misuse
 @dataclass(frozen=True, kw_only=True)
 class Budget:
     """The (epsilon, delta) of a run. Pass it as the noise multiplier of any function that accepts a budget.
@@ -135,7 +135,7 @@ def accepts_budget(build: Callable[..., M]) -> Callable[..., M]:
 
     @functools.wraps(build)
     def builder(*args, **kwargs):
-        arguments = bound_arguments(build.__name__, signature, args, kwargs)
+        arguments = bind_arguments(build.__name__, signature, args, kwargs)
         budget = arguments.arguments.get("noise_multiplier")
         if not isinstance(budget, Budget):
             return build(*args, **kwargs)
@@ -161,7 +161,7 @@ def _accepting_budget(parameter: inspect.Parameter) -> inspect.Parameter:
     return parameter.replace(annotation=Budget if annotation is parameter.empty else annotation | Budget)
 
 
-@names_arguments
+@explain_misuse
 def calibrate(
     make: Callable[[float], Any],
     *,
@@ -250,7 +250,7 @@ class CalibratedSchedule:
     interval: Interval
 
 
-@names_arguments
+@explain_misuse
 def calibrate_schedule(
     shape: Any,
     *,
@@ -381,7 +381,7 @@ def _secant(points: list[tuple[float, float]], log_target: float) -> float | Non
     return last_noise * math.exp(exponent) if abs(exponent) < _FAR else None  # the costs differ only by rounding
 
 
-@names_arguments
+@explain_misuse
 def max_steps(
     optimizer: Any,
     *,

@@ -25,7 +25,7 @@ from dpx.keys.noise import LARGEST_RELEASE
 from dpx.schedules import values_over
 from dpx.states.reading import read_run
 from dpx.states.record import SEVERAL_KEYS, fingerprint, identity_of
-from dpx.values import described, names_arguments, require_bool, require_number, require_whole, warn_user
+from dpx.values import described, explain_misuse, require_bool, require_number, require_whole, warn_user
 
 Distribution = Literal["logarithmic", "geometric", "poisson"]
 MOST_RUNS = 4  # which can share their batches in 14 ways
@@ -71,7 +71,7 @@ class Composition:
         return ExtremeProfile(max, found) if self.others else found[0]
 
 
-@names_arguments
+@explain_misuse
 def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | None = None) -> Composition:
     """Computes the joint cost of `runs`, each a (mechanism, optimizer state) or a (mechanism, number of steps).
 
@@ -255,8 +255,8 @@ def _event_on_shared_batches(runs, events, records: int) -> dp_accounting.DpEven
 
 def same_key(first: jax.Array, second: jax.Array) -> bool:
     """Whether two scalar PRNG keys are equal."""
-    first_words, second_words = (np.asarray(keys.key_words(keys.require_key(key))) for key in (first, second))
-    return np.array_equal(first_words, second_words)
+    list_first_few, second_words = (np.asarray(keys.key_words(keys.require_key(key))) for key in (first, second))
+    return np.array_equal(list_first_few, second_words)
 
 
 def events_of_shared_batches(
@@ -321,7 +321,7 @@ class Selection(Composition):
         )
 
 
-@names_arguments
+@explain_misuse
 def best_of(
     *candidates: Any,
     trials: float,

@@ -27,7 +27,7 @@ from dpx.keys.noise import LARGEST_RELEASE
 from dpx.sampling.schemes import Sampling
 from dpx.sampling.varying import PoissonSampling
 from dpx.states.reading import RunFacts, read_run
-from dpx.values import described, names_arguments, require_whole, warn_user
+from dpx.values import described, explain_misuse, require_whole, warn_user
 
 _UNUSED = (
     "the state has taken no step. If parameters were trained with it, all of their steps had the same noise, which no "
@@ -35,7 +35,7 @@ _UNUSED = (
 )
 
 
-@names_arguments
+@explain_misuse
 def event_epsilon(
     event: DpEvent,
     *,
@@ -76,7 +76,7 @@ def event_epsilon(
     return 0.0 if exact.delta(0.0) == 0 else from_event(event).pure(relation)
 
 
-@names_arguments
+@explain_misuse
 def event_delta(
     event: DpEvent,
     *,
@@ -145,7 +145,7 @@ def epsilon_if_reachable(run: RunProfile, epsilon: float, delta: float) -> float
     return run.epsilon(delta)
 
 
-@names_arguments
+@explain_misuse
 def epsilon(
     optimizer: Any,
     steps_or_state: Any,
@@ -193,7 +193,7 @@ def epsilon(
     return cost.profile(accountant).epsilon(delta)
 
 
-@names_arguments
+@explain_misuse
 def delta(
     optimizer: Any,
     steps_or_state: Any,

@@ -28,7 +28,7 @@ from dpx.keys.noise import LARGEST_RELEASE
 from dpx.sampling.schemes import FixedSizeSampling, FullBatch, Sampling, ShuffledEpochs, compose_events
 from dpx.sampling.varying import PoissonSampling
 from dpx.schedules import values_over
-from dpx.values import described, names_arguments, require_number, require_whole
+from dpx.values import described, explain_misuse, require_number, require_whole
 
 SamplingName = Literal["poisson", "fixed", "shuffled"]
 _RECORDS: dict[str, Any] = {"poisson": PoissonSampling, "fixed": FixedSizeSampling, "shuffled": ShuffledEpochs}
@@ -45,7 +45,7 @@ class Interval:
         return self.upper
 
 
-@names_arguments
+@explain_misuse
 def schedule_epsilon(
     noise_multipliers: Any,
     *,
@@ -93,7 +93,7 @@ def schedule_epsilon(
     return _interval_of_profiles(upper, lower, lambda profile: profile.epsilon(delta))
 
 
-@names_arguments
+@explain_misuse
 def schedule_delta(
     noise_multipliers: Any,
     *,
@@ -195,7 +195,7 @@ def lower_profile(steps: Buckets, *, relation: Relation) -> Profile:
     return unsampled_profile(losses) or ComposedProfile(losses, side="below")
 
 
-@names_arguments
+@explain_misuse
 def dp_sgd_epsilon(
     *,
     examples: int,

@@ -59,7 +59,7 @@ from dpx.fitting.step import Carry
 from dpx.ledgers.files import acquire_lock, fsync_folder, make_folder, read_json, replace_file
 from dpx.schedules import values_over
 from dpx.states.record import ReleaseState, fingerprint, with_plan
-from dpx.values import Tree, map_nodes_of_type, path_of, require_path, warn_user
+from dpx.values import Tree, leaf_path, map_nodes_of_type, require_path, warn_user
 from dpx.xla.place import current_place
 
 SENSITIVE = """This folder is as sensitive as the training data. history.json holds losses of the training data. The
@@ -390,7 +390,7 @@ def require_skippable(run: RunPlan, state: Tree, first: int, reach: int):
     """Raises ValueError unless the steps after `first`, up to `reach`, may be skipped and at least one step remains.
     state: the optimizer state of any step."""
     unproved = [event_of_release(loss) for loss in from_event(run.optimizer.event(1)).counts if not loss.fresh]
-    private = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state) if "unreleased" in path_of(path)]
+    private = [p for path, _ in jax.tree_util.tree_leaves_with_path(state) if "unreleased" in (p := leaf_path(path))]
     if run.optimizer.correlated is not None:
         problem = "the mechanism's noise is correlated: later noise has parts of that of skipped steps"
     elif private:

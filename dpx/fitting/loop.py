@@ -23,7 +23,7 @@ from dpx.ledgers import PrivacyLedger
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.reports.report import privacy_report
 from dpx.statistics.metrics import PrivateMetric
-from dpx.values import Tree, names_arguments, require_bool, require_function, require_whole, warn_user
+from dpx.values import Tree, explain_misuse, require_bool, require_function, require_whole, warn_user
 from dpx.xla.place import tracing_for_place
 
 _TRAINED: dict[int, Path | None] = {}  # the folder of the last run of each key, by the mark of the key
@@ -47,7 +47,7 @@ VALIDATED = (
 )
 
 
-@names_arguments
+@explain_misuse
 def fit(
     loss: Callable,
     optimizer: Mechanism,

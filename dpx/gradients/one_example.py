@@ -15,7 +15,7 @@ from dpx import keys
 from dpx.mechanism import Mechanism
 from dpx.sampling.data import batch_size
 from dpx.states.record import ReleaseState
-from dpx.values import MOST_SHAPES, Tree, described, find_state, path_of, warn_user
+from dpx.values import MOST_SHAPES, Tree, described, find_only_node, leaf_path, warn_user
 from dpx.xla import jaxprs
 
 LARGE_CONSTANTS = 2**24  # bytes
@@ -49,7 +49,7 @@ def rows_with_keys(
     """Returns (examples,), or (examples, keys) with one PRNG key for each of the B examples, (B,). first: int (), the
     position of the first row in the whole batch, if the examples are a chunk. Refuses a state that no mechanism
     made."""
-    size, step = batch_size(examples), find_state(state, ReleaseState, "mechanism's state").step
+    size, step = batch_size(examples), find_only_node(state, ReleaseState, "mechanism's state").step
     if not with_key:
         return (examples,)
     # Anyone may know what the loss draws, because an example's contribution is bounded whatever the loss draws.
@@ -66,7 +66,7 @@ def shapes_of_row(rows: tuple) -> tuple:
 def example_in_words(example: Tree) -> str:
     """Describes the shapes and dtypes of one example, for a note on an error in the user's function."""
     leaves = jax.tree_util.tree_leaves_with_path(example)
-    shapes = [f"{path_of(path)} {leaf.dtype}{list(leaf.shape)}".strip() for path, leaf in leaves]
+    shapes = [f"{leaf_path(path)} {leaf.dtype}{list(leaf.shape)}".strip() for path, leaf in leaves]
     words = ", ".join(shapes[:MOST_SHAPES]) + ", ..." * (len(shapes) > MOST_SHAPES)
     return words + (f". {USERS}: see {OF_USERS}" if has_user_form(example) else "")
 

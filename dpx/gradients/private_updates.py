@@ -26,9 +26,9 @@ from dpx.sums.clipped_sum import in_range
 from dpx.sums.rounding import FloatPair, add_pairs, with_low
 from dpx.values import (
     Tree,
-    find_state,
+    explain_misuse,
+    find_only_node,
     float32_like,
-    names_arguments,
     repr_with_shapes,
     require_function,
     require_whole,
@@ -87,7 +87,7 @@ class PrivateStep:
     def __call__(self, params: Tree, batch: Batch, state: Tree) -> PrivateUpdates:
         require_batch(batch)
         params = checked_params(params, self.optimizer)
-        find_state(state, ReleaseState, "mechanism's state")
+        find_only_node(state, ReleaseState, "mechanism's state")
         return call_with_auto_axes(self._release, (params, batch, state), self._place)
 
     def _release(self, params, batch, state):
@@ -103,7 +103,7 @@ class PrivateStep:
         return PrivateUpdates(params, state, sharding_along_examples(batch.examples))
 
 
-@names_arguments
+@explain_misuse
 def private_updates(
     loss: Callable,
     optimizer: Mechanism,
@@ -163,7 +163,7 @@ def private_updates(
     return PrivateStep(row_sum, optimizer, with_key)
 
 
-@names_arguments
+@explain_misuse
 def private_updates_from(
     update_of_unit: Callable,
     optimizer: Mechanism,
@@ -200,7 +200,7 @@ def private_updates_from(
     return PrivateStep(row_sum, optimizer, with_key)
 
 
-@names_arguments
+@explain_misuse
 def explain_norms(
     loss: Callable,
     optimizer: Mechanism,
@@ -235,7 +235,7 @@ def explain_norms(
     return ghost.explain(plan, params, *at_once.words)
 
 
-@names_arguments
+@explain_misuse
 def augmented(
     loss: Callable[..., Tree], augment: Callable[[Tree, jax.Array], Tree], *, copies: int
 ) -> Callable[[Tree, Tree, jax.Array], Tree]:
@@ -396,7 +396,7 @@ class PrivateChunks:
             return self.optimizer.release_once(total, state, params, count, drawn, ordered=ordered)
 
 
-@names_arguments
+@explain_misuse
 def private_updates_in_chunks(
     loss: Callable,
     optimizer: Mechanism,
@@ -438,7 +438,7 @@ def private_updates_in_chunks(
 
 
 def _step_of(state: Tree) -> jax.Array:
-    return find_state(state, ReleaseState, "mechanism's state").step
+    return find_only_node(state, ReleaseState, "mechanism's state").step
 
 
 def _fingerprint(mechanism: Mechanism, params: Tree, state: Tree) -> jax.Array:

@@ -31,7 +31,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.values import names_arguments, warn_user
+from dpx.values import explain_misuse, warn_user
 
 # How far each round rotates its two words, in bits. The first word of a pair is word 0, the second 1 and 3 in turns.
 TURNS = (10, 26), (11, 21), (13, 27), (23, 5), (6, 20), (17, 11), (25, 10), (18, 20)
@@ -100,7 +100,7 @@ SMALL = (
 _WARNED: set[int] = set()  # the marks of the keys that were warned about
 
 
-@names_arguments
+@explain_misuse
 def secret_key(seed: int | np.integer | bytes | None = None) -> jax.Array:
     """Returns a scalar typed PRNG key from all 128 bits of `seed`. The key and the seed are as secret as the data.
 

@@ -28,7 +28,7 @@ from dpx.ledgers.files import replace_file
 from dpx.reports.rendering import Section, as_markdown, as_text
 from dpx.sampling.schemes import compose_events
 from dpx.states.record import unit_mark
-from dpx.values import described, names_arguments, require_path, require_text, require_whole, rounded_up, unit_in_words
+from dpx.values import described, explain_misuse, require_path, require_text, require_whole, rounded_up, unit_in_words
 from dpx.xla.place import current_place
 
 _MOST_NOISE, _FINE = 1e4, 1e-3  # largest noise multiplier and relative precision of `least_noise`
@@ -62,7 +62,7 @@ class LedgerTerms:
         return unit_in_words(self.records, self.unit)
 
 
-@names_arguments
+@explain_misuse
 class PrivacyLedger:
     """The ledger of a data set: a shared file that keeps everything programs release about the data within one budget.
 

@@ -38,7 +38,7 @@ from dpx.states.reading import require_state_of_mechanism, steps_taken
 from dpx.states.record import check_batch, fingerprints_of, release_and_count_draws, stamp_state
 from dpx.sums.clipped_sum import sum_contributions
 from dpx.sums.rounding import ETA
-from dpx.values import Tree, described, float32_like, names_arguments, path_of
+from dpx.values import Tree, described, explain_misuse, float32_like, leaf_path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -213,7 +213,7 @@ class InCoordinatesState(NamedTuple):
     coordinates: tuple[Tree, ...]
 
 
-@names_arguments
+@explain_misuse
 def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism:
     """Applies `mechanism` to gradients written in `coordinates`, which are applied in order and undone in reverse.
 
@@ -434,4 +434,4 @@ def describe_period(every: int) -> str:
 def describe_groups(values: Tree, words: Callable[[Any], str] = describe) -> str:
     """Lists the values of groups of layers in words, each after the path of its group; a single value has no path."""
     paths, _ = jax.tree_util.tree_flatten_with_path(values)
-    return ", ".join(f"{path_of(path)} {words(leaf)}".strip() for path, leaf in paths)
+    return ", ".join(f"{leaf_path(path)} {words(leaf)}".strip() for path, leaf in paths)

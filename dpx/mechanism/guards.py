@@ -13,7 +13,7 @@ from dpx.accounting.compose import same_key
 from dpx.keys import secret_key
 from dpx.keys.noise import STAND_INS
 from dpx.sampling.data import batch_size, require_arrays
-from dpx.values import Tree, first_words, float32_like, path_of
+from dpx.values import Tree, float32_like, leaf_path, list_first_few
 from dpx.xla.jaxprs import inputs_read
 
 HOLDING = ("MultiStepsState", "ApplyEvery")  # states of optax transforms that hold updates back
@@ -127,8 +127,8 @@ def require_numbers(params: Tree):
 def require_no_nan(params: Tree):
     """Raises ValueError for NaN in parameters, which no step can change, and which makes every gradient NaN."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    if found := [path_of(path) or "params" for path, leaf in leaves if _leaf_kind(leaf) == "float" and _has_nan(leaf)]:
-        raise ValueError(f"params must hold no NaN, which no step can change; got NaN in {first_words(found, FEW)}")
+    if found := [leaf_path(at) or "params" for at, leaf in leaves if _leaf_kind(leaf) == "float" and _has_nan(leaf)]:
+        raise ValueError(f"params must hold no NaN, which no step can change; got NaN in {list_first_few(found, FEW)}")
 
 
 def _has_nan(leaf: Any) -> bool:
@@ -141,13 +141,13 @@ def _has_nan(leaf: Any) -> bool:
 
 def _refuse(params: Tree, more: str = ""):
     named = jax.tree_util.tree_leaves_with_path(params)
-    odd = [f"{path_of(path)} {_leaf_name(leaf)}".strip() for path, leaf in named if _leaf_kind(leaf) != "float"]
+    odd = [f"{leaf_path(path)} {_leaf_name(leaf)}".strip() for path, leaf in named if _leaf_kind(leaf) != "float"]
     packages = [
         _package_with_advice(node)
         for node in jax.tree.leaves(params, is_leaf=lambda node: _package_with_advice(node) != "")
     ]
     advice = next((ADVICE[package] for package in packages if package), FLAX)
-    raise ValueError(f"params must be a pytree of float arrays, got {first_words(odd, FEW)}.{more} {advice}")
+    raise ValueError(f"params must be a pytree of float arrays, got {list_first_few(odd, FEW)}.{more} {advice}")
 
 
 def as_arrays(params: Tree) -> Tree:

@@ -16,7 +16,7 @@ from jax import lax
 
 from dpx.mechanism.base import Coordinates
 from dpx.schedules import ScalarOrSchedule, value_at
-from dpx.values import Tree, described, first_words, names_arguments, path_of
+from dpx.values import Tree, described, explain_misuse, leaf_path, list_first_few
 
 # Added to a share before its product with d is rounded down, because 0.29 * 100 is 28.999... in floating point. Each is
 # larger than the rounding error of a share of at most 1 in its precision.
@@ -114,7 +114,7 @@ def _count_true(where: list[jax.Array]) -> jax.Array:
 PRINTED = 6  # paths in the printed pipeline, and in a message
 
 
-@names_arguments
+@explain_misuse
 def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
     """Trains only the layers where `mask` is True; the rest get no gradient, no noise and no update.
 
@@ -130,14 +130,14 @@ def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
     words = "those whose path the given function accepts"
     if not by_path:
         _require_one_trained(mask)
-        kept = [path_of(path) for path, keep in jax.tree_util.tree_leaves_with_path(mask) if keep]
-        words = first_words(kept, PRINTED) or "all layers"
+        kept = [leaf_path(path) for path, keep in jax.tree_util.tree_leaves_with_path(mask) if keep]
+        words = list_first_few(kept, PRINTED) or "all layers"
     all_kept = not by_path and all(jax.tree.leaves(mask))
 
     def flags_of(tree: Tree) -> Tree:
         """A tree like `tree`, True where a leaf is trainable."""
         if by_path:
-            flags = jax.tree_util.tree_map_with_path(lambda path, _: mask(path_of(path)), tree)
+            flags = jax.tree_util.tree_map_with_path(lambda path, _: mask(leaf_path(path)), tree)
             _require_one_trained(flags)
             return flags
         try:
@@ -172,7 +172,7 @@ def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
 
 def _require_one_trained(flags: Tree):
     """Raises ValueError unless all leaves are Python bools and at least one is True."""
-    found = [(path_of(path), flag) for path, flag in jax.tree_util.tree_leaves_with_path(flags)]
+    found = [(leaf_path(path), flag) for path, flag in jax.tree_util.tree_leaves_with_path(flags)]
     for path, flag in found:
         if not isinstance(flag, bool):
             raise ValueError(
@@ -180,5 +180,5 @@ def _require_one_trained(flags: Tree):
                 "them, or a function of the path such as lambda path: 'head' in path"
             )
     if not any(flag for _, flag in found):
-        paths = first_words([path for path, _ in found], PRINTED) or described(flags)
+        paths = list_first_few([path for path, _ in found], PRINTED) or described(flags)
         raise ValueError(f"mask must leave at least one layer trainable, got False for all of: {paths}")

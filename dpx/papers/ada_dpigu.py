@@ -20,8 +20,8 @@ from dpx.mechanism.base import describe_share
 from dpx.mechanism.dp_sgd import dp_sgd
 from dpx.mechanism.masks import kth_largest, mask_of_largest, masked, number_of_share
 from dpx.sampling.schemes import Sampling
-from dpx.schedules import ScalarOrSchedule, require_fraction, require_scalar_or_schedule, value_at, values_over
-from dpx.values import Tree, find_state, names_arguments, require_number, require_whole
+from dpx.schedules import ScalarOrSchedule, require_fractions, require_scalar_or_schedule, value_at, values_over
+from dpx.values import Tree, explain_misuse, find_only_node, require_number, require_whole
 
 
 @accepts_budget
@@ -62,7 +62,7 @@ def ada_dpigu(
     Raises ValueError for numbers outside their domains. `dpx.coordinates.masked_params` is for the paper's masked loss.
     """
     warmup = require_whole("warmup", warmup)
-    require_fraction("example_keep", example_keep, "(0, 1]")
+    require_fractions("example_keep", example_keep, "(0, 1]")
 
     noise_deviation = deviation_of_release(clip_norm, noise_multiplier, sampling)
     mechanism = dp_sgd(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
@@ -133,7 +133,7 @@ class ImportanceState(NamedTuple):
     inner: Tree
 
 
-@names_arguments
+@explain_misuse
 def importance_mask(
     *,
     keep: ScalarOrSchedule,
@@ -162,7 +162,7 @@ def importance_mask(
     Source: AdaDPIGU, Zhang and Xie 2025, https://arxiv.org/abs/2507.06525, which scores gradients without noise;
     and TP-TopK, Zhang and Xie 2026, https://arxiv.org/abs/2606.04375.
     """
-    require_fraction("keep", keep, "(0, 1]")
+    require_fractions("keep", keep, "(0, 1]")
     warmup = require_whole("warmup", warmup)
     require_scalar_or_schedule("noise_floor", noise_floor, minimum=0)
 
@@ -210,7 +210,7 @@ def importance_mask(
 
 def _require_keep(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None, steps: int):
     """Raises ValueError if `keep` leaves (0, 1] in the first `steps` or falls after the warm-up, or as `inner` does."""
-    require_fraction("keep", keep, "(0, 1]", steps)
+    require_fractions("keep", keep, "(0, 1]", steps)
     kept = values_over(keep, steps)[warmup:]
     for fallen in np.flatnonzero(np.diff(kept) < 0)[:1]:
         found = f"{kept[fallen + 1]:g} after {kept[fallen]:g} at step {warmup + fallen + 1}"
@@ -235,7 +235,7 @@ def masked_params(params: Tree, state: Tree) -> Tree:
     state: the state of the mechanism or of a `dpx.chain` with it. Raises ValueError unless it has exactly one
         importance mask.
     """
-    return masked(params, find_state(state, ImportanceState, "importance mask").mask)
+    return masked(params, find_only_node(state, ImportanceState, "importance mask").mask)
 
 
 class StandardizedState(NamedTuple):
@@ -324,7 +324,7 @@ class TopFractionState(NamedTuple):
     step: jax.Array
 
 
-@names_arguments
+@explain_misuse
 def top_fraction(*, fraction: ScalarOrSchedule) -> Coordinates:
     """Keeps the largest coordinates of each example's gradient, and sets the others to 0.
 
@@ -335,7 +335,7 @@ def top_fraction(*, fraction: ScalarOrSchedule) -> Coordinates:
     fraction: in (0, 1]; a number or a schedule of the step. Raises ValueError outside (0, 1]; a schedule is checked
         only when the cost is computed. `dpx.methods.ada_dpigu` uses it.
     """
-    require_fraction("fraction", fraction, "(0, 1]")
+    require_fractions("fraction", fraction, "(0, 1]")
 
     def encode(grad, state):
         sizes = jax.tree.map(jnp.abs, grad)
@@ -347,5 +347,5 @@ def top_fraction(*, fraction: ScalarOrSchedule) -> Coordinates:
         encode=encode,
         decode=lambda released, state, like: (released, TopFractionState(state.step + 1)),
         name=f"keep the largest coordinates of each example: {describe_share(fraction)}",
-        check=lambda steps: require_fraction("fraction", fraction, "(0, 1]", steps),
+        check=lambda steps: require_fractions("fraction", fraction, "(0, 1]", steps),
     )

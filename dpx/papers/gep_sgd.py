@@ -15,7 +15,7 @@ from dpx.papers.random_freeze import random_freeze
 from dpx.sampling.data import batch_size
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule
-from dpx.values import Tree, names_arguments, require_number, require_open_fraction, require_whole, unflatten_vectors
+from dpx.values import Tree, explain_misuse, require_number, require_open_fraction, require_whole, unflatten_vectors
 
 
 @accepts_budget
@@ -91,7 +91,7 @@ class GradientSubspaceState(NamedTuple):
     basis: Tree
 
 
-@names_arguments
+@explain_misuse
 def gradient_embedding(*, basis: Tree, embedding_scale: float = 1.0, residual_scale: float = 1.0) -> Coordinates:
     """Writes a gradient as its coordinates in a public subspace and the residual outside it, each scaled.
 
@@ -139,7 +139,7 @@ def gradient_embedding(*, basis: Tree, embedding_scale: float = 1.0, residual_sc
     )
 
 
-@names_arguments
+@explain_misuse
 def public_subspace(public_grads: Tree, *, rank: int, iterations: int, key: jax.Array) -> Tree:
     """Computes an orthonormal basis of the directions in which PUBLIC gradients are largest, by power iteration.
 

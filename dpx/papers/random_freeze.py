@@ -18,8 +18,8 @@ from dpx.mechanism.base import describe_period, describe_share
 from dpx.mechanism.dp_sgd import dp_sgd
 from dpx.mechanism.masks import complement_of_rate, mask_of_largest, masked, number_of_share, random_mask
 from dpx.sampling.schemes import Sampling
-from dpx.schedules import ScalarOrSchedule, require_fraction
-from dpx.values import Tree, find_state, names_arguments, require_whole, unflatten_vectors
+from dpx.schedules import ScalarOrSchedule, require_fractions
+from dpx.values import Tree, explain_misuse, find_only_node, require_whole, unflatten_vectors
 
 
 @accepts_budget
@@ -100,7 +100,7 @@ class RandomFreezeState(NamedTuple):
     mask: Tree
 
 
-@names_arguments
+@explain_misuse
 def random_freeze(*, freeze_rate: ScalarOrSchedule, every: int, posterior: bool = False, key: jax.Array) -> Coordinates:
     """Trains a random subset of the coordinates, redrawn every `every` steps, and freezes the others.
 
@@ -115,7 +115,7 @@ def random_freeze(*, freeze_rate: ScalarOrSchedule, every: int, posterior: bool 
     Raises ValueError for numbers outside their domains; schedules are checked when the cost is computed.
     Source: Zhu and Blaschko 2021, https://arxiv.org/abs/2112.00845.
     """
-    require_fraction("freeze_rate", freeze_rate, "[0, 1)")
+    require_fractions("freeze_rate", freeze_rate, "[0, 1)")
     stream, share = keys.stream(key, "random_freeze"), complement_of_rate(freeze_rate)
 
     def begin(step, like) -> RandomFreezeState:
@@ -161,7 +161,7 @@ def ranked_freeze(*, freeze_rate: ScalarOrSchedule, every: int) -> Coordinates:
     Raises ValueError for numbers outside their domains; schedules are checked when the cost is computed.
     Source: Zhu and Blaschko 2021, Appendix C, https://arxiv.org/abs/2112.00845v1.
     """
-    require_fraction("freeze_rate", freeze_rate, "[0, 1)")
+    require_fractions("freeze_rate", freeze_rate, "[0, 1)")
     share = complement_of_rate(freeze_rate)
 
     def init(params):
@@ -195,7 +195,7 @@ def _freezing_coordinates(
         name=f"freeze {describe_share(freeze_rate)} {words}",
         undo="mask the released gradient",
         supports_ghost_norms=True,
-        check=lambda steps: require_fraction("freeze_rate", freeze_rate, "[0, 1)", steps),
+        check=lambda steps: require_fractions("freeze_rate", freeze_rate, "[0, 1)", steps),
     )
 
 
@@ -218,7 +218,7 @@ def sparse_pack(updates: Tree, state: Tree, *, size: int) -> SparseUpdates:
     size: int, the length of `values`, at least the number of kept coordinates (`sparse_density` times d).
     Raises ValueError for a smaller size; under jit, where that number is not known, values beyond `size` are lost.
     """
-    freeze = find_state(state, RandomFreezeState, "random freeze")
+    freeze = find_only_node(state, RandomFreezeState, "random freeze")
     if not isinstance(freeze.kept, jax.core.Tracer) and size < int(freeze.kept):
         raise ValueError(f"size must be at least the {int(freeze.kept)} coordinates kept, got {size}")
     (places,) = jnp.nonzero(ravel_pytree(freeze.mask)[0], size=size, fill_value=-1)
@@ -239,5 +239,5 @@ def sparse_density(state: Tree) -> jax.Array:
 
     Raises ValueError unless the state has exactly one random freeze.
     """
-    freeze = find_state(state, RandomFreezeState, "random freeze")
+    freeze = find_only_node(state, RandomFreezeState, "random freeze")
     return freeze.kept / sum(math.prod(m.shape) for m in jax.tree.leaves(freeze.mask))

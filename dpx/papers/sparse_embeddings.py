@@ -38,9 +38,9 @@ from dpx.sums.rounding import FloatPair
 from dpx.values import (
     Tree,
     described,
+    explain_misuse,
     float32_like,
-    names_arguments,
-    path_of,
+    leaf_path,
     require_function,
     require_number,
     require_open_fraction,
@@ -103,7 +103,7 @@ def _clip_norms(clip_norm: float, share: float) -> dict[str, float]:
     return {"gradient": clip_norm * math.sqrt(1 - share), "reads": clip_norm * math.sqrt(share)}
 
 
-@names_arguments
+@explain_misuse
 def frequent_rows(
     *, threshold: float, most_rows: int, reads_scale: float = 1.0, tables: Callable[[str], bool] | None = None
 ) -> Coordinates:
@@ -124,15 +124,15 @@ def frequent_rows(
         require_function("tables", tables, "path")
 
     def is_table(path, leaf) -> bool:
-        return len(leaf.shape) >= 2 if tables is None else bool(tables(path_of(path)))
+        return len(leaf.shape) >= 2 if tables is None else bool(tables(leaf_path(path)))
 
     def of_tables(tree: Tree) -> dict[str, Any]:
         found = jax.tree_util.tree_leaves_with_path(tree)
-        return {path_of(path): leaf for path, leaf in found if is_table(path, leaf)}
+        return {leaf_path(path): leaf for path, leaf in found if is_table(path, leaf)}
 
     def init(params):
         if not of_tables(params) or any(not leaf.shape for leaf in of_tables(params).values()):
-            paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+            paths = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
             raise ValueError(f"tables must accept the path of an array with rows, and of no scalar; got {paths}")
         return ()
 
@@ -148,7 +148,7 @@ def frequent_rows(
         def masked(path, leaf):
             if not is_table(path, leaf):
                 return leaf
-            rows = most_read_rows(counts[path_of(path)], threshold, most_rows)
+            rows = most_read_rows(counts[leaf_path(path)], threshold, most_rows)
             return jnp.zeros_like(leaf).at[rows].set(leaf.at[rows].get(mode="clip"), mode="drop")
 
         return jax.tree_util.tree_map_with_path(masked, released["gradient"]), state

@@ -18,7 +18,7 @@ from dpx.mechanism import Coordinates, Mechanism, in_coordinates
 from dpx.mechanism.dp_sgd import dp_sgd
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule
-from dpx.values import names_arguments, require_whole
+from dpx.values import explain_misuse, require_whole
 
 
 @accepts_budget
@@ -57,7 +57,7 @@ class DirectionsState(NamedTuple):
     step: jax.Array
 
 
-@names_arguments
+@explain_misuse
 def random_directions(*, count: int, key: jax.Array) -> Coordinates:
     """Writes a gradient g as u_k . g / sqrt(K), k = 1 .. K = `count`, for normal directions u_k drawn at every step.
 

@@ -16,7 +16,7 @@ from dpx.keys.noise import LARGEST_RELEASE
 from dpx.reports.rendering import labeled_axes
 from dpx.sampling.schemes import FixedOrder, FixedSizeSampling, FullBatch, Sampling, ShuffledEpochs
 from dpx.sampling.varying import CyclicPoissonSampling, PoissonSampling, RandomAllocation
-from dpx.values import described, for_whom, names_arguments, require_number, require_whole, rounded_up
+from dpx.values import described, explain_misuse, for_whom, require_number, require_whole, rounded_up
 
 _TOLERANCE_OF_TABLE = 1e-3  # relative tolerance of epsilon
 _ALIKE = 0.01  # noise multipliers that differ by at most this share are equally good
@@ -337,7 +337,7 @@ class NoisePlan:
         return axes
 
 
-@names_arguments
+@explain_misuse
 def plan_noise(
     *,
     examples: int,

@@ -20,7 +20,7 @@ from dpx.reports.attacks import AttackBounds, bounds_and_curve
 from dpx.reports.rendering import Section, as_html, as_markdown, as_text, attack_curve
 from dpx.states.record import unit_mark
 from dpx.sums.rounding import ETA
-from dpx.values import described, for_whom, names_arguments, require_text, rounded_up, unit_in_words
+from dpx.values import described, explain_misuse, for_whom, require_text, rounded_up, unit_in_words
 
 _PACKAGES = ("dpx-jax", "jax", "optax", "dp-accounting", "numpy", "scipy")  # a report states their versions
 
@@ -143,7 +143,7 @@ class PrivacyReport:
         return self.save(Path(folder) / f"{name}.json"), self.save(Path(folder) / f"{name}.md")
 
 
-@names_arguments
+@explain_misuse
 def privacy_report(
     mechanism: Any,
     steps_or_state: Any,

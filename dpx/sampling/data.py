@@ -18,7 +18,7 @@ import numpy as np
 import scipy.sparse
 
 from dpx import keys
-from dpx.values import MOST_SHAPES, Tree, described, first_words, path_of
+from dpx.values import MOST_SHAPES, Tree, described, leaf_path, list_first_few
 
 AGAIN = 16  # repeated readings: a random item flipped by a fair coin escapes them with probability 2^-16
 FIRST, EVERY = 64, 256  # AGAIN readings per call for the first 64 rows of a source, then one reading per 256 rows
@@ -204,8 +204,8 @@ def _items_of(source: Any, key: jax.Array) -> Callable[[np.ndarray, int], Tree]:
     expected = _describe(jax.tree.map(np.asarray, first))
     kinds = [jnp.issubdtype(dtype, jnp.number) or dtype.kind == "b" for _, dtype in expected[1]]
     if not kinds or not all(kinds):
-        paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(first)]
-        odd = first_words([path for path, good in zip(paths, kinds, strict=True) if not good])
+        paths = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(first)]
+        odd = list_first_few([path for path, good in zip(paths, kinds, strict=True) if not good])
         found = f", with no numbers in {odd}: encode words as numbers, or leave them out" * (odd != "")
         raise ValueError(f"an item of data must be a pytree of arrays and numbers, got {type(first)}{found}")
 
@@ -246,8 +246,8 @@ def batch_size(examples: Tree) -> int:
     leaves = jax.tree_util.tree_leaves_with_path(examples)
     shapes: list[tuple[int, ...]] = [tuple(getattr(leaf, "shape", ())) for _, leaf in leaves]
     if not shapes or any(len(shape) == 0 for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
-        named = [f"{path_of(path)} {list(shape)}".strip() for (path, _), shape in zip(leaves, shapes, strict=True)]
-        found = f"shapes {first_words(named, MOST_SHAPES)}" if shapes else "no array"
+        named = [f"{leaf_path(path)} {list(shape)}".strip() for (path, _), shape in zip(leaves, shapes, strict=True)]
+        found = f"shapes {list_first_few(named, MOST_SHAPES)}" if shapes else "no array"
         advice = advice_to_stack(examples) or ". Are these parameters, in the place of data?" * any(shapes)
         if not all(hasattr(leaf, "shape") for _, leaf in leaves):
             advice = ": convert lists of numbers to arrays, with numpy.asarray"

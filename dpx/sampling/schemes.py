@@ -38,7 +38,7 @@ from dpx.sampling.batch import (
 from dpx.sampling.data import CheckedData
 from dpx.states.reading import next_steps
 from dpx.states.record import identity_by_fields
-from dpx.values import Tree, names_arguments, require_number, require_whole
+from dpx.values import Tree, explain_misuse, require_number, require_whole
 
 _ROUNDING = 1e-12  # relative tolerance of a number of steps: 0.1 epochs of 30 steps are 3 steps, not 4
 
@@ -293,7 +293,7 @@ class _WholeSize(Sampling):
         return self.batch_size
 
 
-@names_arguments
+@explain_misuse
 @dataclass(frozen=True, kw_only=True)
 class FixedSizeSampling(_WholeSize):
     """Every step draws a new subset of `batch_size` examples, uniformly and without replacement.
@@ -365,7 +365,7 @@ class _Epochs(_WholeSize):
         return compose_releases(np.minimum.reduceat(multipliers, starts), GaussianDpEvent)
 
 
-@names_arguments
+@explain_misuse
 @dataclass(frozen=True, kw_only=True)
 class ShuffledEpochs(_Epochs):
     """Every epoch is a new permutation, cut into batches; the last batch of an epoch may be short.
@@ -389,7 +389,7 @@ class ShuffledEpochs(_Epochs):
         return draw_epoch_steps(key, steps, self.steps_per_epoch, self.examples, self.batch_size)
 
 
-@names_arguments
+@explain_misuse
 @dataclass(frozen=True, kw_only=True)
 class FixedOrder(_Epochs):
     """Takes the examples in the order of the data, the same in every epoch; an epoch's last batch may be short.
@@ -410,7 +410,7 @@ class FixedOrder(_Epochs):
         return jnp.arange(steps) % self.steps_per_epoch == 0
 
 
-@names_arguments
+@explain_misuse
 @dataclass(frozen=True, kw_only=True)
 class FullBatch(Sampling):
     """Every example takes part in every step, so the event is that of plain Gaussian releases.

@@ -22,14 +22,14 @@ import numpy as np
 
 from dpx.sampling.data import batch_size, read_rows
 from dpx.states.record import unit_mark
-from dpx.values import Tree, names_arguments, require_whole, warn_user
+from dpx.values import Tree, explain_misuse, require_whole, warn_user
 
 MISSING = {"", "nan", "NaN", "None", "NaT", "<NA>"}  # how numpy and pandas write a missing string
 FEW, SHARE = 10, 0.1  # with more than FEW owners, warns if one has more than this SHARE of all rows
 First = Literal["order", "fewest_owners"]
 
 
-@names_arguments
+@explain_misuse
 class UserData:
     """Turns rows with owners into a source with one item per user, for `sampling.take` and `sampling.batches`.
 
@@ -146,7 +146,7 @@ def owner_array(users: Any) -> np.ndarray:
     return owners
 
 
-@names_arguments
+@explain_misuse
 def records_to_keep(owners: Any, *, most_records: int, first: First = "order") -> np.ndarray:
     """Chooses records to keep, int64 (kept,), sorted, so that nobody owns more than `most_records` of them.
 

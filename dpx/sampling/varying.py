@@ -38,7 +38,7 @@ from dpx.sampling.batch import (
     usual_row_count,
 )
 from dpx.sampling.schemes import Sampling, compose_events, compose_releases, count_multipliers, is_constant
-from dpx.values import described, names_arguments, require_floats, require_number, require_whole, warn_user
+from dpx.values import described, explain_misuse, require_floats, require_number, require_whole, warn_user
 
 _ROWS, _KEPT = 1, 2  # fold-in numbers for the keys of a step: which rows its examples get, which examples are kept
 _TOGETHER = 2**20  # how many examples' steps are drawn at once: 16 MiB. The steps depend on this number.
@@ -134,7 +134,7 @@ def toss_weighted_coins(key: jax.Array, heads: CoinThresholds) -> jax.Array:
     return (high < heads.high) | (high == heads.high) & (low < heads.low) | heads.always
 
 
-@names_arguments
+@explain_misuse
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PoissonSampling(VaryingSize):
     """At every step, each example takes part with probability batch_size / examples, independently of the others.
@@ -315,7 +315,7 @@ class RandomAllocationDpEvent(DpEvent):
     steps_per_epoch: int = attrs.field(converter=operator.index)
 
 
-@names_arguments
+@explain_misuse
 @dataclass(frozen=True, kw_only=True)
 class RandomAllocation(VaryingSize):
     """Every example takes part exactly once per epoch, in a uniformly random step, independently of all others.
@@ -422,7 +422,7 @@ def _steps_of_examples(words: bytes, examples: int, steps: int) -> Iterator[tupl
         yield first, (bits % np.uint64(steps)).astype(np.int64)[: examples - first]
 
 
-@names_arguments
+@explain_misuse
 @dataclass(frozen=True, kw_only=True)
 class CyclicPoissonSampling(VaryingSize):
     """Each example is in one of `bands` groups, which take turns; in its group's steps, a coin decides if it joins.

@@ -15,10 +15,10 @@ from dpx.accounting.cost import profile_of_run
 from dpx.sampling.users import UserData
 from dpx.statistics.released import RELATION, Statistic, mark_of_answer, records_of
 from dpx.statistics.sums import release_mean
-from dpx.values import Tree, as_local_array, names_arguments, path_of, require_function
+from dpx.values import Tree, as_local_array, explain_misuse, leaf_path, require_function
 
 
-@names_arguments
+@explain_misuse
 def release_accuracy(
     correct: Any,
     *,
@@ -44,7 +44,7 @@ def release_accuracy(
     return release_mean(correct, low=0, high=1, complete=complete, **asked, ledger=ledger, part=part)
 
 
-@names_arguments
+@explain_misuse
 class PrivateMetric:
     """A metric on private validation data. Pass it to `dpx.fit(..., evaluate_private=)`, or call it with parameters.
 
@@ -187,5 +187,5 @@ def _digest_of(params: Tree) -> bytes:
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         array = np.asarray(as_local_array(leaf))
-        digest.update(f"{path_of(path)} {array.dtype} {array.shape} ".encode() + array.tobytes())
+        digest.update(f"{leaf_path(path)} {array.dtype} {array.shape} ".encode() + array.tobytes())
     return digest.digest()

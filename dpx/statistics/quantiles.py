@@ -33,7 +33,7 @@ from dpx.accounting.budget import Budget
 from dpx.accounting.loss import PureDpEvent
 from dpx.statistics.noise import random_words
 from dpx.statistics.released import Release, StatisticRequest, bounds_of, records_of
-from dpx.values import described, names_arguments, require_floats, require_open_fraction, require_whole
+from dpx.values import described, explain_misuse, require_floats, require_open_fraction, require_whole
 
 SHARES = 2**20
 _BITS, _FALL = 108, 44  # of the largest weight, and how many fewer the smallest has
@@ -60,7 +60,7 @@ class Quantiles(Release):
         return self.scale * math.log(self.points / error)
 
 
-@names_arguments
+@explain_misuse
 def release_quantiles(
     data: Any,
     quantiles: ArrayLike = (0.25, 0.5, 0.75),

@@ -34,13 +34,13 @@ from dpx.statistics.released import (
     safe_ratio,
     weighted_mean_bounds,
 )
-from dpx.values import described, names_arguments, require_bool
+from dpx.values import described, explain_misuse, require_bool
 
 WHOLE, QUANTA = 2**10, 2**24  # quanta of a value that is counted, and the most of one that is summed
 _LARGEST_VARIANCE = 0.25  # of values in [0, 1]
 
 
-@names_arguments
+@explain_misuse
 def release_count(
     data: Any,
     *,
@@ -72,7 +72,7 @@ def release_count(
     )
 
 
-@names_arguments
+@explain_misuse
 def release_histogram(
     data: Any,
     *,
@@ -151,7 +151,7 @@ def _release_noisy_counts(
     return Statistic(value=shaped(value), interval_at=interval_at, **facts)
 
 
-@names_arguments
+@explain_misuse
 def release_sum(
     data: Any,
     *,
@@ -205,7 +205,7 @@ def _in_quanta(shares: np.ndarray) -> np.ndarray:
     return np.clip(np.rint(np.nan_to_num(shares) * QUANTA), -QUANTA, QUANTA).astype(np.int64)
 
 
-@names_arguments
+@explain_misuse
 def release_mean(
     data: Any,
     *,
@@ -312,7 +312,7 @@ class Scaling:
         return jnp.where(jnp.isnan(scaled), jnp.zeros_like(scaled), scaled)
 
 
-@names_arguments
+@explain_misuse
 def standardize(
     data: Any,
     *,

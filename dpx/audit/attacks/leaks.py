@@ -30,7 +30,7 @@ import numpy as np
 from dpx.accounting import checks
 from dpx.audit.attacks.scores import Bound, Roc, clopper_pearson, error_rates, require_scores
 from dpx.reports.attacks import FALSE_POSITIVE_RATES, AttackBounds
-from dpx.values import described, names_arguments, repr_with_shapes, require_floats, require_open_fraction, rounded_up
+from dpx.values import described, explain_misuse, repr_with_shapes, require_floats, require_open_fraction, rounded_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Exposure(Bound):
         ]
 
 
-@names_arguments
+@explain_misuse
 def exposure(
     losses: Any, references: Any, *, delta: float, confidence: float = 0.95, cost: float | None = None
 ) -> Exposure:
@@ -171,7 +171,7 @@ class Membership:
         return "\n".join(lines)
 
 
-@names_arguments
+@explain_misuse
 def membership(
     members: Any,
     others: Any,

@@ -44,7 +44,7 @@ from dpx.states.reading import publishable_state
 from dpx.values import (
     Tree,
     described,
-    names_arguments,
+    explain_misuse,
     require_function,
     require_open_fraction,
     require_whole,
@@ -343,7 +343,7 @@ def _residual_decay_rate(residuals: np.ndarray, relative_moves: np.ndarray) -> f
     return float(np.clip(-np.mean(moves * (sizes - sizes.mean(axis=0))) / spread, 0.0, 1.0))
 
 
-@names_arguments
+@explain_misuse
 def lower_bound(
     make: Callable[[jax.Array], Any],
     *,
@@ -403,7 +403,7 @@ def lower_bound(
     return lower_bound_from_scores(*scores, delta=delta, confidence=confidence, cost=cost)
 
 
-@names_arguments
+@explain_misuse
 def canary_scores(
     make: Callable[[jax.Array], Any],
     *,

@@ -39,7 +39,7 @@ from scipy import special, stats
 from dpx import keys
 from dpx.accounting import checks, gdp
 from dpx.audit.attacks.scores import Bound, lower_bound_from_scores, require_scores
-from dpx.values import Tree, described, names_arguments, require_number, require_open_fraction, require_whole
+from dpx.values import Tree, described, explain_misuse, require_number, require_open_fraction, require_whole
 
 SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # shares of the canaries that `guesses` tries by default
 _LEAST_CANARIES = 16
@@ -85,7 +85,7 @@ def draw_members(key: jax.Array, *, canaries: int) -> np.ndarray:
     return np.asarray(jax.random.bernoulli(keys.stream(key, "members"), shape=(canaries,)))
 
 
-@names_arguments
+@explain_misuse
 def one_run(
     scores: Any, members: Any, *, delta: float, confidence: float = 0.95, guesses: Any = None, cost: float | None = None
 ) -> OneRun:

@@ -24,7 +24,7 @@ from scipy import special
 
 from dpx.accounting import checks, gdp
 from dpx.reports.curves import TradeOff, plot_trade_off
-from dpx.values import names_arguments, repr_with_shapes, require_open_fraction, warn_user
+from dpx.values import explain_misuse, repr_with_shapes, require_open_fraction, warn_user
 
 _THRESHOLDS = 400  # candidates, mostly in the tails, where the bound at a small delta is best
 _CHOICE_MISS = 0.01  # share of the allowed misses at which thresholds are chosen, so that luck in the tails counts less
@@ -99,7 +99,7 @@ class LowerBound(Bound):
         ]
 
 
-@names_arguments
+@explain_misuse
 def lower_bound_from_scores(
     with_canary: Any, without_canary: Any, *, delta: float, confidence: float = 0.95, cost: float | None = None
 ) -> LowerBound:

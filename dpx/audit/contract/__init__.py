@@ -32,7 +32,7 @@ from dpx.keys import is_key
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.mechanism.guards import require_key_used
 from dpx.sampling.data import batch_size
-from dpx.values import Tree, described, names_arguments, require_function, require_whole
+from dpx.values import Tree, described, explain_misuse, require_function, require_whole
 from dpx.xla.jaxprs import constants, identity_of_program, join_marks, spread_marks
 from dpx.xla.place import full_precision
 
@@ -333,7 +333,7 @@ FALSE_ALARMS = 1e-4
 MOST_NUMBERS = 1000  # limit on the size of the parameters, because every pair of coordinates is compared
 
 
-@names_arguments
+@explain_misuse
 def check_contract(
     mechanism: Mechanism,
     loss: Callable | None = None,

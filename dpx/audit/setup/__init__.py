@@ -17,7 +17,7 @@ from dpx.mechanism import Mechanism, require_mechanism
 from dpx.mechanism.guards import require_no_nan, require_numbers, trained_mask
 from dpx.sampling.batch import Batch, require_batch
 from dpx.sampling.data import batch_size
-from dpx.values import Tree, described, names_arguments, require_function, require_whole, warn_user
+from dpx.values import Tree, described, explain_misuse, require_function, require_whole, warn_user
 
 __all__ = ["Finding", "SetupReport", "check_setup"]
 
@@ -29,7 +29,7 @@ ONLY_NOISE = (
 )
 
 
-@names_arguments
+@explain_misuse
 def check_setup(
     loss: Callable,
     optimizer: Mechanism,

@@ -25,7 +25,7 @@ from dpx.sampling.data import batch_size
 from dpx.schedules import values_over
 from dpx.sums.clipped_sum import LARGEST, in_range, sum_contributions, sum_over_microbatches
 from dpx.sums.rounding import as_pair
-from dpx.values import Tree, first_words, path_of
+from dpx.values import Tree, leaf_path, list_first_few
 from dpx.xla.jaxprs import equations
 from dpx.xla.rows_apart import iterates_together
 
@@ -197,11 +197,11 @@ def find_zero_gradients(
     moves = optax.tree.random_like(jax.random.key(0), real)
     near = jax.tree.map(lambda leaf, move, flag: leaf + move if flag else leaf, params, moves, flags)
     dead_near = dead & (np.max([alone(near, row)[1] for row in rows], axis=0) == 0)
-    paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    paths = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     words = "have no gradient in any row, but get noise"
     numbers = {"parameters": int(dead.sum()), "also_near": int(dead_near.sum())}
     shown = dead_near if dead_near.any() else dead
-    named = first_words([path for path, is_dead in zip(paths, shown, strict=True) if is_dead])
+    named = list_first_few([path for path, is_dead in zip(paths, shown, strict=True) if is_dead])
     if dead_near.any():
         return Finding("zero gradients", "warning", f"{named} {words}: freeze them with coordinates.trainable", numbers)
     return Finding("zero gradients", "note", f"{named} {words}; at other parameters they have one", numbers)
@@ -331,7 +331,7 @@ def find_low_precision_parameters(step: StepOfPureNoise, params: Tree, flags: Tr
     flags: bools like the parameters, True where trained.
     """
     leaves, updates = jax.tree.leaves(params), jax.tree.leaves(step.unreleased_updates)
-    paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    paths = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     low = [n for n, flag in enumerate(jax.tree.leaves(flags)) if flag and is_low_precision(leaves[n])]
     if not low:
         if is_low_precision(losses):
@@ -341,7 +341,7 @@ def find_low_precision_parameters(step: StepOfPureNoise, params: Tree, flags: Tr
     moved = [optax.apply_updates(jnp.asarray(leaves[n]), updates[n]) != leaves[n] for n in low]
     meant = sum(int(jnp.sum(updates[n] != 0)) for n in low)
     lost = 1 - sum(int(jnp.sum(m)) for m in moved) / meant if meant else 0.0
-    words = first_words([f"{paths[n]} ({leaves[n].dtype})" for n in low])
+    words = list_first_few([f"{paths[n]} ({leaves[n].dtype})" for n in low])
     words += f": {lost:.0%} of the updates of a first step of pure noise are below the parameter's spacing, and lost"
     if lost > 0.1:
         return Finding("precision", "warning", f"{words}: keep float32 parameters, cast in the loss", {"lost": lost})

@@ -28,7 +28,7 @@ from dpx.sampling.data import batch_size, length_of
 from dpx.sampling.schemes import Sampling
 from dpx.states.record import fingerprint
 from dpx.sums.rounding import ETA
-from dpx.values import Tree, described, first_words, for_whom, path_of, rounded_up
+from dpx.values import Tree, described, for_whom, leaf_path, list_first_few, rounded_up
 from dpx.xla import jaxprs
 from dpx.xla.jaxprs import spread_marks
 
@@ -268,11 +268,11 @@ def _gradient_jaxpr(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 def find_unused(closed: core.ClosedJaxpr, params: Tree, flags: Tree) -> Finding:
     """Finds trained parameters that do not affect the loss. flags: bools like the parameters, True where trained."""
-    paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    paths = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     read = jaxprs.inputs_read(closed.jaxpr)[: len(paths)]
     missing = [path for path, flag, used in zip(paths, jax.tree.leaves(flags), read, strict=True) if flag and not used]
     if missing:
-        words = f"the loss does not use {first_words(missing)}; they get noise and no gradient"
+        words = f"the loss does not use {list_first_few(missing)}; they get noise and no gradient"
         return Finding("unused parameters", "warning", words, {"parameters": len(missing)})
     return Finding("unused parameters", "ok", "the loss uses every trained parameter", {"parameters": 0})
 
@@ -336,11 +336,11 @@ def _unread_averages(jaxpr: core.Jaxpr, wanted: list[bool]) -> Iterator[core.Jax
 
 def find_untrainable_dtypes(params: Tree, flags: Tree) -> Finding:
     """Finds trained parameters without a real gradient. flags: bools like the parameters, True where trained."""
-    found = [(path_of(path), jnp.result_type(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
+    found = [(leaf_path(path), jnp.result_type(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
     found = [each for each, flag in zip(found, jax.tree.leaves(flags), strict=True) if flag]
     wrong = [f"{path} ({dtype})" for path, dtype in found if not jnp.issubdtype(dtype, jnp.floating)]
     if wrong:
-        words = f"{first_words(wrong)} have no real gradient: keep them out of params (complex: two real arrays)"
+        words = f"{list_first_few(wrong)} have no real gradient: keep them out of params (complex: two real arrays)"
         return Finding("parameter dtypes", "error", words, {"parameters": len(wrong)})
     return Finding("parameter dtypes", "ok", "all trained parameters are real floats", {"parameters": 0})
 

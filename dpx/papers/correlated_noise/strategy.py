@@ -60,7 +60,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from scipy import linalg, optimize, signal, special
 
-from dpx.values import described, names_arguments, require_number, require_whole
+from dpx.values import described, explain_misuse, require_number, require_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ def identity() -> Strategy:
     return Strategy()
 
 
-@names_arguments
+@explain_misuse
 def lambda_cgd(*, correlation: float) -> Strategy:
     """Subtracts part of the last step's noise: d = (1, -correlation) (arXiv:2601.22334).
 
@@ -154,7 +154,7 @@ def lambda_cgd(*, correlation: float) -> Strategy:
     return Strategy(inverse_coefficients=(1.0, -value) if value else (1.0,))
 
 
-@names_arguments
+@explain_misuse
 def banded_inverse_square_root(*, coefficients: int) -> Strategy:
     """BISR: the first coefficients of the inverse square root of prefix sums as a banded C^-1 (arXiv:2505.12128).
 
@@ -172,7 +172,7 @@ def square_root_coefficients(count: int) -> np.ndarray:
     return np.exp(special.gammaln(places + 0.5) - special.gammaln(places + 1.0)) / np.sqrt(np.pi)
 
 
-@names_arguments
+@explain_misuse
 def banded_square_root(*, bands: int, momentum: float = 0.0) -> Strategy:
     """BSR: the first coefficients of the square root of the workload as a banded C (arXiv:2405.13763).
 
@@ -379,7 +379,7 @@ _OVERFLOW = 1e3  # stands for the logarithm of a loss that overflows; that of a 
 Quadratic = Callable[[np.ndarray], tuple[float, np.ndarray]]  # u -> q(u) and half of its gradient
 
 
-@names_arguments
+@explain_misuse
 def optimized(
     *, bands: int, steps: int, workload: Workload = PREFIX_SUMS, error: Literal["mean", "largest"] = "mean"
 ) -> Strategy:

@@ -17,7 +17,7 @@ from dpx import keys
 from dpx.mechanism import Coordinates
 from dpx.mechanism.base import describe_groups
 from dpx.mechanism.masks import mask_of_largest
-from dpx.values import Tree, described, names_arguments, require_whole
+from dpx.values import Tree, described, explain_misuse, require_whole
 
 EXACT = jax.lax.Precision.HIGHEST  # full float32 products everywhere, because matrix units round to fewer bits
 # How many elements of a dense random matrix are in memory at once: 16 MiB of float32. Larger ones are never stored.
@@ -347,7 +347,7 @@ class ProjectionState(NamedTuple):
     step: jax.Array
 
 
-@names_arguments
+@explain_misuse
 def random_projection(
     *,
     rank: int | Tree | None = None,
