@@ -29,13 +29,13 @@ WORDS: dict[type[Sampling], str] = {
     FixedSizeSampling: "a subset; replacing an example",
     CyclicPoissonSampling: "for BandMF; plain noise here",
     ShuffledEpochs: "the usual loader, unamplified",
-    FixedOrder: "where one cannot sample",
+    FixedOrder: "where you cannot sample",
     FullBatch: "all examples at every step",
 }
 REFUSED = (
     "PoissonSampling with both most_rows and weights",
     "DiceSGD with most_rows, weights, RandomAllocation, CyclicPoissonSampling or FixedOrder",
-    "correlated noise with batches that are drawn by chance; CyclicPoissonSampling is for banded ones (BandMF)",
+    "correlated noise with batches drawn at random, except for BandMF with CyclicPoissonSampling",
     "RandomAllocation for replacing an example",
 )
 OF_SEVERAL = (
@@ -118,7 +118,7 @@ class SamplingPlan:
             words = f"Batches of one shape, {cut[-1].rows} rows: {_name_of_run(cut[-1])}, "
             found.append(f"{words}for {max(more, 0):.1%} more noise.")
         if self.records == 1:
-            found.append("Where one cannot sample: FixedOrder, with noise that is correlated over the steps.")
+            found.append("Where you cannot sample: FixedOrder, with noise that is correlated over the steps.")
         refused = REFUSED if self.records == 1 else (*OF_SEVERAL, *REFUSED)
         return [*found, "Refused, because the cost is not known:", *(f"  {words}" for words in refused)]
 
