@@ -639,6 +639,14 @@ def test_a_metric_of_some_examples_must_not_show_how_many():
         (lambda: statistics.release_histogram(np.ones(3), categories=["a"], **asked()), "categories must be"),
         (lambda: statistics.release_histogram(np.ones(3), categories=[1, 1], **asked()), "categories must be"),
         (lambda: statistics.release_histogram(np.array([b"a"]), categories=["a"], **asked()), "categories must be"),
+        (
+            lambda: statistics.release_accuracy(np.arange(9), **asked()),
+            r"correct must be bool .* got integers \(int64\)",
+        ),
+        (
+            lambda: statistics.release_accuracy(dpx.UserData(np.arange(9), np.arange(9)), **asked()),
+            "correct must be bool",
+        ),
         (lambda: statistics.release_quantiles(np.ones(3), [2.0], low=0, high=1, **asked()), r"in \[0, 1\]"),
         (lambda: statistics.release_quantiles(np.ones(3), low=0, high=1, points=1, **asked()), "points must be"),
         (lambda: statistics.release_quantiles(TABLE, low=0, high=1, **asked()), r"shape \(N,\)"),

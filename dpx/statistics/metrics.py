@@ -32,8 +32,8 @@ def release_accuracy(
     """Releases the share of correct predictions on private data.
 
     correct: bool (N,), such as `predictions == labels`; or a `dpx.UserData` of such an array, for the share over all
-        records. The other arguments and errors are those of `dpx.statistics`. For any other metric, pass one bounded
-        value per example to `release_mean`.
+        records. Integers, such as labels, raise ValueError. The other arguments and errors are those of
+        `dpx.statistics`. For any other metric, pass one bounded value per example to `release_mean`.
 
         >>> right = dpx.statistics.release_accuracy(np.ones(40, bool), noise_multiplier=2.0, key=dpx.secret_key())
         >>> right.interval(0.95)[1] <= 1
@@ -41,6 +41,9 @@ def release_accuracy(
     """
     asked = {"noise_multiplier": noise_multiplier, "key": key, "noise": noise, "words": words}
     complete = not isinstance(correct, UserData)
+    dtype = getattr(correct if complete else correct.kept, "dtype", None)
+    if getattr(dtype, "kind", None) in ("i", "u"):  # labels would be clipped to 0 and 1
+        raise ValueError(f"correct must be bool (N,), such as predictions == labels, got integers ({dtype})")
     return release_mean(correct, low=0, high=1, complete=complete, **asked, ledger=ledger, part=part)
 
 
