@@ -33,7 +33,7 @@ class Row(NamedTuple):
     steps: int = 0
 
 
-def of_method(entry: catalog.Entry, **changed: Any) -> Callable[..., Any]:
+def of_method(entry: catalog.CatalogEntry, **changed: Any) -> Callable[..., Any]:
     def make(**base):
         base |= {"steps": 1000}
         if entry.samplings:
@@ -46,7 +46,7 @@ def of_method(entry: catalog.Entry, **changed: Any) -> Callable[..., Any]:
     return make
 
 
-def of_coordinates(entry: catalog.Entry, **changed: Any) -> Callable[..., Any]:
+def of_coordinates(entry: catalog.CatalogEntry, **changed: Any) -> Callable[..., Any]:
     def make(**base):
         key = {"key": base["key"]} if "key" in entry.parameters else {}
         return dpx.in_coordinates(dpx.dp_sgd(**base), entry.build(**entry.arguments | key | changed))

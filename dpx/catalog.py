@@ -17,7 +17,7 @@ CORRELATED, IN_ORDER = "papers/correlated_noise/cost.py", ("ordered", "shuffled"
 FEEDBACK, RECORDS = "papers/dice_sgd/cost.py", "sampling/schemes.py"
 
 
-class Entry(NamedTuple):
+class CatalogEntry(NamedTuple):
     """One line of the list.
 
     build:     the public function or class; its docstring and signature describe it.
@@ -42,7 +42,7 @@ class Entry(NamedTuple):
         return dict(inspect.signature(self.build, eval_str=True).parameters)
 
     @property
-    def file(self) -> str:
+    def source_file(self) -> str:
         """The path, in dpx/, of the file that defines `build`."""
         return str(Path(sys.modules[self.build.__module__].__file__ or "").relative_to(Path(__file__).parent))
 
@@ -57,58 +57,58 @@ SKETCH = {"kind": "countsketch", "reduction_rate": 0.3}
 FREEZE = {"freeze_rate": 0.7, "every": 100}
 
 METHODS = (
-    Entry(methods.dp_sgd, CLIP),
-    Entry(methods.dynamic_dp_sgd, CLIP | {"rho_mu": 2.0, "rho_c": 2.0, "steps": 1000}),
-    Entry(methods.d2p_sgd),
-    Entry(methods.dp2_sgd, SKETCH),
-    Entry(methods.d2p2_sgd, SKETCH),
-    Entry(methods.random_freeze_sgd, CLIP | FREEZE),
-    Entry(methods.ranked_freeze_sgd, CLIP | FREEZE),
-    Entry(methods.ada_dpigu, CLIP | {"warmup": 100}),
-    Entry(methods.tp_topk_sgd, CLIP | {"warmup": 100}),
-    Entry(methods.zeroth_order_sgd, CLIP),
-    Entry(methods.ada_fest, CLIP | {"threshold": 2.0, "most_rows": 4}, "papers/sparse_embeddings.py"),
-    Entry(methods.dice_sgd, CLIP | {"feedback_norm": 1.0, "outer_clip_norm": 1.1}, FEEDBACK),
-    Entry(methods.gep_sgd, {"embedding_clip_norm": 1.0, "residual_clip_norm": 0.5}, "papers/gep_sgd.py"),
-    Entry(
+    CatalogEntry(methods.dp_sgd, CLIP),
+    CatalogEntry(methods.dynamic_dp_sgd, CLIP | {"rho_mu": 2.0, "rho_c": 2.0, "steps": 1000}),
+    CatalogEntry(methods.d2p_sgd),
+    CatalogEntry(methods.dp2_sgd, SKETCH),
+    CatalogEntry(methods.d2p2_sgd, SKETCH),
+    CatalogEntry(methods.random_freeze_sgd, CLIP | FREEZE),
+    CatalogEntry(methods.ranked_freeze_sgd, CLIP | FREEZE),
+    CatalogEntry(methods.ada_dpigu, CLIP | {"warmup": 100}),
+    CatalogEntry(methods.tp_topk_sgd, CLIP | {"warmup": 100}),
+    CatalogEntry(methods.zeroth_order_sgd, CLIP),
+    CatalogEntry(methods.ada_fest, CLIP | {"threshold": 2.0, "most_rows": 4}, "papers/sparse_embeddings.py"),
+    CatalogEntry(methods.dice_sgd, CLIP | {"feedback_norm": 1.0, "outer_clip_norm": 1.1}, FEEDBACK),
+    CatalogEntry(methods.gep_sgd, {"embedding_clip_norm": 1.0, "residual_clip_norm": 0.5}, "papers/gep_sgd.py"),
+    CatalogEntry(
         mechanisms.adaptive_clipping,
         {"initial_clip_norm": 1.0, "indicator_noise": 13.0},
         "mechanism/adaptive_clipping.py",
     ),
-    Entry(methods.band_mf_sgd, CLIP | {"bands": 8}, CORRELATED, ("cyclic", *IN_ORDER)),
-    Entry(methods.lambda_cgd, CLIP | {"correlation": 0.9}, CORRELATED, IN_ORDER),
+    CatalogEntry(methods.band_mf_sgd, CLIP | {"bands": 8}, CORRELATED, ("cyclic", *IN_ORDER)),
+    CatalogEntry(methods.lambda_cgd, CLIP | {"correlation": 0.9}, CORRELATED, IN_ORDER),
 )
 
 COORDINATES = (
-    Entry(coordinates.trainable, {"mask": True}, INNERMOST),
-    Entry(coordinates.random_freeze, FREEZE, INNERMOST),
-    Entry(coordinates.ranked_freeze, FREEZE, INNERMOST),
-    Entry(coordinates.importance_mask, {"keep": 0.6, "warmup": 100}, INNERMOST),
-    Entry(coordinates.standardized, {}, INNERMOST),
-    Entry(coordinates.gradient_embedding, {}, INNERMOST),
-    Entry(coordinates.top_fraction, {"fraction": 0.5}, INNERMOST),
-    Entry(coordinates.random_projection, SKETCH, INNERMOST),
-    Entry(coordinates.random_directions, {"count": 16}, INNERMOST),
-    Entry(coordinates.frequent_rows, {"threshold": 0.1, "most_rows": 4}, INNERMOST),
+    CatalogEntry(coordinates.trainable, {"mask": True}, INNERMOST),
+    CatalogEntry(coordinates.random_freeze, FREEZE, INNERMOST),
+    CatalogEntry(coordinates.ranked_freeze, FREEZE, INNERMOST),
+    CatalogEntry(coordinates.importance_mask, {"keep": 0.6, "warmup": 100}, INNERMOST),
+    CatalogEntry(coordinates.standardized, {}, INNERMOST),
+    CatalogEntry(coordinates.gradient_embedding, {}, INNERMOST),
+    CatalogEntry(coordinates.top_fraction, {"fraction": 0.5}, INNERMOST),
+    CatalogEntry(coordinates.random_projection, SKETCH, INNERMOST),
+    CatalogEntry(coordinates.random_directions, {"count": 16}, INNERMOST),
+    CatalogEntry(coordinates.frequent_rows, {"threshold": 0.1, "most_rows": 4}, INNERMOST),
 )
 
 MECHANISMS = (  # mechanisms that wrap another mechanism
-    Entry(mechanisms.normalized),
-    Entry(mechanisms.clip_then_project, SKETCH, "papers/d2p2_sgd/methods.py"),
+    CatalogEntry(mechanisms.normalized),
+    CatalogEntry(mechanisms.clip_then_project, SKETCH, "papers/d2p2_sgd/methods.py"),
 )
 
 SAMPLINGS = {  # keyed by their short names in the trainer
-    "poisson": Entry(sampling.PoissonSampling, {"batch_size": 256}, "accounting/limited_samples.py"),
-    "shuffled": Entry(sampling.ShuffledEpochs, {"batch_size": 256}, RECORDS),
-    "allocated": Entry(sampling.RandomAllocation, {"steps_per_epoch": 100}, "accounting/allocation.py"),
-    "cyclic": Entry(sampling.CyclicPoissonSampling, {"batch_size": 256, "bands": 8}, "sampling/varying.py"),
-    "ordered": Entry(sampling.FixedOrder, {"batch_size": 256}, RECORDS),
-    "fixed": Entry(sampling.FixedSizeSampling, {"batch_size": 256}, "accounting/limited_samples.py"),
-    "full": Entry(sampling.FullBatch, {}, RECORDS),
+    "poisson": CatalogEntry(sampling.PoissonSampling, {"batch_size": 256}, "accounting/limited_samples.py"),
+    "shuffled": CatalogEntry(sampling.ShuffledEpochs, {"batch_size": 256}, RECORDS),
+    "allocated": CatalogEntry(sampling.RandomAllocation, {"steps_per_epoch": 100}, "accounting/allocation.py"),
+    "cyclic": CatalogEntry(sampling.CyclicPoissonSampling, {"batch_size": 256, "bands": 8}, "sampling/varying.py"),
+    "ordered": CatalogEntry(sampling.FixedOrder, {"batch_size": 256}, RECORDS),
+    "fixed": CatalogEntry(sampling.FixedSizeSampling, {"batch_size": 256}, "accounting/limited_samples.py"),
+    "full": CatalogEntry(sampling.FullBatch, {}, RECORDS),
 }
 
 
-def table() -> str:
+def methods_page() -> str:
     """Returns the text of docs/methods.md."""
     lines = [
         "# Methods, coordinates, mechanisms, samplings",
@@ -123,10 +123,10 @@ def table() -> str:
     ):
         lines += ["", f"## {title}", "", "| name | in a sentence, and the code that proves the bound |", "|---|---|"]
         for entry in entries:
-            files = ", ".join(f"[{path}](../dpx/{path})" for path in dict.fromkeys((entry.file, entry.proof)))
+            files = ", ".join(f"[{path}](../dpx/{path})" for path in dict.fromkeys((entry.source_file, entry.proof)))
             lines.append(f"| `{entry.name}` | {entry.summary.replace('|', chr(92) + '|')} Code: {files} |")
     return "\n".join(lines) + "\n\nNext: [add your own](../CONTRIBUTING.md#add-a-method).\n"
 
 
 if __name__ == "__main__":
-    print(table(), end="")
+    print(methods_page(), end="")

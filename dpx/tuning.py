@@ -147,7 +147,7 @@ class SearchSettings:
         if self.steps is not None or self.delta is not None:
             raise ValueError("steps and delta must not be given with a budget, which already has them")
 
-    def build(self, configuration: Any, key: jax.Array, noise: float | None) -> Mechanism:
+    def build_mechanism(self, configuration: Any, key: jax.Array, noise: float | None) -> Mechanism:
         """Builds a trial's mechanism, with the search's budget, which sets the steps. noise: None without a budget."""
         given = {} if self.budget is None else {"noise_multiplier": noise}
         mechanism = self.optimizer(configuration, key, **given)
@@ -156,7 +156,7 @@ class SearchSettings:
             raise ValueError("optimizer must build its mechanism with the key it is given: trials need fresh noise")
         return mechanism if self.budget is None else mechanism.replace(budget=self.budget)
 
-    def cost_of(self, mechanisms: list[Mechanism], steps: list[int]) -> Selection:
+    def cost_of_search(self, mechanisms: list[Mechanism], steps: list[int]) -> Selection:
         """Returns the cost of a search of these configurations."""
         noise = self.score_on
         if isinstance(noise, NoisySum):
@@ -178,10 +178,10 @@ class SearchSettings:
             return [None] * len(self.configurations)
 
         def built(configurations: Sequence[Any], noises: Sequence[float]) -> list[Mechanism]:
-            return [self.build(each, own, noise) for each, noise in zip(configurations, noises, strict=True)]
+            return [self.build_mechanism(each, own, noise) for each, noise in zip(configurations, noises, strict=True)]
 
         def cost(mechanisms: list[Mechanism]) -> float:
-            cost = self.cost_of(mechanisms, [_steps_of(mechanism) for mechanism in mechanisms])
+            cost = self.cost_of_search(mechanisms, [_budget_steps(mechanism) for mechanism in mechanisms])
             return cost.epsilon(delta=budget.delta, accountant=budget.accountant)
 
         def least(make: Callable[[float], list[Mechanism]]) -> float:
@@ -198,7 +198,7 @@ class SearchSettings:
         found: dict[Any, float] = {}  # computed once for equal costs, as with several learning rates
         noises = []
         for each, mechanism in zip(self.configurations, at_one, strict=True):
-            alike = as_hashable(mechanism.event(_steps_of(mechanism)))
+            alike = as_hashable(mechanism.event(_budget_steps(mechanism)))
             if alike not in found:
                 found[alike] = least(lambda noise, each=each: built([each], [noise]))
             noises.append(found[alike])
@@ -222,19 +222,19 @@ class SearchPlan:
         """Builds the plan. Raises ValueError if the settings have no cost, or no noise meets their budget."""
         noises, own, delta = settings.trial_noise_multipliers(), _trial_key(settings.key, 0), settings.delta
         pairs = zip(settings.configurations, noises, strict=True)
-        mechanisms = [settings.build(each, own, noise) for each, noise in pairs]
+        mechanisms = [settings.build_mechanism(each, own, noise) for each, noise in pairs]
         if settings.steps is not None:
             steps = [require_whole("steps", settings.steps)] * len(mechanisms)
         elif any(mechanism.budget is None for mechanism in mechanisms):
             raise ValueError("steps must be given, because a mechanism has no dpx.Budget")
         else:
-            steps = [_steps_of(mechanism) for mechanism in mechanisms]
+            steps = [_budget_steps(mechanism) for mechanism in mechanisms]
         if delta is None:
             deltas = {mechanism.budget and mechanism.budget.delta for mechanism in mechanisms}
             if None in deltas or len(deltas) > 1:
                 raise ValueError(f"delta must be given, because the mechanisms' budgets do not agree on one: {deltas}")
             (delta,) = deltas
-        cost = replace(settings.cost_of(mechanisms, steps), keys=(settings.key,))
+        cost = replace(settings.cost_of_search(mechanisms, steps), keys=(settings.key,))
         delta = require_delta(delta)
         return cls(settings=settings, noises=noises, mechanisms=mechanisms, steps=steps, delta=delta, cost=cost)
 
@@ -242,7 +242,7 @@ class SearchPlan:
         """Returns the trial with this index, and the most steps that it may take."""
         key, configurations = self.settings.key, self.settings.configurations
         chosen = _uniform_below(len(configurations), keys.stream(key, "configuration", number))
-        mechanism = self.settings.build(configurations[chosen], _trial_key(key, number), self.noises[chosen])
+        mechanism = self.settings.build_mechanism(configurations[chosen], _trial_key(key, number), self.noises[chosen])
         most = self.steps[chosen]
         if mechanism.event(most) != self.mechanisms[chosen].event(most):
             raise ValueError("optimizer must return the mechanism that is paid for at every call, got another one")
@@ -264,18 +264,18 @@ class SearchPlan:
             )
         return trial, result[0], result[1]
 
-    def scored(self, params: Tree, number: int) -> float:
+    def score_trial(self, params: Tree, number: int) -> float:
         """Returns the score, or -inf for NaN."""
         score, score_on = self.settings.score, self.settings.score_on
         key = keys.stream(self.settings.key, "score", number)
         if isinstance(score_on, NoisySum):
-            return self._noisy(require_floats("the values of score", score(params)), key, score_on.noise_multiplier)
+            return self._noisy_sum(require_floats("the values of score", score(params)), key, score_on.noise_multiplier)
         found = score(params, key) if isinstance(score_on, DpEvent) else score(params)
         if np.shape(found) != ():
             raise ValueError(f"score must return one number, got shape {np.shape(found)}")
         return -math.inf if math.isnan(value := float(found)) else value
 
-    def _noisy(self, values: np.ndarray, key: jax.Array, noise_multiplier: float) -> float:
+    def _noisy_sum(self, values: np.ndarray, key: jax.Array, noise_multiplier: float) -> float:
         """Returns the noisy sum of the examples' values."""
         if values.ndim != 1:
             raise ValueError(f"score must return the values of the examples, of shape (n,), got {values.shape}")
@@ -295,7 +295,7 @@ def _trial_key(key: jax.Array, number: int) -> jax.Array:
     return keys.stream(key, "trial", number)
 
 
-def _steps_of(mechanism: Mechanism) -> int:
+def _budget_steps(mechanism: Mechanism) -> int:
     """Returns the steps of the mechanism's budget, or 1 without a budget."""
     return mechanism.budget.steps if mechanism.budget else 1
 
@@ -388,12 +388,12 @@ def search(
     )
     plan = SearchPlan.from_settings(settings)
     cost, winner, best = plan.cost, None, -math.inf
-    with _opened_folder(checkpoints, plan) as folder:
+    with _locked_search_folder(checkpoints, plan) as folder:
         if ledger is not None:
             processes.from_first_process(lambda: _pay_for_search(ledger, plan, unit or "example", words, folder))
         for number in range(draw_trial_count(keys.stream(key, "number of trials"), cost.trials, SHAPES[distribution])):
             trial, params, state = plan.run(train, number, folder)
-            value = plan.scored(params, number) if folder is None else _stored_score(plan, params, number, folder)
+            value = plan.score_trial(params, number) if folder is None else _score_once(plan, params, number, folder)
             if winner is None or value > best:
                 winner, best = (trial, params, state), value
     epsilon = cost.epsilon(delta=plan.delta)
@@ -418,7 +418,7 @@ def _pay_for_search(ledger: PrivacyLedger, plan: SearchPlan, unit: str, words: s
 
 
 @contextlib.contextmanager
-def _opened_folder(folder: str | Path | None, plan: SearchPlan) -> Iterator[Path | None]:
+def _locked_search_folder(folder: str | Path | None, plan: SearchPlan) -> Iterator[Path | None]:
     """Locks and yields the folder of one search. Raises ValueError if it belongs to another search."""
     if folder is None:
         yield None
@@ -446,7 +446,7 @@ def _opened_folder(folder: str | Path | None, plan: SearchPlan) -> Iterator[Path
         yield path
 
 
-def _stored_score(plan: SearchPlan, params: Tree, number: int, folder: Path) -> float:
+def _score_once(plan: SearchPlan, params: Tree, number: int, folder: Path) -> float:
     """Returns a trial's score, which is computed only once.
 
     So the folder fixes the parameters and score of each trial, and a repeated search depends only on these. Another
@@ -457,7 +457,7 @@ def _stored_score(plan: SearchPlan, params: Tree, number: int, folder: Path) -> 
         digest.update(f"{leaf_path(path)} {jnp.result_type(leaf)}{jnp.shape(leaf)}".encode() + bytes_of(leaf))
     stored = processes.from_first_process(lambda: read_json(file) if file.is_file() else None)
     if stored is None:
-        found = {"params (their digest)": digest.hexdigest(), "score": plan.scored(params, number)}
+        found = {"params (their digest)": digest.hexdigest(), "score": plan.score_trial(params, number)}
         stored = processes.from_every_process(found)[0]
         processes.from_first_process(lambda: replace_file(file, json.dumps(stored) + "\n"))
     if stored["params (their digest)"] != digest.hexdigest():

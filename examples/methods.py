@@ -89,7 +89,7 @@ def _number(word: str) -> float:
     raise ValueError(f"an option must be a number, a name, FIRST..LAST, SHARE% or epoch, got {word!r}")
 
 
-def explained(entry: catalog.Entry, name: str) -> str:
+def explained(entry: catalog.CatalogEntry, name: str) -> str:
     """One line of help for an argument: its choices, or what the docstring says."""
     choices = typing.get_args(entry.parameters[name].annotation)
     if typing.get_origin(entry.parameters[name].annotation) is Literal:

@@ -402,7 +402,7 @@ SAMPLINGS_BY_HAND = {
 }
 
 
-def arguments_of(entry: catalog.Entry, key: jax.Array, sampling: Any = POISSON) -> dict[str, Any]:
+def arguments_of(entry: catalog.CatalogEntry, key: jax.Array, sampling: Any = POISSON) -> dict[str, Any]:
     """All arguments that a line of the catalog needs: its own, and those of the contract."""
     if entry.samplings:
         sampling = {"cyclic": CYCLIC, "ordered": ORDERED}[entry.samplings[0]]
@@ -411,7 +411,7 @@ def arguments_of(entry: catalog.Entry, key: jax.Array, sampling: Any = POISSON) 
     return entry.arguments | {name: of_the_contract[name] for name in of_the_contract if name in entry.parameters}
 
 
-def case_of_method(entry: catalog.Entry, sampling: Any = POISSON) -> Case:
+def case_of_method(entry: catalog.CatalogEntry, sampling: Any = POISSON) -> Case:
     """A case for a method, or a mechanism, of which nothing is known but its line in the catalog.
 
     Without a `clip_norm`, its bound must be 1. What has another bound, or schedules of its own, needs a case by hand.
@@ -424,7 +424,7 @@ def case_of_method(entry: catalog.Entry, sampling: Any = POISSON) -> Case:
     return Case(entry.name, make, lambda step: clip_norm, linear=False, from_catalog=True)
 
 
-def case_of_coordinates(entry: catalog.Entry) -> Case:
+def case_of_coordinates(entry: catalog.CatalogEntry) -> Case:
     def make(key):
         return dpx.in_coordinates(_dp_sgd(key), entry.build(**arguments_of(entry, key)))
 
@@ -432,7 +432,7 @@ def case_of_coordinates(entry: catalog.Entry) -> Case:
     return Case(entry.name, make, linear=False, from_catalog=True, like=like)
 
 
-def case_of_sampling(entry: catalog.Entry) -> Case:
+def case_of_sampling(entry: catalog.CatalogEntry) -> Case:
     sizes = {"examples": 24, "batch_size": 8}
     sampling = entry.build(**{name: sizes[name] for name in sizes if name in entry.parameters})
     return Case(

@@ -23,7 +23,7 @@ from dpx.accounting.loss import ReleaseCount
 from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.selection import OneOfDpEvent
 from dpx.reports import curves
-from dpx.reports.report import sections_of
+from dpx.reports.report import report_sections
 from dpx.values import rounded_up
 from tests.devices import printed_by
 
@@ -473,7 +473,7 @@ def test_report_of_no_noise_is_valid_json():
 def test_a_report_begins_with_a_bet(noise):
     """How often an attacker is right at most, in a box before all else; specialists' sections are folded."""
     report = reports.privacy_report(Mechanism(noise), 50, delta=1e-6, unit="patient")
-    first, page = sections_of(report)[0], report.to_html()
+    first, page = report_sections(report)[0], report.to_html()
     (right,) = re.findall(r"is right at most (\d+) times", first.sentences[0])
     assert 50 + 50 * report.attacks.advantage <= int(right) < 51 + 50 * report.attacks.advantage
     of_two = re.findall(r"right at most (\d+) times in 100", first.sentences[1])
@@ -490,7 +490,7 @@ def test_all_forms_of_a_report_hold_the_same_facts():
     """Plain words first, each number with its unit; every sentence and number is in the text, Markdown and HTML."""
     for sampling in (Poisson(0.01), Fixed(), Shuffled()):
         report = reports.privacy_report(Mechanism(3.0, sampling), 9, delta=1e-6, unit="patient", name="a|b *c* <i>")
-        sections = sections_of(report)
+        sections = report_sections(report)
         plain = [section for section in sections if section.title != "In the words of the code"]
         assert sections.index(plain[-2]) == len(plain) - 2  # the code words stand below
         sentences = [sentence for section in plain for sentence in section.sentences]

@@ -413,7 +413,7 @@ def signs(*, clip_norm: float, noise_multiplier: float, sampling, key) -> dpx.Me
 
 @functools.cache
 def signs_case(change=None) -> Case:
-    case = case_of_method(catalog.Entry(signs, {"clip_norm": 0.7}))
+    case = case_of_method(catalog.CatalogEntry(signs, {"clip_norm": 0.7}))
     if change is None:
         return case
     chained = case._replace(name="signs", make=lambda key: dpx.chain(change(key), optax.scale_by_sign()))
@@ -478,7 +478,7 @@ def test_a_broken_line_of_the_catalog_fails(change, line):
 
 def test_docs_list_the_catalog():
     """docs/methods.md is what `python -m dpx.catalog` writes."""
-    assert (Path(__file__).parents[1] / "docs" / "methods.md").read_text() == catalog.table()
+    assert (Path(__file__).parents[1] / "docs" / "methods.md").read_text() == catalog.methods_page()
 
 
 @pytest.mark.parametrize("case", ALL)

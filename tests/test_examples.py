@@ -412,7 +412,7 @@ def test_options_are_those_of_the_builder(monkeypatch):
     def noisier(*, factor: float = 1.0, clip_norm: float, noise_multiplier: float, sampling, steps: int, key):
         """DP-SGD with too much noise. factor: times the noise."""
 
-    monkeypatch.setitem(METHODS, "noisier", catalog.Entry(noisier))
+    monkeypatch.setitem(METHODS, "noisier", catalog.CatalogEntry(noisier))
     assert methods.options("noisier") == {"factor": methods.Option(1.0, "times the noise")}
 
 

@@ -222,7 +222,7 @@ def test_no_policy_gets_more_than_a_ledger_allows(epsilon, delta, planned, sizes
     """One release that is planned, and three that may follow from all that was released before them."""
     ledger, pairs = dpx.PrivacyLedger(tmp_path / "ledger", epsilon=epsilon, delta=delta), [*map(response, sizes)]
     given = {"words": "one", "numbers": 1, "part": None, "marks": ()}
-    first = dataclasses.replace(ledger._next((), event=PureDpEvent(planned * GRID), **given), made=True)
+    first = dataclasses.replace(ledger._new_entry((), event=PureDpEvent(planned * GRID), **given), made=True)
     assert first.planned
 
     @functools.cache
@@ -231,7 +231,7 @@ def test_no_policy_gets_more_than_a_ledger_allows(epsilon, delta, planned, sizes
         before = entries(chosen[:-1]) if chosen else (first,)
         with contextlib.suppress(ValueError):
             if chosen and before:
-                return (*before, ledger._next(before, event=PureDpEvent(sizes[chosen[-1]] * GRID), **given))
+                return (*before, ledger._new_entry(before, event=PureDpEvent(sizes[chosen[-1]] * GRID), **given))
             return before
         return ()
 

@@ -20,7 +20,7 @@ import dpx
 from dpx import catalog
 from dpx.fitting import step as fitting_step
 from dpx.fitting.facts import fingerprint_of_loss
-from dpx.reports.report import sections_of
+from dpx.reports.report import report_sections
 from dpx.states.record import with_plan
 from tests import kills
 from tests.mechanisms import PARAMS as MECHANISM_PARAMS
@@ -78,7 +78,7 @@ def whole():
 def test_the_report_says_what_was_trained():
     """Its names are checked before the first step, and no cost of a search is that of another run."""
     run = fit(name="a model, May", dataset="patients of 2024", tuning="public")
-    rows = dict(sections_of(run.report)[0].rows)
+    rows = dict(report_sections(run.report)[0].rows)
     assert rows["run"] == "a model, May" and rows["data"] == "patients of 2024, 60 records"
     assert run.report.title == "Privacy report of a model, May" and "on public data" in run.report.tuning
     search = dpx.accounting.best_of((made(), 8), trials=2, score_on="public")

@@ -428,7 +428,7 @@ HURRIED = {
     "call fit outside of jit, because it compiles its own steps": lambda: jax.jit(
         lambda params: dpx.fit(loss, MECHANISM, params, np.ones((40, 3)), steps=3, delta=1e-5).params
     )(PARAMS),
-    ": give private metrics to evaluate_private": lambda: dpx.fitting.progress.metrics_of({"private_metric": 1.0}),
+    ": give private metrics to evaluate_private": lambda: dpx.fitting.progress.metrics_by_name({"private_metric": 1.0}),
 }
 
 

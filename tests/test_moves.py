@@ -22,7 +22,7 @@ import dpx
 from dpx import keys
 from dpx.fitting import facts
 from dpx.fitting import folder as folders
-from dpx.fitting.folder import Folder, require_skippable
+from dpx.fitting.folder import Folder, require_skippable_steps
 from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import Carry
 from dpx.gradients import clipped_gradients
@@ -169,7 +169,7 @@ def test_killed_while_it_moves(whole, tmp_path, monkeypatch):
         raise RuntimeError
 
     with monkeypatch.context() as patched, pytest.warns(UserWarning, match="steps 5 to 8"):
-        patched.setattr(Folder, "_store", killed)
+        patched.setattr(Folder, "_store_checkpoint", killed)
         assert run(tmp_path, dies=0, **MOVED) == (None, {})
     with pytest.raises(ValueError, match="holds another one: norms was 'vmap', now 'auto'"):
         run(tmp_path)
@@ -236,27 +236,27 @@ def test_another_machine_rounds_otherwise(whole, tmp_path, monkeypatch, said):
 def test_what_changes_no_number_is_no_setting(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=folder --xla_force_host_platform_device_count=8")
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
-    found = facts.settings_of_numbers()
+    found = facts.settings_affecting_results()
     assert not {"XLA_FLAGS", "jax_compilation_cache_dir", "jax_log_compiles"} & found.keys()
 
 
 @pytest.mark.usefixtures("settings")
 def test_what_changes_numbers_is_a_setting(monkeypatch):
-    before = facts.settings_of_numbers()
+    before = facts.settings_affecting_results()
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
     for name, value in OTHER_SETTINGS.items():
         jax.config.update(name, value)
-    found = facts.settings_of_numbers()
+    found = facts.settings_affecting_results()
     changed = {name for name in found if found[name] != before.get(name)}
     assert changed == {"NVIDIA_TF32_OVERRIDE", "XLA_FLAGS", *OTHER_SETTINGS}
     with jax.default_matmul_precision("highest"):
-        assert facts.settings_of_numbers() != found  # in this context alone
+        assert facts.settings_affecting_results() != found  # in this context alone
 
 
 def test_every_setting_of_jax_is_a_fact_or_known_to_be_quiet():
     """Also those of a later version of jax."""
-    found, known = facts.settings_of_numbers(), set(jax.config.values)
+    found, known = facts.settings_affecting_results(), set(jax.config.values)
     for name in known - found.keys():
         assert any(name.startswith(f"jax_{quiet}") for quiet in facts.QUIET), name
     decide = ("enable_x64", "default_prng_impl", "numpy_dtype_promotion", "softmax_custom_jvp")
@@ -331,7 +331,7 @@ def test_a_gpu_times_its_kernels(whole, tmp_path, monkeypatch):
 
 def test_where_kernels_are_timed(monkeypatch, tmp_path):
     assert not facts.autotunes_kernels()
-    assert "jaxlib" in str(facts._libraries()) and len(facts._libraries()) > 2
+    assert "jaxlib" in str(facts._library_versions()) and len(facts._library_versions()) > 2
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=false")
     assert facts.autotunes_kernels()
@@ -339,7 +339,7 @@ def test_where_kernels_are_timed(monkeypatch, tmp_path):
     assert not facts.autotunes_kernels()
     (tmp_path / "flags").write_text("--xla_gpu_deterministic_ops\n--xla_gpu_enable_fast_min_max=false\n")
     monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags"))
-    assert not facts.autotunes_kernels() and "fast_min_max" in facts.settings_of_numbers()["XLA_FLAGS"]
+    assert not facts.autotunes_kernels() and "fast_min_max" in facts.settings_affecting_results()["XLA_FLAGS"]
 
 
 def test_kinds_of_devices(monkeypatch):
@@ -441,7 +441,7 @@ def test_a_checkpoint_is_not_replaced(tmp_path):
     carry = Carry({"w": jnp.ones(3)}, made().init(PARAMS))
     found = Folder(tmp_path, json.loads((tmp_path / "run.json").read_text())["facts"], PLAN, False)
     with pytest.raises(ValueError, match="already exists"):
-        found._store(4, carry)
+        found._store_checkpoint(4, carry)
     found.close()
 
 
@@ -467,18 +467,18 @@ class InMemory(Folder):
     checkpoints: dict[int, Made]
     turn = staticmethod(lambda: None)
 
-    def _store(self, step, carry):
+    def _store_checkpoint(self, step, carry):
         self.turn()
         assert step not in self.checkpoints
         self.checkpoints[step] = carry
 
-    def _load(self, step, like):
+    def _load_checkpoint(self, step, like):
         return self.checkpoints[step]
 
     def _checkpoint_steps(self):
         return sorted(self.checkpoints)
 
-    def _tidy(self):
+    def _delete_older_checkpoints(self):
         for old in self._checkpoint_steps()[:-2]:
             self.turn()
             del self.checkpoints[old]
@@ -492,14 +492,14 @@ def train(folder, releases, turn, *, devices, start, every, ends, on_other_devic
         made = run.restore(Made((0, start)))[0]
         while made.step < steps:
             reach = min(steps, (made.step // every + 1) * every)
-            run.reserve(reach)
+            run.record_possible_steps(reach)
             while made.step < (ends if made.step < (ends or 0) <= reach else reach):
                 turn()
                 releases.setdefault(made.step + 1, set()).add((made.steps, devices))
                 made = Made(*made.steps, (made.step + 1, devices))
             run.save(made, [])
             if made.step == ends:
-                return run.reserve(ends)
+                return run.record_possible_steps(ends)
 
 
 @pytest.mark.filterwarnings("ignore:the run continues")
@@ -509,7 +509,7 @@ def test_no_kill_releases_a_step_twice(tmp_path, monkeypatch):
     write, finished = folders.replace_file, 0
     monkeypatch.setattr(folders, "replace_file", lambda path, text: (InMemory.turn(), write(path, text)))
     monkeypatch.setattr(folders, "with_plan", lambda carry, plan: carry)
-    monkeypatch.setattr(folders, "require_skippable", lambda *arguments: None)
+    monkeypatch.setattr(folders, "require_skippable_steps", lambda *arguments: None)
     skip = lambda made, run, reach: Made(*made.steps, (reach, "skipped"))  # noqa: E731
     monkeypatch.setattr(folders, "count_as_skipped", skip)
     for seed in range(60):
@@ -574,7 +574,7 @@ def test_fresh_projections_are_refused():
     with pytest.raises(
         ValueError, match="is that of ProjectedGaussianDpEvent.*, for which skipped steps have no proof"
     ):
-        require_skippable(dataclasses.replace(PLAN, optimizer=optimizer), state, 0, 4)
+        require_skippable_steps(dataclasses.replace(PLAN, optimizer=optimizer), state, 0, 4)
 
 
 def scheduled():

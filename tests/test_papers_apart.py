@@ -19,7 +19,7 @@ rules = [test for name, test in vars(test_layout).items() if name.startswith("te
 assert len(rules) >= 7
 for rule in rules:
     rule()
-assert not [word for word in dpx.catalog.table().split() if "papers/PAPER" in word]
+assert not [word for word in dpx.catalog.methods_page().split() if "papers/PAPER" in word]
 sampling = dpx.PoissonSampling(examples=1_000, batch_size=50)
 mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=dpx.secret_key(0))
 assert "4.76" in str(dpx.privacy_report(mechanism, 200, delta=1e-5).spent)

@@ -15,7 +15,7 @@ from dpx.accounting.cost import profile_of_run
 from dpx.accounting.flat_event import from_event
 from dpx.audit.setup import static_findings
 from dpx.reports import curves
-from dpx.reports.report import sections_of
+from dpx.reports.report import report_sections
 from tests.problems import squared_distance as loss
 
 DELTA, STEPS, RECORDS = 1e-4, 6, 3
@@ -75,12 +75,12 @@ def test_the_report_is_about_the_person():
     report = dpx.privacy_report(MECHANISM, STEPS, delta=DELTA)
     assert report.unit == f"one {UNIT}" and report.records == RECORDS
     plain = [
-        section for section in sections_of(report) if section.title not in ("In the words of the code", "Mechanism")
+        section for section in report_sections(report) if section.title not in ("In the words of the code", "Mechanism")
     ]
     sentences = [sentence for section in plain for sentence in section.sentences]
     assert all(UNIT in sentence for sentence in sentences if any(letter.isdigit() for letter in sentence))
     assert "example" not in " ".join(sentences)
-    rows = dict(row for section in sections_of(report) for row in section.rows)
+    rows = dict(row for section in report_sections(report) for row in section.rows)
     assert rows["who is protected"] == f"one {UNIT}" and rows[f"epsilon of one {UNIT}, target"] == "2"
     assert float(rows[f"epsilon of one {UNIT}, spent"]) == pytest.approx(2.0, rel=1e-4)
     sigma = f"{MECHANISM.noise_multiplier:.6g}"

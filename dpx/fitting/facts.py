@@ -67,7 +67,7 @@ PACKAGES = ("jax", "jaxlib", "optax")  # their versions, like that of dpx, affec
 VERSION = "version of dpx"
 
 
-def facts_of(run: RunPlan, carry: Carry, options: dict[str, Any]) -> dict[str, Any]:
+def facts_identifying_run(run: RunPlan, carry: Carry, options: dict[str, Any]) -> dict[str, Any]:
     """Returns the facts that identify a run. A mark tells two keys apart and reveals neither.
 
     options: options for computing the gradient. Like the backend, machine, settings and versions, they affect how sums
@@ -90,8 +90,8 @@ def facts_of(run: RunPlan, carry: Carry, options: dict[str, Any]) -> dict[str, A
     facts |= {name: repr(value) for name, value in options.items() if value not in (None, False)}
     facts |= {"processes": jax.process_count()} if jax.process_count() > 1 else {}
     facts |= {"backend": jax.default_backend(), MACHINE: device_kinds(), MEMORY: current_place().most_memory}
-    facts |= {SETTING + name: value for name, value in settings_of_numbers().items()}
-    facts |= {OF_LIBRARIES[-1]: fingerprint(_libraries())} if jax.default_backend() != "cpu" else {}
+    facts |= {SETTING + name: value for name, value in settings_affecting_results().items()}
+    facts |= {OF_LIBRARIES[-1]: fingerprint(_library_versions())} if jax.default_backend() != "cpu" else {}
     facts |= {VERSION: version_of("dpx-jax")}  # not "dpx", which is another package
     return facts | {f"version of {name}": version_of(name) for name in (*PACKAGES, *LIBRARIES)}
 
@@ -125,7 +125,7 @@ def differences_in_words(differ: list[str], stored: dict[str, Any], facts: dict[
     return "; ".join(in_words(name) for name in differ if name not in hidden)
 
 
-def is_about_rounding(name: str) -> bool:
+def is_changeable_fact(name: str) -> bool:
     """Whether a run may continue with another value of a fact, provided it skips the steps that may have been made."""
     return name in ROUNDING or name.startswith(SETTING)
 
@@ -191,14 +191,14 @@ def _cpu_facts() -> str:
     return f"{threads} CPUs, {name}, instructions {fingerprint(known)}"
 
 
-def _libraries() -> list[str]:
+def _library_versions() -> list[str]:
     """The version of the backend, and those of the libraries that contain the accelerator's compiler and kernels."""
     packages = {f"{found.name} {found.version}" for found in importlib.metadata.distributions()}
     version = jax.extend.backend.get_backend().platform_version
     return [version, *sorted(name for name in packages if name.startswith(("jax", "libtpu", "nvidia")))]
 
 
-def settings_of_numbers() -> dict[str, str]:
+def settings_affecting_results() -> dict[str, str]:
     """Settings that may affect results: environment variables, and all jax settings not known to be harmless."""
     found = {name: " ".join(flag for flag in _flags_in_variable(name) if not flag.startswith(SILENT)) for name in FLAGS}
     found |= {name: os.environ.get(name, "") for name in VARIABLES}
@@ -225,7 +225,7 @@ def bytes_of(array: Any) -> bytes:
     return np.asarray(as_local_array(array)).tobytes()
 
 
-def layout_of(carry: Carry, sharding: Any) -> int:
+def layout_fingerprint(carry: Carry, sharding: Any) -> int:
     """A fingerprint of how rows, parameters and state lie on the devices, which decides how sums are rounded."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return fingerprint(jax.device_count())

@@ -50,8 +50,8 @@ from dpx.fitting.facts import (
     autotunes_kernels,
     bytes_of,
     differences_in_words,
-    facts_of,
-    is_about_rounding,
+    facts_identifying_run,
+    is_changeable_fact,
     is_descriptive_fact,
 )
 from dpx.fitting.settings import RunPlan
@@ -147,18 +147,18 @@ class Folder:
             )
         differ = [name for name in stored | facts if stored.get(name) != facts.get(name)]
         names = [name for name in differ if name != KERNELS and not is_descriptive_fact(name)]
-        if MEMORY in stored and [name for name in names if is_about_rounding(name)] == [MEMORY]:
+        if MEMORY in stored and [name for name in names if is_changeable_fact(name)] == [MEMORY]:
             facts[MEMORY] = stored[MEMORY]  # a run that keeps its microbatches rounds as before
             names.remove(MEMORY)
             differ.remove(MEMORY)
         of_keys = [name for name in names if name.startswith("key")]
         if of_keys:  # another key changes these two as well, so do not list them
             differ = [name for name in differ if name not in (PROGRAM, SOME_EXAMPLES)]
-        if names and not (self._on_other_devices and all(map(is_about_rounding, names))):
+        if names and not (self._on_other_devices and all(map(is_changeable_fact, names))):
             advice = "To continue this run, pass what it was made with"
             if of_keys:
                 advice = "To continue it, make its key again: dpx.secret_key(seed), with the seed of its first program"
-            elif all(map(is_about_rounding, names)):
+            elif all(map(is_changeable_fact, names)):
                 advice += ", or on_other_devices=True, which skips the steps that may have been taken already"
             listing = differences_in_words(differ, stored, facts)
             raise ValueError(
@@ -181,14 +181,14 @@ class Folder:
             )
         skips = reach > (last or 0) and bool(self._changed or self.known.moved > (last or 0))
         if skips:
-            self._require_skippable(like.state, last or 0, reach)
+            self._require_skippable_steps(like.state, last or 0, reach)
         plan = max(self.known.planned, self._run.plan)
-        processes.from_first_process(self._write_claim)
+        processes.from_first_process(self._prepare_claimed_folder)
         moved = reach if self._changed or skips else self.known.moved
-        self._write(facts=self._facts, moved=moved)
+        self._write_run_file(facts=self._facts, moved=moved)
         self._plan = plan
         self.continued = last is not None
-        carry, rows = (like, []) if last is None else self._read(last, like)
+        carry, rows = (like, []) if last is None else self._read_checkpoint(last, like)
         carry = with_plan(carry, plan)
         if plan:
             rows = [row | {"epsilon": self._run.epsilon(carry.state)} for row in rows]
@@ -200,32 +200,32 @@ class Folder:
             self.save(carry, rows)
         return carry, rows
 
-    def _require_skippable(self, state: Tree, last: int, reach: int):
+    def _require_skippable_steps(self, state: Tree, last: int, reach: int):
         if not self._on_other_devices:
             raise ValueError(
                 f"on_other_devices must be True for {self.path}, because steps {last + 1} to {reach} may have been "
                 "taken on other devices: it skips them. (On a GPU, another program sums in another order, unless "
                 "XLA_FLAGS has --xla_gpu_deterministic_ops=true)"
             )
-        require_skippable(self._run, state, last, reach)
+        require_skippable_steps(self._run, state, last, reach)
 
-    def _write_claim(self):
+    def _prepare_claimed_folder(self):
         """Called only in process 0. Closes the folder to others, writes its warning, removes unfinished checkpoints."""
         make_folder(self.path)
         replace_file(self.path / "SENSITIVE", SENSITIVE)
-        self._delete_older()
+        self._delete_older_checkpoints()
 
-    def _write(self, **changes: Any):
+    def _write_run_file(self, **changes: Any):
         before, self.known = self.known, replace(self.known, **changes)
 
         def replace_run_json():
             if self._file.is_file():
-                self._require_unchanged(before)
+                self._require_unchanged_run_file(before)
             replace_file(self._file, json.dumps(asdict(self.known), indent=2) + "\n")
 
         processes.from_first_process(replace_run_json)
 
-    def _require_unchanged(self, known: RunFile):
+    def _require_unchanged_run_file(self, known: RunFile):
         """Raises ValueError if another program has changed run.json. Called only in process 0.
 
         The lock prevents that, except on some cluster disks where it only works within one host.
@@ -235,28 +235,28 @@ class Folder:
                 f"{self.path} must belong to one program at a time, but another one has continued the run: end this one"
             )
 
-    def note_plan(self):
+    def record_planned_steps(self):
         """Records the plan, once a ledger has allowed it. A refused call makes no step and plans none."""
-        self._write(planned=self._plan)
+        self._write_run_file(planned=self._plan)
 
-    def reserve(self, step: int):
+    def record_possible_steps(self, step: int):
         """Records the last step that may be made before the next checkpoint, before any of these steps is made."""
-        self._write(reach=max(self._reached, step))
+        self._write_run_file(reach=max(self._reached, step))
 
-    def note_paid(self, steps: int):
+    def record_paid_steps(self, steps: int):
         if self.known.paid != steps:
-            self._write(paid=steps)
+            self._write_run_file(paid=steps)
 
-    def record_metric(self, name: str, looks: int):
+    def record_metric_release(self, name: str, looks: int):
         """Records a release of a private metric before anybody sees it. looks: number of releases that it plans."""
         before, most = self.known.measured, self.known.looks
         if name not in before or looks > most:
-            self._write(measured=[*dict.fromkeys([*before, name])], looks=max(most, looks))
+            self._write_run_file(measured=[*dict.fromkeys([*before, name])], looks=max(most, looks))
 
     def end(self, step: int) -> int:
         """Ends the run, for all programs. Returns the last step that may have been made."""
         if self.known.ended is None:
-            self._write(ended=max(self.known.reach, step))
+            self._write_run_file(ended=max(self.known.reach, step))
         return cast(int, self.known.ended)
 
     def save(self, carry: Carry, history: list[dict[str, Any]]) -> bool:
@@ -266,22 +266,22 @@ class Folder:
         step = carry.step
 
         def write_history():
-            self._require_unchanged(self.known)
+            self._require_unchanged_run_file(self.known)
             replace_file(self.path / "history.json", json.dumps(history) + "\n")
 
         processes.from_first_process(write_history)
         if self._last != step:
-            self._store(step, carry)
-            processes.from_first_process(self._delete_older)
+            self._store_checkpoint(step, carry)
+            processes.from_first_process(self._delete_older_checkpoints)
         self._last = step
         return True
 
-    def _store(self, step: int, carry: Carry):
+    def _store_checkpoint(self, step: int, carry: Carry):
         args = self._orbax.args
         whole = args.Composite(default=args.StandardSave(_checkpoint_items(carry)))
         self._files.save(self.path / str(step), args=whole)  # raises if this checkpoint exists
 
-    def _delete_older(self):
+    def _delete_older_checkpoints(self):
         """Deletes all but the last checkpoints; called only in process 0."""
         fsync_folder(self.path)
         for path in [
@@ -303,16 +303,16 @@ class Folder:
             )
         return steps[0]
 
-    def _read(self, step: int, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
+    def _read_checkpoint(self, step: int, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
         """Returns the checkpoint of a step, and the history up to it."""
-        carry, history = self._load(step, like), self.path / "history.json"
+        carry, history = self._load_checkpoint(step, like), self.path / "history.json"
         if carry.step != step:
             raise ValueError(f"checkpoint {step} in {self.path} holds a state after {carry.step} steps: rename it back")
         rows = processes.from_first_process(lambda: read_json(history) if history.is_file() else [])
         self._last = step
         return carry, [row for row in rows if row["step"] <= step]
 
-    def _load(self, step: int, like: Carry) -> Carry:
+    def _load_checkpoint(self, step: int, like: Carry) -> Carry:
         args, path = self._orbax.args, self.path / str(step)
         abstract = args.StandardRestore(jax.tree.map(self._orbax.utils.to_shape_dtype_struct, _checkpoint_items(like)))
         try:
@@ -352,7 +352,7 @@ class _NoFolder:
     def _keep_nothing(self, *facts: Any):
         pass
 
-    reserve = note_plan = record_metric = note_paid = close = _keep_nothing
+    record_possible_steps = record_planned_steps = record_metric_release = record_paid_steps = close = _keep_nothing
 
     def end(self, step: int) -> int:
         return step
@@ -376,7 +376,7 @@ def open_folder(
     """
     if folder is None and jax.process_count() == 1:
         return _NoFolder(run)
-    facts = facts_of(run, carry, options)
+    facts = facts_identifying_run(run, carry, options)
     if jax.process_count() > 1:
         copies = [bytes_of(leaf) for leaf in jax.tree.leaves(carry.params) if leaf.is_fully_replicated]
         path = None if folder is None else str(Path(folder).expanduser().absolute())
@@ -386,7 +386,7 @@ def open_folder(
     return _NoFolder(run) if folder is None else Folder(folder, facts, run, on_other_devices)
 
 
-def require_skippable(run: RunPlan, state: Tree, first: int, reach: int):
+def require_skippable_steps(run: RunPlan, state: Tree, first: int, reach: int):
     """Raises ValueError unless the steps after `first`, up to `reach`, may be skipped and at least one step remains.
     state: the optimizer state of any step."""
     unproved = [event_of_release(loss) for loss in from_event(run.optimizer.event(1)).counts if not loss.fresh]

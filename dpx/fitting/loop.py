@@ -12,11 +12,11 @@ from typing import Any, Literal
 import jax
 
 from dpx.accounting.checks import Accountant
-from dpx.fitting.facts import LAYOUT, LOSS, SOME_EXAMPLES, fingerprint_of_loss, layout_of
+from dpx.fitting.facts import LAYOUT, LOSS, SOME_EXAMPLES, fingerprint_of_loss, layout_fingerprint
 from dpx.fitting.folder import open_folder
 from dpx.fitting.processes import raising_together, require_rows_in_every_process
 from dpx.fitting.progress import FitResult, Progress, RunMonitor
-from dpx.fitting.settings import Payment, RunPlan, checked_inputs, require_report_facts, require_transforms_in
+from dpx.fitting.settings import Payment, RunPlan, checked_run_inputs, require_optax_transforms, require_report_facts
 from dpx.fitting.step import Carry, compiled_step, compiled_step_in_chunks, first_carry
 from dpx.gradients.clipped_gradients import Norms
 from dpx.ledgers import PrivacyLedger
@@ -177,7 +177,7 @@ def fit(
         require_function("loss_at", loss_at, "params", "state")
         given = {"delta": delta, "accountant": accountant, "records": records, "public_stop": public_stop}
         run = RunPlan.with_defaults(optimizer, key=key, steps=steps, epochs=epochs, **given)
-        examples = checked_inputs(params, data, run)
+        examples = checked_run_inputs(params, data, run)
         said: dict[str, Any] = {"name": name, "dataset": dataset, "tuning": require_report_facts(tuning, name, dataset)}
         words = (name or "a run of dpx.fit") if words is None else words
         payment = Payment(ledger, {"words": words, "unit": examples.unit, "part": part}, run)
@@ -186,12 +186,12 @@ def fit(
         require_whole("checkpoint_every", checkpoint_every)
         require_bool("on_other_devices", on_other_devices)
         carry = first_carry(params, optimizer, sharding)
-        require_transforms_in(carry.state)
+        require_optax_transforms(carry.state)
         at_once = functools.partial(compiled_step, whole=bool(callbacks))
         build = at_once if chunk_size is None else compiled_step_in_chunks
         step = build(loss, optimizer, loss_at, carry, sharding, options)
-        layout = {"devices": getattr(sharding, "num_devices", None), LAYOUT: layout_of(carry, sharding)}
-        rhythm = watcher.collective_schedule() | {"checkpoint_every": checkpoint_every}
+        layout = {"devices": getattr(sharding, "num_devices", None), LAYOUT: layout_fingerprint(carry, sharding)}
+        rhythm = watcher.settings_shared_by_processes() | {"checkpoint_every": checkpoint_every}
         if jax.process_count() > 1 or checkpoints is not None:
             equations = fingerprint_of_loss(loss, optimizer, loss_at, carry, examples.some_rows, options)
             layout |= {SOME_EXAMPLES: examples.mark(), LOSS: equations}
@@ -238,7 +238,7 @@ def _train_steps(
     if first > run.steps:
         raise ValueError(f"steps must be at least the {first} that the stored run has taken, got {run.steps}")
     payment.pay(carry, folder)
-    folder.note_plan()
+    folder.record_planned_steps()
     if folder.known.ended is not None:
         payment.end(first, folder)
         if first < run.steps:
@@ -247,7 +247,7 @@ def _train_steps(
         return carry
     mark, place = int(run.optimizer.noise_key), folder.path and folder.path.resolve()
     _warn_of_reused_key(mark, place, folder.continued)
-    folder.reserve(_next_checkpoint(first, checkpoint_every, run))
+    folder.record_possible_steps(_next_checkpoint(first, checkpoint_every, run))
     loaded, before, last, due = batches(carry.state, steps=run.steps - first), (), (), False
     consistent = True  # False while a step runs, when an interrupt must not save a checkpoint
     with contextlib.closing(loaded), contextlib.closing(watcher.bar):
@@ -255,30 +255,30 @@ def _train_steps(
         try:
             for done, batch in enumerate(loaded, first + 1):
                 jax.block_until_ready(before)  # otherwise batches would pile up on the device
-                watcher.look_at_rows(before)
+                watcher.warn_without_gradients(before)
                 consistent = False
                 carry, unreleased = step(carry, batch)
                 _TRAINED[mark] = place  # only now, because a loss that raises makes no step
                 before, last = last, unreleased.counts
                 due = done == run.steps or done % watcher.every == 0
-                ended = due and watcher.record_step(done, carry, unreleased)
+                ended = due and watcher.add_history_row(done, carry, unreleased)
                 consistent = True
                 watcher.bar.update()
                 finished = ended or done == run.steps
                 if finished or done % checkpoint_every == 0:
                     folder.save(carry, watcher.history)
-                    folder.reserve(done if finished else _next_checkpoint(done, checkpoint_every, run))
+                    folder.record_possible_steps(done if finished else _next_checkpoint(done, checkpoint_every, run))
                 if ended:
                     payment.end(done, folder)
                     break
-            watcher.look_at_rows(before)
-            watcher.look_at_rows(last, ended=True)
+            watcher.warn_without_gradients(before)
+            watcher.warn_without_gradients(last, ended=True)
         except BaseException as stop:
             interrupted = isinstance(stop, KeyboardInterrupt)
             if interrupted and consistent and jax.process_count() == 1:  # several processes may be at different steps
                 with contextlib.suppress(Exception):  # an interrupted save cannot be repeated, so keep the last one
                     if folder.save(carry, watcher.history):
-                        folder.reserve(carry.step)
+                        folder.record_possible_steps(carry.step)
             if interrupted or due:  # `evaluate` or a callback may have failed
                 stop.add_note(f"dpx: {folder}")
             raise

@@ -191,18 +191,18 @@ class RunMonitor:
         self.history, self.folder = history, folder
         if self.evaluate_private is not None:
             self.evaluate_private.count_earlier(folder.known.measured)
-            self.expect_looks(self.evaluate_private, 0)
+            self.expect_metric_releases(self.evaluate_private, 0)
 
-    def looks_after(self, step: int) -> int:
+    def evaluations_after(self, step: int) -> int:
         """The number of evaluations planned after `step`, or 0 if public information decides when the run ends."""
         return math.ceil(self.run.steps / self.every) - math.ceil(step / self.every) if self.run.plan else 0
 
-    def expect_looks(self, metric: PrivateMetric, left: int):
+    def expect_metric_releases(self, metric: PrivateMetric, left: int):
         """Tells the private metric to expect `left` more releases, or more if another program planned more."""
         left = max(left, self.folder.known.looks - len(self.folder.known.measured))
         metric.expect(int(self.run.optimizer.noise_key), left)
 
-    def look_at_rows(self, counts: tuple, *, ended: bool = False):
+    def warn_without_gradients(self, counts: tuple, *, ended: bool = False):
         """Warns, once in a run, if its steps release nothing but noise because no row has a gradient that counts.
 
         It looks at the first steps, and after each evaluation, until a row has one. counts: `BatchLosses.counts` of a
@@ -217,7 +217,7 @@ class RunMonitor:
             warn_of_rows(*self.fruitless, self.examples.some_rows, trained=self.trained)
             self.warned = True
 
-    def record_step(self, step: int, carry: Carry, batch: BatchLosses) -> bool:
+    def add_history_row(self, step: int, carry: Carry, batch: BatchLosses) -> bool:
         """Adds a row to the history. Returns whether a callback asks to stop."""
         self.looking = True
         shown = self.evaluate is not None or self.evaluate_private is not None or self.callbacks
@@ -227,14 +227,14 @@ class RunMonitor:
         if self.evaluate is not None or self.evaluate_private is not None:
             with processes.raising_together():
                 seen = self.loss_at(params, carry.state)
-                metrics = {} if self.evaluate is None else metrics_of(self.evaluate(seen))
+                metrics = {} if self.evaluate is None else metrics_by_name(self.evaluate(seen))
             if self.evaluate_private is not None:
                 with processes.raising_together():
                     name = self.evaluate_private.name_of(seen)
                     metrics[PRIVATE] = self.evaluate_private(seen)
                 measured = processes.from_every_process(name)[0]
-                self.folder.record_metric(measured, self.looks_after(0))  # before anybody sees it
-                self.expect_looks(self.evaluate_private, self.looks_after(step))
+                self.folder.record_metric_release(measured, self.evaluations_after(0))  # before anybody sees it
+                self.expect_metric_releases(self.evaluate_private, self.evaluations_after(step))
             metrics = processes.from_every_process(metrics)[0]  # process 0's, if each measured on its own data
         self.history.append({"step": step, "epsilon": epsilon, **metrics, "unreleased_loss": loss})
         spent = f"epsilon {rounded_up(epsilon, 4)}{for_whom(self.run.records)}"
@@ -249,13 +249,13 @@ class RunMonitor:
             asked = [_asks_to_stop(callback(progress)) for callback in self.callbacks]  # a list, so that all are called
         return any(processes.from_every_process(any(asked)))
 
-    def collective_schedule(self) -> dict[str, Any]:
+    def settings_shared_by_processes(self) -> dict[str, Any]:
         """The settings that must agree because all processes take part in these steps."""
         watched = {name: getattr(self, name) for name in ("evaluate", "evaluate_private", "callbacks")}
         return {"evaluate_every": self.every} | {name: "given" if of else "none" for name, of in watched.items()}
 
 
-def metrics_of(found: Any) -> dict[str, float]:
+def metrics_by_name(found: Any) -> dict[str, float]:
     """The numbers that `evaluate` returned, by name. Raises ValueError for anything else."""
     named = found if isinstance(found, Mapping) else {"metric": found}
     for name, value in named.items():

@@ -92,7 +92,7 @@ class RunPlan:
         return cost.profile(self.accountant).epsilon(self.delta)
 
 
-def checked_inputs(params: Tree, data: Any, run: RunPlan) -> CheckedData:
+def checked_run_inputs(params: Tree, data: Any, run: RunPlan) -> CheckedData:
     """Checks `params` and `data`, and returns the checked data. The ValueError says if they seem to be swapped."""
     number = run.optimizer.sampling.examples
     try:
@@ -114,7 +114,7 @@ def checked_inputs(params: Tree, data: Any, run: RunPlan) -> CheckedData:
     return examples
 
 
-def require_transforms_in(state: Tree):
+def require_optax_transforms(state: Tree):
     """Raises ValueError if no optax transform follows the mechanism whose optimizer state is `state`."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, ChainState))
     if not any(isinstance(node, ChainState) for node in nodes):
@@ -176,7 +176,7 @@ class Payment:
         self.planned = max(self.run.steps, read_run(carry.state).steps)
         if self.ledger is not None:
             self.number = processes.from_first_process(lambda: self._pay(self.ledger, carry, folder))
-            folder.note_paid(self.planned)
+            folder.record_paid_steps(self.planned)
         elif 0 < folder.known.paid < self.planned:
             raise ValueError(
                 f"ledger must be given for a run of {self.planned} steps in {folder.path}, because a ledger has paid "
@@ -200,9 +200,9 @@ class Payment:
         """Ends the run, and refunds what its remaining steps would have cost. Runs in every process."""
         if self.ledger is not None:
             made = folder.end(step)
-            processes.from_first_process(lambda: self._end(self.ledger, made))
+            processes.from_first_process(lambda: self._charge_whole_epochs(self.ledger, made))
 
-    def _end(self, ledger: Any, made: int):
+    def _charge_whole_epochs(self, ledger: Any, made: int):
         """Charges whole epochs, or whole turns of cyclic groups, because one that has begun costs as much as its least
         noise, which may be that of a step that was not made."""
         sampling = self.run.optimizer.sampling
@@ -216,6 +216,6 @@ class Payment:
 
     def _caveats(self, ledger: Any) -> list[str]:
         entry, terms = ledger.entries[self.number], ledger.terms
-        numbers = {"epsilon": rounded_up(ledger.epsilon, 4), "delta": rounded_up(terms.delta, 6), "owner": terms.owner}
-        paid = _PAID.format(number=entry.number, name=ledger.path.name, **numbers)
+        numbers = {"epsilon": rounded_up(ledger.epsilon, 4), "delta": rounded_up(terms.delta, 6)}
+        paid = _PAID.format(number=entry.number, name=ledger.path.name, owner=terms.protected_unit, **numbers)
         return [paid, *([_RETURNED.format(steps=entry.steps)] if entry.credit != NOTHING else [])]

@@ -90,7 +90,7 @@ def compiled_step(
         carry = Carry(optax.apply_updates(carry.params, found.updates), found.state)
         return carry, of_batch if whole else of_batch._replace(unreleased=None, included=None)
 
-    shardings = _shardings(carry, sharding), None
+    shardings = _carry_shardings(carry, sharding), None
     return CompiledByShapes(step, donate_argnums=(0,), out_shardings=shardings, sharding=sharding)
 
 
@@ -111,7 +111,7 @@ def compiled_step_in_chunks(
         of_batch = BatchLosses(total / sums.unreleased_count.astype(jnp.float32).clip(1), counts, None, None)
         return Carry(optax.apply_updates(carry.params, updates), state), of_batch
 
-    shardings = _shardings(carry, sharding), None
+    shardings = _carry_shardings(carry, sharding), None
     add_chunk = CompiledByShapes(add_chunk, donate_argnums=(2, 3), sharding=sharding)
     release_sums = CompiledByShapes(release_sums, donate_argnums=(0,), out_shardings=shardings, sharding=sharding)
 
@@ -124,7 +124,7 @@ def compiled_step_in_chunks(
     return step
 
 
-def _shardings(carry: Carry, sharding: Any) -> Any:
+def _carry_shardings(carry: Carry, sharding: Any) -> Any:
     """On a mesh, the shardings of the carry, which every step keeps. None leaves the choice to jax."""
     return jax.tree.map(lambda leaf: leaf.sharding, carry) if isinstance(sharding, NamedSharding) else None
 

@@ -4,5 +4,5 @@
 `dpx/accounting/filters.py` proves that a release may be chosen based on earlier ones.
 """
 
-from dpx.ledgers.entries import Entry as Entry
+from dpx.ledgers.entries import LedgerEntry as LedgerEntry
 from dpx.ledgers.ledger import PrivacyLedger as PrivacyLedger

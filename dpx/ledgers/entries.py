@@ -15,7 +15,7 @@ from dpx.values import described
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class LedgerEntry:
     """The record of one release, such as a statistic or a whole run, from when it is reserved.
 
     number: int, its index in the ledger. event: its cost, an event of dp-accounting or of dpx. words: what it is.
@@ -42,7 +42,7 @@ class Entry:
     steps: int | None = None
     credit: Spent = NOTHING
 
-    def line(self) -> dict[str, Any]:
+    def reservation_line(self) -> dict[str, Any]:
         """The line that reserves it."""
         names = ("number", "words", "date", "part", "numbers", "in_integers", "marks", "planned")
         return {name: getattr(self, name) for name in names} | {
@@ -51,13 +51,13 @@ class Entry:
         }
 
 
-def entries_of(lines: list[dict[str, Any]]) -> list[Entry]:
+def read_entries(lines: list[dict[str, Any]]) -> list[LedgerEntry]:
     """Reads the entries from all lines but the first. Raises ValueError for a line of another kind."""
-    entries: list[Entry] = []
+    entries: list[LedgerEntry] = []
     for line in lines:
         if "event" in line:
             given = line | {"event": decode_value(line["event"]), "charge": Spent(*decode_value(line["charge"]))}
-            entries.append(Entry(**given | {"marks": tuple(line["marks"])}))
+            entries.append(LedgerEntry(**given | {"marks": tuple(line["marks"])}))
             if line["number"] != len(entries) - 1:  # later lines would refer to the wrong entries
                 raise ValueError(
                     "the lines of a ledger must be those of one file, in their order, but some are missing or from "

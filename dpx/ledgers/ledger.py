@@ -23,7 +23,7 @@ from dpx.accounting.flat_event import from_event
 from dpx.accounting.loss import as_hashable, event_of_release
 from dpx.accounting.profiles import least_number
 from dpx.keys.noise import LARGEST_RELEASE
-from dpx.ledgers.entries import Entry, decode_value, encode_value, entries_of
+from dpx.ledgers.entries import LedgerEntry, decode_value, encode_value, read_entries
 from dpx.ledgers.files import replace_file
 from dpx.reports.rendering import Section, as_markdown, as_text
 from dpx.sampling.schemes import compose_events
@@ -57,7 +57,7 @@ class LedgerTerms:
         return PrivacyFilter(self.epsilon, self.delta)
 
     @property
-    def owner(self) -> str:
+    def protected_unit(self) -> str:
         """Whom epsilon protects, in words."""
         return unit_in_words(self.records, self.unit)
 
@@ -108,7 +108,7 @@ class PrivacyLedger:
                     raise ValueError(f"epsilon and delta must be given for a new ledger, but there is no {self.path}")
                 terms = {name: encode_value(value) for name, value in asdict(LedgerTerms(**given)).items()}
                 replace_file(self.path, json.dumps({"ledger": terms}) + "\n")
-        self.terms = LedgerTerms(**{name: decode_value(value) for name, value in self._lines()[0]["ledger"].items()})
+        self.terms = LedgerTerms(**{name: decode_value(one) for name, one in self._read_lines()[0]["ledger"].items()})
         for name, value in given.items():
             if value != (stored := getattr(self.terms, name)):
                 words = f"{name} is {stored}, got {described(value)}"
@@ -126,7 +126,7 @@ class PrivacyLedger:
         numbers: int = LARGEST_RELEASE,
         part: str | None = None,
         unit: str | None = None,
-    ) -> Entry:
+    ) -> LedgerEntry:
         """Records a future release and charges the budget for it. Arguments and errors are as for `spend`."""
         return self._add_entry(event, key, words, numbers, part, unit, made=False, holder="")
 
@@ -140,7 +140,7 @@ class PrivacyLedger:
         part: str | None = None,
         unit: str | None = None,
         holder: str = "",
-    ) -> Entry:
+    ) -> LedgerEntry:
         """Records a release just before it is made, and charges the budget for it unless it was reserved.
 
         event: its cost, an event of dp-accounting or of dpx that holds for the ledger's unit, records and relation.
@@ -158,7 +158,7 @@ class PrivacyLedger:
         """
         return self._add_entry(event, key, words, numbers, part, unit, made=True, holder=holder)
 
-    def end(self, entry: Entry, event: DpEvent, *, steps: int) -> Entry:
+    def end(self, entry: LedgerEntry, event: DpEvent, *, steps: int) -> LedgerEntry:
         """Ends a run early and gives back the cost of its remaining steps, if these are Gaussians on all data or on
         Poisson samples. Gives nothing back for several records, because their noise multipliers are rounded to a few.
 
@@ -176,9 +176,9 @@ class PrivacyLedger:
             gained = NOTHING
             if from_event(stored.event).gaussian and self.terms.records == 1:
                 rest = from_event(_remaining_event(stored.event, as_hashable(event))).losses(self.terms.relation)
-                spent = max(_total_spent(group).delta for group in _by_part(self.entries) if stored in group)
+                spent = max(_total_spent(group).delta for group in _entries_by_part(self.entries) if stored in group)
                 gained = credit_mu(rest, max(0.0, self.terms.filter.most.delta - spent) / 8)
-            self._append([{"ended": entry.number, "steps": steps, "credit": encode_value(gained)}])
+            self._append_lines([{"ended": entry.number, "steps": steps, "credit": encode_value(gained)}])
             return replace(stored, steps=steps, credit=gained)
 
     @property
@@ -188,19 +188,19 @@ class PrivacyLedger:
         It holds even for a reader whose stopping time depends on what was released. It is at most the budget, and above
         `epsilon`, which is for a time chosen in advance and subtracts what was given back.
         """
-        return min(self.terms.epsilon, max(self._odometer(group) for group in _by_part(self.entries)))
+        return min(self.terms.epsilon, max(self._odometer(group) for group in _entries_by_part(self.entries)))
 
-    def _odometer(self, group: Sequence[Entry]) -> float:
-        spent = _total_spent(_without_credits(group))
+    def _odometer(self, group: Sequence[LedgerEntry]) -> float:
+        spent = _total_spent(_without_refunds(group))
         if fixed := [entry for entry in group if entry.planned]:
-            more = self.terms.filter.charge(self._profile(fixed, curve=True), _total_spent(group))
+            more = self.terms.filter.charge(self._joint_profile(fixed, curve=True), _total_spent(group))
             spent = Spent(spent.precision + more.precision, spent.delta + more.delta)
         return self.terms.filter.odometer(spent)
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[LedgerEntry, ...]:
         """All entries, in the order of their reservation."""
-        return tuple(entries_of(self._lines()[1:]))
+        return tuple(read_entries(self._read_lines()[1:]))
 
     @property
     def epsilon(self) -> float:
@@ -210,9 +210,9 @@ class PrivacyLedger:
         """
         return self._epsilon_of(self.entries)
 
-    def _epsilon_of(self, entries: Sequence[Entry]) -> float:
+    def _epsilon_of(self, entries: Sequence[LedgerEntry]) -> float:
         # The coins of a credit take a share of delta. Until other releases use it, that may cost more than it saves.
-        ways = ((group, _without_credits(group)) for group in _by_part(entries))
+        ways = ((group, _without_refunds(group)) for group in _entries_by_part(entries))
         return max(min(map(self._epsilon, both if both[0] != both[1] else both[:1])) for both in ways)
 
     def affords(self, event: DpEvent, *, numbers: int = LARGEST_RELEASE, part: str | None = None) -> bool:
@@ -220,19 +220,19 @@ class PrivacyLedger:
 
         Raises ValueError for arguments that `spend` would refuse under any budget.
         """
-        event = self._hashable(event, "asked", numbers, part, None)
+        event = self._hashable_event(event, "asked", numbers, part, None)
         try:
-            self._next(self.entries, event=event, words="asked", numbers=numbers, part=part, marks=())
+            self._new_entry(self.entries, event=event, words="asked", numbers=numbers, part=part, marks=())
         except ValueError:
             return False
         return True
 
     def __str__(self) -> str:
         """A page for the data owner: the budget, what was spent, and every release."""
-        return as_text(f"Privacy ledger {self.path.name}", sections_of(self))
+        return as_text(f"Privacy ledger {self.path.name}", ledger_sections(self))
 
     def _repr_markdown_(self) -> str:
-        return as_markdown(f"Privacy ledger {self.path.name}", sections_of(self))
+        return as_markdown(f"Privacy ledger {self.path.name}", ledger_sections(self))
 
     def least_noise(
         self, event: Callable[[float], DpEvent], *, numbers: int = LARGEST_RELEASE, part: str | None = None
@@ -248,8 +248,8 @@ class PrivacyLedger:
             raise ValueError(f"the budget of {self.path} must allow some noise multiplier up to {_MOST_NOISE:g}")
         return found
 
-    def _add_entry(self, event, key, words, numbers, part, unit, *, made: bool, holder: str) -> Entry:
-        event = self._hashable(event, words, numbers, part, unit)
+    def _add_entry(self, event, key, words, numbers, part, unit, *, made: bool, holder: str) -> LedgerEntry:
+        event = self._hashable_event(event, words, numbers, part, unit)
         given = key if isinstance(key, list | tuple) else [key]
         marks = tuple(sorted({int(keys.mark_of_key(keys.require_key(one))) for one in given}))
         if not marks:
@@ -258,17 +258,17 @@ class PrivacyLedger:
             entries, lines = self.entries, []
             used = [entry for entry in entries if {*entry.marks} & {*marks}]
             if used:
-                entry = _known_entry(used[0], event, marks, part, holder, numbers)
+                entry = _existing_entry(used[0], event, marks, part, holder, numbers)
             else:
-                entry = self._next(entries, event=event, words=words, numbers=numbers, part=part, marks=marks)
-                lines.append(entry.line())
+                entry = self._new_entry(entries, event=event, words=words, numbers=numbers, part=part, marks=marks)
+                lines.append(entry.reservation_line())
             if made and not entry.made:
                 entry = replace(entry, made=True, holder=holder)
                 lines.append({"made": entry.number, "holder": holder})
-            self._append(lines)
+            self._append_lines(lines)
         return entry
 
-    def _hashable(self, event: Any, words: Any, numbers: Any, part: Any, unit: Any) -> DpEvent:
+    def _hashable_event(self, event: Any, words: Any, numbers: Any, part: Any, unit: Any) -> DpEvent:
         """`event` in hashable form. Raises ValueError for arguments that the ledger's terms do not allow."""
         if not isinstance(event, DpEvent):
             raise ValueError(f"event must be a DpEvent, such as optimizer.event(steps), got {described(event)}")
@@ -294,17 +294,17 @@ class PrivacyLedger:
             )
         return event
 
-    def _next(self, entries: Sequence[Entry], **given: Any) -> Entry:
+    def _new_entry(self, entries: Sequence[LedgerEntry], **given: Any) -> LedgerEntry:
         """The entry for one more release. Raises ValueError if the budget does not allow it."""
         facts = {"in_integers": current_place().platform == "tpu", "date": datetime.now(UTC).date().isoformat()}
-        fixed = Entry(number=len(entries), planned=True, charge=NOTHING, **facts, **given)
-        planned = not any(entry.made for entry in entries) and self._compose([*entries, fixed])
-        if planned and self._allows([*entries, fixed]):
+        fixed = LedgerEntry(number=len(entries), planned=True, charge=NOTHING, **facts, **given)
+        planned = not any(entry.made for entry in entries) and self._can_compose([*entries, fixed])
+        if planned and self._budget_allows([*entries, fixed]):
             return fixed
-        coins = max(_total_spent(group).delta for group in _by_part([*entries, fixed]) if fixed in group)
-        charge = self.terms.filter.charge(self._profile([fixed], curve=True), Spent(0.0, coins))
+        coins = max(_total_spent(group).delta for group in _entries_by_part([*entries, fixed]) if fixed in group)
+        charge = self.terms.filter.charge(self._joint_profile([fixed], curve=True), Spent(0.0, coins))
         chosen = replace(fixed, planned=False, charge=charge)
-        if not self._allows([*entries, chosen]):
+        if not self._budget_allows([*entries, chosen]):
             budget = f"epsilon={self.terms.epsilon} at delta={self.terms.delta}"
             cost = self._epsilon_of([*entries, fixed if planned else chosen])
             more = f"with it, epsilon is {cost:.4g}; " * (cost > self.terms.epsilon)
@@ -320,10 +320,10 @@ class PrivacyLedger:
             )
         return chosen
 
-    def _allows(self, entries: Sequence[Entry]) -> bool:
+    def _budget_allows(self, entries: Sequence[LedgerEntry]) -> bool:
         """Whether the budget allows these entries. Unless all were planned, coins take their share of delta."""
         most = self.terms.filter.most
-        for group in _by_part(entries):
+        for group in _entries_by_part(entries):
             spent, coins = _total_spent(group), 0.0 if all(entry.planned for entry in group) else most.delta
             if spent.delta > most.delta or spent.precision > most.precision:
                 return False
@@ -331,24 +331,24 @@ class PrivacyLedger:
                 return False
         return True
 
-    def _compose(self, entries: Sequence[Entry]) -> bool:
+    def _can_compose(self, entries: Sequence[LedgerEntry]) -> bool:
         """Whether dpx knows the joint cost of the planned entries, and their cost composed with a Gaussian."""
         fixed = [entry for entry in entries if entry.planned]
         try:
-            self._profile(fixed, self.terms.filter.most.precision)
+            self._joint_profile(fixed, self.terms.filter.most.precision)
         except ValueError:
             return False
         return all(from_event(entry.event).readable for entry in fixed)
 
-    def _epsilon(self, group: Sequence[Entry], coins: float | None = None) -> float:
+    def _epsilon(self, group: Sequence[LedgerEntry], coins: float | None = None) -> float:
         """Epsilon of the entries that count for one part. coins: their probability, or None for that of the entries."""
         fixed, spent = [entry for entry in group if entry.planned], _total_spent(group)
         spent = spent if coins is None else spent._replace(delta=coins)
         if not fixed:
             return self.terms.filter.epsilon_of(spent)
-        return self._profile(fixed, spent.precision).epsilon(self.terms.delta - spent.delta)
+        return self._joint_profile(fixed, spent.precision).epsilon(self.terms.delta - spent.delta)
 
-    def _profile(self, entries: Sequence[Entry], precision: float = 0.0, *, curve: bool = False) -> Profile:
+    def _joint_profile(self, entries: Sequence[LedgerEntry], precision: float = 0.0, *, curve: bool = False) -> Profile:
         """The profile of the entries, composed with a Gaussian of precision mu^2."""
         events = [entry.event for entry in entries]
         events += [GaussianDpEvent(precision**-0.5)] if precision > 0 else []
@@ -356,7 +356,7 @@ class PrivacyLedger:
         numbers = worst_sampler(normal_sampler(entry.numbers, entry.in_integers) for entry in entries)
         return profile_of_run(event, relation=self.terms.relation, numbers=numbers, curve=curve)
 
-    def _lines(self) -> list[dict[str, Any]]:
+    def _read_lines(self) -> list[dict[str, Any]]:
         """Reads all lines. Raises ValueError if the file is not a ledger."""
         try:
             lines = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
@@ -365,24 +365,24 @@ class PrivacyLedger:
             raise ValueError(f"path must be a dpx ledger, or not exist, got {self.path}") from error
         return lines
 
-    def _append(self, lines: Iterable[dict[str, Any]]) -> None:
+    def _append_lines(self, lines: Iterable[dict[str, Any]]) -> None:
         """Appends lines atomically and durably. The caller holds the lock."""
         text = self.path.read_text(encoding="utf-8")
         replace_file(self.path, text + "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def _by_part(entries: Sequence[Entry]) -> list[list[Entry]]:
+def _entries_by_part(entries: Sequence[LedgerEntry]) -> list[list[LedgerEntry]]:
     """Groups the entries by part: for each part of the data, those that count for its members."""
     parts = {entry.part for entry in entries} - {None} or {None}
     return [[entry for entry in entries if entry.part in (None, part)] for part in parts]
 
 
-def _without_credits(entries: Sequence[Entry]) -> list[Entry]:
+def _without_refunds(entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
     """The entries without what was given back: their cost is also an upper bound."""
     return [replace(entry, credit=NOTHING) for entry in entries]
 
 
-def _total_spent(entries: Sequence[Entry]) -> Spent:
+def _total_spent(entries: Sequence[LedgerEntry]) -> Spent:
     """The cost of the entries in the unit of the filter, less what was given back; rounded up."""
     charged = math.fsum(entry.charge.precision for entry in entries) * (1 + 1e-12)
     precision = charged - math.fsum(entry.credit.precision for entry in entries) * (1 - 1e-12)
@@ -400,9 +400,9 @@ def _remaining_event(event: DpEvent, made: DpEvent) -> DpEvent:
     return compose_events((event_of_release(loss), count) for loss, count in left.items() if count)
 
 
-def _known_entry(
-    entry: Entry, event: DpEvent, marks: tuple[int, ...], part: str | None, holder: str, numbers: int
-) -> Entry:
+def _existing_entry(
+    entry: LedgerEntry, event: DpEvent, marks: tuple[int, ...], part: str | None, holder: str, numbers: int
+) -> LedgerEntry:
     """The existing entry for a key: a matching reservation, or a run that continues in its own folder.
 
     Raises ValueError for anything else, because it would repeat the noise of an earlier release; and for more numbers,
@@ -432,12 +432,12 @@ _OUTSIDE = (
 )
 
 
-def sections_of(ledger: Any) -> tuple[Section, ...]:
+def ledger_sections(ledger: Any) -> tuple[Section, ...]:
     """The sections of a `PrivacyLedger`'s page."""
     terms, entries = ledger.terms, ledger.entries
     delta, pending = rounded_up(terms.delta, 6), [entry for entry in entries if not entry.made]
     sentences = (
-        f"All releases below, together, are (epsilon, delta)-private for one {terms.owner}, with epsilon "
+        f"All releases below, together, are (epsilon, delta)-private for one {terms.protected_unit}, with epsilon "
         f"{rounded_up(terms.epsilon, 6)} and delta {delta}. This is the budget. It holds whatever was released first, "
         "and whoever decided by it what was released next, with how much noise, and when to stop.",
         f"Releases: {len(entries) - len(pending)} made, {len(pending)} reserved. A line is written before its release "
@@ -447,10 +447,10 @@ def sections_of(ledger: Any) -> tuple[Section, ...]:
         ("budget", f"epsilon {rounded_up(terms.epsilon, 6)} at delta {delta}"),
         ("spent", f"epsilon {rounded_up(ledger.epsilon, 4)}, for a reader who did not choose when to read"),
         ("at every moment", f"epsilon {rounded_up(ledger.odometer, 4)}, for a reader who may stop at any moment"),
-        ("neighbors", f"data sets that differ in one {terms.owner} (relation {terms.relation!r})"),
+        ("neighbors", f"data sets that differ in one {terms.protected_unit} (relation {terms.relation!r})"),
     )
-    releases = tuple((f"{entry.number}, {entry.date}", _words(entry)) for entry in entries)
-    outside = tuple(sentence.format(owner=terms.owner) for sentence in _OUTSIDE)
+    releases = tuple((f"{entry.number}, {entry.date}", _describe_entry(entry)) for entry in entries)
+    outside = tuple(sentence.format(owner=terms.protected_unit) for sentence in _OUTSIDE)
     return (
         Section("What was promised", sentences, rows),
         Section("What was released", rows=releases or (("", "nothing"),)),
@@ -458,7 +458,7 @@ def sections_of(ledger: Any) -> tuple[Section, ...]:
     )
 
 
-def _words(entry: Entry) -> str:
+def _describe_entry(entry: LedgerEntry) -> str:
     """An entry in one sentence."""
     charged, returned = (f"{spent.precision**0.5:.3g}" for spent in (entry.charge, entry.credit))
     parts = [entry.words, *([f"of part {entry.part!r}"] if entry.part is not None else [])]

@@ -96,7 +96,7 @@ class PrivacyReport:
         return f"PrivacyReport({name}unit={self.unit!r}, {numbers}{ending})"
 
     def __str__(self) -> str:
-        return as_text(self.title, sections_of(self))
+        return as_text(self.title, report_sections(self))
 
     def to_json(self, *path: Any) -> str:
         """Returns the report as valid JSON; an infinite epsilon is the string "inf"."""
@@ -113,12 +113,12 @@ class PrivacyReport:
     def to_markdown(self, *path: Any) -> str:
         """Returns the report as a Markdown page, which notebooks display."""
         _require_no_path(path)
-        return as_markdown(self.title, sections_of(self))
+        return as_markdown(self.title, report_sections(self))
 
     def to_html(self, *path: Any) -> str:
         """Returns the report as a complete HTML page with the attack curve, which anyone can open in a browser."""
         _require_no_path(path)
-        return as_html(self.title, sections_of(self))
+        return as_html(self.title, report_sections(self))
 
     _repr_markdown_ = to_markdown
 
@@ -356,7 +356,7 @@ def caveats(drawn: str, relation: str, records: int, *, on_a_tpu: bool = False) 
     return tuple(words.format(unit=unit, differ=differ) for words in sentences)
 
 
-def sections_of(report: PrivacyReport) -> tuple[Section, ...]:
+def report_sections(report: PrivacyReport) -> tuple[Section, ...]:
     """Arranges all facts of a report in reading order. Printed bounds are rounded up."""
     unit = report.unit.removeprefix("one ")
     if report.records > 1:
