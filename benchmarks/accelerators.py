@@ -208,7 +208,7 @@ def leave_out_the_proof() -> None:
     from dpx.sums import rounding
     from dpx.xla.matrix_units import MatrixUnit
 
-    one_by_one = weighted_sums.sum_one_by_one
+    one_by_one = weighted_sums.sum_gradients_one_by_one
 
     def at_once(sites, groups, shape, records, factors):
         if len(sites) > 1 or sites[0].lookup:
@@ -221,7 +221,7 @@ def leave_out_the_proof() -> None:
     patched[0].optimization_barrier = lambda tree: tree
     patched[1].may_add_in_float32 = lambda *_, **__: True
     patched[2].round_operand = patched[2].truncate_operand = lambda _, x: x.astype(jnp.float32)
-    patched[3].sum_one_by_one = at_once
+    patched[3].sum_gradients_one_by_one = at_once
 
 
 def described(device: str, count: int | None = None) -> Any:

@@ -71,7 +71,7 @@ def searched(
         excess = add(data) - add(without) - data[:, 0] * factors[0]
         return np.linalg.norm(excess) / np.linalg.norm(data * factors, axis=0).max()
 
-    proved = 2 * UNIT * bounds.block_error(rows, MatrixUnit(7, None, (tensor_core_adder(*CORES[name]),)))
+    proved = 2 * UNIT * bounds.rounding_error_of_block(rows, MatrixUnit(7, None, (tensor_core_adder(*CORES[name]),)))
     best = np.ceil(np.arange(rows, 0, -1) / CORES[name][0]) * rng.uniform(0.5, 1, (rows, rows))
     best *= 2.0 ** rng.integers(-6, 1, best.shape)
     found = moved(best)

@@ -81,7 +81,7 @@ def without_proof() -> Iterator[None]:
         rounding: {"may_add_in_float32": rounding.may_add_in_float32},
         MatrixUnit: {"round_operand": MatrixUnit.round_operand, "truncate_operand": MatrixUnit.truncate_operand},
         weighted_sums: {
-            "sum_one_by_one": weighted_sums.sum_one_by_one,
+            "sum_gradients_one_by_one": weighted_sums.sum_gradients_one_by_one,
             "scaled_rows": lambda f, x: jax.vmap(jnp.multiply)(f, x),
         },
         norms: {

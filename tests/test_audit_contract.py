@@ -27,7 +27,7 @@ from dpx.audit.contract.subject import BrokenLine, NotChecked
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import quick_noise, replacing_key_functions, without_grid
 from dpx.sums.rounding import ETA
-from dpx.xla.jaxprs import spread_marks
+from dpx.xla.jaxprs import propagate_marks
 from tests.broken import (
     ZOO,
     added_in_a_chain,
@@ -366,7 +366,7 @@ def test_marks_pass_branches_and_rounds_of_loops():
 
     for program in (branch, rounds):
         closed = jax.make_jaxpr(program)(1.0, 2.0)
-        assert spread_marks(closed, [1, 0], lambda *_: None) == [1] and spread_marks(
+        assert propagate_marks(closed, [1, 0], lambda *_: None) == [1] and propagate_marks(
             closed, [0, 0], lambda *_: None
         ) == [0]
 

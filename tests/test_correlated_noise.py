@@ -23,7 +23,7 @@ from dpx.audit.contract.subject import BrokenLine
 from dpx.audit.contract.trial import Trial
 from dpx.keys.noise import GRID
 from dpx.papers.correlated_noise.cost import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, rounding_move
-from dpx.sums.rounding import ETA, as_float64, as_float_pair, difference_to_total
+from dpx.sums.rounding import ETA, as_float64, released_minus_total, split_float64
 from tests.devices import on_eight_devices
 
 module = importlib.import_module("dpx.papers.correlated_noise.mechanism")
@@ -129,7 +129,7 @@ def test_a_step_releases_the_sum_in_the_basis_of_c_with_fresh_noise(strategy, mo
     def release_and_rest(key, step, total, parts, deviation):
         result = release(key, step, total(parts), deviation)
         with jax.enable_x64(True):
-            return result, difference_to_total(result, total(parts))
+            return result, released_minus_total(result, total(parts))
 
     monkeypatch.setattr(keys, "release", release)
     monkeypatch.setattr(keys, "release_and_rest", release_and_rest)
@@ -163,12 +163,12 @@ def test_the_rounding_of_the_memory_moves_less_than_is_billed(strategy, scale):
             for world, rows in enumerate((sums, other)):
                 exact = {"w": jnp.asarray(rows[step], jnp.float64)}
                 back = module._weighted_past_noise(states[world], weights)
-                handed.append((exact, as_float64(as_float_pair(jax.tree.map(jnp.add, exact, back)))))
+                handed.append((exact, as_float64(split_float64(jax.tree.map(jnp.add, exact, back)))))
                 given[world].append(np.asarray(handed[-1][1]["w"]))
             releases.append(np.float32(given[0][-1] + rng.normal(size=numbers)))
             for world, (exact, total) in enumerate(handed):
-                before = as_float_pair(exact if banded else total)
-                noise = difference_to_total({"w": jnp.asarray(releases[-1])}, before)
+                before = split_float64(exact if banded else total)
+                noise = released_minus_total({"w": jnp.asarray(releases[-1])}, before)
                 record = states[world].inner._replace(step=jnp.int32(step + 1))
                 states[world] = module._next_state(states[world], noise, record)
     column, inverse = strategy.column(steps), strategy.inverse_column(steps)

@@ -11,7 +11,7 @@ import pytest
 import dpx
 from dpx.papers.dice_sgd.cost import ERROR, proof_covers
 from dpx.states.record import ReleaseState
-from dpx.sums.rounding import FloatPair, as_float64, as_float_pair, norm_of_pair
+from dpx.sums.rounding import FloatPair, as_float64, norm_of_pair, split_float64
 
 UNIT = 2.0**-53  # v of the proof
 SIZE = 1000
@@ -134,7 +134,7 @@ def test_the_norm_has_short_sums(size):
 def test_halves_are_the_number():
     exact = RNG.standard_normal(1000) * 10.0 ** RNG.integers(-20, 20, 1000)
     with jax.enable_x64(True):
-        total = jax.jit(as_float_pair)(jnp.asarray(exact))
+        total = jax.jit(split_float64)(jnp.asarray(exact))
         assert [part.dtype for part in total] == [jnp.float32, jnp.float32]
         again = np.asarray(jax.jit(as_float64)(total))
     assert np.all(np.abs(again - exact) <= 32 * UNIT * np.abs(exact)) and np.any(again != exact)

@@ -205,8 +205,8 @@ def test_microbatches_fit_in_the_memory():
     assert said == "microbatches of 2 examples: all 8 would not fit in half of the device's memory"
     stats = mock.Mock(memory_stats=lambda: {"bytes_limit": 2**30})
     with mock.patch("jax.local_devices", lambda: [stats]):
-        assert current_place().most_memory == 2**30
-    assert Place("tpu", 1).most_memory is None and (current_place().most_memory or 0) > 2**28
+        assert current_place().device_memory_bytes == 2**30
+    assert Place("tpu", 1).device_memory_bytes is None and (current_place().device_memory_bytes or 0) > 2**28
 
 
 @pytest.mark.parametrize("in_chunks", [False, True])

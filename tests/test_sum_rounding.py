@@ -129,7 +129,7 @@ def test_two_numbers_hold_a_long_sum():
     numbers = (RNG.standard_normal(4096) * 2.0 ** RNG.integers(-20, 20, 4096)).astype(np.float32)
     add = jax.jit(lambda total, x: bounds.add_pairs(total, x * jnp.float32(1)))
     for order in (numbers, numbers[::-1]):
-        total = bounds.with_low(FloatPair(jnp.zeros(())))
+        total = bounds.with_low_part(FloatPair(jnp.zeros(())))
         for number in order:
             total = add(total, number)
         found = Fraction(float(total.high)) + Fraction(float(total.low))

@@ -63,7 +63,7 @@ def test_a_hostile_adder_moves_a_block_nearly_as_far_as_is_proved(name, rows):
     without = terms * (1 - np.eye(rows))  # in coordinate k, the row has place k
     moved = hostile_sum(name, terms, lower=False) - hostile_sum(name, without, lower=True)
     found = np.linalg.norm(moved - np.diag(terms)) / (2 * UNIT)
-    proved = bounds.block_error(rows, MatrixUnit(7, None, (adder,)))
+    proved = bounds.rounding_error_of_block(rows, MatrixUnit(7, None, (adder,)))
     assert found < proved
     assert rows < MOST_ROWS or found > (0.75 if name == "H100, bfloat16" else 0.8) * proved  # that adds all in 6 steps
 
@@ -115,7 +115,7 @@ def test_the_budget_is_kept_by_every_unit(name):
         assert few <= equal <= 2 * few and bounds.may_add_in_float32(math.ceil(rows / equal), equal, unit=unit)
     assert bounds.count_blocks(256, 1, unit, 2.0) == (8 if name == "tpu" else 4)
     if name != "tpu":  # no other blocks than a CPU's
-        assert bounds.block_error(MOST_ROWS, unit) == bounds.block_error(MOST_ROWS, FLOAT32)
+        assert bounds.rounding_error_of_block(MOST_ROWS, unit) == bounds.rounding_error_of_block(MOST_ROWS, FLOAT32)
 
 
 @pytest.mark.parametrize("name", CORES)
@@ -149,16 +149,16 @@ def test_operands_are_short_and_never_longer_than_they_may_be(unit):
     )
     for short in (found, np.asarray(jax.jit(unit.round_operand)(HOSTILE))):
         assert np.array_equal(np.asarray(unit.round_operand(jnp.asarray(short))), short, equal_nan=True)
-        kept = np.asarray(unit.round_stored(jnp.asarray(short)).astype(jnp.float32))
+        kept = np.asarray(unit.round_to_store(jnp.asarray(short)).astype(jnp.float32))
         assert np.array_equal(kept, short, equal_nan=True)
         digits = np.frexp(short[np.isfinite(short) & (np.abs(short) >= 2.0**-100)])[0] * 2 ** (unit.fraction + 1)
         assert np.array_equal(digits, np.round(digits))
     whole = jnp.array([2**24 + 1, 257, -3], jnp.int32)
-    assert unit.round_stored(whole) is whole and unit.round_operand(whole).dtype == jnp.float32
+    assert unit.round_to_store(whole) is whole and unit.round_operand(whole).dtype == jnp.float32
 
 
 def test_a_float32_unit_leaves_numbers_alone():
-    assert FLOAT32.truncate_operand(HOSTILE) is HOSTILE and FLOAT32.round_stored(HOSTILE) is HOSTILE
+    assert FLOAT32.truncate_operand(HOSTILE) is HOSTILE and FLOAT32.round_to_store(HOSTILE) is HOSTILE
 
 
 def test_the_unit_follows_the_platform_and_the_precision_of_jax():
@@ -286,7 +286,7 @@ def test_a_tpu_adds_rows_and_squares_in_parts(shape):
     for found, scale in ((of_rows, 1), (of_scaled, 3), (of_both, 5)):
         assert np.all(scale * sizes <= found) and np.all(found <= scale * sizes * (1 + 2.0**-14))
     with tracing_for_place(platform="cpu"):
-        assert len(sums._parts_of_rows(factors, data)) == norms._number_of_parts(shape) == 1
+        assert len(sums._parts_of_rows(factors, data)) == norms._count_parts_on_tpu(shape) == 1
 
 
 def test_large_gradients_are_finished_in_turn(monkeypatch):
@@ -315,7 +315,7 @@ def test_gram_norms_of_a_tpu_count_what_is_lost(sizes, width):
     rng = np.random.default_rng(width)
     a, b = (rng.choice([-1.5, -1, 1, 1.5], (1, 6, width)).astype(np.float32) * np.float32(2.0**size) for size in sizes)
     true = np.linalg.norm(np.einsum("kti,kto->kio", *(x.astype(np.float64) for x in (a, b))))
-    sharing = algorithms.Sharing((algorithms.UseGroup((0,), (1, 6, width, width), False),), {})
+    sharing = algorithms.ElementSharing((algorithms.UseGroup((0,), (1, 6, width, width), False),), {})
     with tracing_for_place(platform="tpu"):
         of_one = jax.jit(ghost_norms.gram_norm)(a, b)
         of_uses = jax.jit(lambda *sides: algorithms._norm_of_uses(sharing, [sides], [6]))(a, b)

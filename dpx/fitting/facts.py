@@ -89,7 +89,7 @@ def facts_identifying_run(run: RunPlan, carry: Carry, options: dict[str, Any]) -
     facts |= {PROGRAM: _fingerprint_of_program(optimizer, carry)}
     facts |= {name: repr(value) for name, value in options.items() if value not in (None, False)}
     facts |= {"processes": jax.process_count()} if jax.process_count() > 1 else {}
-    facts |= {"backend": jax.default_backend(), MACHINE: device_kinds(), MEMORY: current_place().most_memory}
+    facts |= {"backend": jax.default_backend(), MACHINE: device_kinds(), MEMORY: current_place().device_memory_bytes}
     facts |= {SETTING + name: value for name, value in settings_affecting_results().items()}
     facts |= {OF_LIBRARIES[-1]: fingerprint(_library_versions())} if jax.default_backend() != "cpu" else {}
     facts |= {VERSION: version_of("dpx-jax")}  # not "dpx", which is another package

@@ -341,7 +341,7 @@ class _NoFolder:
     path, continued, known = None, False, RunFile()
 
     def __init__(self, run: RunPlan):
-        self._plan, self.memory = run.plan, current_place().most_memory
+        self._plan, self.memory = run.plan, current_place().device_memory_bytes
 
     def restore(self, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
         return with_plan(like, self._plan), []

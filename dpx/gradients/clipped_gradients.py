@@ -20,8 +20,8 @@ from dpx.gradients import ghost
 from dpx.gradients.ghost.program import REMAT
 from dpx.gradients.one_example import (
     adding_note,
+    explaining_user_data_error,
     function_of_row,
-    refusing_function_of_record,
     shapes_of_row,
     value_and_gradient,
     warn_of_constants,
@@ -132,7 +132,7 @@ def choose_microbatches(
     """
     written = _written_bytes(cost, plan, params)
     one, two = _held_bytes(written, plan)
-    half = (place.most_memory or math.inf) / 2
+    half = (place.device_memory_bytes or math.inf) / 2
     at_least = min(microbatch_size or 1, size)
     passes, why = backward_passes or 1, ""
     if backward_passes is None and two < one and at_least * one > half:
@@ -144,8 +144,8 @@ def choose_microbatches(
     if of_example * size > half:
         largest = max(1, int(half // of_example))
         reason = f"all {size} would not fit in half of the device's memory"
-        return Microbatches(_size_without_rest(largest, size), reason, passes, why)
-    at_once = _size_for_cache(cost, written[0], params, size, place)
+        return Microbatches(_dividing_microbatch_size(largest, size), reason, passes, why)
+    at_once = _microbatch_size_for_cache(cost, written[0], params, size, place)
     where = "the CPU's cache" if place.platform == "cpu" else "the TPU's fast memory"
     return Microbatches(at_once, f"all {size} would not fit in {where}" * (at_once < size), passes, why)
 
@@ -154,7 +154,7 @@ def _written_bytes(cost: ForwardCost, plan: Plan, params: Tree) -> tuple[int, in
     """The bytes that one example's equations write, plus its stored gradients, for one pass and for two."""
     leaves = jax.tree.leaves(params)
     kept = {n for n in range(len(leaves)) if isinstance(plan, str) or plan.keeps_gradients(n)}
-    nowhere, all_layers = ghost.leaves_never_kept(plan) if isinstance(plan, ghost.GhostPlan) else (set(), False)
+    nowhere, all_layers = ghost.second_pass_leaves(plan) if isinstance(plan, ghost.GhostPlan) else (set(), False)
     of_passes = (cost.numbers, kept), (cost.stored if all_layers else cost.numbers, kept - nowhere)
     one, two = (n // EQUATION_NUMBERS_PER_WRITE + sum(leaves[leaf].size for leaf in some) for n, some in of_passes)
     return max(1, 4 * one), max(1, 4 * two)
@@ -165,12 +165,12 @@ def _held_bytes(written: tuple[int, int], plan: Plan) -> tuple[int, int]:
     keeps of layers, if that is more. XLA fuses hardly any of a scan's arrays away."""
     if not isinstance(plan, ghost.GhostPlan):
         return written
-    without = frozenset(), ghost.leaves_never_kept(plan)[0]
+    without = frozenset(), ghost.second_pass_leaves(plan)[0]
     one, two = (max(n, 4 * plan.captured_elements(of)) for n, of in zip(written, without, strict=True))
     return one, two
 
 
-def _size_for_cache(cost: ForwardCost, example_bytes: int, params: Tree, size: int, place: Place) -> int:
+def _microbatch_size_for_cache(cost: ForwardCost, example_bytes: int, params: Tree, size: int, place: Place) -> int:
     """How many of the `size` examples a CPU, whose cache is small, or a TPU computes fastest at once; elsewhere all."""
     sum_bytes = 4 * sum(leaf.size for leaf in jax.tree.leaves(params))
     if place.platform == "tpu" and place.devices == 1:
@@ -189,10 +189,10 @@ def _size_for_cache(cost: ForwardCost, example_bytes: int, params: Tree, size: i
     if example_bytes * size < WHOLE_BATCH * filled:
         return size
     largest = max(least, max(filled, per_sum_byte * sum_bytes) // example_bytes)
-    return _size_without_rest(largest, size) if largest < size else size
+    return _dividing_microbatch_size(largest, size) if largest < size else size
 
 
-def _size_without_rest(largest: int, size: int) -> int:
+def _dividing_microbatch_size(largest: int, size: int) -> int:
     """At most `largest` of `size` examples, preferably a divisor, because a remainder would be compiled separately."""
     without_rest = [n for n in range(math.ceil(largest / 2), largest + 1) if size % n == 0]
     return max(without_rest, default=math.ceil(size / math.ceil(size / largest)))
@@ -306,12 +306,12 @@ class RowSum:
         """How to compute the norms, or why only per-example gradients can; and a row's cost. Shapes are enough."""
         row = shapes_of_row(rows)
         called = "update" if self.norms == "update" else "loss"
-        with refusing_function_of_record(called, self.of_row, params, row), self.with_note_on_errors(lambda: row):
+        with explaining_user_data_error(called, self.of_row, params, row), self.with_note_on_errors(lambda: row):
             traced = ghost.trace_loss(self.of_row, params, row)
         self.inspect_loss(traced.closed, params, row)
         cost = forward_cost(traced.closed.jaxpr, len(jax.tree.leaves(params)))
         if self.norms == "update":
-            _require_like(params, traced.shapes[0])
+            _require_update_like_params(params, traced.shapes[0])
             return "an update is not a gradient of a loss", cost
         if self.norms == "vmap":
             return 'norms="vmap" was asked for', cost
@@ -382,7 +382,7 @@ def with_inspector(step: Any, inspect_loss: Callable[[Any, Tree, tuple], None]) 
     return replace(step, row_sum=replace(step.row_sum, inspect_loss=inspect_loss))
 
 
-def _require_like(params: Tree, made: Tree):
+def _require_update_like_params(params: Tree, made: Tree):
     """Raises ValueError unless one unit's update is real, with the structure and shapes of the parameters."""
     require_real_arrays(made)
     expected, found = [jax.tree.map(lambda leaf: jax.numpy.shape(leaf), tree) for tree in (params, made)]

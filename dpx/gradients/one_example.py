@@ -68,23 +68,23 @@ def example_in_words(example: Tree) -> str:
     leaves = jax.tree_util.tree_leaves_with_path(example)
     shapes = [f"{leaf_path(path)} {leaf.dtype}{list(leaf.shape)}".strip() for path, leaf in leaves]
     words = ", ".join(shapes[:MOST_SHAPES]) + ", ..." * (len(shapes) > MOST_SHAPES)
-    return words + (f". {USERS}: see {OF_USERS}" if has_user_form(example) else "")
+    return words + (f". {USERS}: see {OF_USERS}" if looks_like_user_data(example) else "")
 
 
-def has_user_form(example: Tree) -> bool:
+def looks_like_user_data(example: Tree) -> bool:
     """Whether an example has the form of an item of `dpx.UserData`."""
     mask = example[1] if isinstance(example, tuple) and len(example) == 2 else None
     return getattr(getattr(mask, "dtype", None), "kind", "") == "b"
 
 
 @contextlib.contextmanager
-def refusing_function_of_record(called: str, of_row: Callable, params: Tree, row: tuple) -> Iterator[None]:
+def explaining_user_data_error(called: str, of_row: Callable, params: Tree, row: tuple) -> Iterator[None]:
     """Replaces an error of the function by a ValueError, if the function takes a record and `row` holds a user's."""
     try:
         yield
     except Exception as error:
         example, *key = row
-        if has_user_form(example):
+        if looks_like_user_data(example):
             record = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), example[0])
             takes_record = False
             with contextlib.suppress(Exception):
@@ -137,13 +137,13 @@ def adding_note(called: str, example: Callable[[], Tree]) -> Iterator[None]:
         raise
 
 
-def updates_batch_norm(error: Exception) -> bool:
+def is_batch_norm_error(error: Exception) -> bool:
     """Whether Flax (nnx or Linen) refuses to change the running averages of a BatchNorm."""
     return any(word in str(error) for word in ("BatchStat", "batch_stats"))
 
 
 def _likely_cause(error: Exception, example: Tree) -> str:
-    if updates_batch_norm(error):
+    if is_batch_norm_error(error):
         return BATCH_NORM
     if "Cannot mutate Rng" in str(error):
         return STORED_KEYS

@@ -23,7 +23,7 @@ from dpx.sampling.batch import Batch, included_rows, require_batch
 from dpx.sampling.data import batch_size
 from dpx.states.record import DrawRecord, ReleaseState, fingerprint
 from dpx.sums.clipped_sum import in_range
-from dpx.sums.rounding import FloatPair, add_pairs, with_low
+from dpx.sums.rounding import FloatPair, add_pairs, with_low_part
 from dpx.values import (
     Tree,
     explain_misuse,
@@ -375,7 +375,7 @@ class PrivateChunks:
         total, of_each = self.row_sum(params, state, rows, included)
         drawn = jax.tree.map(lambda number: jnp.asarray(number).astype(jnp.uint32), chunk.drawn)
         one = AccumulatedSums(
-            unreleased_sums=tuple(map(with_low, total)),
+            unreleased_sums=tuple(map(with_low_part, total)),
             unreleased_count=jnp.sum(included, dtype=jnp.int32),
             unreleased_drawn=drawn,
             unreleased=Unreleased(*of_each),

@@ -40,7 +40,7 @@ from dpx.keys import integer_normals
 from dpx.keys.normals import normal, radius_and_angle
 from dpx.keys.streams import RARE, derive_key, threefry4x32
 from dpx.keys.streams import key_words as secret_words
-from dpx.sums.rounding import FloatPair, as_pair, difference_to_total
+from dpx.sums.rounding import FloatPair, as_pair, released_minus_total
 from dpx.values import Tree, require_number
 from dpx.xla.ordering import opaque_false
 from dpx.xla.place import Place, current_place, float64, refuse_to_compile_for_tpu, require_exact_math
@@ -500,7 +500,7 @@ def release_and_rest(
         given = total(parts)
         released = release(key, step, given, deviation)
         with jax.enable_x64(True):
-            return released, difference_to_total(released, given)
+            return released, released_minus_total(released, given)
     require_exact_math()
     require_rows_apart()
     leaves, structure = jax.tree.flatten(jax.eval_shape(total, parts).high)
@@ -522,7 +522,7 @@ def _release_and_rest(
 
     def rest(released, highs, lows) -> tuple:
         with float64("noise that is kept"):
-            return released, *difference_to_total(released, FloatPair(highs, lows))
+            return released, *released_minus_total(released, FloatPair(highs, lows))
 
     def by_chunks(parts) -> tuple:
         def made() -> tuple[jax.Array, jax.Array]:

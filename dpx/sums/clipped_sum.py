@@ -20,7 +20,7 @@ from dpx.sums.rounding import (
     most_float32_rows,
     most_float32_turns,
     pair_of_trees,
-    with_low,
+    with_low_part,
 )
 from dpx.values import Tree
 from dpx.xla.matrix_units import FLOAT32, MatrixUnit
@@ -178,12 +178,12 @@ def total_of_rows(sum_few: Callable[[Tree], Tree], rows: Tree) -> FloatPair:
     def sum_part(some):
         return sum_few(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), some))
 
-    return add_in_turns(
-        sum_part, by_device, width, width, add_pairs, axis=1, begin=lambda sums: with_low(FloatPair(sums))
+    return add_part_by_part(
+        sum_part, by_device, width, width, add_pairs, axis=1, begin=lambda sums: with_low_part(FloatPair(sums))
     )
 
 
-def add_in_turns(
+def add_part_by_part(
     sum_part: Callable[[Tree], Any],
     rows: Tree,
     first: int,
@@ -229,11 +229,11 @@ def sum_in_blocks(sum_block: Callable[[Tree], Any], rows: Tree, numbers: int, un
     width = size // blocks
     first = size - width * (blocks - 1)
     if not current_place().unit.rounds:
-        return add_in_turns(sum_block, rows, first, width, plus_finished)
+        return add_part_by_part(sum_block, rows, first, width, plus_finished)
     # A matrix unit could start a block's product from the total, but not if the product is then multiplied. That
     # multiplication, by 1 for every element, and the addition form one kernel, which reads and writes the total once.
     one = jnp.where(opaque_false(jax.tree.leaves(rows)[-1]), jnp.float32(2), jnp.float32(1))
-    return add_in_turns(sum_block, rows, first, width, lambda *sums: jax.tree.map(lambda x, y: x + one * y, *sums))
+    return add_part_by_part(sum_block, rows, first, width, lambda *sums: jax.tree.map(lambda x, y: x + one * y, *sums))
 
 
 def plus_finished(total: Tree, more: Tree) -> Tree:
@@ -288,7 +288,7 @@ def sum_over_microbatches(
         return plus_finished(sums, more), output
 
     def add_group(add, sums, rows):
-        more, output = _sum_in_loop(add_in_loop, shapes[0], rows, like)
+        more, output = _scan_from_zeros(add_in_loop, shapes[0], rows, like)
         return add(sums, more), output
 
     # Pairs of (number of sums, their sum): one group for all but the last, and the last group.
@@ -301,11 +301,13 @@ def sum_over_microbatches(
         shape = (each, microbatch_size) if each == whole else (whole // each, each, microbatch_size)
         head = jax.tree.map(lambda leaf: leaf[:stop].reshape(*shape, *leaf.shape[1:]), rows)
         if each == whole:
-            sums, stacked = _sum_in_loop(add_in_loop, shapes[0], head, like)
+            sums, stacked = _scan_from_zeros(add_in_loop, shapes[0], head, like)
         elif may_add_in_float32(microbatch_size, loops=(each, whole // each), unit=unit):
-            sums, stacked = _sum_in_loop(functools.partial(add_group, plus_finished), shapes[0], head, like)
+            sums, stacked = _scan_from_zeros(functools.partial(add_group, plus_finished), shapes[0], head, like)
         else:
-            sums, stacked = _sum_in_loop(functools.partial(add_group, _plus_pairs), _with_low(shapes[0]), head, like)
+            sums, stacked = _scan_from_zeros(
+                functools.partial(add_group, _plus_pairs), _with_low_parts(shapes[0]), head, like
+            )
         groups = [(whole if each == whole else math.inf, sums)]
         outputs.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(shape) :]), stacked))
     for start in range(stop, size, microbatch_size):
@@ -315,7 +317,7 @@ def sum_over_microbatches(
     return sums, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *outputs)
 
 
-def _sum_in_loop(
+def _scan_from_zeros(
     add: Callable[[Tree, Tree], tuple[Tree, Tree]], shapes: Tree, rows: Tree, like: Tree
 ) -> tuple[Tree, Tree]:
     """Loops `add(sums, rows) -> (sums, output)` from zeros of these shapes; returns the sums and stacked outputs."""
@@ -348,12 +350,12 @@ def _plus_pairs(sums: Tree, more: Tree) -> Tree:
     """Adds two trees: `FloatPair`s as pairs, other arrays as they are."""
 
     def add(one, other):
-        return add_pairs(with_low(one), other) if is_float_pair(one) else one + other
+        return add_pairs(with_low_part(one), other) if is_float_pair(one) else one + other
 
     return jax.tree.map(add, sums, more, is_leaf=is_float_pair)
 
 
-def _with_low(sums: Tree) -> Tree:
+def _with_low_parts(sums: Tree) -> Tree:
     """The sums, with two float32 numbers for each coordinate of every `FloatPair`."""
     return jax.tree.map(
         lambda one: FloatPair(one.high, one.high) if is_float_pair(one) else one, sums, is_leaf=is_float_pair

@@ -36,7 +36,7 @@ def norm(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.
     None."""
     parts, roundings, devices, on_tpu = [], 0, current_place().devices, current_place().platform == "tpu"
     for number, x in enumerate(arrays):
-        if x.size and devices == 1 and (count := _number_of_parts(x.shape)) > 1:
+        if x.size and devices == 1 and (count := _count_parts_on_tpu(x.shape)) > 1:
             squares, rounded = _sum_squares_in_parts(x if scales is None else x * scales[number], count)
             parts += squares
             roundings = max(roundings, rounded)
@@ -66,10 +66,10 @@ def norm(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.
     # The barrier also keeps XLA from joining the norms of all arrays, and what they are computed from, into one large
     # kernel, which takes long to compile (benchmarks/results/compile.md).
     sums = sums if on_tpu and sums.size == 1 else lax.optimization_barrier(sums)
-    return raised_by_roundings(lax.sqrt(lax.reduce_sum(sums, (0,))), roundings)
+    return norm_raised_for_rounding(lax.sqrt(lax.reduce_sum(sums, (0,))), roundings)
 
 
-def raised_by_roundings(norm: jax.Array, roundings: int) -> jax.Array:
+def norm_raised_for_rounding(norm: jax.Array, roundings: int) -> jax.Array:
     """Raises a float32 norm, whose squares were rounded up to `roundings` times, to at least the true norm."""
     return lax.mul(norm, lax.full_like(norm, 1 + (roundings / 2 + MARGIN) * UNIT))
 
@@ -93,7 +93,7 @@ def _sum_squares_along_axes(x: jax.Array, scale: jax.Array | None, devices: int)
     return lax.reshape(squares, (1,)), roundings
 
 
-def _number_of_parts(shape: tuple[int, ...]) -> int:
+def _count_parts_on_tpu(shape: tuple[int, ...]) -> int:
     """Into how many parts a TPU splits the rows along the last axis. Their sizes are multiples of its registers' 8."""
     rows = math.prod(shape[:-1])
     if current_place().platform != "tpu":

@@ -62,8 +62,8 @@ NOT covered: more than 4,096 chunks in one step, if some have more than 16 rows.
 
 IN FLOAT64, a `FloatPair` has a value, a norm, and a way back to a pair; with v = 2^-53:
 
-`as_float64` is exact for results of `as_float_pair`, because high and low are parts of one float64 number.
-`as_float_pair` has a relative error of 2^-48 = 32 v for every element: high is off by 2^-24, and low by 2^-24 of that
+`as_float64` is exact for results of `split_float64`, because high and low are parts of one float64 number.
+`split_float64` has a relative error of 2^-48 = 32 v for every element: high is off by 2^-24, and low by 2^-24 of that
     (and by less than 2^-125, where float32 ends). A cast to float32 and back would not do, because XLA may drop both.
 `norm_of_pair` has a relative error of 32 v, for up to 2^32 elements: a square is rounded once, then in sums of 16 and
     of 8, which leave fewer than 2^26 sums, with up to 22 elements from the end of every array, and then in up to 13
@@ -132,7 +132,7 @@ def add_pairs(total: FloatPair, more: FloatPair | Tree) -> FloatPair:
     return FloatPair(*(structure.unflatten(pair[number] for pair in pairs) for number in range(2)))
 
 
-def with_low(total: FloatPair) -> FloatPair:
+def with_low_part(total: FloatPair) -> FloatPair:
     """`total` with both numbers for each coordinate, which gives it the structure of a longer sum."""
     return total if total.low is not None else FloatPair(total.high, jax.tree.map(jnp.zeros_like, total.high))
 
@@ -155,7 +155,7 @@ def error_of_chained_sum(terms: int, more: int) -> float:
 
 
 @functools.cache
-def block_error(rows: int, unit: MatrixUnit = FLOAT32) -> float:
+def rounding_error_of_block(rows: int, unit: MatrixUnit = FLOAT32) -> float:
     """How far rounding moves a block of `rows` rows, in units of 2 u C, with the worst adder that `unit` may have."""
 
     def rounding_of_adder(adder):
@@ -169,7 +169,7 @@ def block_error(rows: int, unit: MatrixUnit = FLOAT32) -> float:
 def rounding_share(rows: int, blocks: int = 1, loops: tuple[int, ...] = (), unit: MatrixUnit = FLOAT32) -> float:
     """How much more than C one row can move a sum of blocks of `rows` rows, because of rounding, relative to C. loops:
     the number of turns of each loop over these sums, innermost first. unit: the unit that computes the blocks."""
-    roundings = block_error(rows, unit) + rows * blocks
+    roundings = rounding_error_of_block(rows, unit) + rows * blocks
     if blocks > 1:
         roundings += rows * error_of_chained_sum(blocks, 0)
     rows *= blocks
@@ -224,16 +224,16 @@ def as_float64(total: FloatPair) -> Tree:
     return jax.tree.map(lambda high, low: high.astype(jnp.float64) + low.astype(jnp.float64), total.high, total.low)
 
 
-def as_float_pair(exact: Tree) -> FloatPair:
+def split_float64(exact: Tree) -> FloatPair:
     """The nearest `FloatPair` to a tree of float64 arrays in the range of float32."""
     rounded = jax.tree.map(lambda x: jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23), exact)
     low = jax.tree.map(lambda x, high: (x - high).astype(jnp.float32), exact, rounded)
     return FloatPair(jax.tree.map(lambda high: high.astype(jnp.float32), rounded), low)
 
 
-def difference_to_total(released: Tree, total: FloatPair) -> FloatPair:
-    """Subtracts a total from a tree of float32 arrays, rounding once in float64 and then as `as_float_pair` does."""
-    return as_float_pair(jax.tree.map(lambda r, before: r.astype(jnp.float64) - before, released, as_float64(total)))
+def released_minus_total(released: Tree, total: FloatPair) -> FloatPair:
+    """Subtracts a total from a tree of float32 arrays, rounding once in float64 and then as `split_float64` does."""
+    return split_float64(jax.tree.map(lambda r, before: r.astype(jnp.float64) - before, released, as_float64(total)))
 
 
 def norm_of_pair(total: FloatPair) -> jax.Array:

@@ -133,7 +133,7 @@ def evaluate(jaxpr: core.Jaxpr, constants, arguments, results: Callable) -> list
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def rewritten(function: Callable, changes: Callable[[core.JaxprEqn], bool], results: Callable) -> Callable:
+def replace_equations(function: Callable, changes: Callable[[core.JaxprEqn], bool], results: Callable) -> Callable:
     """Replaces equations in `function` of pytrees of arrays, also in the functions and loops that it calls.
 
     results: (equation, operands) -> its outputs, or None to keep the equation. changes: whether an equation must be
@@ -177,7 +177,7 @@ Marks = Sequence[int]  # a set of bits for each value
 Visit = Callable[[core.JaxprEqn, Marks, int], None]
 
 
-def spread_marks(jaxpr: Any, marks: Marks, visit: Visit, constants: Marks = ()) -> list[int]:
+def propagate_marks(jaxpr: Any, marks: Marks, visit: Visit, constants: Marks = ()) -> list[int]:
     """Returns the marks of the results of a jaxpr, given the `marks` of its inputs and of its `constants`.
 
     visit: called as visit(equation, marks of its inputs, control) for every equation, including inner ones, and in a
@@ -191,7 +191,7 @@ def spread_marks(jaxpr: Any, marks: Marks, visit: Visit, constants: Marks = ()) 
 
     for equation in jaxpr.eqns:
         inputs = [marks_of(v) for v in equation.invars]
-        outputs, control = _marks_through(equation, inputs, visit)
+        outputs, control = _marks_after_equation(equation, inputs, visit)
         visit(equation, inputs, control)
         known |= dict(zip(equation.outvars, outputs, strict=True))
     return [marks_of(v) for v in jaxpr.outvars]
@@ -201,34 +201,34 @@ def join_marks(marks: Marks) -> int:
     return functools.reduce(operator.or_, marks, 0)
 
 
-def _marks_through(equation: core.JaxprEqn, inputs: list[int], visit: Visit) -> tuple[list[int], int]:
+def _marks_after_equation(equation: core.JaxprEqn, inputs: list[int], visit: Visit) -> tuple[list[int], int]:
     """The marks of the results of one equation, and of the predicate that controls it."""
     name, params = equation.primitive.name, equation.params
     if name == "cond":
-        results = [spread_marks(branch, inputs[1:], visit) for branch in params["branches"]]
+        results = [propagate_marks(branch, inputs[1:], visit) for branch in params["branches"]]
         return [join_marks([*each, inputs[0]]) for each in zip(*results, strict=True)], inputs[0]
     if name == "while":
         ahead, constants = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        outputs = _marks_of_loop(params["body_jaxpr"], inputs[ahead:constants], inputs[constants:], (), visit)
-        return outputs, join_marks(spread_marks(params["cond_jaxpr"], [*inputs[:ahead], *outputs], visit))
+        outputs = _marks_after_loop(params["body_jaxpr"], inputs[ahead:constants], inputs[constants:], (), visit)
+        return outputs, join_marks(propagate_marks(params["cond_jaxpr"], [*inputs[:ahead], *outputs], visit))
     if name == "scan":
         constants, count = constants_and_carry_of_scan(params)
         carried = constants + count
-        return _marks_of_loop(
+        return _marks_after_loop(
             params["jaxpr"], inputs[:constants], inputs[constants:carried], inputs[carried:], visit
         ), 0
     called, outputs = params.get("jaxpr", params.get("call_jaxpr")), [join_marks(inputs)] * len(equation.outvars)
     for body in inner_bodies(equation):
         if len(body.invars) == len(inputs):
-            found = spread_marks(body, inputs, visit)
+            found = propagate_marks(body, inputs, visit)
             outputs = found if body is getattr(called, "jaxpr", called) else outputs
     return outputs, 0
 
 
-def _marks_of_loop(body: Any, constants: Marks, carried: Marks, rest: Marks, visit: Visit) -> list[int]:
+def _marks_after_loop(body: Any, constants: Marks, carried: Marks, rest: Marks, visit: Visit) -> list[int]:
     """The marks of the results of a loop after any number of iterations."""
     while True:
-        outputs = spread_marks(body, [*constants, *carried, *rest], visit)
+        outputs = propagate_marks(body, [*constants, *carried, *rest], visit)
         longer = [a | b for a, b in zip(carried, outputs, strict=False)]
         if longer == carried:
             return [*longer, *outputs[len(longer) :]]

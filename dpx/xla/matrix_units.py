@@ -93,15 +93,15 @@ class MatrixUnit:
         # XLA keeps a reduce_precision, but removes two conversions that undo each other.
         return x if bfloat16 or not self.rounds else lax.reduce_precision(x, 8, self.fraction)
 
-    def round_stored(self, x: jax.Array) -> jax.Array:
+    def round_to_store(self, x: jax.Array) -> jax.Array:
         """Returns integers as they are, and other real arrays rounded, in the smallest dtype that holds the result."""
         if not self.rounds or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == jnp.bfloat16:
             return x
         return self.round_operand(x).astype(jnp.bfloat16 if self.fraction == 7 else jnp.float32)
 
-    def round_kept(self, x: jax.Array) -> jax.Array:
-        """A stored gradient, read by norm and sum, but by no product: `round_stored` if that saves memory."""
-        return self.round_stored(x) if self.fraction == 7 else x
+    def round_gradient(self, x: jax.Array) -> jax.Array:
+        """A stored gradient, read by norm and sum, but by no product: `round_to_store` if that saves memory."""
+        return self.round_to_store(x) if self.fraction == 7 else x
 
     def truncate_operand(self, x: jax.Array) -> jax.Array:
         """Truncates `x`, float32 (...), toward 0 to values that this unit multiplies exactly."""

@@ -28,7 +28,7 @@ class Place:
     platform: one of PLATFORMS
     devices: int, in all processes. With several, XLA may shard every array
     row_devices: int, how many of them the rows of a batch are spread over; None if it may be all
-    memory: bytes that microbatches may fill, or None for no limit; "own" means what `most_memory` finds
+    memory: bytes that microbatches may fill, or None for no limit; "own" means what `device_memory_bytes` finds
     """
 
     platform: str
@@ -42,7 +42,7 @@ class Place:
         return matrix_unit_of(self.platform)
 
     @property
-    def most_memory(self) -> int | None:
+    def device_memory_bytes(self) -> int | None:
         """Bytes of memory on the device that holds all examples; None if they may be on several devices, or if the
         program is traced for a platform other than this process's."""
         if self.memory != "own":

@@ -30,7 +30,7 @@ from jax import lax
 from jax.extend import core
 
 from dpx.values import Tree
-from dpx.xla.jaxprs import bind_equation, constants_and_carry_of_scan, convolves, equations, evaluate, rewritten
+from dpx.xla.jaxprs import bind_equation, constants_and_carry_of_scan, convolves, equations, evaluate, replace_equations
 from dpx.xla.place import current_place
 
 FEWEST, MOST_PER_OUTPUT = 4, 32  # numbers of positions for which the fast kernel saves more than the transpose takes
@@ -75,7 +75,7 @@ def with_fast_products(function: Callable) -> Callable:
                 return product(of, factors, turns + 1)
         return None
 
-    return rewritten(function, _adds_outer_products, results)
+    return replace_equations(function, _adds_outer_products, results)
 
 
 def multiplies_matrices(jaxpr: core.Jaxpr) -> bool:
@@ -113,7 +113,7 @@ def with_reordered_convolutions(closed: core.ClosedJaxpr) -> Callable:
     def results(equation, operands):
         primitive, params = equation.primitive, equation.params
         if primitive.name == "conv_general_dilated":
-            return [_xla_convolution(*operands, **params)]
+            return [_convolution_in_fast_order(*operands, **params)]
         if primitive.name in CALLS and convolves(params["jaxpr"].jaxpr):
             return jax.jit(with_reordered_convolutions(params["jaxpr"]))(*operands)
         return bind_equation(equation, operands, params)
@@ -121,7 +121,7 @@ def with_reordered_convolutions(closed: core.ClosedJaxpr) -> Callable:
     return lambda *arguments: evaluate(closed.jaxpr, closed.consts, arguments, results)
 
 
-def _xla_convolution(data: jax.Array, kernel: jax.Array, *, dimension_numbers, **params) -> jax.Array:
+def _convolution_in_fast_order(data: jax.Array, kernel: jax.Array, *, dimension_numbers, **params) -> jax.Array:
     """Computes `lax.conv_general_dilated_p` of data and a kernel from transposed operands."""
     (batch, features, *spatial), (outputs, inputs, *taps), result = dimension_numbers
     order = result[0], *result[2:], result[1]
@@ -137,9 +137,9 @@ def stacking_unfilled(function: Callable[[Tree], Tree]) -> Callable[[Tree], Tree
 
     def results(equation, operands):
         loops = equation.primitive.name == "scan" and equation.params["reverse"] and _stacks_numbers(equation)
-        return _looped(equation, operands) if loops else None
+        return _run_scan_as_loop(equation, operands) if loops else None
 
-    return rewritten(function, lambda equation: False, results)
+    return replace_equations(function, lambda equation: False, results)
 
 
 def _stacked(equation: core.JaxprEqn) -> list[Any]:
@@ -152,7 +152,7 @@ def _stacks_numbers(equation: core.JaxprEqn) -> bool:
     return bool(stacked) and not any(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) for aval in stacked)
 
 
-def _looped(equation: core.JaxprEqn, operands: list) -> list[jax.Array]:
+def _run_scan_as_loop(equation: core.JaxprEqn, operands: list) -> list[jax.Array]:
     """Runs a backward scan as a loop and returns its results."""
     body, length = core.jaxpr_as_fun(equation.params["jaxpr"]), equation.params["length"]
     constants, carried = constants_and_carry_of_scan(equation.params)

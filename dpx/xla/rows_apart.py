@@ -39,7 +39,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from dpx.xla.jaxprs import bind_equation, equations, rewritten
+from dpx.xla.jaxprs import bind_equation, equations, replace_equations
 from dpx.xla.place import current_place
 
 # Primitives that are one loop over all their elements. On a TPU, XLA rotates all matrices until the last is diagonal.
@@ -51,7 +51,7 @@ GROUPS_APART = ("float32", "bfloat16", "float16", "complex64")  # dtypes of conv
 def with_rows_apart(function: Callable) -> Callable:
     """Keeps the rows of `function`, of pytrees of arrays, apart under `jax.vmap`, whatever values they hold."""
 
-    return rewritten(function, _mixes_rows, _rewritten_apart)
+    return replace_equations(function, _mixes_rows, _rewritten_apart)
 
 
 def may_mix_rows(jaxpr: Any, *, tangents: bool = True) -> bool:
@@ -74,7 +74,7 @@ def _rows_are_sharded() -> bool:
     return (current_place().row_devices or current_place().devices) > 1
 
 
-def iterates_together(equation: core.JaxprEqn) -> bool:
+def loops_until_all_converge(equation: core.JaxprEqn) -> bool:
     """Whether an equation is one loop over all elements of its operands, until the last of them has converged."""
     return equation.primitive.name in (ITERATES_ON_TPU if current_place().platform == "tpu" else ITERATES)
 
@@ -89,7 +89,7 @@ def _may_join_groups(equation: core.JaxprEqn) -> bool:
 
 def _needs_turns(equation: core.JaxprEqn) -> bool:
     """Whether an equation must be computed for one row after another."""
-    return iterates_together(equation) or _may_join_groups(equation) or _draws_from_first_key(equation)
+    return loops_until_all_converge(equation) or _may_join_groups(equation) or _draws_from_first_key(equation)
 
 
 def _draws_from_first_key(equation: core.JaxprEqn) -> bool:

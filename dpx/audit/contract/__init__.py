@@ -33,7 +33,7 @@ from dpx.mechanism import Mechanism, require_mechanism
 from dpx.mechanism.guards import require_key_used
 from dpx.sampling.data import batch_size
 from dpx.values import Tree, described, explain_misuse, require_function, require_whole
-from dpx.xla.jaxprs import constants, identity_of_program, join_marks, spread_marks
+from dpx.xla.jaxprs import constants, identity_of_program, join_marks, propagate_marks
 from dpx.xla.place import full_precision
 
 Outcome = Literal["pass", "fail", "not checked"]
@@ -154,7 +154,7 @@ def check_float32(trial: Trial) -> str:
 
         raw = [RAW] * len(jax.tree.leaves(trial.params))
         marks = raw + [0] * (len(closed.jaxpr.invars) - len(raw))
-        spread_marks(closed, marks, visit, [KEY if is_key(leaf) else 0 for leaf in closed.consts])
+        propagate_marks(closed, marks, visit, [KEY if is_key(leaf) else 0 for leaf in closed.consts])
         if found:
             raise BrokenLine(f"computes in less than 32 bits: {', '.join(sorted(found))}")
     return "sums and noise have no arithmetic in less than 32 bits, on gradients in float32, float16 and bfloat16"

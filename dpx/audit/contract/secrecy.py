@@ -27,9 +27,9 @@ from dpx.audit.contract.subject import STEPS, BrokenLine, NotChecked, all_but_on
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import replacing_key_functions
 from dpx.states.reading import publishable_state
-from dpx.sums.rounding import ETA, FloatPair, as_pair, with_low
+from dpx.sums.rounding import ETA, FloatPair, as_pair, with_low_part
 from dpx.values import Tree, unflatten_vectors
-from dpx.xla.jaxprs import spread_marks
+from dpx.xla.jaxprs import propagate_marks
 
 RAW, KEY = 1, 2  # marks
 SHIFT = 16.0  # how far the data is moved, in standard deviations of the noise
@@ -127,7 +127,7 @@ def check_branches(trial: Trial) -> str:
             def visit(equation, marks, control, found=found):
                 found |= {equation.primitive.name} if control & RAW else set()
 
-            spread_marks(closed, marks, visit)
+            propagate_marks(closed, marks, visit)
             if found:
                 raise BrokenLine(f"{', '.join(sorted(found))} depends on raw data ({name} of {problem.name})")
             names.append(f"{name} of {problem.name}")
@@ -140,7 +140,7 @@ def check_bits(trial: Trial) -> str:
     grads = len(jax.tree.leaves(trial.params))
     shown = {jax.tree_util.keystr(path) for path, _ in _paths_of_leaves(publishable_state(trial.state(STEPS[0])))}
     state = [0 if jax.tree_util.keystr(path) in shown else RAW for path, _ in _paths_of_leaves(trial.state(STEPS[0]))]
-    marks = spread_marks(closed, [RAW] * grads + state + [0], lambda *_: None)
+    marks = propagate_marks(closed, [RAW] * grads + state + [0], lambda *_: None)
     raw = [name for name, mark in zip(names, marks, strict=True) if mark & RAW]
     if raw:
         raise BrokenLine(
@@ -255,7 +255,7 @@ def with_recorded_releases(function: Callable) -> Callable[..., list[ReleaseArgu
         numbers = itertools.count()
 
         def record(key, step, total, deviation):
-            high, low = with_low(as_pair(total))
+            high, low = with_low_part(as_pair(total))
             jax.debug.callback(functools.partial(_record_arguments, next(numbers)), high, low, jnp.float32(deviation))
             return jax.tree.map(jnp.add, high, low)
 

@@ -27,7 +27,7 @@ from dpx.sums.clipped_sum import LARGEST, in_range, sum_contributions, sum_over_
 from dpx.sums.rounding import as_pair
 from dpx.values import Tree, leaf_path, list_first_few
 from dpx.xla.jaxprs import equations
-from dpx.xla.rows_apart import iterates_together
+from dpx.xla.rows_apart import loops_until_all_converge
 
 MICROBATCH_NUMBERS = 2**26  # gradient values in memory at once: 256 MiB in float32
 AT_THE_BOUND = 0.999  # share of the bound from which a contribution counts as clipped
@@ -165,7 +165,7 @@ def find_mixed_rows(measured: BatchDiagnostics, params: Tree, alone: Callable, r
 def find_spreading_nan(measured: BatchDiagnostics, closed: core.ClosedJaxpr) -> Finding:
     """Checks that NaN in one row does not spread to others under `jax.vmap`, and that the loss has no functions whose
     rounding in one row depends on other rows. closed: the jaxpr of the loss."""
-    together = sorted({each.primitive.name for each in equations(closed) if iterates_together(each)})
+    together = sorted({each.primitive.name for each in equations(closed) if loops_until_all_converge(each)})
     numbers = {"reached": measured.reached or 0, "iterating": len(together)}
     if measured.reached:
         what = f"a row of NaN changes {measured.reached} other rows"

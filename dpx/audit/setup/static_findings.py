@@ -21,7 +21,7 @@ from dpx import keys
 from dpx.accounting import epsilon
 from dpx.accounting.cost import cost_of_run
 from dpx.accounting.flat_event import without_truncation
-from dpx.gradients.one_example import BATCH_NORM, INSTEAD, LARGE_CONSTANTS, updates_batch_norm
+from dpx.gradients.one_example import BATCH_NORM, INSTEAD, LARGE_CONSTANTS, is_batch_norm_error
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, included_rows
 from dpx.sampling.data import batch_size, length_of
@@ -30,7 +30,7 @@ from dpx.states.record import fingerprint
 from dpx.sums.rounding import ETA
 from dpx.values import Tree, described, for_whom, leaf_path, list_first_few, rounded_up
 from dpx.xla import jaxprs
-from dpx.xla.jaxprs import spread_marks
+from dpx.xla.jaxprs import propagate_marks
 
 Severity = Literal["error", "warning", "note", "ok"]
 ORDER = ("error", "warning", "note", "ok")
@@ -216,7 +216,7 @@ def trace_or_finding(loss: Callable, params: Tree, example: Tree) -> core.Closed
     except NameError as error:
         return Finding("named axes", "error", f"the loss uses a named axis, so it is not that of one example: {error}")
     except Exception as error:
-        if not updates_batch_norm(error):
+        if not is_batch_norm_error(error):
             raise
         return Finding("running averages", "error", BATCH_NORM)
     if not (hasattr(out, "shape") and out.shape == () and jnp.issubdtype(out.dtype, jnp.floating)):
@@ -287,7 +287,7 @@ def find_lost_averages(closed: core.ClosedJaxpr, params: Tree) -> list[Finding]:
             updates.add(id(equation))
 
     count = len(jax.tree.leaves(params))
-    spread_marks(closed, [parameter if i < count else data for i in range(len(closed.jaxpr.invars))], visit)
+    propagate_marks(closed, [parameter if i < count else data for i in range(len(closed.jaxpr.invars))], visit)
     found = sum(id(equation) in updates for equation in _unread_averages(closed.jaxpr, [True]))
     words = (
         "the loss computes running averages that nothing keeps, as BatchNorm does. So the layer normalizes each "
@@ -385,7 +385,7 @@ def find_constant_keys_in(closed: core.ClosedJaxpr, fixed: int) -> Finding:
         if name in DRAWS and not any(varies[: KEYS.get(name, 1)]):
             draws.add(id(equation))  # even if a later iteration of a loop has another key
 
-    spread_marks(closed, [number >= fixed for number in range(len(closed.jaxpr.invars))], visit)
+    propagate_marks(closed, [number >= fixed for number in range(len(closed.jaxpr.invars))], visit)
     if draws:
         words = (
             "the loss draws random numbers from a constant key: all examples and steps have the same ones, such as one "

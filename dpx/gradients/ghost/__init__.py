@@ -19,7 +19,7 @@ cotangent of a layer, or an input whose cotangent is not 0, is above 2^63, even 
 """
 
 from dpx.gradients.ghost.engine import sum_by_plan as sum_by_plan
-from dpx.gradients.ghost.hooks import leaves_never_kept as leaves_never_kept
+from dpx.gradients.ghost.hooks import second_pass_leaves as second_pass_leaves
 from dpx.gradients.ghost.plan import Explanation as Explanation
 from dpx.gradients.ghost.plan import ForwardPlan as ForwardPlan
 from dpx.gradients.ghost.plan import GhostPlan as GhostPlan

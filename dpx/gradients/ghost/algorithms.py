@@ -19,11 +19,11 @@ from dpx.gradients.ghost import norms, weighted_sums
 from dpx.gradients.ghost.norms import (
     TINY,
     Products,
+    bound_inner_products,
     error_of_inner_products,
     inner_products,
     norm_with_sum_error,
     product_or_infinity,
-    products_within,
     split_off_scale,
     sum_upper_bound,
 )
@@ -31,8 +31,10 @@ from dpx.gradients.ghost.rules import Site
 from dpx.sums.clipped_sum import repeat_to_shape, weighted_sum
 from dpx.xla.place import current_place
 
+Matrices = list[tuple[jax.Array, jax.Array]]  # A and B of every use, or of every group of uses
 
-class SharedElements(enum.Enum):
+
+class ElementOverlap(enum.Enum):
     """How a second group of uses sees the elements that a first group sees."""
 
     SAME = enum.auto()
@@ -52,7 +54,7 @@ class UseGroup(NamedTuple):
     lookup: bool
 
 
-class Sharing(NamedTuple):
+class ElementSharing(NamedTuple):
     """How the uses of one parameter, such as a tied embedding, see its elements.
 
     Its gradient is sum_u G_u over the uses u, with G_u = A_u^T B_u, and its norm needs, for every pair of uses,
@@ -66,10 +68,10 @@ class Sharing(NamedTuple):
     """
 
     use_groups: tuple[UseGroup, ...]
-    relations: Mapping[tuple[int, int], SharedElements]
+    relations: Mapping[tuple[int, int], ElementOverlap]
 
 
-def find_sharing(sites: tuple[Site, ...], shape: tuple[int, ...]) -> Sharing | str:
+def find_element_sharing(sites: tuple[Site, ...], shape: tuple[int, ...]) -> ElementSharing | str:
     """How the uses of a parameter of this shape see its elements, or why it cannot be followed."""
     seen = _Elements(sites, shape)
     by_view: list[list[int]] = []
@@ -90,7 +92,7 @@ def find_sharing(sites: tuple[Site, ...], shape: tuple[int, ...]) -> Sharing | s
         if relation is None:
             return f"used {len(sites)} times, by views that overlap in part"
         relations[i, j] = relation
-    return Sharing(tuple(use_groups), relations)
+    return ElementSharing(tuple(use_groups), relations)
 
 
 class _Elements:
@@ -114,20 +116,20 @@ class _Elements:
             return True
         return np.array_equal(self.numbers[i], self.numbers[j].transpose(axes))
 
-    def element_overlap(self, i: int, j: int) -> SharedElements | None:
+    def element_overlap(self, i: int, j: int) -> ElementOverlap | None:
         if self.equal(i, j):
-            return SharedElements.SAME
+            return ElementOverlap.SAME
         if self.equal(i, j, (0, 2, 1)):
-            return SharedElements.TRANSPOSED
-        return SharedElements.DISJOINT if np.intersect1d(self.numbers[i], self.numbers[j]).size == 0 else None
+            return ElementOverlap.TRANSPOSED
+        return ElementOverlap.DISJOINT if np.intersect1d(self.numbers[i], self.numbers[j]).size == 0 else None
 
 
-def gram_flops(sharing: Sharing) -> float:
+def gram_flops(sharing: ElementSharing) -> float:
     """The floating-point operations of the Gram matrices for the norm of one example."""
     total = 0.0
     for i, j in itertools.combinations_with_replacement(range(len(sharing.use_groups)), 2):
         first, second = sharing.use_groups[i], sharing.use_groups[j]
-        if sharing.relations.get((i, j)) is SharedElements.DISJOINT:
+        if sharing.relations.get((i, j)) is ElementOverlap.DISJOINT:
             continue
         kernels, positions, fan_in, fan_out = first.sizes
         # A lookup needs only the products of its B, because comparing or taking indices costs almost nothing.
@@ -136,40 +138,40 @@ def gram_flops(sharing: Sharing) -> float:
     return total
 
 
-def _norm_of_uses(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]], positions: list[int]) -> jax.Array:
+def _norm_of_uses(sharing: ElementSharing, matrices: Matrices, positions: list[int]) -> jax.Array:
     """|sum_u A_u^T B_u| for one example, float32 (), with bounds on rounding as in `norms.gram_norm`. matrices: A_u and
     B_u of every use, from `Site.matrices`. positions: as in `Uses`."""
     sides, size = _group_matrices(sharing, matrices), jnp.float32(1)
     if not current_place().unit.rounds:
         sides, size = _rescaled_matrices(sharing, sides)
     add = functools.partial(sum_upper_bound, more=len(sides) ** 2)
-    measured = [[(x, _products_within(x)) for x in side] for side in sides]
+    measured = [[(x, _products_among_rows(x)) for x in side] for side in sides]
     squared = functools.reduce(jnp.add, [add(a, b) for (_, a), (_, b) in measured])
     for (i, j), relation in sharing.relations.items():
-        if relation is not SharedElements.DISJOINT:
-            others = measured[j] if relation is SharedElements.SAME else measured[j][::-1]
+        if relation is not ElementOverlap.DISJOINT:
+            others = measured[j] if relation is ElementOverlap.SAME else measured[j][::-1]
             squared += 2 * add(
-                *(_products_between(*left, *right) for left, right in zip(measured[i], others, strict=True))
+                *(_products_between_rows(*left, *right) for left, right in zip(measured[i], others, strict=True))
             )
     lengths = jnp.concatenate([norms.products_of_row_norms(a, b).reshape(-1) for (_, a), (_, b) in measured])
     return size * norm_with_sum_error(squared, lengths, *positions)
 
 
-def _products_within(x: jax.Array) -> Products:
+def _products_among_rows(x: jax.Array) -> Products:
     """The inner products of rows with each other; `_gram` says what rows are. Those of indices are exact."""
     if x.ndim > 1:
-        return products_within(_gram(x, x), x)
+        return bound_inner_products(_gram(x, x), x)
     ones = jnp.ones((1, len(x)), jnp.float32)
     return Products(_gram(x, x), (ones, ones), 0.0)
 
 
-def _products_between(left: jax.Array, of_left: Products, right: jax.Array, of_right: Products) -> Products:
+def _products_between_rows(left: jax.Array, of_left: Products, right: jax.Array, of_right: Products) -> Products:
     """The inner products of rows with other rows. One with a one-hot row picks a single number, which is exact."""
     error = error_of_inner_products(left, right) if left.ndim == right.ndim > 1 else 0.0
     return Products(_gram(left, right), (of_left.lengths[0], of_right.lengths[0]), error)
 
 
-def _group_matrices(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]]) -> list[tuple[jax.Array, jax.Array]]:
+def _group_matrices(sharing: ElementSharing, matrices: Matrices) -> Matrices:
     """A and B of every group."""
     sides = []
     for group in sharing.use_groups:
@@ -180,7 +182,7 @@ def _group_matrices(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]
     return sides
 
 
-def _rescaled_matrices(sharing: Sharing, sides: list[tuple[jax.Array, jax.Array]]):
+def _rescaled_matrices(sharing: ElementSharing, sides: Matrices):
     """A and B of every group, divided by a common size as in `norms.rescale_factors`, and this size, float32 ()."""
     measured = []
     for group, (a, b) in zip(sharing.use_groups, sides, strict=True):
@@ -233,7 +235,7 @@ class Uses(NamedTuple):
     """
 
     sites: tuple[Site, ...] = ()
-    sharing: Sharing | None = None
+    sharing: ElementSharing | None = None
     slices: int = 1
     shape: tuple[int, ...] = ()
 
@@ -257,21 +259,21 @@ class Uses(NamedTuple):
         return max(sum(site.sizes[1] for site in self.sites if site.lookup == lookup) for lookup in (False, True))
 
     @property
-    def few_positions(self) -> bool:
+    def has_few_positions(self) -> bool:
         """Whether there are so few positions that bounds on rounding hardly raise the norm from Gram matrices."""
         return self.positions_together <= norms.MOST_POSITIONS
 
     @property
-    def tied(self) -> tuple[tuple[int, ...], int, bool] | None:
+    def tied_table_sites(self) -> tuple[tuple[int, ...], int, bool] | None:
         """For a table whose rows are looked up and that multiplies data once: the indices of the sites that look up,
         the index of the one that multiplies, and whether the latter's B has the table's rows. Otherwise None."""
         if self.sharing is None or sorted(group.lookup for group in self.sharing.use_groups) != [False, True]:
             return None
         product, lookups = sorted(self.sharing.use_groups, key=lambda group: group.lookup)
         relation = self.sharing.relations[0, 1]
-        if len(product.sites) > 1 or relation is SharedElements.DISJOINT:
+        if len(product.sites) > 1 or relation is ElementOverlap.DISJOINT:
             return None
-        return lookups.sites, product.sites[0], relation is SharedElements.TRANSPOSED
+        return lookups.sites, product.sites[0], relation is ElementOverlap.TRANSPOSED
 
     @property
     def are_one_lookup(self) -> bool:
@@ -313,7 +315,7 @@ def _outer_cost(uses: Uses, scaled: bool) -> float | None:
     if site is None or site.sizes[1] != 1:
         return None
     groups, _, fan_in, fan_out = site.sizes
-    return _sum_cost(site) + (_parameter_size(site) if scaled else groups * (fan_in + fan_out)) * 2.0
+    return _product_flops(site) + (_parameter_size(site) if scaled else groups * (fan_in + fan_out)) * 2.0
 
 
 def _outer_norm(uses: Uses, scale: jax.Array | None, records: Captured):
@@ -324,13 +326,13 @@ def _outer_norm(uses: Uses, scale: jax.Array | None, records: Captured):
 
 def _gram_cost(uses: Uses, scaled: bool) -> float | None:
     site = _only_dense_site(uses)
-    if site is None or scaled or not uses.few_positions:
+    if site is None or scaled or not uses.has_few_positions:
         return None
     groups, positions, fan_in, fan_out = site.sizes
     squares = groups * positions * positions
     bytes_written = 4 * (2 * squares + site.expands)
     operations = (PATCH_GRAM_SLOWDOWN if site.expands else GRAM_SLOWDOWN) * 2.0 * squares * (fan_in + fan_out)
-    return operations + OPERATIONS_PER_BYTE * bytes_written + _sum_cost(site) + _if_on_cpu(OPERATIONS_PER_TURN)
+    return operations + OPERATIONS_PER_BYTE * bytes_written + _product_flops(site) + _if_on_cpu(OPERATIONS_PER_TURN)
 
 
 def _gram_norm(uses: Uses, scale: jax.Array | None, records: Captured):
@@ -348,20 +350,20 @@ def _product_cost(uses: Uses, scaled: bool) -> float | None:
     if site is None or not (site.expands or site.sizes[1] > 1):
         return None
     products = _if_on_cpu(OPERATIONS_PER_GROUP * site.sizes[0]) if site.sizes[0] > 1 else 0
-    return _sum_cost(site) + _gradient_memory_cost(site, uses.slices) + products
+    return _product_flops(site) + _gradient_memory_cost(site, uses.slices) + products
 
 
-def kept_products(uses: Uses, records: Captured) -> jax.Array:
+def kept_gradients(uses: Uses, records: Captured) -> jax.Array:
     """The gradients, (B, K, I, O), that norms and sums read."""
     (site,), (record,) = uses.sites, records
     products = site.products(*record)
     few = uses.slices == 1 and products.size <= MOST_UNROUNDED and current_place().platform == "tpu"
-    return products if few else current_place().unit.round_kept(products)
+    return products if few else current_place().unit.round_gradient(products)
 
 
 def _product_norm(uses: Uses, scale: jax.Array | None, records: Captured):
     taken = isinstance(records, jax.Array)  # whether a hook has taken the gradients
-    grads = records if taken else jax.lax.optimization_barrier(kept_products(uses, records))  # norm and sum read these
+    grads = records if taken else jax.lax.optimization_barrier(kept_gradients(uses, records))  # norm and sum read these
     # The barrier makes XLA rearrange the scale once instead of once for every example.
     scale = None if scale is None else jax.lax.optimization_barrier(uses.sites[0].arrange(scale))
     return None if taken else grads, _scaled_gradient_norms(grads, scale)
@@ -384,7 +386,7 @@ def _rows_are_distinct(sites: tuple[Site, ...]) -> bool:
     return len(sites) == 1 and sites[0].distinct
 
 
-def _rows_of_lookups(sites: tuple[Site, ...], records: Captured) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _gradient_rows_of_lookups(sites: tuple[Site, ...], records: Captured) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The indices of one group of lookups, int32 (B, T), and the results of `norms.gradient_rows_of_lookup`."""
 
     def of_one_example(record):
@@ -396,7 +398,7 @@ def _rows_of_lookups(sites: tuple[Site, ...], records: Captured) -> tuple[jax.Ar
 
 
 def _norm_by_rows(uses: Uses, scale: jax.Array | None, records: Captured):
-    indices, rows, inside = _rows_of_lookups(uses.sites, records)
+    indices, rows, inside = _gradient_rows_of_lookups(uses.sites, records)
     rows = jax.lax.optimization_barrier(rows)
     of_rows = 1 if scale is None else uses.sites[0].arrange(scale)[0][jnp.maximum(indices, 0)]
     return (indices, rows), jnp.where(inside, _scaled_gradient_norms(rows * of_rows, None), jnp.inf)
@@ -407,9 +409,9 @@ def _rows_sum(uses: Uses, shape: tuple[int, ...], records: Any, factors: jax.Arr
 
 
 def _tied_cost(uses: Uses, scaled: bool) -> float | None:
-    if scaled or not uses.tied or current_place().platform != "tpu":
+    if scaled or not uses.tied_table_sites or current_place().platform != "tpu":
         return None
-    product = uses.sites[uses.tied[1]]
+    product = uses.sites[uses.tied_table_sites[1]]
     if 4 * _parameter_size(product) <= SMALL_TABLE:
         return None
     return sum(map(gradient_flops, uses.sites)) + _gradient_memory_cost(product, uses.slices)
@@ -419,8 +421,8 @@ def tied_gradients(uses: Uses, records: Captured) -> jax.Array:
     """The gradients, (B, V', D), of a table of V rows in a TPU's memory. Norm and sum read only these, so nothing else
     is rounded. Zeros after the rows make V' a multiple of TILE. So all examples form one array of rows without a copy,
     and the rows that each example looked up are added to its part of it. On several devices, tables stay separate."""
-    assert uses.tied
-    (lookups, number, transposed), unit = uses.tied, current_place().unit
+    assert uses.tied_table_sites
+    (lookups, number, transposed), unit = uses.tied_table_sites, current_place().unit
     of_product = jax.vmap(uses.sites[number].matrices)(*records[number])
     rows, columns = (x[:, 0] for x in (of_product[::-1] if transposed else of_product))
     count = -(-rows.shape[-1] // TILE) * TILE
@@ -429,15 +431,15 @@ def tied_gradients(uses: Uses, records: Captured) -> jax.Array:
     if several:  # XLA may split this product, and rounds only the parts to bfloat16
         tables = jnp.einsum("btv,btd->bvd", rows, columns, preferred_element_type=jnp.bfloat16)
     else:
-        tables = unit.round_kept(jnp.einsum("btv,btd->bvd", rows, columns, precision=unit.precision))
+        tables = unit.round_gradient(jnp.einsum("btv,btd->bvd", rows, columns, precision=unit.precision))
     sites = tuple(uses.sites[site] for site in lookups)
-    indices, found, _ = _rows_of_lookups(sites, [records[site] for site in lookups])
+    indices, found, _ = _gradient_rows_of_lookups(sites, [records[site] for site in lookups])
     # Repeated and negative indices have rows that are 0, or not numbers. Only the first row of each index is written.
     written = (indices >= 0) & jnp.any(found != 0, -1).reshape(indices.shape)
 
     def with_lookups(table, place, rows):
         rows += table.at[place].get(mode="fill", fill_value=0).astype(jnp.float32)
-        return table.at[place].set(unit.round_kept(rows), mode="drop")
+        return table.at[place].set(unit.round_gradient(rows), mode="drop")
 
     if several:  # XLA would send every row of a single array to all devices
         return jax.vmap(with_lookups)(tables, jnp.where(written, indices, count), found)
@@ -448,15 +450,15 @@ def tied_gradients(uses: Uses, records: Captured) -> jax.Array:
 
 
 def _tied_sum(uses: Uses, shape: tuple[int, ...], records: jax.Array, factors: jax.Array) -> jax.Array:
-    assert uses.tied
-    site = uses.sites[uses.tied[0][0]]
+    assert uses.tied_table_sites
+    site = uses.sites[uses.tied_table_sites[0][0]]
     # Without the barrier, XLA drops the padding inside the sum, which then takes 3 kernels and 2.7 times the cycles.
     total = jax.lax.optimization_barrier(weighted_sum(factors, records, apart=True))[: site.sizes[2]]
     return weighted_sums.transpose(site.arrange, shape, total[None])
 
 
 def _shared_cost(uses: Uses, scaled: bool) -> float | None:
-    if uses.sharing is None or scaled or uses.are_one_lookup or not uses.few_positions:
+    if uses.sharing is None or scaled or uses.are_one_lookup or not uses.has_few_positions:
         return None
     operations = gram_flops(uses.sharing) * GRAM_SLOWDOWN + sum(map(gradient_flops, uses.sites))
     return operations + _if_on_cpu(OPERATIONS_PER_TURN)
@@ -472,7 +474,7 @@ def _shared_norm(uses: Uses, scale: jax.Array | None, records: Captured):
 
 
 def _recomputation_cost(uses: Uses, scaled: bool) -> float | None:
-    if scaled or uses.are_one_lookup or uses.few_positions:
+    if scaled or uses.are_one_lookup or uses.has_few_positions:
         return None
     return 2 * sum(map(gradient_flops, uses.sites)) + OPERATIONS_PER_BYTE * 4 * 2 * math.prod(uses.shape)
 
@@ -500,7 +502,7 @@ def _site_sum(uses: Uses, shape: tuple[int, ...], records: list, factors: jax.Ar
 
 
 def _sum_of_examples(uses: Uses, shape: tuple[int, ...], records: list, factors: jax.Array) -> jax.Array:
-    return weighted_sums.sum_one_by_one(uses.sites, uses.groups, shape, records, factors)
+    return weighted_sums.sum_gradients_one_by_one(uses.sites, uses.groups, shape, records, factors)
 
 
 def gradient_cost(uses: Uses) -> float:
@@ -512,14 +514,14 @@ def gradient_cost(uses: Uses) -> float:
         if uses.slices * size <= SMALL_BYTES and not site.expands:
             memory = min(memory, 3 * OPERATIONS_PER_SMALL_BYTE * size)
         slowdown = CONVOLUTION_GRADIENT_SLOWDOWN if site.expands else DENSE_GRADIENT_SLOWDOWN
-        return memory if site.lookup else slowdown * _sum_cost(site) + memory
+        return memory if site.lookup else slowdown * _product_flops(site) + memory
 
     return sum(map(at, uses.sites))
 
 
 def gradient_flops(site: Site) -> float:
     """The floating-point operations of one example's gradient at a site."""
-    return 2.0 * site.sizes[1] * site.sizes[3] if site.lookup else _sum_cost(site)
+    return 2.0 * site.sizes[1] * site.sizes[3] if site.lookup else _product_flops(site)
 
 
 def _only_dense_site(uses: Uses) -> Site | None:
@@ -537,7 +539,7 @@ def _parameter_size(site: Site) -> int:
     return groups * fan_in * fan_out
 
 
-def _sum_cost(site: Site) -> float:
+def _product_flops(site: Site) -> float:
     """The operations of A^T B, for one gradient or for one example's share of the sum."""
     return 2.0 * site.sizes[1] * _parameter_size(site)
 

@@ -16,15 +16,15 @@ from dpx.gradients.ghost.hooks import (
     convolutions_of_small_data,
     equations_of_tied_tables,
     fill_unread_operands,
-    gradient_hooks,
     hooked_equations,
     hooks_take_gradients,
-    joined_parts,
+    join_part_sums,
     make_capture_hooks,
+    make_gradient_hooks,
+    make_norm_hooks,
     make_sum_hooks,
     merge_captured,
-    norm_hooks,
-    norm_of_all,
+    norm_of_parts,
     part_norm,
     part_sum,
     round_captured,
@@ -66,13 +66,13 @@ def sum_by_plan(
     values = interpreter.public_values(plan.program, leaves, reads)
     scales = _coordinate_scales(plan, mechanism, params, state, values)
     once, twice = hooked_equations(plan, backward_passes)
-    take_kept = gradient_hooks if hooks_take_gradients() else functools.partial(norm_hooks, keep=True)
-    hooks = take_kept(plan, once, included.shape[0]) | norm_hooks(plan, twice, included.shape[0], keep=False)
+    take_kept = make_gradient_hooks if hooks_take_gradients() else functools.partial(make_norm_hooks, keep=True)
+    hooks = take_kept(plan, once, included.shape[0]) | make_norm_hooks(plan, twice, included.shape[0], keep=False)
     hooks |= make_capture_hooks(plan, hooks, included.shape[0])
     losses, aux, captured, found = _backward_pass(plan, leaves, examples, hooks, apart)
     captured = fill_unread_operands(plan, merge_captured(plan, once, captured, found), values)
     captured = round_captured(take_tied_gradients(plan, captured))
-    backwards = [(kernels.backward(group, plan.program, leaves, scales), keep) for group, keep in plan.made_groups]
+    backwards = [(kernels.backward(group, plan.program, leaves, scales), keep) for group, keep in plan.kernel_groups]
     leaf_norms, captured = _norms(plan, leaves, captured, scales, found, backwards)
     norms, factors = _norms_and_factors(plan, mechanism, leaf_norms, state, included.shape[0])
     included &= in_range(norms)
@@ -137,7 +137,7 @@ def _backward_pass(
         plan.unread_operands | {equation: {0} for equation in sliced},
         {equation: hook.at for equation, hook in hooks.items()},
         interpreter.slice_starts(plan.program, fixed),
-        interpreter.equations_computed_once(plan.program, kept),
+        interpreter.cotangents_to_compute_once(plan.program, kept),
         frozenset(products),
         frozenset(exact | convolutions_of_small_data(plan, len(jax.tree.leaves(examples)[0]))),
     )
@@ -159,7 +159,7 @@ def _backward_pass(
 
         added: dict[int, Any] = {equation: hook.added for equation, hook in hooks.items()}
         zeros = jax.tree.map(lambda output: jnp.zeros(output.shape, output.dtype), outputs)
-        stored = current_place().unit.round_stored
+        stored = current_place().unit.round_to_store
         added |= {
             equation: zero if equation in exact else jax.tree.map(stored, zero) for equation, zero in zeros.items()
         }
@@ -198,7 +198,7 @@ def _norms(
     of_part = _shared_programs(plan, leaves, scales, lambda choice, shape, *of: part_norm(choice, *of))
     for backward, keep in backwards:
         first, *_ = of_group = backward.made.leaves
-        records = captured.arrays_of(first, 0, plan.choices[first][0])
+        records = captured.captured_arrays(first, 0, plan.choices[first][0])
         gradients[first, 0], of_leaves = kernels.measure_gradients(backward, records, keep=keep)
         norms |= dict(zip(of_group, of_leaves, strict=True))
     for leaf in (*plan.followed, *plan.differentiated):
@@ -208,13 +208,13 @@ def _norms(
         for number in range(len(plan.choices[leaf])):
             if (leaf, number) in found:
                 kept, of_slices = found[leaf, number]
-                norm = norm_of_all(of_slices.reshape(-1, of_slices.shape[-1]))
+                norm = norm_of_parts(of_slices.reshape(-1, of_slices.shape[-1]))
             else:
-                kept, norm = of_part(leaf, number)(captured.arrays_of(leaf, number, plan.choices[leaf][number]))
+                kept, norm = of_part(leaf, number)(captured.captured_arrays(leaf, number, plan.choices[leaf][number]))
             of_parts.append(norm)
             if kept is not None:
                 gradients[leaf, number] = kept
-        norms[leaf] = norm_of_all(jnp.stack(of_parts)) if len(of_parts) > 1 else of_parts[0]
+        norms[leaf] = norm_of_parts(jnp.stack(of_parts)) if len(of_parts) > 1 else of_parts[0]
     return norms, captured._replace(gradients=captured.gradients | gradients)
 
 
@@ -277,7 +277,7 @@ def _weighted_sums(
         of_leaf = factor[leaf]
         if current_place().devices > 1 and (leaf, number) not in stacked:
             of_leaf = compute_after_each([sums[part] for part in stacked], of_leaf)
-        arrays = captured.arrays_of(leaf, number, plan.choices[leaf][number])
+        arrays = captured.captured_arrays(leaf, number, plan.choices[leaf][number])
         sums[leaf, number] = of_part(leaf, number)(arrays, of_leaf)
     return sums
 
@@ -287,7 +287,7 @@ def _joined(plan: GhostPlan, leaves: list[jax.Array], sums: dict[Part, FloatPair
     def of_leaf(leaf):
         choices = plan.choices[leaf]
         totals = [sums[leaf, number] for number in range(len(choices))]
-        return joined_parts([choice.view for choice in choices], totals, leaves[leaf].shape)
+        return join_part_sums([choice.view for choice in choices], totals, leaves[leaf].shape)
 
     return pair_of_trees(jax.tree.unflatten(plan.structure, [of_leaf(encoded.leaf) for encoded in plan.encoded]))
 

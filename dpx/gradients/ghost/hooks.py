@@ -33,12 +33,12 @@ import jax
 import jax.numpy as jnp
 
 from dpx.gradients.ghost import norms
-from dpx.gradients.ghost.algorithms import MOST_UNROUNDED, PRODUCT, TIED, kept_products, tied_gradients
+from dpx.gradients.ghost.algorithms import MOST_UNROUNDED, PRODUCT, TIED, kept_gradients, tied_gradients
 from dpx.gradients.ghost.plan import Choice, GhostPlan
 from dpx.gradients.ghost.program import REMAT, View, assemble_parts
 from dpx.gradients.ghost.weighted_sums import shortening_factors
 from dpx.sums.clipped_sum import AT_ONCE, total_of_rows
-from dpx.sums.rounding import FloatPair, with_low
+from dpx.sums.rounding import FloatPair, with_low_part
 from dpx.values import Tree
 from dpx.xla.place import current_place
 
@@ -52,11 +52,11 @@ def part_norm(choice: Choice, scale: jax.Array | None, records: Any) -> tuple[An
         scale, records = rows
         return choice.algorithm.norm(choice.uses, scale, records)
 
-    kept, found = _over_slices(of_slice, choice, at_once=_at_once(choice, records))((scale, records))
-    return kept, norm_of_all(found.reshape(-1, found.shape[-1]))
+    kept, found = _map_over_slices(of_slice, choice, at_once=_at_once(choice, records))((scale, records))
+    return kept, norm_of_parts(found.reshape(-1, found.shape[-1]))
 
 
-def norm_of_all(of_parts: jax.Array) -> jax.Array:
+def norm_of_parts(of_parts: jax.Array) -> jax.Array:
     """Combines the norms of p parts of B gradients, float32 (p, B), into the gradients' norms, float32 (B,)."""
     return of_parts[0] if len(of_parts) == 1 else jax.vmap(norms.frobenius, 1)(of_parts)
 
@@ -75,13 +75,13 @@ def part_sum(
 
         return total_of_rows(of_few, (records, factors))
 
-    return _over_slices(of_slice, choice, at_once=_are_kept(records))((scale, records))
+    return _map_over_slices(of_slice, choice, at_once=_are_gradients_on_tpu(records))((scale, records))
 
 
-def joined_parts(of_views: list[View], totals: list[FloatPair], shape: tuple[int, ...]) -> FloatPair:
+def join_part_sums(of_views: list[View], totals: list[FloatPair], shape: tuple[int, ...]) -> FloatPair:
     """Joins the sums of a parameter's parts into the sum of the whole parameter, of this shape."""
     if any(total.low is not None for total in totals):
-        totals = [with_low(total) for total in totals]
+        totals = [with_low_part(total) for total in totals]
     low = [total.low for total in totals if total.low is not None]
     high = assemble_parts(of_views, [total.high for total in totals], shape)
     return FloatPair(high, assemble_parts(of_views, low, shape) if low else None)
@@ -90,20 +90,20 @@ def joined_parts(of_views: list[View], totals: list[FloatPair], shape: tuple[int
 def _at_once(choice: Choice, records: Any) -> bool:
     """Whether the norms of all slices are computed at once: those of gradients kept on a TPU, or on a matrix unit that
     rounds, if the Gram matrices of all slices and examples together are small."""
-    if _are_kept(records):
+    if _are_gradients_on_tpu(records):
         return True
-    if choice.algorithm.keeps_gradients or not (choice.uses.few_positions and current_place().unit.rounds):
+    if choice.algorithm.keeps_gradients or not (choice.uses.has_few_positions and current_place().unit.rounds):
         return False
     rows = jax.tree.leaves(records)[0].shape[: len(choice.view.slices) + 1]
     return math.prod(rows) * choice.uses.positions_together**2 <= AT_ONCE
 
 
-def _are_kept(records: Any) -> bool:
+def _are_gradients_on_tpu(records: Any) -> bool:
     """Whether these are gradients kept in the memory of a TPU, which reads all slices in one array."""
     return isinstance(records, jax.Array) and current_place().platform == "tpu"
 
 
-def _over_slices(function: Callable, choice: Choice, *, at_once: bool = False) -> Callable:
+def _map_over_slices(function: Callable, choice: Choice, *, at_once: bool = False) -> Callable:
     """Maps `function`, which takes the arrays of one slice, over all slices of a part, at once or in a loop."""
     for _ in choice.view.slices:
 
@@ -135,7 +135,7 @@ class Captured(NamedTuple):
     inputs: dict[int, tuple[jax.Array, ...]]
     cotangents: dict[int, jax.Array]
 
-    def arrays_of(self, leaf: int, part: int, choice: Choice):
+    def captured_arrays(self, leaf: int, part: int, choice: Choice):
         """What was captured for one part of a parameter leaf, in the form that `part_norm` reads."""
         if (leaf, part) in self.gradients:
             return self.gradients[leaf, part]
@@ -154,7 +154,7 @@ def round_captured(captured: Captured) -> Captured:
     barrier: norms and sums must read the same numbers, but XLA might otherwise round for only one of them."""
     unit = current_place().unit
     gradients = {
-        part: unit.round_kept(x) if isinstance(x, jax.Array) else jax.tree.map(unit.round_stored, x)
+        part: unit.round_gradient(x) if isinstance(x, jax.Array) else jax.tree.map(unit.round_to_store, x)
         for part, x in captured.gradients.items()
     }
     captured = captured._replace(gradients=gradients)
@@ -191,7 +191,7 @@ def fill_unread_operands(plan: GhostPlan, captured: Captured, values: Mapping[in
     for part, choice in plan.parts.items():
         sites, depth = choice.uses.sites, len(choice.view.slices) + 1
         if any(site.record for site in sites):
-            records = zip(sites, captured.arrays_of(*part, choice), strict=True)
+            records = zip(sites, captured.captured_arrays(*part, choice), strict=True)
             gradients[part] = [record(site, depth, *each) for site, each in records]
         else:
             plain.update(site.use.equation for site in sites)
@@ -207,7 +207,7 @@ def take_tied_gradients(plan: GhostPlan, captured: Captured) -> Captured:
         if choice.algorithm is TIED:
             of_all = functools.partial(tied_gradients, choice.uses)
             of_all = functools.reduce(lambda function, _: jax.vmap(function), choice.view.slices, of_all)
-            found[part] = of_all(captured.arrays_of(*part, choice))
+            found[part] = of_all(captured.captured_arrays(*part, choice))
     inputs = {equation: x for equation, x in captured.inputs.items() if equation not in alone}
     cotangents = {equation: x for equation, x in captured.cotangents.items() if equation not in alone}
     return Captured(found, inputs, cotangents)
@@ -325,7 +325,7 @@ def hooked_equations(plan: GhostPlan, backward_passes: int) -> tuple[Hooked, Hoo
     return once if place.devices > 1 or all_kept else {}, {}
 
 
-def leaves_never_kept(plan: GhostPlan) -> tuple[set[int], bool]:
+def second_pass_leaves(plan: GhostPlan) -> tuple[set[int], bool]:
     """The leaves for whose layers two backward passes keep neither inputs and cotangents nor gradients, and whether all
     layers in checkpoints have hooks then."""
     once, twice = hooked_equations(plan, 2)
@@ -340,7 +340,7 @@ def hooks_take_gradients() -> bool:
     return place.platform == "tpu" and place.devices == 1
 
 
-def norm_hooks(plan: GhostPlan, equations: Hooked, size: int, *, keep: bool) -> dict[int, Hook]:
+def make_norm_hooks(plan: GhostPlan, equations: Hooked, size: int, *, keep: bool) -> dict[int, Hook]:
     """Hooks that compute, for each part, the norms of the gradients of `size` examples, float32 (B,), and return them
     with the gradients that `part_norm` keeps if `keep`, otherwise with None."""
 
@@ -354,12 +354,12 @@ def norm_hooks(plan: GhostPlan, equations: Hooked, size: int, *, keep: bool) -> 
     }
 
 
-def gradient_hooks(plan: GhostPlan, equations: Hooked, size: int) -> dict[int, Hook]:
+def make_gradient_hooks(plan: GhostPlan, equations: Hooked, size: int) -> dict[int, Hook]:
     """Hooks that compute the gradients of `size` examples. Norms and sums read only these, so nothing else is rounded.
     XLA writes them where the scan stacks them, and the norms are computed after it."""
 
     def compute(choices, captured, given):
-        return {part: kept_products(choice.uses, [captured]) for part, choice in choices.items()}
+        return {part: kept_gradients(choice.uses, [captured]) for part, choice in choices.items()}
 
     return {
         equation: _hook(plan, equation, functools.partial(compute, choices), (), size, rounds=False)
@@ -371,7 +371,7 @@ def make_capture_hooks(plan: GhostPlan, hooks: dict[int, Hook], size: int) -> di
     """Hooks that capture the inputs and cotangents of `size` examples at equations in checkpoints that have no hook in
     `hooks`. If several equations read a value, the first captures it."""
     inside = _rematerialized_sites(plan) - set(hooks) - set(plan.products)
-    equations = {equation for equation in inside if _is_real(plan, equation)}
+    equations = {equation for equation in inside if _captures_only_reals(plan, equation)}
     places_of = _captured_operands(plan, equations)
     first = {value: place for place, value in reversed(places_of.items())}
     again = {value for (equation, _), value in places_of.items() if first[value][0] != equation}
@@ -415,7 +415,7 @@ def _rematerialized_sites(plan: GhostPlan) -> set[int]:
     return {site.use.equation for site in plan.sites if site.use.equation in inside}
 
 
-def _is_real(plan: GhostPlan, equation: int) -> bool:
+def _captures_only_reals(plan: GhostPlan, equation: int) -> bool:
     """Whether everything that is captured at an equation is real."""
     jaxpr: Any = plan.program.equations[equation].jaxpr
     wanted = [v.aval for i, v in enumerate(jaxpr.invars) if i not in plan.unread_operands[equation]]
@@ -439,7 +439,7 @@ def make_sum_hooks(
     norms: dict[Part, jax.Array],
     factors: dict[int, list[jax.Array]],
 ) -> dict[int, Hook]:
-    """Hooks that compute each part's sums. norms: by part, from `norm_hooks`. factors: by leaf, float32 (B,) each."""
+    """Hooks that compute the sums of each part. norms: by part, of `make_norm_hooks`. factors: by leaf, float32 (B,)"""
 
     def hook(equation: int, choices: dict[Part, Choice]) -> Hook:
         counts = plan.program.equations[equation].counts
@@ -479,7 +479,7 @@ def _hook(plan: GhostPlan, equation: int, compute: Callable, given: Tree, size: 
     what is captured, and so must read the same rounded numbers."""
 
     def of_rounded(captured, given, compute=compute):
-        captured = jax.tree.map(current_place().unit.round_stored, captured)
+        captured = jax.tree.map(current_place().unit.round_to_store, captured)
         return compute(jax.lax.optimization_barrier(captured), given)
 
     found: Any = plan.program.equations[equation]

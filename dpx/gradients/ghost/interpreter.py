@@ -64,7 +64,7 @@ def slice_starts(program: Program, leaves: dict[int, jax.Array]) -> dict[int, li
     return {number: [found[start] for start in starts] for number, starts in slices.items()}
 
 
-def equations_computed_once(program: Program, recorded: list[int]) -> frozenset[int]:
+def cotangents_to_compute_once(program: Program, recorded: list[int]) -> frozenset[int]:
     """The `once` of `InterpreterHooks`: on several devices, the recorded equations outside scans. XLA would keep the
     terms of their cotangents, such as those of logits, during the backward pass of a scan. An equation whose output
     another one reads, such as the layer of a bias, is left out, because both share one cotangent."""
@@ -164,7 +164,7 @@ def _run(
                 seen[number] = wanted
                 if current_place().unit.rounds and number not in instruments.exact:
                     # Rounds them here already, because a scan stacks them, in half the memory if they are bfloat16.
-                    seen[number] = jax.tree.map(lambda x: current_place().unit.round_stored(jnp.asarray(x)), wanted)
+                    seen[number] = jax.tree.map(lambda x: current_place().unit.round_to_store(jnp.asarray(x)), wanted)
                 outputs = [_plus_zero_probe(outputs[0], added[number], not rounds)]
             if number in instruments.once:
                 outputs = [with_cotangent_computed_once(outputs[0])]
@@ -175,8 +175,8 @@ def _run(
 
 
 def _rounds_its_cotangent(equation: Equation) -> bool:
-    """Whether a TPU's backward pass reads the cotangent only in products that round it as `round_stored` does. It is
-    then written once, in half the memory, for these products and for the record. Otherwise XLA would recompute the
+    """Whether a TPU's backward pass reads the cotangent only in products that round it as `round_to_store` does. It
+    is then written once, in half the memory, for these products and for the record. Otherwise XLA would recompute the
     cotangent of logits, or of an output that is split, for each product."""
     if equation.name not in ("dot_general", "conv_general_dilated") or equation.jaxpr is None:
         return False
@@ -192,7 +192,7 @@ def _with_rounded_cotangent(x: jax.Array) -> jax.Array:
 
 
 def _round_cotangent(_, cotangent: jax.Array) -> tuple[jax.Array]:
-    return (jax.lax.optimization_barrier(current_place().unit.round_stored(cotangent)).astype(jnp.float32),)
+    return (jax.lax.optimization_barrier(current_place().unit.round_to_store(cotangent)).astype(jnp.float32),)
 
 
 _with_rounded_cotangent.defvjp(lambda x: (x, None), _round_cotangent)
@@ -206,7 +206,7 @@ def _plus_zero_probe(output: jax.Array, added: jax.Array, rounds: bool) -> jax.A
 
 
 @_plus_zero_probe.defjvp
-def _derivative(rounds, values, derivatives):
+def _probe_derivative(rounds, values, derivatives):
     unit, slope = current_place().unit, derivatives[1].astype(derivatives[0].dtype)
     if rounds and unit.rounds and slope.dtype == jnp.float32:  # XLA might elide two plain conversions
         slope = unit.round_operand(slope)

@@ -50,7 +50,7 @@ PULLBACK_PASSES = 1.0  # cost of J^T and a norm, in passes over kernels and para
 FLOPS_PER_TURN = 1.5e5  # cost of one turn of a loop over examples, which cannot use products of many examples
 
 
-class StepDerivatives(NamedTuple):
+class ElementwiseSlopes(NamedTuple):
     """The derivatives of the function that an `ElementwiseStep` applies.
 
     reads: the indices of the public values that they need. axes: the axes along which they vary
@@ -62,14 +62,14 @@ class StepDerivatives(NamedTuple):
     multiply: Callable[[Any, Values], jax.Array]
 
 
-def site_of_parameter(site: Site, use: Use, shape: tuple[int, ...], program: Program) -> Site | str:
+def parameter_site_in_kernel(site: Site, use: Use, shape: tuple[int, ...], program: Program) -> Site | str:
     """The site of a parameter of this shape that is part of a kernel, or why it is not followed. site: the kernel's
     site. use: the use of the parameter through the kernel."""
     if site.lookup or site.record:
         return "used in a lookup, or in custom_vjp_call, after an equation that computes or places"
     view, linear = use.view, cast(Callable, site.apply)
     steps = [step for step in view.steps if isinstance(step, ElementwiseStep)]
-    slopes = {id(step): found for step in steps if (found := _slopes(step, program))}
+    slopes = {id(step): found for step in steps if (found := _slopes_of_step(step, program))}
     if len(slopes) < len(steps):
         return "used in a function that is not of each number alone, or of what an iteration computes"
     labels = _slope_labels(site, view, shape, slopes)
@@ -121,7 +121,7 @@ def _site_of_block(site: Site, sizes: tuple[int, int, int], box: tuple, of_a, of
     kernels, fan_in, fan_out = sizes
     positions = site.sizes[1] * (2 if is_complex else 1)
     same = () if of_a else tuple((each.start, each.stop, each.step) for each in (groups, rows))
-    return rules.recorded_site(site, (kernels, positions, fan_in, fan_out), left, right, same)
+    return rules.captured_matrix_site(site, (kernels, positions, fan_in, fan_out), left, right, same)
 
 
 def _scaled_cotangents(site: Site, of_b: Callable) -> Callable:
@@ -135,7 +135,7 @@ def _scaled_cotangents(site: Site, of_b: Callable) -> Callable:
     return right
 
 
-def _slopes(step: ElementwiseStep, program: Program) -> StepDerivatives | None:
+def _slopes_of_step(step: ElementwiseStep, program: Program) -> ElementwiseSlopes | None:
     """The slopes of a step; None if they are not public, or if an element of its result may depend on others."""
     equations = [program.equations[number] for number in step.equations]
     base, avals = step.base, {}
@@ -181,7 +181,7 @@ def _slopes(step: ElementwiseStep, program: Program) -> StepDerivatives | None:
         return derivative(x, *known)
 
     reads = tuple(key for key in wanted if not isinstance(key, Constant))
-    return StepDerivatives(reads, tuple(sorted(axis for axis in differ if of_base.shape[axis] > 1)), multiply)
+    return ElementwiseSlopes(reads, tuple(sorted(axis for axis in differ if of_base.shape[axis] > 1)), multiply)
 
 
 def _jaxpr(equation: Equation) -> Any:
@@ -218,7 +218,7 @@ def _is_elementwise_program(jaxpr: core.Jaxpr, moving: set, shape: tuple[int, ..
     return True
 
 
-def _slope_labels(site: Site, view: View, shape: tuple[int, ...], slopes: dict[int, StepDerivatives]) -> np.ndarray:
+def _slope_labels(site: Site, view: View, shape: tuple[int, ...], slopes: dict[int, ElementwiseSlopes]) -> np.ndarray:
     """Labels the places of a kernel, (K, I, O): 0 where it has no element of the parameter; other labels are equal only
     where the slopes are equal."""
 

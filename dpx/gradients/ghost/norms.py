@@ -29,9 +29,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax  # traces faster than `jnp`
 
-from dpx.sums.clipped_sum import LARGEST, add_in_turns, repeat_to_shape
-from dpx.sums.norms import norm, raised_by_roundings
-from dpx.sums.rounding import PRODUCTS, UNIT, FloatPair, add_pairs, error_of_chained_sum, with_low
+from dpx.sums.clipped_sum import LARGEST, add_part_by_part, repeat_to_shape
+from dpx.sums.norms import norm, norm_raised_for_rounding
+from dpx.sums.rounding import PRODUCTS, UNIT, FloatPair, add_pairs, error_of_chained_sum, with_low_part
 from dpx.xla.place import current_place
 from dpx.xla.rewrites import sum_of_outer_products
 
@@ -42,7 +42,8 @@ TERM = 24  # the number of roundings in each term of a squared norm
 MOST_ERROR = 3.4e-4  # limit for the error of a sum over positions, at which a norm of two uses is raised by 0.1 %
 MOST_POSITIONS = 256  # the most for Gram matrices, whose rounding grows with the positions
 # On a matrix unit, numbers below 2^-126 are lost. LOST_OF_LENGTH times the root of a row's size bounds what its length
-# lacks, and LOST_OF_TERM times the number of terms what a squared norm lacks: `products_within`, `sum_upper_bound`.
+# lacks, and LOST_OF_TERM times the number of terms what a squared norm lacks: see `bound_inner_products` and
+# `sum_upper_bound`.
 LOST_OF_LENGTH, LOST_OF_TERM = 2.0**-51, 2.0**-124
 LONGEST_SUM, SHORTEST_SUM = 1024, 128  # terms; longer sums are cut, because rounding errors grow with the length
 MOST_SUMS = 16  # the most sums of an inner product that are added at a time; more would compile too slowly
@@ -69,7 +70,7 @@ def outer_norm(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> ja
     b, size_b = split_off_scale(_trained_columns(b[:, 0], scale, axis=1))
     squares_scale = jnp.where(scale == 0, 0, jnp.maximum(scale * scale, TINY))
     squares = jnp.einsum("kio,ko->ki", squares_scale, b * b + TINY, precision=EXACT)  # of the rows of the scaled B
-    squares = raised_by_roundings(jnp.sqrt(squares), b.shape[-1])
+    squares = norm_raised_for_rounding(jnp.sqrt(squares), b.shape[-1])
     rows, size = split_off_scale((a * (squares * product_or_infinity(size_a, size_b)[:, None])).reshape(-1))
     return product_or_infinity(frobenius(rows), size)
 
@@ -96,8 +97,8 @@ def gram_norm(a: jax.Array, b: jax.Array) -> jax.Array:
     # If rows are sharded, they are usually the longer ones. The sum over their segments, for which devices must
     # communicate, comes last, when each segment is a scalar and not a matrix.
     short, long = (a, b) if a.shape[-1] <= b.shape[-1] else (b, a)
-    first = products_within(inner_products(short, short)[:, None], short)
-    second = products_within(inner_products_of_segments(long, long), long)
+    first = bound_inner_products(inner_products(short, short)[:, None], short)
+    second = bound_inner_products(inner_products_of_segments(long, long), long)
     squared = sum_upper_bound(first, second)
     return size * norm_with_sum_error(squared, products_of_row_norms(first, second), positions)
 
@@ -120,7 +121,7 @@ class Products(NamedTuple):
         return jnp.abs(self.values) + self.error * left[..., :, None] * right[..., None, :]
 
 
-def products_within(values: jax.Array, rows: jax.Array) -> Products:
+def bound_inner_products(values: jax.Array, rows: jax.Array) -> Products:
     """Bounds the inner products, float32 (K, ..., T, T), that `inner_products` computes from `rows`, float32 (K, T, n).
 
     Rows for a matrix unit are not rescaled, so terms below 2^-126, or with a factor below it, may be lost: in all up to
@@ -162,14 +163,14 @@ def norm_with_sum_error(squared: jax.Array, lengths: jax.Array, *positions: int)
 
     squared: the true norm squared, float32 (). lengths: bounds on |a_t| |b_t|, float32. positions: as for `sum_error`
     """
-    return raised_by_roundings(jnp.sqrt(jnp.maximum(squared, 0)) + sum_error(*positions) * frobenius(lengths), 0)
+    return norm_raised_for_rounding(jnp.sqrt(jnp.maximum(squared, 0)) + sum_error(*positions) * frobenius(lengths), 0)
 
 
 def norm_of_computed(gradient: jax.Array, records: list[tuple[jax.Array, jax.Array]], *positions: int) -> jax.Array:
     """The norm of a gradient as the weighted sum adds it, float32 (), from `gradient`, the sum of all A^T B of an
     example computed in the same way: each may be off by `sum_error`. records: A and B, as in this file."""
     lengths = frobenius(jnp.stack([outer_norm(a, b) for a, b in records]))
-    return raised_by_roundings(frobenius(gradient) + 2 * sum_error(*positions) * lengths, 0)
+    return norm_raised_for_rounding(frobenius(gradient) + 2 * sum_error(*positions) * lengths, 0)
 
 
 def sum_error(*positions: int) -> float:
@@ -213,7 +214,7 @@ def einsum_by_segments(by: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
     if width == a.shape[1]:
         return jnp.einsum(by, a, b, precision=current_place().unit.precision)
-    return add_in_turns(product, (a, b), width, width, jnp.add, axis=1)
+    return add_part_by_part(product, (a, b), width, width, jnp.add, axis=1)
 
 
 def inner_products(left: jax.Array, right: jax.Array) -> jax.Array:
@@ -245,8 +246,8 @@ def inner_products_of_segments(left: jax.Array, right: jax.Array) -> jax.Array:
     if rows[0].shape[-1] <= MOST_SUMS * width:
         found = product(rows)
     else:
-        begin, last = lambda first: with_low(FloatPair(first)), rows[0].ndim - 1
-        found = add_in_turns(
+        begin, last = lambda first: with_low_part(FloatPair(first)), rows[0].ndim - 1
+        found = add_part_by_part(
             product, rows, MOST_SUMS * width, MOST_SUMS * width, add_pairs, axis=last, begin=begin
         ).high
     return found.reshape(groups, count, left.shape[1], right.shape[1])

@@ -11,12 +11,12 @@ from jax.extend import core
 
 from dpx.gradients.ghost import algorithms, own_backward, rules, trace
 from dpx.gradients.ghost.algorithms import NormAlgorithm, Uses
-from dpx.gradients.ghost.kernels import MadeKernelGroup, find_made_kernels, site_of_parameter
+from dpx.gradients.ghost.kernels import MadeKernelGroup, find_made_kernels, parameter_site_in_kernel
 from dpx.gradients.ghost.program import (
     Equation,
-    MoveStep,
     ParameterPart,
     Program,
+    RearrangeStep,
     ScanStep,
     Use,
     View,
@@ -61,7 +61,7 @@ class Choice(NamedTuple):
     view: the part's view; `algorithm` computes each of its slices separately
     pieces: if `algorithm` takes the gradients of the backward pass, the view of each part that the loss uses, and the
         equations that slice it; () to differentiate with respect to the whole parameter
-    made: the kernels made from the parameter, possibly together with other parameters, as in `made_groups`; or None
+    made: the kernels made from the parameter, possibly together with other parameters, as in `kernel_groups`; or None
     saved: what it saves for one example compared with per-example gradients, in the unit of `algorithms`
     """
 
@@ -141,7 +141,7 @@ class GhostPlan(NamedTuple):
         return found
 
     @property
-    def made_groups(self) -> list[tuple[MadeKernelGroup, bool]]:
+    def kernel_groups(self) -> list[tuple[MadeKernelGroup, bool]]:
         """The groups of kernels that are made from parameters, and whether the gradients of each group are kept."""
         found = {choice.made.leaves: choice for choice in self.parts.values() if choice.made}
         return [(choice.made, choice.algorithm.keeps_gradients) for choice in found.values() if choice.made]
@@ -178,7 +178,7 @@ def make_ghost_plan(
     """
     if not mechanism.supports_ghost_norms:
         return "the mechanism mixes the coordinates of a gradient"
-    encoding = _encoded_gradient(mechanism, params, state)
+    encoding = _leaves_of_encoded_gradient(mechanism, params, state)
     if isinstance(encoding, str):
         return encoding
     if any(IN_PLACE in type(effect).__name__ for effect in traced.closed.jaxpr.effects):
@@ -208,11 +208,11 @@ def make_ghost_plan(
             parts = parts_of_parameter([use.view for use in lookups], leaves[leaf].shape)
             rows = "" if isinstance(parts, str) else _follow(lookups, parts, *rest, scaled=scaled[leaf])
             found = found if isinstance(rows, str) else rows
-        choices = found if isinstance(found, str) else _cheapest(found, scaled=scaled[leaf], force=force)
+        choices = found if isinstance(found, str) else _cheapest_ghost_norms(found, scaled=scaled[leaf], force=force)
         return (Choice(algorithms.GRADIENT, choices, pieces=pieces),) if isinstance(choices, str) else choices
 
     choices = tuple(choose(leaf, uses) for leaf, uses in enumerate(program.uses))
-    choices = _with_made_kernels(choices, program, made, [leaf.shape for leaf in leaves], force=force)
+    choices = _with_made_kernel_choices(choices, program, made, [leaf.shape for leaf in leaves], force=force)
     choices = choices if force else _without_small_savings(choices)
     if not trace.custom_derivatives_usable(program):
         return "a custom derivative closes over values of the loss"
@@ -232,7 +232,7 @@ def _without_small_savings(choices: tuple[tuple[Choice, ...], ...]) -> tuple[tup
     return tuple(gradient if any(choice.uses.sites for choice in each) else each for each in choices)
 
 
-def _with_made_kernels(
+def _with_made_kernel_choices(
     choices: tuple[tuple[Choice, ...], ...],
     program: Program,
     made: Mapping[Any, Equation],
@@ -279,7 +279,7 @@ def _with_slices_as_lookups(uses: tuple[Use, ...], program: Program, shape: tupl
     found: dict[int, Use] = {}
     for place, use in enumerate(uses):
         for before, step in enumerate(use.view.steps):
-            if isinstance(step, MoveStep) and program.equations[step.number].name == "slice":
+            if isinstance(step, RearrangeStep) and program.equations[step.number].name == "slice":
                 use = use._replace(view=View(use.view.steps[:before]), equation=step.number, operand=0)
                 place = ~step.number  # so that all uses of one slice are one lookup
             if not (moves_nothing(step) or (isinstance(step, ScanStep) and not step.sliced)):
@@ -308,14 +308,14 @@ def _follow(
             is_kernel = rest.changes_values or (use.equation >= 0 and rules.is_complex(program.equations[use.equation]))
             site = rules.recognize(use.of_kernel() if is_kernel else use, program, made)
             if isinstance(site, rules.Site) and is_kernel:
-                site = site_of_parameter(site, use, inside, program)
+                site = parameter_site_in_kernel(site, use, inside, program)
             if isinstance(site, str):
                 return site
             sites.append(site)
         if len(sites) == 1:
             followed.append((part.view, Uses(tuple(sites), slices=slices, shape=inside)))
             continue
-        sharing = algorithms.find_sharing(tuple(sites), inside)
+        sharing = algorithms.find_element_sharing(tuple(sites), inside)
         if isinstance(sharing, str):
             return sharing
         together = Uses(tuple(sites), sharing, slices, inside)
@@ -325,7 +325,7 @@ def _follow(
     return followed
 
 
-def _cheapest(followed: Followed, *, scaled: bool, force: bool) -> tuple[Choice, ...] | str:
+def _cheapest_ghost_norms(followed: Followed, *, scaled: bool, force: bool) -> tuple[Choice, ...] | str:
     """The cheapest ghost norms for all parts of a parameter, or the reason why per-example gradients are used."""
     choices, ghost, gradient = [], 0.0, 0.0
     for view, uses in followed:
@@ -345,7 +345,7 @@ def _cheapest(followed: Followed, *, scaled: bool, force: bool) -> tuple[Choice,
     return tuple(choices)
 
 
-def _encoded_gradient(
+def _leaves_of_encoded_gradient(
     mechanism: Mechanism, params: Tree, state: Tree
 ) -> tuple[tuple[LeafOfEncodedGradient, ...], Any] | str:
     """The leaves and treedef of the encoded gradient, from the jaxpr of `encode`, or why it has no ghost norms."""

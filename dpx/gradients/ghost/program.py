@@ -37,7 +37,7 @@ ELEMENTWISE = set(
 Box = list[range]  # a block of a parameter's elements: the indices along each axis
 
 
-class MoveStep(NamedTuple):
+class RearrangeStep(NamedTuple):
     """A step of a view in which equation `number` moves the elements."""
 
     equation: core.JaxprEqn
@@ -48,7 +48,7 @@ class MoveStep(NamedTuple):
         return self.equation.primitive.name
 
 
-class PlaceStep(NamedTuple):
+class ConcatenateStep(NamedTuple):
     """A step of a view in which equation `number` takes the elements as operand `operand`, and puts others beside."""
 
     equation: core.JaxprEqn
@@ -84,7 +84,7 @@ class View(NamedTuple):
     @property
     def changes_values(self) -> bool:
         """Whether the use sees anything but the parameter's own elements in some order."""
-        return any(isinstance(step, PlaceStep | ElementwiseStep) for step in self.steps)
+        return any(isinstance(step, ConcatenateStep | ElementwiseStep) for step in self.steps)
 
     @property
     def slices(self) -> tuple[int, ...]:
@@ -97,11 +97,11 @@ class View(NamedTuple):
         return tuple(step.count for step in self.steps if isinstance(step, ScanStep) and not step.sliced)
 
     @property
-    def leading_slices(self) -> int:
+    def initial_slice_step_count(self) -> int:
         """The number of steps up to the last initial slice; steps that move nothing may stand between slices."""
         end = 0
         for number, step in enumerate(self.steps):
-            if not isinstance(step, MoveStep) or step.name not in (*STILL, "slice"):
+            if not isinstance(step, RearrangeStep) or step.name not in (*STILL, "slice"):
                 break
             if step.name == "slice":
                 end = number + 1
@@ -119,7 +119,7 @@ class View(NamedTuple):
                     return jax.vmap(View(self.steps[number + 1 :]).apply_to)(leaf)
             elif isinstance(step, ElementwiseStep):
                 leaf = in_place(step, leaf)
-            elif isinstance(step, PlaceStep):
+            elif isinstance(step, ConcatenateStep):
                 leaf = step.bind(leaf)
             elif step.name == "transpose":  # this keeps a NumPy array a view of the same memory
                 leaf = leaf.transpose(step.equation.params["permutation"])
@@ -134,8 +134,8 @@ class View(NamedTuple):
     def box(self, shape: tuple[int, ...]) -> Box:
         """The elements that the leading slices select from a parameter of this shape."""
         found = [range(size) for size in shape]
-        for step in self.steps[: self.leading_slices]:
-            if isinstance(step, MoveStep) and step.name == "slice":
+        for step in self.steps[: self.initial_slice_step_count]:
+            if isinstance(step, RearrangeStep) and step.name == "slice":
                 params = step.equation.params
                 starts, limits = params["start_indices"], params["limit_indices"]
                 strides = params["strides"] or (1,) * len(starts)
@@ -147,14 +147,14 @@ class View(NamedTuple):
         """A key that is equal for views that move elements in the same way."""
 
         def identity_of_step(step: Step) -> Any:
-            if isinstance(step, MoveStep | PlaceStep):
+            if isinstance(step, RearrangeStep | ConcatenateStep):
                 return identity_of_equation(step.equation), getattr(step, "operand", 0)
             return step if isinstance(step, ScanStep) else None
 
         return tuple(map(identity_of_step, self.steps))
 
 
-Step = MoveStep | PlaceStep | ElementwiseStep | ScanStep
+Step = RearrangeStep | ConcatenateStep | ElementwiseStep | ScanStep
 
 
 def moves_elements(equation: core.JaxprEqn) -> bool:
@@ -210,13 +210,13 @@ def parts_of_parameter(seen: list[View], shape: tuple[int, ...]) -> list[Paramet
             return "used in slices by a scan that another scan repeats"
         if 0 in view.slices:
             return "used in a scan without iterations"
-        end = slices[-1] + 1 if slices else view.leading_slices
+        end = slices[-1] + 1 if slices else view.initial_slice_step_count
         if View(view.steps[:end]).changes_values:
             return "used in slices by a scan after an equation that computes or places"
         begin, rest = View(view.steps[:end]), View(view.steps[end:])
         key = View(tuple(step for step in begin.steps if not moves_nothing(step))).identity()
         before = found.get(key, ParameterPart(begin, (), ()))
-        ends = {step.number for step in begin.steps[-1:] if isinstance(step, MoveStep)}
+        ends = {step.number for step in begin.steps[-1:] if isinstance(step, RearrangeStep)}
         ends = tuple(sorted(ends.union(before.ends)))
         found[key] = ParameterPart(before.view, (*before.uses, number), (*before.rests, rest), ends)
     sliced = any(part.view.slices for part in found.values())
@@ -229,7 +229,7 @@ def parts_of_parameter(seen: list[View], shape: tuple[int, ...]) -> list[Paramet
 
 
 def moves_nothing(step: Step) -> bool:
-    return isinstance(step, MoveStep) and step.name in STILL
+    return isinstance(step, RearrangeStep) and step.name in STILL
 
 
 def disjoint(boxes: list[Box]) -> bool:
@@ -262,7 +262,7 @@ def assemble_parts(views: list[View], parts: list[jax.Array], shape: tuple[int, 
 
 
 def _in_box(view: View, part: jax.Array, elements: Box) -> jax.Array:
-    rest = view.steps[view.leading_slices :]
+    rest = view.steps[view.initial_slice_step_count :]
     if all(isinstance(step, ScanStep) or moves_nothing(step) for step in rest):
         return part
     inside = jax.ShapeDtypeStruct(tuple(map(len, elements)), jnp.float32)

@@ -132,7 +132,7 @@ class Patches(NamedTuple):
         padding = []
         for axis, (low, _, interior) in enumerate(self.padding):
             size = (x.shape[1 + axis] - 1) * (interior + 1) + 1
-            wanted = (self.taps[axis] - 1) * self.dilations[axis] + self._span(axis)
+            wanted = (self.taps[axis] - 1) * self.dilations[axis] + self._span_of_tap(axis)
             padding.append((low, wanted - size - low, interior))
         return lax.pad(x, jnp.float32(0), [(0, 0, 0), *padding, (0, 0, 0)])
 
@@ -151,11 +151,11 @@ class Patches(NamedTuple):
         """The windows, (N, *spatial, ..., taps * features), of padded data along the first `axes` spatial axes."""
         for axis in reversed(range(axes)):
             starts = [tap * self.dilations[axis] for tap in range(self.taps[axis])]
-            span, stride = self._span(axis), self.strides[axis]
+            span, stride = self._span_of_tap(axis), self.strides[axis]
             x = jnp.concatenate([lax.slice_in_dim(x, at, at + span, stride, 1 + axis) for at in starts], -1)
         return x
 
-    def _span(self, axis: int) -> int:
+    def _span_of_tap(self, axis: int) -> int:
         """The number of elements along an axis that one tap of all windows spans."""
         return (self.spatial[axis] - 1) * self.strides[axis] + 1
 
@@ -227,7 +227,7 @@ def recognize(use: Use, program: Program, made: Mapping[Any, Equation]) -> Site 
     if name in SUMS and equation.outputs[0] in program.public:
         return f"used in {name} with other parameters"
     if name == "dot_general" and isinstance(site, Site):
-        site = _one_hot_lookup(use, equation, made) or site
+        site = _one_hot_lookup_site(use, equation, made) or site
     if isinstance(site, Site) and 0 in site.sizes:
         return f"used in {name} on an array without elements"
     repeats = use.view.scan_repeats
@@ -239,12 +239,12 @@ def recognize(use: Use, program: Program, made: Mapping[Any, Equation]) -> Site 
         return site
     whole = name == "dynamic_slice" and math.prod(repeats) * site.sizes[1] >= site.sizes[2]
     of_layer = name in ("gather", "dynamic_slice") and equation.outputs[0] in program.slices
-    if whole or (of_layer and _makes_layers(use.leaf, program)):
+    if whole or (of_layer and _iterations_make_kernels(use.leaf, program)):
         return f"used in {name} in each iteration of a scan"  # together, the rows are as large as the table's gradient
     return _site_of_repeats(site, repeats)
 
 
-def _makes_layers(leaf: int, program: Program) -> bool:
+def _iterations_make_kernels(leaf: int, program: Program) -> bool:
     """Whether iterations multiply data by a kernel that they make from a parameter. Then the cotangents of its rows are
     the gradients of layers, which are larger than the inputs and cotangents of these layers."""
     layers = (kernel for kernel in program.kernels if kernel.value in program.slices and leaf in kernel.leaves)
@@ -298,10 +298,10 @@ def _site_of_products(site: Site) -> Site:
     def left(inputs, dy, values):
         return (side(0)(inputs, dy, values),)
 
-    return recorded_site(site, site.sizes, left, side(1))
+    return captured_matrix_site(site, site.sizes, left, side(1))
 
 
-def recorded_site(site: Site, sizes: tuple[int, int, int, int], left: Callable, right: Callable, key=()) -> Site:
+def captured_matrix_site(site: Site, sizes: tuple[int, int, int, int], left: Callable, right: Callable, key=()) -> Site:
     """A site of these sizes that captures A by `left`, as a tuple (A,), and B by `right`; see `CapturedInputs`."""
 
     def matrices(inputs, dy):
@@ -318,7 +318,7 @@ def recorded_site(site: Site, sizes: tuple[int, int, int, int], left: Callable, 
 
 def _float32(x: jax.Array) -> jax.Array:
     """Converts what norms and sums read to float32 that the matrix unit multiplies exactly. Captured real numbers have
-    already passed `MatrixUnit.round_stored`, so only integers need rounding."""
+    already passed `MatrixUnit.round_to_store`, so only integers need rounding."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return x  # see `kernels`
     return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else current_place().unit.round_operand(x)
@@ -359,14 +359,14 @@ def _dot_general(use: Use, equation) -> Site | str:
     return _site(use, (groups, positions, fan_in, fan_out), apply, matrices, arrange)
 
 
-def _one_hot_lookup(use: Use, equation: Equation, made: Mapping[Any, Equation]) -> Site | None:
+def _one_hot_lookup_site(use: Use, equation: Equation, made: Mapping[Any, Equation]) -> Site | None:
     """The site of a product of W with one-hot rows, possibly scaled, as a lookup whose cotangents are multiplied by the
     nonzero element of each row; None for any other product. A mask, or an index of -1, makes a row all zeros."""
     jaxpr: Any = equation.jaxpr
     weight, data = use.operand, 1 - use.operand
     contracted, batch = jaxpr.params["dimension_numbers"]
     value, table = equation.inputs[data], jaxpr.invars[weight].aval.shape
-    if batch[0] or len(contracted[0]) != 1 or _axis_of_one_hot(_maker(value, made), made) != contracted[data][0]:
+    if batch[0] or len(contracted[0]) != 1 or _axis_of_one_hot(_producer(value, made), made) != contracted[data][0]:
         return None
     (along,), (axis,) = contracted[data], contracted[weight]
     slices = tuple(size for number, size in enumerate(jaxpr.invars[data].aval.shape) if number != along)
@@ -386,7 +386,7 @@ def _one_hot_lookup(use: Use, equation: Equation, made: Mapping[Any, Equation]) 
     return site if isinstance(site, Site) else None
 
 
-def _maker(operand: Any, made: Mapping[Any, Any]) -> Any:
+def _producer(operand: Any, made: Mapping[Any, Any]) -> Any:
     """The equation that computes an operand, or the operand itself if it is constant; None for a program's input."""
     return operand if isinstance(operand, core.Literal | Constant) else made.get(operand)
 
@@ -406,24 +406,24 @@ def _axis_of_one_hot(equation: Any, made: Mapping[Any, Any]) -> int | None:
 
     if name in CALLS and len(jaxpr.outvars) == 1:
         body = jaxpr.params[CALLS[name]].jaxpr
-        makers = zip(body.invars, (_maker(operand, made) for operand in inputs), strict=True)
+        makers = zip(body.invars, (_producer(operand, made) for operand in inputs), strict=True)
         inside = {**made, **dict(makers), **{variable: each for each in body.eqns for variable in each.outvars}}
-        return _axis_of_one_hot(_maker(body.outvars[0], inside), inside)
+        return _axis_of_one_hot(_producer(body.outvars[0], inside), inside)
     if name == "convert_element_type":
-        return _axis_of_one_hot(_maker(inputs[0], made), made)
+        return _axis_of_one_hot(_producer(inputs[0], made), made)
     if name == "transpose":
-        axis = _axis_of_one_hot(_maker(inputs[0], made), made)
+        axis = _axis_of_one_hot(_producer(inputs[0], made), made)
         return None if axis is None else jaxpr.params["permutation"].index(axis)
     masked = {"mul": (0, 1), "and": (0, 1), "div": (0,), "select_n": range(1, len(inputs))}.get(name, ())
-    masked = [number for number in masked if name != "select_n" or not _is_zero(_maker(inputs[number], made), made)]
+    masked = [number for number in masked if name != "select_n" or not _is_zero(_producer(inputs[number], made), made)]
     for number in masked if name != "select_n" or len(masked) == 1 else ():
-        axis, out = _axis_of_one_hot(_maker(inputs[number], made), made), jaxpr.outvars[0].aval.shape
+        axis, out = _axis_of_one_hot(_producer(inputs[number], made), made), jaxpr.outvars[0].aval.shape
         if axis is not None and jaxpr.invars[number].aval.shape[axis] == out[axis]:
             return axis
     if name != "eq":
         return None
-    for number, axis in enumerate(_axis_of_iota(_maker(operand, made), made) for operand in inputs):
-        other, maker = jaxpr.invars[1 - number].aval, _maker(inputs[1 - number], made)
+    for number, axis in enumerate(_axis_of_iota(_producer(operand, made), made) for operand in inputs):
+        other, maker = jaxpr.invars[1 - number].aval, _producer(inputs[1 - number], made)
         if axis is None or jaxpr.invars[number].aval.shape[axis] < jaxpr.outvars[0].aval.shape[axis]:
             continue
         if (of := _jaxpr_of(maker)) is not None and of.primitive.name == "broadcast_in_dim":
@@ -442,7 +442,7 @@ def _is_zero(maker: Any, made: Mapping[Any, Any]) -> bool:
         return np.ndim(value) == 0 and not isinstance(value, jax.core.Tracer) and bool(np.asarray(value) == 0)
     if jaxpr is None or jaxpr.primitive.name not in ("broadcast_in_dim", "convert_element_type"):
         return False
-    return _is_zero(_maker(getattr(maker, "inputs", jaxpr.invars)[0], made), made)
+    return _is_zero(_producer(getattr(maker, "inputs", jaxpr.invars)[0], made), made)
 
 
 def _axis_of_iota(equation: Any, made: Mapping[Any, Any]) -> int | None:
@@ -451,7 +451,7 @@ def _axis_of_iota(equation: Any, made: Mapping[Any, Any]) -> int | None:
     if jaxpr is None:
         return None
     if jaxpr.primitive.name == "broadcast_in_dim":
-        axis = _axis_of_iota(_maker(getattr(equation, "inputs", jaxpr.invars)[0], made), made)
+        axis = _axis_of_iota(_producer(getattr(equation, "inputs", jaxpr.invars)[0], made), made)
         to = None if axis is None else jaxpr.params["broadcast_dimensions"][axis]
         return to if to is not None and jaxpr.invars[0].aval.shape[axis] == jaxpr.params["shape"][to] else None
     if jaxpr.primitive.name != "iota":

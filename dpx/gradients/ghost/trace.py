@@ -22,15 +22,15 @@ from dpx.gradients.ghost.program import (
     CALLS,
     PLACES,
     REMAT,
+    ConcatenateStep,
     Constant,
     ElementwiseStep,
     Equation,
     EquationBlock,
     MadeKernel,
-    MoveStep,
     Origin,
-    PlaceStep,
     Program,
+    RearrangeStep,
     SameValue,
     ScanStep,
     Slice,
@@ -153,12 +153,14 @@ def _live_equations(equations: list[Equation], block: EquationBlock, wanted: set
         if passes and not needed.isdisjoint(equation.outputs):
             live.add(number)
             if equation.body is not None:
-                live |= _live_in_body(equations, equation, equation.body, needed)
+                live |= _live_equations_of_body(equations, equation, equation.body, needed)
             needed |= _numbers(equation.inputs)
     return live, needed
 
 
-def _live_in_body(equations: list[Equation], equation: Equation, body: EquationBlock, needed: set[int]) -> set[int]:
+def _live_equations_of_body(
+    equations: list[Equation], equation: Equation, body: EquationBlock, needed: set[int]
+) -> set[int]:
     """The live equations of an equation's body, for its results in `needed` and for the carry between iterations."""
     results = zip(equation.outputs, body.outputs, strict=True)
     wanted = _numbers(inner for outer, inner in results if outer in needed)
@@ -228,10 +230,10 @@ class _Tracer:
         if all(map(self.is_public, inputs)):
             self.public.update(dict.fromkeys(outputs, number))
         elif all(map(self.same_for_all, inputs)):
-            loops = set().union(*map(self.varying_loops, inputs))
+            loops = set().union(*map(self.scan_depths_of_variation, inputs))
             self.slices.update(dict.fromkeys(outputs, Slice(number, tuple(sorted(loops)))))
         if carries_gradient(equation):
-            self.add_kernels(equation, number, inputs, outputs, of_kernels)
+            self.record_kernels_or_uses(equation, number, inputs, outputs, of_kernels)
         if (followed or of_kernels) and (name == "scan" or name in REMAT):
             self.walk_body(number)
             return outputs
@@ -245,13 +247,13 @@ class _Tracer:
                     self.uses[leaf].append(Use(leaf, view, number, i))
         return outputs
 
-    def add_kernels(self, equation, number, inputs, outputs, of_kernels):
+    def record_kernels_or_uses(self, equation, number, inputs, outputs, of_kernels):
         """Records the kernels that an equation makes from others; if it makes none, its uses of those others."""
         found = [(i, *self.kernels[inputs[i]]) for i in of_kernels]
-        public, varying = self.same_for_all(outputs[0]), self.varying_loops(outputs[0])
+        public, varying = self.same_for_all(outputs[0]), self.scan_depths_of_variation(outputs[0])
         loops = tuple(ScanStep(count, sliced=loop in varying) for loop, count in enumerate(self.counts))
         # The backward pass of a custom_vjp may be nonlinear, and would see the sum over iterations, not each of them.
-        if public and (all(loop.sliced for loop in loops) or not _is_custom(equation, "custom_vjp")):
+        if public and (all(loop.sliced for loop in loops) or not _has_custom_derivative(equation, "custom_vjp")):
             leaves = frozenset().union(*(self.kernel_leaves[value] for _, value, _ in found))
             for output, variable in zip(outputs, equation.outvars, strict=True):
                 if leaves and jnp.issubdtype(variable.aval.dtype, jnp.inexact):
@@ -259,7 +261,7 @@ class _Tracer:
         elif public or (equation.primitive.name != "scan" and equation.primitive.name not in REMAT):
             for i, value, view in found:
                 if moves_elements(equation):
-                    self.kernels[outputs[0]] = value, view.then(MoveStep(equation, number))
+                    self.kernels[outputs[0]] = value, view.then(RearrangeStep(equation, number))
                 elif (
                     equation.primitive.name == "dynamic_slice"
                     and i == 0
@@ -273,7 +275,7 @@ class _Tracer:
         """The views that an equation's result has of its `followed` operands; () if the equation is a use."""
         entries = [(i, *entry) for i in followed for entry in self.views[inputs[i]]]
         if moves_elements(equation):
-            return tuple((leaf, view.then(MoveStep(equation, number))) for _, leaf, view in entries)
+            return tuple((leaf, view.then(RearrangeStep(equation, number))) for _, leaf, view in entries)
         name = equation.primitive.name
         if name == "dynamic_slice" and followed == [0]:
             found = [(leaf, self.sliced_view(equation, number, inputs, view)) for _, leaf, view in entries]
@@ -281,7 +283,7 @@ class _Tracer:
         if not all(self.is_public(value) or value in self.views for value in inputs):
             return ()
         if name in PLACES and (name != "pad" or followed == [0]):
-            return tuple((leaf, view.then(PlaceStep(equation, number, i))) for i, leaf, view in entries)
+            return tuple((leaf, view.then(ConcatenateStep(equation, number, i))) for i, leaf, view in entries)
         if not is_elementwise(equation, followed):
             return ()
         merged: dict[tuple, tuple[int, View, ElementwiseStep]] = {}
@@ -323,7 +325,7 @@ class _Tracer:
         row = jax.ShapeDtypeStruct((*aval.shape[:axis], *aval.shape[axis + 1 :]), aval.dtype)
         whole = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
         before, after = (
-            tuple(MoveStep(each, number) for each in jax.make_jaxpr(function)(x).eqns)
+            tuple(RearrangeStep(each, number) for each in jax.make_jaxpr(function)(x).eqns)
             for function, x in ((rows, whole), (lambda x: lax.expand_dims(x, (axis,)), row))
         )
         return View((*view.steps[:at], *before, ScanStep(count, sliced=True), *inside, *after))
@@ -378,7 +380,7 @@ class _Tracer:
         """Whether a value is the same for all examples; it may differ between iterations."""
         return self.is_public(value) or value in self.slices
 
-    def varying_loops(self, value) -> tuple[int, ...]:
+    def scan_depths_of_variation(self, value) -> tuple[int, ...]:
         """The depths of the scans over whose iterations a value varies, as in `Slice`."""
         return self.slices[value].loops if isinstance(value, int) and value in self.slices else ()
 
@@ -398,7 +400,7 @@ class _Tracer:
                 self.public[arguments[i]] = SameValue(value)
             elif self.same_for_all(value) and not first <= i < first + count:
                 loop = () if i < first else (len(self.counts) - 1,)
-                self.slices[arguments[i]] = Slice(SameValue(value), self.varying_loops(value) + loop)
+                self.slices[arguments[i]] = Slice(SameValue(value), self.scan_depths_of_variation(value) + loop)
             if known := self.integers_per_iteration(equation, body, i):
                 self.known[arguments[i]] = known
                 if known.loop is not None and first <= i < first + count:
@@ -451,10 +453,10 @@ def custom_derivatives_usable(program: Program) -> bool:
     """Whether every custom derivative of the program can be used. One that is defined inside the loss and closes over a
     value of the loss cannot: JAX traces the derivative later, when that value is a tracer of a finished trace."""
     known = {id(i.value) for equation in program.equations for i in equation.inputs if isinstance(i, Constant)}
-    for equation in (program.equations[number] for number in program.block.equations):  # `_is_custom` searches bodies
-        if equation.jaxpr is not None and _is_custom(equation.jaxpr):
+    for equation in (program.equations[number] for number in program.block.equations):  # it searches bodies
+        if equation.jaxpr is not None and _has_custom_derivative(equation.jaxpr):
             try:
-                constants = _derivative(equation).consts
+                constants = _derivative_jaxpr(equation).consts
             except jax.errors.UnexpectedTracerError:
                 return False
             except Exception:
@@ -464,13 +466,13 @@ def custom_derivatives_usable(program: Program) -> bool:
     return True
 
 
-def _is_custom(equation: core.JaxprEqn, kind: str = "custom_") -> bool:
+def _has_custom_derivative(equation: core.JaxprEqn, kind: str = "custom_") -> bool:
     """Whether an equation, or one in a function that it calls, has a custom derivative; `kind` is part of its name."""
     inside = (each for body in jaxprs.inner_bodies(equation) for each in jaxprs.equations(body))
     return any(kind in each.primitive.name for each in itertools.chain([equation], inside))
 
 
-def _derivative(equation: Equation) -> core.ClosedJaxpr:
+def _derivative_jaxpr(equation: Equation) -> core.ClosedJaxpr:
     """The jaxpr of the derivatives of an equation's real results with respect to its real operands."""
     operands = [i.value if isinstance(i, Constant) else None for i in equation.inputs]
     free = [n for n, i in enumerate(equation.inputs) if not isinstance(i, Constant)]
@@ -490,7 +492,7 @@ def _derivative(equation: Equation) -> core.ClosedJaxpr:
     return jax.make_jaxpr(derivative)(shapes)
 
 
-class _NotFollowed(Exception):
+class _BranchNotFollowed(Exception):
     """Raised for a branch that cannot be followed."""
 
 
@@ -506,23 +508,25 @@ def branches_as_select(equation: core.JaxprEqn, kinds: list[int]) -> core.Closed
         results = []
         for number, branch in enumerate(equation.params["branches"]):
             taken = index == number
-            entering = [_if_taken(taken, x) if kind == DATA else x for x, kind in zip(operands, kinds[1:], strict=True)]
-            results.append(_branch(branch, entering, kinds[1:], taken)[0])
+            entering = [
+                _gradient_only_if(taken, x) if kind == DATA else x for x, kind in zip(operands, kinds[1:], strict=True)
+            ]
+            results.append(_run_branch(branch, entering, kinds[1:], taken)[0])
         return [lax.select_n(index, *each) for each in zip(*results, strict=True)]
 
     types: list[Any] = [variable.aval for variable in equation.invars]
     try:
         return jax.make_jaxpr(every)(*(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in types))
-    except _NotFollowed:
+    except _BranchNotFollowed:
         return None
 
 
-def _if_taken(taken: jax.Array, x: jax.Array) -> jax.Array:
+def _gradient_only_if(taken: jax.Array, x: jax.Array) -> jax.Array:
     """`x`, with a gradient only if this branch is taken."""
     return lax.select_n(taken, lax.stop_gradient(x), x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
 
-def _branch(closed: core.ClosedJaxpr, operands: list, kinds: list[int], taken: jax.Array) -> tuple[list, list[int]]:
+def _run_branch(closed: core.ClosedJaxpr, operands: list, kinds: list[int], taken: jax.Array) -> tuple[list, list[int]]:
     """Evaluates a branch, and returns its results and what each depends on."""
     jaxpr, consts = closed.jaxpr, [(value, CONSTANT) for value in closed.consts]
     env: dict[Any, tuple[Any, int]] = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -536,15 +540,15 @@ def _branch(closed: core.ClosedJaxpr, operands: list, kinds: list[int], taken: j
         values, of_values = read(equation.invars)
         body, kind = equation.params.get(CALLS.get(equation.primitive.name, "")), max(of_values, default=CONSTANT)
         if isinstance(body, core.ClosedJaxpr):
-            outputs, of_outputs = _branch(body, values, of_values, taken)
+            outputs, of_outputs = _run_branch(body, values, of_values, taken)
         else:
             meets = kind == DATA and PARAMETER in of_values
             if equation.effects or (meets and equation.primitive.name not in IN_BRANCHES):
-                raise _NotFollowed
+                raise _BranchNotFollowed
             if meets:
                 values = [_zero_if_not(taken, x) if k == DATA else x for x, k in zip(values, of_values, strict=True)]
             outputs = Equation(equation, (), ()).bind(*values)
-            outputs, of_outputs = [_if_taken(taken, y) if meets else y for y in outputs], [kind] * len(outputs)
+            outputs, of_outputs = [_gradient_only_if(taken, y) if meets else y for y in outputs], [kind] * len(outputs)
         env |= dict(zip(equation.outvars, zip(outputs, of_outputs, strict=True), strict=True))
     return read(jaxpr.outvars)
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from dpx.gradients.ghost.norms import einsum_by_segments
 from dpx.gradients.ghost.rules import Site
 from dpx.sums.clipped_sum import (
-    add_in_turns,
+    add_part_by_part,
     count_devices_of_rows,
     in_range,
     plus_finished,
@@ -92,13 +92,13 @@ def sum_of_table_rows(site: Site, shape: tuple[int, ...], record, factors: jax.A
     width = len(factors) // blocks
     first = len(factors) - width * (blocks - 1)
     begin = functools.partial(add, jnp.zeros(site.sizes[2:], jnp.float32))
-    total = add_in_turns(
-        lambda some: _merge_equal_rows(*weighted(some)), (record, factors), first, width, add, begin=begin
+    total = add_part_by_part(
+        lambda some: _sum_rows_by_index(*weighted(some)), (record, factors), first, width, add, begin=begin
     )
     return transpose(site.arrange, shape, total[None])
 
 
-def _merge_equal_rows(indices: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _sum_rows_by_index(indices: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Sums rows, float32 (n, O), of equal indices, int32 (n,). Returns distinct indices, padded with -1, and sums."""
     order = jnp.argsort(indices)
     ordered = indices[order]
@@ -125,7 +125,7 @@ def take_row(arrays: Any, number: jax.Array, axis: int = 0) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, axis, **how), arrays)
 
 
-def sum_one_by_one(
+def sum_gradients_one_by_one(
     sites: tuple[Site, ...], groups: list[tuple[int, ...]], shape: tuple[int, ...], records: list, factors: jax.Array
 ) -> jax.Array:
     """The weighted sum over all sites, float32, of the parameter's shape. groups: the indices of sites that see its
@@ -145,7 +145,7 @@ def sum_one_by_one(
         of_each = jax.vmap(lambda records: example_gradient(sites, groups, shape, records, jnp.float32(1)))
         return repeat_to_shape(factors, (len(factors), *shape)) * of_each(rows_with_excluded_zeroed(factors, records))
 
-    def sum_some(rows):
+    def sum_finished(rows):
         """Sums finished products times their factors, so no matrix product can accumulate onto the sum of others."""
         return jnp.sum(scaled_products(*rows), 0)
 
@@ -157,9 +157,8 @@ def sum_one_by_one(
         numbers = math.prod(shape)
         some = min(len(factors), max(1, SOME_NUMBERS // numbers))
         in_turn = current_place().platform == "tpu" and some < len(factors) <= MOST_IN_TURN // numbers
-        sum_block = (
-            sum_in_turn if in_turn else functools.partial(add_in_turns, sum_some, first=some, width=some, add=jnp.add)
-        )
+        in_parts = functools.partial(add_part_by_part, sum_finished, first=some, width=some, add=jnp.add)
+        sum_block = sum_in_turn if in_turn else in_parts
     return sum_in_blocks(sum_block, (records, factors), math.prod(shape))
 
 
@@ -190,7 +189,7 @@ def map_sequentially(function: Callable, rows: Any) -> Any:
 def example_gradient(
     sites: tuple[Site, ...], groups: list[tuple[int, ...]], shape: tuple[int, ...], records: list, factor: jax.Array
 ) -> jax.Array:
-    """The gradient of one example times `factor`, or without it on a matrix unit. See `sum_one_by_one`."""
+    """The gradient of one example times `factor`, or without it on a matrix unit. See `sum_gradients_one_by_one`."""
 
     def of_group(numbers: tuple[int, ...]) -> list[jax.Array]:
         some = [(sites[number], *records[number]) for number in numbers]

@@ -39,10 +39,10 @@ from dpx.sums.rounding import (
     ETA,
     FloatPair,
     as_float64,
-    as_float_pair,
     as_pair,
-    difference_to_total,
     float64_constants,
+    released_minus_total,
+    split_float64,
 )
 from dpx.values import Tree, described, require_number, require_whole
 from dpx.xla.place import float64, require_ieee_float64
@@ -146,14 +146,14 @@ def _with_past_noise(inner: Mechanism, strategy: Strategy, noise_key: jax.Array,
         sums, state = parts
         with float64("correlated noise"):
             exact, past = as_float64(as_pair(sums)), _weighted_past_noise(state, weights)
-            return as_float_pair(jax.tree.map(jnp.add, exact, past))
+            return split_float64(jax.tree.map(jnp.add, exact, past))
 
     def release(sums, state, params):
         given = sums[0], state
         if banded:
             released = keys.release(noise_key, state.inner.step, with_past(given), deviation)
             with float64("correlated noise"):
-                noise = difference_to_total(released, as_pair(sums[0]))
+                noise = released_minus_total(released, as_pair(sums[0]))
         else:
             released, noise = keys.release_and_rest(noise_key, state.inner.step, with_past, given, deviation)
         state = _next_state(state, noise, state.inner.after(inner.noise_multiplier))

@@ -35,7 +35,7 @@ from dpx.papers.d2p2_sgd.cost import with_projected_event
 from dpx.papers.d2p2_sgd.projections import ProjectionKind, ProjectionState, projection, random_projection
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule
-from dpx.sums.rounding import FloatPair, as_float64, as_float_pair, as_pair
+from dpx.sums.rounding import FloatPair, as_float64, as_pair, split_float64
 from dpx.values import Tree, described, require_number, require_whole
 from dpx.xla.place import float64, require_ieee_float64
 
@@ -237,7 +237,7 @@ def _project_sum(encode: Callable[[Tree, Tree], Tree], total: FloatPair, state: 
     half a clip norm more. In float64, the error is below 2^-52 n B clip norms if each coordinate sums up n elements.
     """
     with float64("the projection of a sum"), jax.numpy_dtype_promotion("standard"):
-        return as_float_pair(encode(as_float64(total), state))
+        return split_float64(encode(as_float64(total), state))
 
 
 @_project_sum.defjvp

@@ -22,7 +22,7 @@ from dpx.mechanism.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, require_
 from dpx.papers.dice_sgd.cost import ERROR, SAMPLINGS, ErrorFeedbackDpEvent
 from dpx.sampling.schemes import Sampling
 from dpx.states.record import ReleaseState
-from dpx.sums.rounding import ETA, FloatPair, as_float64, as_float_pair, as_pair, norm_of_pair
+from dpx.sums.rounding import ETA, FloatPair, as_float64, as_pair, norm_of_pair, split_float64
 from dpx.values import Tree, described, require_number, require_whole
 from dpx.xla.ordering import compute_after
 from dpx.xla.place import float64, require_ieee_float64
@@ -183,13 +183,13 @@ class _Run(NamedTuple):
             exact = as_float64(state.unreleased_error)
             # The error is added before the noise, because the release rounds the sum to which it adds noise.
             added = jax.tree.map(lambda t, e: t + (fed_back * e) * divisor, as_float64(total), exact)
-            total = as_float_pair(added)
+            total = split_float64(added)
         deviation = self.noise_multiplier * self.clip_norm * (1 + ETA + ERROR)
         updates = jax.tree.map(lambda r: r / divisor, keys.release(self.noise_key, step, total, deviation))
         error = compute_after(updates, state.unreleased_error)  # in its memory
         with float64("error feedback"):
             kept = jax.tree.map(lambda e: (remembered - fed_back) * e, as_float64(error))
-            error = as_float_pair(jax.tree.map(lambda e, w: e + w / divisor, kept, as_float64(withheld)))
+            error = split_float64(jax.tree.map(lambda e, w: e + w / divisor, kept, as_float64(withheld)))
         state = ErrorFeedbackState(state.release.after(self.noise_multiplier), error)
         return optax.tree.cast_like(updates, params), state
 
