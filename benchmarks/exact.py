@@ -86,7 +86,7 @@ def additions() -> list[tuple]:
     """What the cost of Poisson batches at rate .001 and noise multiplier 1 contains, for 2^32 numbers a release."""
     sampling, rows = dpx.PoissonSampling(examples=10**6, batch_size=1000), []
     for steps, delta in itertools.product((100, 1000, 10_000), (1e-5, 1e-6)):
-        answer = profile_of_run(sampling.event(np.ones(steps)), relation="zero_out").answer(delta)
+        answer = profile_of_run(sampling.event(np.ones(steps)), relation="zero_out").epsilon_with_rounding(delta)
         parts = f"{answer.epsilon:.6g}", f"{answer.of_epsilon:.2g}", f"{answer.of_delta:.2g}"
         rows.append((steps, f"{delta:g}", *parts))
     return rows

@@ -29,7 +29,7 @@ def prices() -> str:
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 
     from dpx.accounting.cost import profile_of_run
-    from dpx.accounting.filters import NOTHING, PrivacyFilter, Spent, credit_mu
+    from dpx.accounting.filters import NOTHING, PrivacyFilter, Spent, credit_for_untaken_steps
     from dpx.accounting.flat_event import from_event
 
     rows = []
@@ -44,7 +44,7 @@ def prices() -> str:
             made = round(share * steps)
             run = SelfComposedDpEvent(step, made)
             left = from_event(SelfComposedDpEvent(step, steps - made)).losses("zero_out") if made < steps else {}
-            back = credit_mu(left, (tried.most.delta - paid.delta) / 8)
+            back = credit_for_untaken_steps(left, (tried.limits.delta - paid.delta) / 8)
             spent = Spent(paid.precision - back.precision, paid.delta + back.delta)
             one = dp_accounting.rdp.RdpAccountant([order]).compose(run).get_epsilon(DELTA)
             fixed = profile_of_run(run, relation="zero_out").epsilon(DELTA)

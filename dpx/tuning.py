@@ -38,10 +38,10 @@ import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent
 
 from dpx import keys
-from dpx.accounting.arithmetic import normal_sampler
+from dpx.accounting.arithmetic import normal_sampler_error
 from dpx.accounting.budget import Budget, least_noise_within
 from dpx.accounting.checks import require_delta
-from dpx.accounting.compose import Distribution, Selection, best_of, same_key
+from dpx.accounting.compose import Distribution, Selection, best_of, is_same_key
 from dpx.accounting.cost import cost_of_run
 from dpx.accounting.loss import as_hashable
 from dpx.accounting.selection import SHAPES, draw_trial_count
@@ -152,7 +152,7 @@ class SearchSettings:
         given = {} if self.budget is None else {"noise_multiplier": noise}
         mechanism = self.optimizer(configuration, key, **given)
         require_mechanism(mechanism)
-        if not same_key(mechanism.key, key):
+        if not is_same_key(mechanism.key, key):
             raise ValueError("optimizer must build its mechanism with the key it is given: trials need fresh noise")
         return mechanism if self.budget is None else mechanism.replace(budget=self.budget)
 
@@ -411,7 +411,7 @@ def _pay_for_search(ledger: PrivacyLedger, plan: SearchPlan, unit: str, words: s
     if (cost.relation, cost.records) != (terms.relation, terms.records):
         wanted = f"relation {terms.relation!r} and {terms.records} records"
         raise ValueError(f"the search must be for the ledger's {wanted}, got {cost.relation!r} and {cost.records}")
-    pairs = normal_sampler(cost.numbers).pairs
+    pairs = normal_sampler_error(cost.numbers).pairs
     holder = "" if folder is None else read_json(folder / "search.json")["mark"]
     key, numbers = plan.settings.key, min(2 * pairs, LARGEST_RELEASE)
     ledger.spend(cost.event, key=key, words=words, numbers=numbers, unit=unit, holder=holder)

@@ -323,7 +323,9 @@ def test_epochs_of_many_noises_are_rounded_to_few_that_cost_more():
     mixed = [AllocatedGaussians(((1.0 + i / 100, 2), (2.0, 1)), 9) for i in range(30)]
     rounded = allocation.round_to_few_epochs(dict.fromkeys(mixed, 1), 512)
     assert len(allocation.round_to_few_epochs(dict.fromkeys(mixed, 1), 9)) <= 3
-    assert sum(rounded.values()) == 30 and all(loss.released == 3 and loss.steps_per_epoch == 9 for loss in rounded)
+    assert sum(rounded.values()) == 30 and all(
+        loss.released_steps == 3 and loss.steps_per_epoch == 9 for loss in rounded
+    )
 
 
 def test_what_is_not_billed_is_refused():
@@ -349,7 +351,7 @@ def test_it_composes_with_other_events():
 
 def test_the_bill_of_a_run_counts_every_release():
     event = ComposedDpEvent([epoch((2.0, 0.5, 2.0), epochs=4), epoch((1.0, 1.0), 3)])
-    assert from_event(event).released == (14, 14.0)
+    assert from_event(event).release_count == (14, 14.0)
     assert from_event(event).largest_shift("zero_out") == 2.0
     bill = profile_of_run(event, relation="zero_out")
     assert isinstance(bill, RunProfile) and (bill.releases, bill.shift) == (14, 2.0)

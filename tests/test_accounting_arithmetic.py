@@ -73,7 +73,7 @@ def test_a_cell_of_a_lattice_has_nearly_its_probability(coarse, shift):
     numbers = np.arange(-WIDTH, WIDTH + 1) / R
     nearest = [np.maximum(np.abs(numbers - moved) - 0.5 / R, 0) for moved in (shift, 0.0)]
     largest_p = np.exp(-(nearest[0][:, None] ** 2 + nearest[1] ** 2) / 2)
-    allowed = COARSE.changes()[np.minimum(-np.log2(largest_p), 101).astype(int)]
+    allowed = COARSE.largest_probability_changes()[np.minimum(-np.log2(largest_p), 101).astype(int)]
     good = allowed <= 0.14
     exact = law_of_exact_pairs(shift)
     change = np.abs(coarse[shift] / exact - 1)
@@ -90,7 +90,7 @@ def test_the_worst_errors_attain_lemma_1(deviation):
     share = special.ndtr(-starts) - special.ndtr(-ends)
     larger = special.ndtr(error - starts) - special.ndtr(-error - ends)
     smaller = special.ndtr(-starts - error) - special.ndtr(error - ends)
-    at_most = NormalSamplerError(evaluation=error).changes()[0]
+    at_most = NormalSamplerError(evaluation=error).largest_probability_changes()[0]
     for changed in (larger, smaller):
         change = np.abs(np.multiply.outer(changed / share, changed / share) - 1)
         assert change.max() <= at_most
@@ -104,7 +104,7 @@ def test_the_change_of_a_cell_is_that_of_its_worst_point(normals):
     p = 2.0**-bits
     worst = 136 * normals.error(p / 3)
     at_border = 136 * np.array([normals.error(np.array([2.0**-level]))[0] for level, *_ in normals.digits[1:]])
-    changes = normals.changes()
+    changes = normals.largest_probability_changes()
     assert (worst <= changes[np.floor(bits).astype(int)] * (1 + 1e-9)).all()
     for (level, *_), most in zip(normals.digits[1:], at_border, strict=True):
         assert (changes[level:] >= most).all()
@@ -132,7 +132,7 @@ def test_far_of_what_is_not_known_has_the_loss_of_the_other_data_set():
 class OneChange(NormalSamplerError):
     """Every pair is off by one share, in either direction."""
 
-    def changes(self):
+    def largest_probability_changes(self):
         return np.full(102, self.evaluation)
 
 
@@ -262,7 +262,7 @@ def test_additions_grow_with_the_releases_and_take_no_time():
     profile.epsilon(1e-5)
     start = time.perf_counter()
     for _ in range(100):
-        profile.answer(1e-5)
+        profile.epsilon_with_rounding(1e-5)
     exact = time.perf_counter()
     for _ in range(100):
         GaussianProfile(1.0).epsilon(1e-5)
@@ -274,7 +274,7 @@ def test_epsilon_and_delta_answer_one_another():
         for exact in map(GaussianProfile, mus):
             run = RunProfile(exact, 1000, 1000.0, shift)
             for delta in (1e-2, 1e-5):
-                answer = run.answer(delta)
+                answer = run.epsilon_with_rounding(delta)
                 assert run.delta(answer.epsilon) == pytest.approx(delta, rel=0.2) and answer.of_epsilon > 0
                 assert answer.of_delta < 0.1 * delta
     for delta in (1e-11, 1e-13):  # the best p0 of a usual delta costs more than such a delta
@@ -296,18 +296,20 @@ def test_releases_are_counted_in_every_event():
     gaussian, poisson = dp_accounting.GaussianDpEvent, dp_accounting.PoissonSampledDpEvent
     two = poisson(0.1, dp_accounting.ComposedDpEvent([gaussian(2.0), gaussian(5.0)]))
     event = dp_accounting.ComposedDpEvent([dp_accounting.SelfComposedDpEvent(two, 7), gaussian(0.5)])
-    assert from_event(event).released == (15, 15.0) and from_event(event).largest_shift("zero_out") == 2.0
+    assert from_event(event).release_count == (15, 15.0) and from_event(event).largest_shift("zero_out") == 2.0
     assert from_event(event).largest_shift("replace_one") == 4.0
     assert from_event(gaussian(0.0)).largest_shift("zero_out") == math.inf
-    assert from_event(dp_accounting.NoOpDpEvent()).released == (0, 0.0)
+    assert from_event(dp_accounting.NoOpDpEvent()).release_count == (0, 0.0)
     feedback = ErrorFeedbackDpEvent(4.0, 1.0, 2e3, 60, 60, SAMPLING)
-    assert from_event(feedback).released == (60, 60.0) and from_event(feedback).largest_shift("zero_out") == math.inf
+    assert (
+        from_event(feedback).release_count == (60, 60.0) and from_event(feedback).largest_shift("zero_out") == math.inf
+    )
     fixed = dp_accounting.SampledWithoutReplacementDpEvent(10, 2, gaussian(3.0))
-    assert from_event(fixed).released == (1, 1.0) and from_event(fixed).largest_shift("replace_one") == 1 / 3
+    assert from_event(fixed).release_count == (1, 1.0) and from_event(fixed).largest_shift("replace_one") == 1 / 3
     of_two = dp_accounting.SampledWithoutReplacementDpEvent(10, 2, dp_accounting.ComposedDpEvent([gaussian(3.0)]))
     assert from_event(of_two).largest_shift("replace_one") == math.inf
     search = accounting.best_of(event, gaussian(3.0), trials=10, score_on="public", distribution="geometric").event
-    assert from_event(search).released == (15 * trials_quantile(10, 1.0), 150.0)
+    assert from_event(search).release_count == (15 * trials_quantile(10, 1.0), 150.0)
 
 
 @pytest.mark.parametrize("shape", [0.0, 0.5, 1.0, 3.0, math.inf])
@@ -372,7 +374,7 @@ def test_it_is_printed():
         text,
     )
     assert words is not None
-    answer = profile_of_run(made.event(100), relation="zero_out").answer(1e-5)
+    answer = profile_of_run(made.event(100), relation="zero_out").epsilon_with_rounding(1e-5)
     assert answer.of_epsilon <= float(words[1]) < 1.1 * answer.of_epsilon
     assert answer.of_delta <= float(words[2]) < 1.1 * answer.of_delta
     line = re.search(r"rounding: eta = (\S+) of the clip norm, .* (\S+) of epsilon in the first step\n\)", str(made))

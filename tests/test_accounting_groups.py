@@ -189,7 +189,10 @@ def test_a_full_batch_costs_as_one_record_with_less_noise():
     assert exact <= dpx.epsilon(mechanism, 5, delta=1e-5, records=4) <= exact * 1.001
     assert from_event(mechanism.event(5)).largest_shift("zero_out") == 0.1
     assert from_event(from_event(mechanism.event(5)).of_records(4)).largest_shift("zero_out") == pytest.approx(0.4)
-    assert from_event(from_event(mechanism.event(5)).of_records(4)).released == from_event(mechanism.event(5)).released
+    assert (
+        from_event(from_event(mechanism.event(5)).of_records(4)).release_count
+        == from_event(mechanism.event(5)).release_count
+    )
     assert from_event(GroupGaussianDpEvent(10.0, 0.5, 4)).largest_shift("zero_out") == 0.4
 
 
@@ -199,17 +202,17 @@ def test_several_releases_of_one_sample_all_have_their_arithmetic_billed(rate):
     several = SelfComposedDpEvent(PoissonSampledDpEvent(rate, ComposedDpEvent([GaussianDpEvent(4.0)] * 8)), 50)
     group, as_one = from_event(several).of_records(2), unit(rate, 4.0 / math.sqrt(8), 2, 50)
     assert (
-        from_event(group).released.most
-        == from_event(several).released.most
-        == 8 * from_event(as_one).released.most
+        from_event(group).release_count.most
+        == from_event(several).release_count.most
+        == 8 * from_event(as_one).release_count.most
         == 400
     )
-    assert from_event(group).released.mean == 400
+    assert from_event(group).release_count.mean == 400
     exact = [event_epsilon(event, delta=1e-9, relation="zero_out") for event in (group, as_one)]
     bills = [profile_of_run(event, relation="zero_out").epsilon(1e-9) for event in (group, as_one)]
     assert exact[0] == pytest.approx(exact[1], rel=1e-9) and exact[0] < bills[1] < bills[0]
     mixed = ComposedDpEvent([several, SelfComposedDpEvent(GaussianDpEvent(4.0), 3)])
-    assert from_event(from_event(mixed).of_records(2)).released.most >= from_event(mixed).released.most
+    assert from_event(from_event(mixed).of_records(2)).release_count.most >= from_event(mixed).release_count.most
 
 
 @pytest.mark.parametrize("rate", [0.5, 1.0])
@@ -218,7 +221,7 @@ def test_the_shift_of_several_releases_is_that_of_the_one_with_least_noise(rate)
     event = PoissonSampledDpEvent(rate, ComposedDpEvent([GaussianDpEvent(1.0), GaussianDpEvent(50.0)]))
     shifts = [from_event(from_event(event).of_records(records)).largest_shift("zero_out") for records in (1, 4)]
     assert shifts[0] >= 1 and 4 <= shifts[1] <= 4.01
-    assert from_event(from_event(event).of_records(4)).released.most == 2
+    assert from_event(from_event(event).of_records(4)).release_count.most == 2
 
 
 def test_an_attack_on_all_records_beats_the_bill_of_one():

@@ -293,7 +293,7 @@ def test_a_new_cost_is_one_class():
         """Two unsampled releases with noise 4."""
 
         @property
-        def released(self):
+        def release_count(self):
             return ReleaseCount(2, 2.0)
 
         def step_loss(self, relation):
@@ -313,7 +313,7 @@ def test_a_new_cost_is_one_class():
         expected = accounting.event_epsilon(same, delta=1e-5, accountant=accountant)
         assert accounting.event_epsilon(tree, delta=1e-5, accountant=accountant) == pytest.approx(expected, rel=1e-3)
     ledger = from_event(tree)
-    assert ledger.released == (5, 5.0) and ledger.largest_shift("zero_out") == math.inf and not ledger.gaussian
+    assert ledger.release_count == (5, 5.0) and ledger.largest_shift("zero_out") == math.inf and not ledger.gaussian
     assert (ledger + ledger).losses("zero_out") == {loss: 2 * n for loss, n in ledger.losses("zero_out").items()}
     assert any(line.startswith("2 x ") for line in ledger.words())
     with pytest.raises(ValueError, match="must not be"):

@@ -233,8 +233,8 @@ def in_long_double(losses, plan):
     """The differences upper - lower of `composition.compose_losses(losses, plan)` from equal pmfs, in long double."""
     long = np.longdouble
     ((loss, count),) = losses.items()
-    window = plan.grid * np.arange(plan.first + plan.size).astype(long)
-    for pmf in loss.pmfs(plan.grid, tail=plan.tail / count, largest=plan.largest):
+    window = plan.grid * np.arange(plan.first_index + plan.size).astype(long)
+    for pmf in loss.pmfs(plan.grid, tail=plan.tail / count, largest=plan.largest_loss):
         values = pmf.probabilities * np.exp(
             plan.tilt * plan.grid * (pmf.first + np.arange(len(pmf.probabilities), dtype=long))
         )
@@ -242,7 +242,7 @@ def in_long_double(losses, plan):
         np.add.at(wrapped, (pmf.first + np.arange(len(values))) % plan.size, values / values.sum())
         spectrum = fft.rfft(wrapped)
         spectrum = np.abs(spectrum) ** count * np.exp(1j * count * np.arctan2(spectrum.imag, spectrum.real))
-        tilted = np.maximum(np.roll(fft.irfft(spectrum, plan.size), -plan.first)[-plan.first :], 0)
+        tilted = np.maximum(np.roll(fft.irfft(spectrum, plan.size), -plan.first_index)[-plan.first_index :], 0)
         falling = np.minimum(tilted * np.exp(count * np.log(values.sum()) - plan.tilt * window), 1)[1:]
         weighted = falling * np.exp(-window[1:])
         above, weighted_above = (np.append(np.cumsum(rows[::-1])[::-1], 0) for rows in (falling, weighted))

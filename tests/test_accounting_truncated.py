@@ -16,7 +16,7 @@ import dpx
 from dpx import accounting
 from dpx.accounting.cost import event_profile, profile_of_run
 from dpx.accounting.flat_event import from_event, without_truncation
-from dpx.accounting.limited_samples import FixedSizeGaussian, TruncatedGaussian, bucketed_truncated_losses
+from dpx.accounting.limited_samples import FixedSizeGaussian, TruncatedSampleGaussian, bucketed_truncated_losses
 from dpx.accounting.pld.losses import SampledGaussian, total_renyi
 from dpx.papers.d2p2_sgd.cost import with_projected_event
 
@@ -143,7 +143,7 @@ def test_what_dp_accounting_says_of_one_step():
 def test_the_cases_of_a_step():
     """Four examples, two rows: full is two or three heads of three, where it takes part with q 2/3 and q 2/4."""
     loss = only_step(event(4, 0.5, 2, 1.0), "zero_out")
-    assert isinstance(loss, TruncatedGaussian)
+    assert isinstance(loss, TruncatedSampleGaussian)
     assert (loss.rate, loss.full) == pytest.approx((0.5, 4 / 8))
     assert loss.rate_if_full == pytest.approx(0.5 * (3 / 8 * 2 / 3 + 1 / 8 * 2 / 4) / (4 / 8))
     assert only_step(event(10, 0.5, 10, 1.0), "zero_out") == SampledGaussian(1.0, 0.5, "zero_out")
@@ -189,7 +189,7 @@ def test_the_divergences_are_those_of_the_privacy_losses_at_least(relation):
 
 
 def test_the_tail_that_is_cut_is_billed():
-    loss = TruncatedGaussian(0.5, 0.3, 0.4, 0.2, "zero_out")
+    loss = TruncatedSampleGaussian(0.5, 0.3, 0.4, 0.2, "zero_out")
     (exchanged,) = FixedSizeGaussian(0.25, 0.2).pmfs(1e-2, tail=1e-9, largest=2.0)
     for pmf in loss.pmfs(1e-2, tail=1e-9, largest=2.0):
         assert pmf.infinity > 0.399 * exchanged.infinity > 0.01
@@ -215,7 +215,7 @@ def test_a_run_of_truncated_batches_is_billed_and_calibrated():
     """The arithmetic of the noise counts that one example displaces another."""
     run = event(60_000, 256 / 60_000, 320, 0.8, 2344)
     assert (
-        from_event(run).released == (2344, 2344.0)
+        from_event(run).release_count == (2344, 2344.0)
         and from_event(run).largest_shift("zero_out") == from_event(run).largest_shift("replace_one") == 2.5
     )
     bill = profile_of_run(run, relation="zero_out")

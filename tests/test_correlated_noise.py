@@ -328,7 +328,7 @@ def test_the_bill_of_cyclic_sampling(strategy, groups):
         assert isinstance(turn, CyclicBandedDpEvent) and (turns == 1 or event.count == turns)
         assert turn.sampling_probability == pytest.approx(groups * 5 / 200)
         assert 2.0 / norm * (1 - 4e-6) < turn.noise_multiplier < 2.0 / norm
-        assert from_event(event).released.most == turns * groups >= steps
+        assert from_event(event).release_count.most == turns * groups >= steps
         exact = strategies.cyclic_poisson_event(
             strategy, examples=200, batch_size=5, groups=groups, steps=steps, noise_multiplier=2.0 / norm
         )

@@ -86,7 +86,7 @@ def test_the_events_of_cyclic_sampling():
     assert sampling.event(falling) == ComposedDpEvent([release(1.0), release(2.0), release(5.0)])
     assert sampling.relation == "zero_out" and sampling.divisor == 10 and sampling.one_key
     run = sampling.event(np.full(9, 2.0))
-    assert from_event(run).released == (3, 3.0) and from_event(run).largest_shift("zero_out") == 0.5
+    assert from_event(run).release_count == (3, 3.0) and from_event(run).largest_shift("zero_out") == 0.5
 
 
 def cells(sigma, rate, count):
@@ -160,7 +160,7 @@ def test_the_events_of_a_fixed_order():
     four = accounting.event_epsilon(sampling.event(np.full(12, 2.0)), delta=1e-5)
     assert four == pytest.approx(accounting.event_epsilon(GaussianDpEvent(1.0), delta=1e-5))  # s sqrt(k)
     run = sampling.event(np.full(12, 2.0))
-    assert from_event(run).released.most == 4 and from_event(run).largest_shift("zero_out") == 0.5
+    assert from_event(run).release_count.most == 4 and from_event(run).largest_shift("zero_out") == 0.5
     assert profile_of_run(run, relation="zero_out").epsilon(1e-5) > four
     made = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=2.0, sampling=sampling, key=KEY)
     with pytest.raises(ValueError, match='relation "add_or_remove" does not fit'):

@@ -14,7 +14,7 @@ from scipy import special
 import dpx
 from dpx.accounting import gdp
 from dpx.accounting.cost import event_profile, profile_of_run
-from dpx.accounting.filters import NOTHING, PrivacyFilter, Spent, credit_mu, dominating_mu
+from dpx.accounting.filters import NOTHING, PrivacyFilter, Spent, credit_for_untaken_steps, dominating_mu
 from dpx.accounting.flat_event import from_event
 from dpx.accounting.loss import PureDpEvent
 from dpx.accounting.profiles import DeltaProfile
@@ -79,7 +79,7 @@ BUDGETS = [(1.0, 0.05), (1.5, 0.02), (2.0, 0.01), (2.5, 0.003)]
 def test_no_policy_gets_more_than_the_filter_allows(epsilon, delta):
     """Every pair may come next after every loss, as long as the filter affords it."""
     tried = PrivacyFilter(epsilon, delta)
-    most = tried.most
+    most = tried.limits
     coins = most.delta / 4
     charges = [Spent(dominating_mu(pair.profile, coins) ** 2, coins) for pair in PAIRS]
 
@@ -155,7 +155,7 @@ def test_a_long_run_costs_about_what_it_would_alone():
 def test_the_odometer_holds_wherever_a_reader_stops():
     """Gaussian releases, and the best rule of when to stop, by what was released."""
     tried, steps, grid = PrivacyFilter(2.0, 1e-2), 64, 0.02
-    times = np.linspace(0, tried.most.precision, steps + 1)
+    times = np.linspace(0, tried.limits.precision, steps + 1)
     odometer = [tried.odometer(Spent(time, 0.0)) for time in times]
     at_its_time = [gdp.epsilon(math.sqrt(time), delta=1e-2) for time in times]
     assert all(here < bound < 1.7 + 1.3 * here for here, bound in zip(at_its_time[1:], odometer[1:], strict=True))
@@ -176,7 +176,7 @@ def test_the_odometer_holds_wherever_a_reader_stops():
 
 def test_coins_have_a_share_of_delta():
     tried = PrivacyFilter(1.0, 1e-3)
-    assert gdp.delta(math.sqrt(tried.most.precision), epsilon=1.0) + tried.most.delta <= 1e-3
+    assert gdp.delta(math.sqrt(tried.limits.precision), epsilon=1.0) + tried.limits.delta <= 1e-3
     for epsilon, delta in ((0.0, 0.1), (math.inf, 0.1), (1.0, 0.0), (1.0, 1.0)):
         with pytest.raises(ValueError, match="must be"):
             PrivacyFilter(epsilon, delta)
@@ -194,12 +194,12 @@ def test_no_policy_gains_by_ending_a_run_early(rate, sigma, share):
     epsilon, delta, steps = 1.5, 1e-2, 3
     tried, losses = PrivacyFilter(epsilon, delta), 0.01 * np.arange(-800, 801)
     paid = tried.charge(event_profile(sampled(rate, sigma, steps), curve=True), NOTHING)
-    left = [tried.most.precision - paid.precision]
+    left = [tried.limits.precision - paid.precision]
     for ahead in range(1, steps + 1):
-        back = credit_mu(
-            from_event(sampled(rate, sigma, ahead)).losses("zero_out"), (tried.most.delta - paid.delta) / 8
+        back = credit_for_untaken_steps(
+            from_event(sampled(rate, sigma, ahead)).losses("zero_out"), (tried.limits.delta - paid.delta) / 8
         )
-        assert paid.delta + back.delta <= tried.most.delta
+        assert paid.delta + back.delta <= tried.limits.delta
         left.append(left[0] + back.precision)
     noise = np.linspace(-8 * sigma, 1 + 8 * sigma, 20_001)
     without, moved = (np.diff(special.ndtr((noise - mean) / sigma)) for mean in (0, 1))

@@ -36,7 +36,7 @@ import dpx
 from dpx import statistics
 from dpx.accounting import gdp
 from dpx.accounting.cost import event_epsilon, event_profile, profile_of_run
-from dpx.accounting.filters import NOTHING, credit_mu, dominating_mu
+from dpx.accounting.filters import NOTHING, credit_for_untaken_steps, dominating_mu
 from dpx.accounting.flat_event import from_event
 from dpx.accounting.loss import as_hashable
 from dpx.accounting.pld.losses import SampledGaussian
@@ -137,7 +137,7 @@ def test_a_budget_is_used_up_and_never_exceeded(tmp_path):
         ledger.spend(GaussianDpEvent(12.0), key=key(made), words="a mean", numbers=1)
         made += 1
     assert 0.4 < ledger.epsilon <= 0.5
-    assert made == pytest.approx(144 * ledger.terms.filter.most.precision, abs=1)
+    assert made == pytest.approx(144 * ledger.terms.filter.limits.precision, abs=1)
 
 
 def test_one_key_makes_one_release(ledger):
@@ -418,7 +418,7 @@ def deltas_of_a_step(rate: float, sigma: float, epsilon: float) -> tuple[float, 
 
 @pytest.mark.parametrize(("rate", "sigma", "coins"), [(0.5, 2.0, 1e-4), (0.1, 1.0, 1e-2), (0.9, 1.0, 1e-6)])
 def test_what_is_given_back_is_bounded_by_steps_that_were_not_made(rate, sigma, coins):
-    gained = credit_mu({SampledGaussian(sigma, rate, "zero_out"): 1}, coins)
+    gained = credit_for_untaken_steps({SampledGaussian(sigma, rate, "zero_out"): 1}, coins)
     assert gained.delta == 2 * coins
 
     def fits(mu):
@@ -429,14 +429,14 @@ def test_what_is_given_back_is_bounded_by_steps_that_were_not_made(rate, sigma, 
 
 
 def test_gaussians_that_were_not_made_are_given_back_whole():
-    assert credit_mu({SampledGaussian(4.0, 1.0, "zero_out"): 8}, 0.0) == pytest.approx((0.5, 0.0))
-    assert credit_mu({SampledGaussian(4.0, 0.1, "zero_out"): 8}, 0.0) == NOTHING
+    assert credit_for_untaken_steps({SampledGaussian(4.0, 1.0, "zero_out"): 8}, 0.0) == pytest.approx((0.5, 0.0))
+    assert credit_for_untaken_steps({SampledGaussian(4.0, 0.1, "zero_out"): 8}, 0.0) == NOTHING
 
 
 def test_what_is_given_back_was_paid_for():
     """The steps that were made, a Gaussian of what is given back, and its coin: at most the whole run."""
     step = PoissonSampledDpEvent(0.02, GaussianDpEvent(1.2))
-    gained = credit_mu(from_event(SelfComposedDpEvent(step, 200)).losses("zero_out"), 1e-6)
+    gained = credit_for_untaken_steps(from_event(SelfComposedDpEvent(step, 200)).losses("zero_out"), 1e-6)
     whole = event_profile(SelfComposedDpEvent(step, 300), curve=True)
     made = [SelfComposedDpEvent(step, 100), GaussianDpEvent(gained.precision**-0.5)]
     both = event_profile(ComposedDpEvent(made), curve=True)
@@ -470,7 +470,9 @@ def test_a_run_ends_once_and_with_its_own_steps(rich):
     with pytest.raises(ValueError, match="must hold its own steps"):
         rich.end(entry, of_run(13), steps=13)
     ended = rich.end(entry, of_run(5), steps=5)
-    assert ended.credit == credit_mu(from_event(of_run(7)).losses("zero_out"), rich.terms.filter.most.delta / 8)
+    assert ended.credit == credit_for_untaken_steps(
+        from_event(of_run(7)).losses("zero_out"), rich.terms.filter.limits.delta / 8
+    )
     assert rich.end(entry, of_run(5), steps=5) == ended == rich.entries[0]
     assert rich.epsilon == spent  # what was given back is for later releases
     with pytest.raises(ValueError, match="that has not ended"):

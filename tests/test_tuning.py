@@ -26,7 +26,7 @@ from dpx import keys, tuning
 from dpx.accounting import best_of, event_epsilon, selection
 from dpx.accounting.pld import renyi
 from dpx.accounting.pld.losses import SampledGaussian
-from dpx.accounting.selection import SHAPES, BestOf, draw_trial_count, log_inverse_gamma_of_trials
+from dpx.accounting.selection import SHAPES, BestOf, draw_trial_count, log_inverse_success_probability
 from dpx.states.record import with_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:the state has taken no step")  # trials here train nothing
@@ -40,7 +40,7 @@ def slope_of(distribution, mean):
     """z -> E K z^(K - 1), the derivative of the generating function, and P(K = 1), in closed form."""
     if distribution == "poisson":
         return lambda z: mean * np.exp(mean * (z - 1)), mean * math.exp(-mean)
-    gamma = math.exp(-log_inverse_gamma_of_trials(mean, SHAPES[distribution]))
+    gamma = math.exp(-log_inverse_success_probability(mean, SHAPES[distribution]))
     if distribution == "geometric":
         return lambda z: gamma / (1 - (1 - gamma) * z) ** 2, gamma
     return lambda z: (gamma - 1) / math.log(gamma) / (1 - (1 - gamma) * z), (gamma - 1) / math.log(gamma)
@@ -152,8 +152,8 @@ def test_the_winner_of_gaussian_trials_costs_what_is_published(rho, mean, shape)
     """Corollary 4 of the paper, at the best of many orders; rho <= ln(1/gamma)."""
     beyond = np.linspace(0, 40, 20_001)
     tilts = math.sqrt(math.log(mean) / rho) * (1 + beyond**2)
-    root = math.sqrt(rho * log_inverse_gamma_of_trials(mean, shape))
-    log_gamma = log_inverse_gamma_of_trials(mean, shape)
+    root = math.sqrt(rho * log_inverse_success_probability(mean, shape))
+    log_gamma = log_inverse_success_probability(mean, shape)
     constant = (1 + shape) * (2 * root - rho if rho <= log_gamma else log_gamma)
     grown = rho * (tilts + 1) + math.log(mean) / tilts
     exact = np.min(grown + constant + np.log1p(-1 / (tilts + 1)) - np.log(1e-5 * (tilts + 1)) / tilts)
@@ -569,7 +569,7 @@ def test_the_prices_on_the_page():
             bill = best_of(MNIST, trials=float(mean), score_on="public", distribution=distribution)
             price, most = cell.split(", ")
             assert bill.epsilon(delta=1e-5) == pytest.approx(float(price), abs=5.1e-3)
-            gamma = math.exp(-log_inverse_gamma_of_trials(float(mean), min(SHAPES[distribution], 1)))
+            gamma = math.exp(-log_inverse_success_probability(float(mean), min(SHAPES[distribution], 1)))
             laws = {"logarithmic": stats.logser(1 - gamma), "geometric": stats.geom(gamma)}
             assert laws.get(distribution, stats.poisson(float(mean))).ppf(0.99) == float(most)
 

@@ -101,7 +101,7 @@ class AllocatedGaussians(StepLoss):
         return self.noise[0][0] < renyi.SMALLEST_NOISE
 
     @property
-    def released(self) -> int:
+    def released_steps(self) -> int:
         return sum(count for _, count in self.noise)
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:
@@ -157,7 +157,7 @@ def round_to_few_epochs(losses: Losses, buckets: int) -> Losses:
     kinds = defaultdict(list)
     for loss in losses:
         if isinstance(loss, AllocatedGaussians):
-            kinds[loss.steps_per_epoch, loss.released].append(loss)
+            kinds[loss.steps_per_epoch, loss.released_steps].append(loss)
     few: dict[StepLoss, int] = defaultdict(int, losses)
     for epochs in kinds.values():
         if len(epochs) <= most:
@@ -167,11 +167,11 @@ def round_to_few_epochs(losses: Losses, buckets: int) -> Losses:
         for number in np.unique(bins):
             group = [epochs[place] for place in np.flatnonzero(bins == number)]
             count = sum(few.pop(loss) for loss in group)
-            few[replace(group[0], noise=_least_noise(loss.noise for loss in group))] += count
+            few[replace(group[0], noise=_elementwise_least_noise(loss.noise for loss in group))] += count
     return few
 
 
-def _least_noise(noises: Iterable[Noise]) -> Noise:
+def _elementwise_least_noise(noises: Iterable[Noise]) -> Noise:
     """The elementwise minimum of the rising noise multipliers of epochs of equal length, rounded to few."""
     least = np.inf
     for noise in noises:
@@ -192,7 +192,7 @@ class Allocation(PrivacyLoss):
         return True
 
     @property
-    def released(self) -> ReleaseCount:
+    def release_count(self) -> ReleaseCount:
         count = sum(count for _, count in self.event.noise_multiplier)
         return ReleaseCount(count, float(count))
 
@@ -204,7 +204,7 @@ class Allocation(PrivacyLoss):
                 "replacing an example compares two mixtures, for which no dominating pair is proved"
             )
         noise, steps = event.noise_multiplier, event.steps_per_epoch
-        released = self.released.most
+        released = self.release_count.most
         if not (noise and all(0 <= s < math.inf and count >= 1 for s, count in noise) and released <= steps):
             raise ValueError(
                 "noise must be finite and at least 0, in at least 1 and at most steps_per_epoch releases; got "
@@ -223,7 +223,7 @@ class Allocation(PrivacyLoss):
     def in_words(self) -> str:
         sigmas, steps = [sigma for sigma, _ in self.event.noise_multiplier], self.event.steps_per_epoch
         noise = f"{min(sigmas):.6g}" + (f" to {max(sigmas):.6g}" if len(sigmas) > 1 else "")
-        part = "" if self.released.most == steps else f"the first {self.released.most} steps of "
+        part = "" if self.release_count.most == steps else f"the first {self.release_count.most} steps of "
         which = f"{part}an epoch of {steps} Gaussians, of which a random one has the example"
         return f"{which}, noise multiplier {noise}"
 
@@ -282,7 +282,7 @@ def likelihood_ratio_law(noise_multiplier: float, tail: float) -> SumLaw:
     """The law under N(0, s^2) of u = exp((2 x - 1) / (2 s^2)), the likelihood ratio of N(1, s^2)."""
     s, farthest = noise_multiplier, -float(special.ndtri(tail / _CUTS))
     variance, coarsest = math.expm1(min(s**-2, 700.0)), _COARSEST * max(1.0, 1 / s)
-    finer = _halvings(1, variance, coarsest)
+    finer = _halvings_of_spacing(1, variance, coarsest)
     first = math.floor((-farthest / s - 0.5 / s**2) * 2**finer)
     last = math.ceil((farthest / s + 0.5 / s**2) * 2**finer)
     logs = np.arange(first, last + 1) * 2.0**-finer
@@ -320,7 +320,7 @@ def law_of_sum(one: SumLaw, other: SumLaw, tail: float) -> SumLaw:
     """
     mean, variance = one.mean + other.mean, one.variance + other.variance
     coarsest = min(one.coarsest, other.coarsest)
-    finer = max(_halvings(mean, variance, coarsest), one.finer, other.finer)
+    finer = max(_halvings_of_spacing(mean, variance, coarsest), one.finer, other.finer)
     same = one is other
     one = one.refined(finer)
     other = one if same else other.refined(finer)
@@ -348,7 +348,7 @@ def law_of_sum(one: SumLaw, other: SumLaw, tail: float) -> SumLaw:
     return total.cut(tail / _CUTS)
 
 
-def _halvings(mean: int, variance: float, coarsest: float) -> int:
+def _halvings_of_spacing(mean: int, variance: float, coarsest: float) -> int:
     """How many times a spacing of 1 must be halved to be fine enough for a sum."""
     return max(0, math.ceil(-math.log2(min(coarsest, _SPACING * math.sqrt(variance) / mean))))
 
@@ -417,7 +417,7 @@ def renyi_of_addition(noise: Noise, steps_per_epoch: int, order: float) -> float
     """An upper bound on D_n(Q|P), the Renyi divergence at an order n of at least 2; inf if the integral fails."""
     if order > _LARGEST_ORDER:
         return math.inf
-    v, logs = _log_transform(noise, steps_per_epoch)
+    v, logs = _log_laplace_of_sum(noise, steps_per_epoch)
     r = order - 1
     exponent = r * v + logs
     peak = int(np.argmax(exponent))
@@ -433,7 +433,7 @@ def renyi_of_addition(noise: Noise, steps_per_epoch: int, order: float) -> float
 
 
 @functools.lru_cache(64)
-def _log_transform(noise: Noise, steps_per_epoch: int) -> tuple[np.ndarray, np.ndarray]:
+def _log_laplace_of_sum(noise: Noise, steps_per_epoch: int) -> tuple[np.ndarray, np.ndarray]:
     """The points v, and ln of the product of all Laplace transforms at l = e^v, float64 (points,) each."""
     s = noise[0][0]
     v = np.arange(_FIRST, _LAST + 0.5 / s**2 + 10 / s, _STEP) - math.log(steps_per_epoch)

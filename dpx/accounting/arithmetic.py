@@ -116,7 +116,7 @@ class NormalSamplerError:
             of_p[p < 2.0**-level], of_angle[p < 2.0**-level] = most
         return self.evaluation * (1 + 1 / 512) + self.slope * r + of_p / (p * r) + 2 * np.pi * r * of_angle
 
-    def changes(self) -> np.ndarray:
+    def largest_probability_changes(self) -> np.ndarray:
         """h for p in (2^-(j+1), 2^-j], float64 (_MOST_BITS,): the largest for any p >= that, so that it falls with p.
 
         Just above a p below which there are more digits, the error is larger than on both sides.
@@ -136,7 +136,7 @@ INTEGERS = NormalSamplerError(
 )
 
 
-def normal_sampler(numbers: int | NormalSamplerError, in_integers: bool = False) -> NormalSamplerError:
+def normal_sampler_error(numbers: int | NormalSamplerError, in_integers: bool = False) -> NormalSamplerError:
     """The sampler's error for a release of `numbers` numbers. A `NormalSamplerError` is returned unchanged.
 
     in_integers: whether a TPU draws the noise. If programs are traced for a TPU (`dpx.xla.place.current_place`), this
@@ -149,9 +149,9 @@ def normal_sampler(numbers: int | NormalSamplerError, in_integers: bool = False)
     )
 
 
-def worst_sampler(each: Iterable[int | NormalSamplerError]) -> NormalSamplerError:
+def worst_sampler_error(each: Iterable[int | NormalSamplerError]) -> NormalSamplerError:
     """A `NormalSamplerError` that costs at least as much as each of these."""
-    found = [normal_sampler(one) for one in each]
+    found = [normal_sampler_error(one) for one in each]
     return replace(max(found, key=lambda one: one.evaluation), pairs=max(one.pairs for one in found))
 
 
@@ -182,14 +182,14 @@ class FinitePrecisionCost(NamedTuple):
         far = self.tail * math.exp(min(exact + self.loss + self.slope * exact, 700.0))
         if shift <= min(self.radius, _RARE_RADIUS) - _FARTHEST:
             moved = math.exp(-((self.radius - shift) ** 2) / 2)
-            rare = _RARE * self.pairs * self._delta_beyond_radius(_RARE_RADIUS, shift) + math.exp(
+            rare = _RARE * self.pairs * self._tail_growth_factor(_RARE_RADIUS, shift) + math.exp(
                 -((_RARE_RADIUS - shift) ** 2) / 2
             )
             of_releases = self.releases * (moved + rare**2 / 2)
-            far = min(far, 2 * (self.tail * self._delta_beyond_radius(self.radius, shift) + of_releases))
+            far = min(far, 2 * (self.tail * self._tail_growth_factor(self.radius, shift) + of_releases))
         return min(1.0, self.tail + own + math.exp(self.loss) * (delta + far + own))
 
-    def _delta_beyond_radius(self, radius: float, shift: float) -> float:
+    def _tail_growth_factor(self, radius: float, shift: float) -> float:
         """The factor by which a shift raises the probability of pairs beyond a radius that have a small part of it."""
         return 1 + 4.8 * radius * shift / math.sqrt(self.pairs)
 
@@ -210,7 +210,7 @@ def _best_lemma_2(releases: int, mean: float, bits: int, normals: NormalSamplerE
     if not releases or not normals.pairs:
         return FinitePrecisionCost(0.0, 0.0, 0.0, 0.0, 0.0, 1)
     pairs = float(releases) * normals.pairs
-    change = normals.changes()
+    change = normals.largest_probability_changes()
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         exponents = np.geomspace(2.0, 2.0**32, 256)[:, None]
         scaled = exponents * np.where(change <= _LARGEST_CHANGE, change / (1 - change), np.inf)  # (256, _MOST_BITS)
@@ -251,27 +251,27 @@ class RunProfile:
     releases: int
     mean: float
     shift: float = math.inf
-    normal_sampler: NormalSamplerError = NORMALS
+    normals: NormalSamplerError = NORMALS
 
     def epsilon(self, delta: float) -> float:
-        return self.answer(delta).epsilon
+        return self.epsilon_with_rounding(delta).epsilon
 
-    def answer(self, delta: float) -> EpsilonWithRounding:
+    def epsilon_with_rounding(self, delta: float) -> EpsilonWithRounding:
         """Epsilon at `delta`, and the parts that arithmetic added."""
         return min(
-            (self._answer_with_rounding(delta, normals) for normals in self._sufficient_numbers()),
+            (self._epsilon_for_sampler(delta, normals) for normals in self._samplers_to_try()),
             key=lambda answer: answer.epsilon,
         )
 
-    def _sufficient_numbers(self) -> tuple[NormalSamplerError, ...]:
+    def _samplers_to_try(self) -> tuple[NormalSamplerError, ...]:
         """The sampler for the run's numbers, and the one for the most numbers, whose bound holds for fewer too.
 
         So the lower of both bounds never exceeds that for the most numbers, which a budget's noise is calibrated for.
         """
-        most = replace(self.normal_sampler, pairs=count_pairs(LARGEST_RELEASE))
-        return (self.normal_sampler, most) if 0 < self.normal_sampler.pairs < most.pairs else (self.normal_sampler,)
+        most = replace(self.normals, pairs=count_pairs(LARGEST_RELEASE))
+        return (self.normals, most) if 0 < self.normals.pairs < most.pairs else (self.normals,)
 
-    def _answer_with_rounding(self, delta: float, normals: NormalSamplerError) -> EpsilonWithRounding:
+    def _epsilon_for_sampler(self, delta: float, normals: NormalSamplerError) -> EpsilonWithRounding:
         """Tries bounds of epsilon, because `far` may depend on it and the best p0 on its worth. The first one that
         leaves almost all of delta to exact arithmetic is enough; otherwise, the least of all holds."""
         least = EpsilonWithRounding(math.inf, math.inf, 1.0)
@@ -289,7 +289,7 @@ class RunProfile:
                     break
         return least
 
-    def least_delta(self, delta: float) -> float | None:
+    def least_reachable_delta(self, delta: float) -> float | None:
         """Approximates the least delta with a finite epsilon, if only arithmetic makes epsilon at `delta` infinite.
 
         None if epsilon is finite, or if it is infinite even for exact noise. The true value is at most a third less.
@@ -307,9 +307,9 @@ class RunProfile:
         yield min(self.exact.epsilon(delta / 2), _LARGEST_UNKNOWN)
 
     def delta(self, epsilon: float) -> float:
-        return min(self._delta(epsilon, normals) for normals in self._sufficient_numbers())
+        return min(self._delta_for_sampler(epsilon, normals) for normals in self._samplers_to_try())
 
-    def _delta(self, epsilon: float, normals: NormalSamplerError) -> float:
+    def _delta_for_sampler(self, epsilon: float, normals: NormalSamplerError) -> float:
         """Every p0 gives a bound, so the least of several holds. All are tried, so that it grows with the releases."""
         grown = min(epsilon, _LARGEST_UNKNOWN) if math.isinf(self.shift) else 0.0
         least = 1.0

@@ -13,9 +13,9 @@ import numpy as np
 
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.cost import cost_of_run, epsilon_if_reachable, require_event_and_sampling
+from dpx.accounting.cost import cost_of_run, require_event_and_sampling, require_reachable_epsilon
 from dpx.accounting.flat_event import DISTINCT, FEW
-from dpx.accounting.pld.losses import BUCKETS, Buckets, bucketed_gaussians
+from dpx.accounting.pld.losses import BUCKETS, StepBuckets, bucketed_gaussians
 from dpx.accounting.schedule import Interval, implemented_profile, lower_profile, upper_profile
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.sampling.schemes import Sampling
@@ -207,7 +207,7 @@ def calibrate(
     def cost(noise_multiplier: float, distinct: int = DISTINCT, **options: Any) -> float:
         given: Any = {"records": records, "numbers": numbers, "distinct": distinct}
         profile = cost_of_run(make(noise_multiplier), steps, relation, **given).profile(accountant, **options)
-        costs[noise_multiplier] = epsilon_if_reachable(profile, epsilon, delta)
+        costs[noise_multiplier] = require_reachable_epsilon(profile, epsilon, delta)
         return costs[noise_multiplier]
 
     def rough(noise_multiplier: float) -> float:
@@ -287,24 +287,24 @@ def calibrate_schedule(
     numbers, tolerance = checks.numbers_per_release(numbers, exact_noise), _require_tolerance(tolerance)
     median = float(np.median(sigmas[repeats > 0]))
 
-    def cost_at(scale: float, steps: Buckets) -> float:
-        exact = upper_profile(steps.scaled(scale), accountant=accountant, relation=relation)
-        return epsilon_if_reachable(
+    def cost_at(scale: float, steps: StepBuckets) -> float:
+        exact = upper_profile(steps.with_scaled_noise(scale), accountant=accountant, relation=relation)
+        return require_reachable_epsilon(
             implemented_profile(exact, sigmas * (scale / median), repeats, relation, numbers), epsilon, delta
         )
 
     coarse = bucketed_gaussians(sigmas / median, rates, repeats, _COARSE_BUCKETS)
     scale = least_noise_within(lambda scale: cost_at(scale, coarse), epsilon, _COARSE_TOLERANCE, 1.0)
     if accountant == "rdp":
-        steps = Buckets(sigmas / median, sigmas / median, rates, rates, repeats)
+        steps = StepBuckets(sigmas / median, sigmas / median, rates, rates, repeats)
     else:
         near = sigmas * (scale / median)
-        steps = bucketed_gaussians(near, rates, repeats, require_whole("buckets", buckets)).scaled(1 / scale)
+        steps = bucketed_gaussians(near, rates, repeats, require_whole("buckets", buckets)).with_scaled_noise(1 / scale)
     scale = least_noise_within(lambda scale: cost_at(scale, steps), epsilon, tolerance, scale)
     upper = cost_at(scale, steps)
     if accountant == "rdp":
         return CalibratedSchedule(scale / median, Interval(0.0, upper))
-    lower = lower_profile(steps.scaled(scale), relation=relation).epsilon(delta)
+    lower = lower_profile(steps.with_scaled_noise(scale), relation=relation).epsilon(delta)
     return CalibratedSchedule(float(scale / median), Interval(min(upper, lower), upper))
 
 

@@ -13,13 +13,13 @@ from dp_accounting.dp_event import RepeatAndSelectDpEvent
 
 from dpx import keys
 from dpx.accounting import checks
-from dpx.accounting.arithmetic import NormalSamplerError, worst_sampler
+from dpx.accounting.arithmetic import NormalSamplerError, worst_sampler_error
 from dpx.accounting.checks import Accountant, Profile, Relation, require_relation
 from dpx.accounting.cost import RunCost, cost_of_run, event_for_unit, profile_of_run, records_per_unit_of_run
 from dpx.accounting.flat_event import from_event
 from dpx.accounting.loss import as_hashable
 from dpx.accounting.pld import renyi
-from dpx.accounting.profiles import ExtremeProfile
+from dpx.accounting.profiles import MinOrMaxProfile
 from dpx.accounting.selection import SHAPES, OneOfDpEvent, trial_loss
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.schedules import values_over
@@ -68,7 +68,7 @@ class Composition:
         of: Any = {"accountant": accountant, "relation": self.relation, "curve": curve}
         of |= {"runs": self.together, "numbers": self.numbers}
         found = tuple(profile_of_run(event, **of) for event in (self.event, *self.others))
-        return ExtremeProfile(max, found) if self.others else found[0]
+        return MinOrMaxProfile(max, found) if self.others else found[0]
 
 
 @explain_misuse
@@ -111,7 +111,7 @@ def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | 
         raise ValueError("a Composition inside another must have known batches: pass its shared_batches, True or False")
     noise_keys = [key for run in composed for key in run.keys]
     for first, second in itertools.combinations(noise_keys, 2):
-        if same_key(first, second):
+        if is_same_key(first, second):
             raise ValueError(
                 "every run must have a key of its own: two of these mechanisms share one, so their noise is the same "
                 "and subtracting one release from the other removes it"
@@ -150,7 +150,7 @@ def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | 
         units=units,
         examples=examples,
         records=records,
-        numbers=worst_sampler(run.numbers for run in composed),
+        numbers=worst_sampler_error(run.numbers for run in composed),
     )
 
 
@@ -191,7 +191,7 @@ def _composition_of_run(run: Any, records: int) -> Composition:
         batch_keys=(cost.record.batch_key,) if cost.record.batch_key else (),
         units=(cost.record.unit,),
         examples=(mechanism.sampling.examples,),
-        numbers=cost.normal_sampler,
+        numbers=cost.normal_sampler_error,
     )
 
 
@@ -253,7 +253,7 @@ def _event_on_shared_batches(runs, events, records: int) -> dp_accounting.DpEven
     return event_for_unit(event, sampling, sampling.relation, records)
 
 
-def same_key(first: jax.Array, second: jax.Array) -> bool:
+def is_same_key(first: jax.Array, second: jax.Array) -> bool:
     """Whether two scalar PRNG keys are equal."""
     list_first_few, second_words = (np.asarray(keys.key_words(keys.require_key(key))) for key in (first, second))
     return np.array_equal(list_first_few, second_words)
@@ -355,7 +355,7 @@ def best_of(
     if distribution not in SHAPES:
         raise ValueError(f"distribution must be one of {tuple(SHAPES)}, got {described(distribution)}")
     records = records_per_common_unit(candidates, records)
-    score = _score_event(score_on, records)
+    score = _event_of_score(score_on, records)
     if not candidates:
         raise ValueError("best_of needs at least one (mechanism, steps or state) or event, got none")
     runs = [_cost_of_candidate(candidate, relation, records) for candidate in candidates]
@@ -375,7 +375,7 @@ def best_of(
         units=units,
         examples=examples,
         records=records,
-        numbers=worst_sampler(run.normal_sampler for run in runs),
+        numbers=worst_sampler_error(run.normal_sampler_error for run in runs),
         trial=trial,
         trials=trials,
         distribution=distribution,
@@ -393,7 +393,7 @@ def _cost_of_candidate(candidate: Any, relation: Relation | None, records: int) 
     raise ValueError(f"a candidate must be a (mechanism, steps or state) or an event, got {described(candidate)}")
 
 
-def _score_event(score_on: Any, records: int) -> DpEvent | None:
+def _event_of_score(score_on: Any, records: int) -> DpEvent | None:
     """The event of a private score, None for a public one."""
     if isinstance(score_on, str) and score_on == "public":
         return None

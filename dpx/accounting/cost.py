@@ -16,7 +16,7 @@ import dp_accounting
 from dp_accounting import DpEvent
 
 from dpx.accounting import checks
-from dpx.accounting.arithmetic import NormalSamplerError, RunProfile, normal_sampler
+from dpx.accounting.arithmetic import NormalSamplerError, RunProfile, normal_sampler_error
 from dpx.accounting.checks import Accountant, Profile, Relation
 from dpx.accounting.flat_event import DISTINCT, from_event
 from dpx.accounting.groups import require_zero_out
@@ -126,17 +126,17 @@ def profile_of_run(
     the most elements in one release, or the `NormalSamplerError` of their sampler; 0 for exact noise.
     """
     exact = event_profile(event, accountant=accountant, relation=relation, buckets=buckets, curve=curve)
-    return from_event(event).implemented(exact, relation, runs=runs, numbers=numbers)
+    return from_event(event).implemented_profile(exact, relation, runs=runs, numbers=numbers)
 
 
-def epsilon_if_reachable(run: RunProfile, epsilon: float, delta: float) -> float:
+def require_reachable_epsilon(run: RunProfile, epsilon: float, delta: float) -> float:
     """The epsilon of a run at `delta`. Raises ValueError if the arithmetic alone costs more than `epsilon`."""
     shift = 0.0 if math.isfinite(run.shift) else math.inf
     at_best = replace(run, exact=GaussianProfile(0.0), shift=shift)  # with arbitrarily large noise
     if (least := at_best.epsilon(delta)) > epsilon:
-        possible = 2 * (at_best.least_delta(delta) or 0.0)  # for noise of a usual size
+        possible = 2 * (at_best.least_reachable_delta(delta) or 0.0)  # for noise of a usual size
         advice = f"Delta must be at least about {possible:.1g} for them" if possible else "Allow a larger epsilon"
-        numbers = 2 * run.normal_sampler.pairs
+        numbers = 2 * run.normals.pairs
         raise ValueError(
             f"epsilon={epsilon} at delta={delta} cannot be met by any noise: computer noise takes finitely many "
             f"values, which alone costs {least:.3g} in {run.releases} releases of {numbers} numbers. "
@@ -237,13 +237,13 @@ class RunCost(NamedTuple):
     record: RunFacts
 
     @property
-    def normal_sampler(self) -> NormalSamplerError:
+    def normal_sampler_error(self) -> NormalSamplerError:
         """The sampler of a release's normals, for the cost of its arithmetic."""
-        return normal_sampler(self.numbers, self.record.in_integers)
+        return normal_sampler_error(self.numbers, self.record.in_integers)
 
     def profile(self, accountant: Accountant = "tightest", **options: Any) -> RunProfile:
         """Calls `profile_of_run`, which takes the options."""
-        given = {"accountant": accountant, "relation": self.relation, "numbers": self.normal_sampler}
+        given = {"accountant": accountant, "relation": self.relation, "numbers": self.normal_sampler_error}
         return profile_of_run(self.event, **given, **options)
 
 

@@ -32,7 +32,8 @@ its own sums, which include the releases about all data.
 steps, for whatever reason, what the other steps would have released is independent of everything released, and can be
 turned into a Gaussian of mu_c, with a coin of probability c, if delta_(mu_c)(epsilon) is at most c + (1 - c) times the
 delta of those steps at every epsilon in both directions. So mu_c^2 was paid for and not used, and the filter may
-subtract it (`credit_mu`). Its coin counts twice, because the arithmetic of the noise multiplies a delta by less than 2.
+subtract it (`credit_for_untaken_steps`). Its coin counts twice, because the arithmetic of the noise multiplies a delta
+by less than 2.
 
 **The odometer.** `PrivacyFilter.odometer` bounds what was released so far at all times, even at a time chosen by what
 was released: P(E) <= E'[e^epsilon; E] + delta for its epsilon at that time. Proof: at the time v the motion
@@ -54,7 +55,7 @@ from scipy import special
 from dpx.accounting import gdp
 from dpx.accounting.checks import Profile, require_delta, require_positive_epsilon
 from dpx.accounting.pld.losses import Losses, SampledGaussian
-from dpx.accounting.profiles import ComposedProfile, least_number, lower_deltas, unsampled_profile
+from dpx.accounting.profiles import ComposedProfile, least_number_satisfying, lower_deltas, unsampled_profile
 
 COINS = 0.2  # share of delta for coins; a tenth and a third give the same epsilons to 1 %
 _COARSE, _POINTS = 32, 512  # intervals of epsilon in which profiles are compared, at first and where it matters most
@@ -87,19 +88,19 @@ class PrivacyFilter:
         require_delta(self.delta)
 
     @property
-    def most(self) -> Spent:
+    def limits(self) -> Spent:
         """The limits B and S."""
         return Spent(gdp.mu(epsilon=self.epsilon, delta=(1 - COINS) * self.delta) ** 2, COINS * self.delta)
 
     def affords(self, spent: Spent) -> bool:
-        return spent.precision <= self.most.precision and spent.delta <= self.most.delta
+        return spent.precision <= self.limits.precision and spent.delta <= self.limits.delta
 
     def charge(self, profile: Profile, spent: Spent) -> Spent:
         """The cost of a release with this profile after `spent`; it uses at most a quarter of the remaining coins.
 
         The precision is inf if no Gaussian bounds the profile, because it has too little noise or delta is too small.
         """
-        coins = max(0.0, self.most.delta - spent.delta) / 4
+        coins = max(0.0, self.limits.delta - spent.delta) / 4
         often, rarely = dominating_mu(profile, coins), dominating_mu(profile, coins * _RARER)
         if rarely <= _NEARLY * often:
             return Spent(rarely**2, coins * _RARER)
@@ -111,7 +112,7 @@ class PrivacyFilter:
 
     def odometer(self, spent: Spent) -> float:
         """Epsilon at the budget's delta, valid at all times simultaneously. spent: before credits are subtracted."""
-        time, rate, delta = spent.precision, self.most.precision / 16, self.delta - self.most.delta
+        time, rate, delta = spent.precision, self.limits.precision / 16, self.delta - self.limits.delta
         if not 0 < time < math.inf:
             return time
         scale = math.sqrt(time + rate)
@@ -137,9 +138,12 @@ def dominating_mu(profile: Profile, delta: float) -> float:
     bounds = np.array([profile.delta(epsilon) for epsilon in points.tolist()])
     while True:
         needed = (bounds * (1 + _ROUNDING) - delta) / (1 - delta)
-        bounded = functools.partial(_is_above_chords, points, needed)
+        bounded = functools.partial(_tangents_above_chords, points, needed)
         mu = min(
-            mu, least_number(lambda mu, of=bounded: bool(of(mu).all()), most=_FARTHEST, fine=1e-5, smallest=_ROUNDING)
+            mu,
+            least_number_satisfying(
+                lambda mu, of=bounded: bool(of(mu).all()), most=_FARTHEST, fine=1e-5, smallest=_ROUNDING
+            ),
         )
         decide = ~bounded(mu * (1 - _NEAR)) if mu < math.inf else np.ones(len(points) - 1, bool)
         split = decide & (np.diff(points) > 1.5 * top / _POINTS)
@@ -151,7 +155,7 @@ def dominating_mu(profile: Profile, delta: float) -> float:
         points = np.insert(points, places, between)
 
 
-def _is_above_chords(points: np.ndarray, needed: np.ndarray, mu: float) -> np.ndarray:
+def _tangents_above_chords(points: np.ndarray, needed: np.ndarray, mu: float) -> np.ndarray:
     """Whether the midpoint tangents of delta_mu are above the chords of `needed`, bool (points - 1,)."""
     middles = (points[:-1] + points[1:]) / 2
     likely, slope = special.log_ndtr(mu / 2 - middles / mu), special.log_ndtr(-mu / 2 - middles / mu)
@@ -160,7 +164,7 @@ def _is_above_chords(points: np.ndarray, needed: np.ndarray, mu: float) -> np.nd
     return (height - np.exp(middles + slope) * run >= np.stack([needed[:-1], needed[1:]])).all(axis=0)
 
 
-def credit_mu(losses: Losses, coins: float) -> Spent:
+def credit_for_untaken_steps(losses: Losses, coins: float) -> Spent:
     """What steps give back that were paid for but not taken: the largest mu^2 of a Gaussian that they dominate, and its
     coins. Nothing if no lower bound of the steps is known. losses: Poisson-sampled Gaussians. Proof: both deltas fall
     with epsilon, so between two points the Gaussian's is at most its value at the first, and the steps' is at least

@@ -16,9 +16,9 @@ from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent, Sampl
 from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RepeatAndSelectDpEvent, TruncatedSubsampledGaussianDpEvent
 
 from dpx.accounting.allocation import Allocation, round_to_few_epochs
-from dpx.accounting.arithmetic import NormalSamplerError, RunProfile, normal_sampler
+from dpx.accounting.arithmetic import NormalSamplerError, RunProfile, normal_sampler_error
 from dpx.accounting.checks import Accountant, Profile, Relation, require_countable
-from dpx.accounting.groups import GroupGaussianDpEvent, Mixture
+from dpx.accounting.groups import GaussianMixtureRelease, GroupGaussianDpEvent
 from dpx.accounting.limited_samples import (
     FixedSizeGaussian,
     FixedSizeRelease,
@@ -44,7 +44,7 @@ from dpx.accounting.pld.losses import (
     round_losses_to_buckets,
 )
 from dpx.accounting.profiles import UNBOUNDED, loss_profile
-from dpx.accounting.selection import Choice, OneOfDpEvent, SearchLoss
+from dpx.accounting.selection import OneOfDpEvent, OneOfEventsLoss, SearchLoss
 from dpx.sampling.schemes import compose_events
 from dpx.sampling.varying import RandomAllocationDpEvent
 from dpx.values import described, require_whole
@@ -66,7 +66,7 @@ class FlatEvent:
     def __add__(self, other: "FlatEvent") -> "FlatEvent":
         return from_event(dp_accounting.ComposedDpEvent([self.event, other.event]))
 
-    def holds_for_all(self, holds: Callable[[PrivacyLoss], bool]) -> bool:
+    def all_releases_satisfy(self, holds: Callable[[PrivacyLoss], bool]) -> bool:
         """Whether a predicate holds for every release."""
         return all(map(holds, self.counts))
 
@@ -81,29 +81,29 @@ class FlatEvent:
     @property
     def private(self) -> bool:
         """Whether every release adds noise."""
-        return self.holds_for_all(lambda loss: loss.private)
+        return self.all_releases_satisfy(lambda loss: loss.private)
 
     @property
-    def readable(self) -> bool:
+    def costed_by_dpx(self) -> bool:
         """Whether dpx computes the cost of every release, without dp-accounting's accountants."""
-        return self.holds_for_all(lambda loss: loss.readable)
+        return self.all_releases_satisfy(lambda loss: loss.costed_by_dpx)
 
     @property
     def independent(self) -> bool:
         """Whether every private release was made on a batch that each example joins by its own chance."""
-        return self.holds_for_all(lambda loss: loss.independent or not loss.private)
+        return self.all_releases_satisfy(lambda loss: loss.independent or not loss.private)
 
     @property
     def gaussian(self) -> bool:
         """Whether every release is a Gaussian, on all data or on a Poisson sample."""
-        return self.holds_for_all(lambda loss: loss.gaussian)
+        return self.all_releases_satisfy(lambda loss: loss.gaussian)
 
     @property
-    def released(self) -> ReleaseCount:
+    def release_count(self) -> ReleaseCount:
         """The number of noisy releases."""
         most, mean = 0, 0.0
         for loss, count in self.counts.items():
-            most, mean = most + count * loss.released.most, mean + count * loss.released.mean
+            most, mean = most + count * loss.release_count.most, mean + count * loss.release_count.mean
         return ReleaseCount(most, mean)
 
     def largest_shift(self, relation: Relation) -> float:
@@ -119,7 +119,7 @@ class FlatEvent:
         return [loss for loss in self.counts if loss.whole_run]
 
     @property
-    def whole_run(self) -> PrivacyLoss | None:
+    def whole_run_release(self) -> PrivacyLoss | None:
         """The release whose cost is that of a whole run, or None. Raises ValueError if there are other releases."""
         if not self.whole_runs:
             return None
@@ -147,9 +147,9 @@ class FlatEvent:
         if not self.private:
             return UNBOUNDED
         require_countable(sum(self.counts.values()))
-        if (run := self.whole_run) is not None:
+        if (run := self.whole_run_release) is not None:
             return run.profile(accountant, relation)
-        if not self.readable:
+        if not self.costed_by_dpx:
             return delegated_profile(as_hashable(self.event), accountant, relation)
         losses = self.losses(relation)
         if any(loss.unbounded for loss in losses):
@@ -163,7 +163,7 @@ class FlatEvent:
 
     def words(self) -> tuple[str, ...]:
         """The releases in words. Lists up to 8 noise multipliers one by one, and gives the range of more."""
-        if not self.readable:
+        if not self.costed_by_dpx:
             return (str(self.event),)
         gaussians: dict[str, Counter[float]] = defaultdict(Counter)  # by name, how often each noise multiplier was used
         others, lines = [], []
@@ -186,12 +186,12 @@ class FlatEvent:
         """Describes the releases in one line."""
         return ", ".join(self.words()) or "nothing"
 
-    def implemented(
+    def implemented_profile(
         self, exact: Profile, relation: Relation, *, runs: int = 1, numbers: int | NormalSamplerError
     ) -> RunProfile:
         """Adds the cost of the noise's arithmetic to the profile `exact`; see `cost.profile_of_run`."""
-        most, mean = self.released
-        return RunProfile(exact, runs * most, runs * mean, self.largest_shift(relation), normal_sampler(numbers))
+        most, mean = self.release_count
+        return RunProfile(exact, runs * most, runs * mean, self.largest_shift(relation), normal_sampler_error(numbers))
 
     def of_records(self, records: int, *, distinct: int = DISTINCT) -> DpEvent:
         """The event of the same releases for a unit that owns up to `records` records, each drawn independently.
@@ -209,7 +209,7 @@ class FlatEvent:
         losses = self.losses("add_or_remove")
         # Several releases on one sample are one loss here, and the first of those below, so that none moves farther.
         # But each draws noise, whose arithmetic has a cost.
-        together = math.ceil(self.released.most / max(sum(losses.values()), 1))
+        together = math.ceil(self.release_count.most / max(sum(losses.values()), 1))
         sigmas, rates = np.array([(loss.noise_multiplier, loss.rate) for loss in losses]).reshape(-1, 2).T
         steps = bucketed_steps(sigmas, rates, np.array(list(losses.values()), np.int64), distinct)
         columns = zip(steps.smallest_noise.tolist(), steps.largest_rate.tolist(), steps.counts.tolist(), strict=True)
@@ -238,7 +238,7 @@ class NoiselessRelease(PrivacyLoss):
 
 
 @dataclass(frozen=True)
-class Gaussian(PrivacyLoss):
+class GaussianRelease(PrivacyLoss):
     """Gaussian releases on all data, or on one Poisson sample, treated as one.
 
     event: the event of the release, or of several merged. parts: their pairs (noise multiplier, count).
@@ -265,7 +265,7 @@ class Gaussian(PrivacyLoss):
         return isinstance(self.event, PoissonSampledDpEvent)
 
     @property
-    def released(self) -> ReleaseCount:
+    def release_count(self) -> ReleaseCount:
         count = sum(count for _, count in self.parts)
         return ReleaseCount(count, float(count))
 
@@ -284,13 +284,13 @@ class Gaussian(PrivacyLoss):
 
 
 KINDS: Mapping[type, Callable[[Any], PrivacyLoss]] = {
-    GaussianDpEvent: lambda event: Gaussian(event, ((event.noise_multiplier, 1),)),
+    GaussianDpEvent: lambda event: GaussianRelease(event, ((event.noise_multiplier, 1),)),
     dp_accounting.NonPrivateDpEvent: NoiselessRelease,
     TruncatedSubsampledGaussianDpEvent: TruncatedRelease,
-    MixtureOfGaussiansDpEvent: Mixture,
+    MixtureOfGaussiansDpEvent: GaussianMixtureRelease,
     RandomAllocationDpEvent: Allocation,
     RepeatAndSelectDpEvent: lambda event: SearchLoss(event, from_event(event.event)),
-    OneOfDpEvent: lambda event: Choice(event, tuple(map(from_event, _inner_events(event)))),
+    OneOfDpEvent: lambda event: OneOfEventsLoss(event, tuple(map(from_event, _inner_events(event)))),
 }
 
 
@@ -346,16 +346,18 @@ def _merge_on_one_sample(event: PoissonSampledDpEvent) -> PrivacyLoss | None:
     inner = from_event(event.event)
     if not inner.counts:
         return None
-    if not inner.holds_for_all(lambda loss: isinstance(loss, NoiselessRelease | Gaussian) and not loss.independent):
+    if not inner.all_releases_satisfy(
+        lambda loss: isinstance(loss, NoiselessRelease | GaussianRelease) and not loss.independent
+    ):
         return DpAccountingRelease(event, inner)
     sigmas = [getattr(loss, "noise_multiplier", 0.0) for loss in inner.counts]
     parts = tuple(zip(sigmas, inner.counts.values(), strict=True))
     if isinstance(event.event, GaussianDpEvent):
-        return Gaussian(event, parts)
+        return GaussianRelease(event, parts)
     merged = smallest = min(sigmas)
     if smallest > 0:
         merged /= math.sqrt(sum(count * (smallest / s) ** 2 for s, count in parts))
-    return Gaussian(PoissonSampledDpEvent(event.sampling_probability, GaussianDpEvent(merged)), parts)
+    return GaussianRelease(PoissonSampledDpEvent(event.sampling_probability, GaussianDpEvent(merged)), parts)
 
 
 def is_free(event: Any) -> bool:

@@ -80,7 +80,7 @@ class GroupGaussianDpEvent(DpEvent, PrivacyLoss):
     fresh = True
 
     @property
-    def released(self) -> ReleaseCount:
+    def release_count(self) -> ReleaseCount:
         return ReleaseCount(self.releases, float(self.releases))
 
     @property
@@ -151,7 +151,7 @@ class SeveralRecordsGaussian(StepLoss):
         s, k = self.noise_multiplier, self.records
         top = k + _FARTHEST * s + s**2 * (math.log(k / self.rate) + 5)
         x = np.linspace(-_FARTHEST * s, top, _CELLS + 1)
-        values, slopes = self._log_density(x)
+        values, slopes = self._privacy_loss_and_slope(x)
 
         def added(rows: np.ndarray, step: int) -> np.ndarray:
             ends, at, falls = x[::step], values[::step], slopes[::step]
@@ -170,10 +170,10 @@ class SeveralRecordsGaussian(StepLoss):
         farthest = -float(special.ndtri(tail / 8)) * s
         beyond = np.append(np.cumsum(probabilities[:0:-1])[::-1], 0.0)  # P(more than the number)
         most = float(numbers[beyond <= tail / 4][0])
-        ends, _ = self._log_density(np.array([-farthest, most + farthest]))
+        ends, _ = self._privacy_loss_and_slope(np.array([-farthest, most + farthest]))
         first, last = np.clip(ends, -largest, largest) / grid
         first, last = math.floor(first), math.ceil(last)
-        x = self._outputs(np.arange(first, last + 1) * grid)
+        x = self._outputs_at_losses(np.arange(first, last + 1) * grid)
         lower = normal_masses(x / s)
         upper = np.zeros(len(lower))
         for number, probability in zip(numbers, probabilities, strict=True):
@@ -181,11 +181,11 @@ class SeveralRecordsGaussian(StepLoss):
         remove = dominating_pmf(upper, lower, first, grid)
         return remove, dominating_pmf(lower[::-1], upper[::-1], -last, grid)
 
-    def _log_density(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _privacy_loss_and_slope(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The privacy loss at outputs x, and its slope, float64 (n,) each: both rise."""
         return _log_mixture(x, self.shift_probabilities[0], self.log_probabilities, self.noise_multiplier)
 
-    def _outputs(self, losses: np.ndarray) -> np.ndarray:
+    def _outputs_at_losses(self, losses: np.ndarray) -> np.ndarray:
         """The outputs x, float64 (n,), rising, at which the privacy loss has these values; -inf below its infimum."""
         none = self.shift_probabilities[1][0]
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -194,11 +194,11 @@ class SeveralRecordsGaussian(StepLoss):
         x, found = np.full(len(wanted), -np.inf), np.flatnonzero(np.isfinite(wanted))
         if len(found):
             few = np.append(found[::_COARSE], found[-1])
-            first = np.interp(wanted[found], wanted[few], self._solved(wanted[few], math.inf))
-            x[found] = self._solved(wanted[found], first)
+            first = np.interp(wanted[found], wanted[few], self._solve_for_outputs(wanted[few], math.inf))
+            x[found] = self._solve_for_outputs(wanted[found], first)
         return np.maximum.accumulate(x)
 
-    def _solved(self, wanted: np.ndarray, first: np.ndarray | float) -> np.ndarray:
+    def _solve_for_outputs(self, wanted: np.ndarray, first: np.ndarray | float) -> np.ndarray:
         """Solves for the outputs at which the terms j > 0 of the privacy loss have these values, from a first guess.
 
         Uses Newton's method. These terms are convex in x, so no step ends left of the root; a point where a single term
@@ -249,7 +249,7 @@ class MixtureOfGaussians(SeveralRecordsGaussian):
 
 
 @dataclass(frozen=True)
-class Mixture(PrivacyLoss):
+class GaussianMixtureRelease(PrivacyLoss):
     """A mixture of Gaussians, sum_j p_j N(c_j, s^2) against N(0, s^2). event: dp-accounting's event of that name.
 
     It has the pair of `SeveralRecordsGaussian` with other shifts and probabilities. dp-accounting's own PLD takes
@@ -291,7 +291,7 @@ def log_moments_of_piecewise_linear(
     below = powers * left[0] - first * low + first**2 / 2 + special.log_ndtr(low - first)
     above = powers * right[-1] - last * high + last**2 / 2 + special.log_ndtr(last - high)
     within = np.empty(len(powers))
-    kept = _cells_that_count(powers[:, None], left, right, squares, width)
+    kept = _significant_cells(powers[:, None], left, right, squares, width)
     for begin in range(0, len(powers), _POWERS):
         some = powers[begin : begin + _POWERS, None]
         groups = np.flatnonzero(kept[begin : begin + _POWERS].any(axis=0)) * _GROUP
@@ -309,7 +309,7 @@ def log_moments_of_piecewise_linear(
     return np.logaddexp(within, np.logaddexp(below, above))
 
 
-def _cells_that_count(
+def _significant_cells(
     powers: np.ndarray, left: np.ndarray, right: np.ndarray, squares: np.ndarray, width: float
 ) -> np.ndarray:
     """Whether a group of cells matters for a power, bool (powers, groups): the rest are e^-45 of the largest cell.

@@ -168,7 +168,7 @@ class FixedSizeGaussian(GaussianStep):
 
 
 @dataclass(frozen=True)
-class TruncatedGaussian(GaussianStep):
+class TruncatedSampleGaussian(GaussianStep):
     """The privacy loss of one step on a truncated Poisson sample.
 
     noise_multiplier: s. rate: q, below 1. full: tau, in (0, 1]. rate_if_full: p.
@@ -183,7 +183,7 @@ class TruncatedGaussian(GaussianStep):
         return self.noise_multiplier / 2 < renyi.SMALLEST_NOISE
 
     @property
-    def cases(self) -> tuple[SampledGaussian, FixedSizeGaussian]:
+    def losses_by_fullness(self) -> tuple[SampledGaussian, FixedSizeGaussian]:
         """The privacy losses for a batch that is not full without the example, and for one that is."""
         sampled = SampledGaussian(self.noise_multiplier, self.rate, self.relation)
         return sampled, FixedSizeGaussian(self.noise_multiplier / 2, self.rate_if_full)
@@ -195,7 +195,7 @@ class TruncatedGaussian(GaussianStep):
         return renyi.truncated_poisson_rdp(sigmas, rates, counts, full, self.relation, orders)
 
     def pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
-        sampled, full = self.cases
+        sampled, full = self.losses_by_fullness
         (exchanged,) = full.pmfs(grid, tail=min(0.01, tail / self.full), largest=largest)
         each, shares = sampled.pmfs(grid, tail=tail, largest=largest), (1 - self.full, self.full)
         return tuple(mix_pmfs((pmf, exchanged), shares) for pmf in each)
@@ -208,11 +208,11 @@ def bucketed_truncated_losses(losses: Losses, buckets: int) -> Losses:
     """
     kinds = defaultdict(dict)
     for loss, count in losses.items():
-        kind = replace(loss, noise_multiplier=1.0) if isinstance(loss, TruncatedGaussian) else None
+        kind = replace(loss, noise_multiplier=1.0) if isinstance(loss, TruncatedSampleGaussian) else None
         kinds[kind][loss] = count
     rounded: dict[StepLoss, int] = {}
     for kind, steps in kinds.items():
-        rounded |= steps if kind is None else round_losses_to_buckets(steps, TruncatedGaussian, buckets)
+        rounded |= steps if kind is None else round_losses_to_buckets(steps, TruncatedSampleGaussian, buckets)
     return rounded
 
 
@@ -243,7 +243,7 @@ class TruncatedRelease(PrivacyLoss):
         if rate == 1:  # a sample of fixed size
             return FixedSizeGaussian(sigma / 2, most / examples)
         if_full = min(rate, cut / full * most / examples * (1 + 3 * _ROUNDING))
-        return TruncatedGaussian(sigma, rate, min(1.0, full), if_full, relation)
+        return TruncatedSampleGaussian(sigma, rate, min(1.0, full), if_full, relation)
 
     def largest_shift(self, relation: Relation) -> float:
         return in_deviations(2, self.noise_multiplier)  # an example may displace another one

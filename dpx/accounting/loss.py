@@ -46,19 +46,19 @@ class PrivacyLoss:
 
     fresh: whether its noise is independent of other releases' noise, so that a run may skip it.
     gaussian: whether it is a Gaussian, on all data or on a Poisson sample.
-    readable: whether dpx computes its cost instead of one of dp-accounting's accountants.
+    costed_by_dpx: whether dpx computes its cost instead of one of dp-accounting's accountants.
     private: whether it adds noise.
     whole_run: whether it is the cost of a whole run (`profile`, `explain`), which composes with nothing else.
     """
 
     fresh = False
     gaussian = False
-    readable = True
+    costed_by_dpx = True
     private = True
     whole_run = False
 
     @property
-    def released(self) -> ReleaseCount:
+    def release_count(self) -> ReleaseCount:
         """The number of noisy releases that it stands for."""
         return ReleaseCount(1, 1.0)
 
@@ -142,11 +142,11 @@ class DpAccountingRelease(PrivacyLoss):
 
     event: DpEvent
     inner: Any = None
-    readable = False
+    costed_by_dpx = False
 
     @property
-    def released(self) -> ReleaseCount:
-        return self.inner.released if self.inner else ReleaseCount(1, 1.0)
+    def release_count(self) -> ReleaseCount:
+        return self.inner.release_count if self.inner else ReleaseCount(1, 1.0)
 
     def largest_shift(self, relation: Relation) -> float:
         return self.inner.largest_shift(relation) if self.inner else super().largest_shift(relation)
@@ -217,7 +217,7 @@ class PureDpEvent(DpEvent, PrivacyLoss):
     fresh = True
 
     @property
-    def released(self) -> ReleaseCount:
+    def release_count(self) -> ReleaseCount:
         return ReleaseCount(0, 0.0)  # its bits have this epsilon: it draws no normals whose arithmetic would add to it
 
     def largest_shift(self, relation: Relation) -> float:

@@ -10,12 +10,12 @@ import numpy as np
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 
 from dpx.accounting import checks
-from dpx.accounting.arithmetic import NormalSamplerError, RunProfile, normal_sampler
+from dpx.accounting.arithmetic import NormalSamplerError, RunProfile, normal_sampler_error
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.cost import event_for_unit, profile_of_run
 from dpx.accounting.flat_event import DISTINCT, from_event
 from dpx.accounting.groups import require_zero_out
-from dpx.accounting.pld.losses import BUCKETS, Buckets, Losses, SampledGaussian, bucketed_gaussians
+from dpx.accounting.pld.losses import BUCKETS, Losses, SampledGaussian, StepBuckets, bucketed_gaussians
 from dpx.accounting.profiles import (
     UNBOUNDED,
     ComposedProfile,
@@ -89,7 +89,7 @@ def schedule_epsilon(
     delta = checks.require_delta(delta)
     numbers = checks.numbers_per_release(numbers, exact_noise)
     run = noise_multipliers, sampling_rate, counts, accountant, relation, buckets, records, numbers
-    upper, lower = _profiles(*run)
+    upper, lower = _upper_and_lower_profiles(*run)
     return _interval_of_profiles(upper, lower, lambda profile: profile.epsilon(delta))
 
 
@@ -117,11 +117,11 @@ def schedule_delta(
     epsilon = checks.require_epsilon(epsilon)
     numbers = checks.numbers_per_release(numbers, exact_noise)
     run = noise_multipliers, sampling_rate, counts, accountant, relation, buckets, records, numbers
-    upper, lower = _profiles(*run)
+    upper, lower = _upper_and_lower_profiles(*run)
     return _interval_of_profiles(upper, lower, lambda profile: profile.delta(epsilon))
 
 
-def _profiles(
+def _upper_and_lower_profiles(
     noise, sampling_rate, counts, accountant, relation, buckets, records, numbers
 ) -> tuple[Profile, Profile | None]:
     """The upper profile, and the lower one or None if the accountant has none."""
@@ -133,7 +133,7 @@ def _profiles(
         upper = _profile_for_several_records(sigmas, rates, repeats, records, buckets, of_several)
         sigmas = np.where(rates == 1, sigmas / records, sigmas)  # at sampled steps, one record costs less than all
     else:
-        whole = Buckets(sigmas, sigmas, rates, rates, repeats)
+        whole = StepBuckets(sigmas, sigmas, rates, rates, repeats)
         steps = whole if accountant == "rdp" else bucketed_gaussians(sigmas, rates, repeats, buckets)
         exact = upper_profile(steps, accountant=accountant, relation=relation)
         upper = implemented_profile(exact, sigmas, repeats, relation, numbers)
@@ -168,7 +168,7 @@ def schedule_losses(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, r
     return losses
 
 
-def upper_profile(steps: Buckets, *, accountant: Accountant, relation: Relation) -> Profile:
+def upper_profile(steps: StepBuckets, *, accountant: Accountant, relation: Relation) -> Profile:
     """An upper bound for exact arithmetic: rounds noise down and rates up."""
     return loss_profile(schedule_losses(steps.smallest_noise, steps.largest_rate, steps.counts, relation), accountant)
 
@@ -178,11 +178,11 @@ def implemented_profile(
 ) -> RunProfile:
     """The profile of a run of dpx with these steps, as by `cost.profile_of_run`. exact: the one of exact arithmetic."""
     least, effect = float(sigmas[counts > 0].min(initial=math.inf)), 2 if relation == "replace_one" else 1
-    shift, normals = effect / least if least > 0 else math.inf, normal_sampler(numbers)
+    shift, normals = effect / least if least > 0 else math.inf, normal_sampler_error(numbers)
     return RunProfile(exact, int(counts.sum()), float(counts.sum()), shift, normals)
 
 
-def lower_profile(steps: Buckets, *, relation: Relation) -> Profile:
+def lower_profile(steps: StepBuckets, *, relation: Relation) -> Profile:
     """A lower bound, never to be reported as a cost: rounds noise up and rates down.
 
     The bound is 0 if a noise multiplier is below 1e-6, but not 0.

@@ -105,14 +105,14 @@ class BestOf(StepLoss):
             failed = [renyi.delta(one, math.log1p(1 / (order - 1)), tried) for order in tried.tolist()]
             total += self.mean * np.array(failed)
         else:
-            log_gamma = log_inverse_gamma_of_trials(self.mean, self.shape)
+            log_gamma = log_inverse_success_probability(self.mean, self.shape)
             constants = np.append((1 - 1 / tried) * one + log_gamma / tried, log_gamma)  # the last one is of order 1
             total += (1 + self.shape) * np.min(constants)
         least = np.minimum.accumulate(total[::-1])[::-1]  # a divergence grows with its order, so its bound may too
         return least[np.searchsorted(tried, orders)]
 
 
-def log_inverse_gamma_of_trials(mean: float, shape: float) -> float:
+def log_inverse_success_probability(mean: float, shape: float) -> float:
     """ln(1 / gamma) of the truncated negative binomial distribution with this mean, rounded up; Definition 1.
 
     mean: at least 1. shape: eta, at least 0, finite. E K = eta (1 / gamma - 1) / (1 - gamma^eta), or its limit at 0.
@@ -139,15 +139,15 @@ def trials_quantile(mean: float, shape: float) -> int:
     if mean == 1 and shape < math.inf:
         return 1
     if shape <= 1:
-        return math.ceil(math.log(_MORE_TRIALS) / math.log(-math.expm1(-log_inverse_gamma_of_trials(mean, shape))))
-    gamma = 0.0 if shape == math.inf else math.exp(-log_inverse_gamma_of_trials(mean, shape))
+        return math.ceil(math.log(_MORE_TRIALS) / math.log(-math.expm1(-log_inverse_success_probability(mean, shape))))
+    gamma = 0.0 if shape == math.inf else math.exp(-log_inverse_success_probability(mean, shape))
     count = math.ceil(mean)
-    while _probability_more(count, mean, shape, gamma) > _MORE_TRIALS:
+    while _probability_of_more_trials(count, mean, shape, gamma) > _MORE_TRIALS:
         count += math.ceil(mean)
     return count
 
 
-def _probability_more(count: int, mean: float, shape: float, gamma: float) -> float:
+def _probability_of_more_trials(count: int, mean: float, shape: float, gamma: float) -> float:
     """P(K > count)."""
     if shape == math.inf:
         return float(special.pdtrc(count, mean))
@@ -165,7 +165,7 @@ def draw_trial_count(key: jax.Array, mean: float, shape: float) -> int:
         return count
     if mean == 1:
         return 1
-    gamma = math.exp(-log_inverse_gamma_of_trials(mean, shape))
+    gamma = math.exp(-log_inverse_success_probability(mean, shape))
     count, probability = 1, gamma if shape else (1 - gamma) / -math.log(gamma)
     below = probability  # P(K <= count)
     while quantile >= below and probability > 0:
@@ -195,8 +195,8 @@ class SearchLoss(PrivacyLoss):
     trial: Any
 
     @property
-    def released(self) -> ReleaseCount:
-        most, mean = self.trial.released
+    def release_count(self) -> ReleaseCount:
+        most, mean = self.trial.release_count
         trials = trials_quantile(float(self.event.mean), float(self.event.shape))
         return ReleaseCount(most * trials, mean * float(self.event.mean))
 
@@ -211,15 +211,15 @@ class SearchLoss(PrivacyLoss):
 
 
 @dataclass(frozen=True)
-class Choice(PrivacyLoss):
+class OneOfEventsLoss(PrivacyLoss):
     """One of several events. event: a `OneOfDpEvent`. alternatives: the `FlatEvent` of each."""
 
     event: OneOfDpEvent
     alternatives: tuple[Any, ...]
 
     @property
-    def released(self) -> ReleaseCount:
-        return ReleaseCount(*map(max, zip(*(each.released for each in self.alternatives), strict=True)))
+    def release_count(self) -> ReleaseCount:
+        return ReleaseCount(*map(max, zip(*(each.release_count for each in self.alternatives), strict=True)))
 
     def step_loss(self, relation: Relation) -> StepLoss:
         return OneOfLosses(tuple(trial_loss(each, relation) for each in self.alternatives))

@@ -15,13 +15,13 @@ from filelock import FileLock
 
 from dpx import keys
 from dpx.accounting import checks
-from dpx.accounting.arithmetic import normal_sampler, worst_sampler
+from dpx.accounting.arithmetic import normal_sampler_error, worst_sampler_error
 from dpx.accounting.checks import Profile, Relation
 from dpx.accounting.cost import profile_of_run
-from dpx.accounting.filters import NOTHING, PrivacyFilter, Spent, credit_mu
+from dpx.accounting.filters import NOTHING, PrivacyFilter, Spent, credit_for_untaken_steps
 from dpx.accounting.flat_event import from_event
 from dpx.accounting.loss import as_hashable, event_of_release
-from dpx.accounting.profiles import least_number
+from dpx.accounting.profiles import least_number_satisfying
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.ledgers.entries import LedgerEntry, decode_value, encode_value, read_entries
 from dpx.ledgers.files import replace_file
@@ -177,7 +177,7 @@ class PrivacyLedger:
             if from_event(stored.event).gaussian and self.terms.records == 1:
                 rest = from_event(_remaining_event(stored.event, as_hashable(event))).losses(self.terms.relation)
                 spent = max(_total_spent(group).delta for group in _entries_by_part(self.entries) if stored in group)
-                gained = credit_mu(rest, max(0.0, self.terms.filter.most.delta - spent) / 8)
+                gained = credit_for_untaken_steps(rest, max(0.0, self.terms.filter.limits.delta - spent) / 8)
             self._append_lines([{"ended": entry.number, "steps": steps, "credit": encode_value(gained)}])
             return replace(stored, steps=steps, credit=gained)
 
@@ -243,7 +243,7 @@ class PrivacyLedger:
         the multiplier. numbers, part: as for `spend`. Raises ValueError if 1e4 is not enough.
         """
         given: Any = {"numbers": numbers, "part": part}
-        found = least_number(lambda noise: self.affords(event(noise), **given), most=_MOST_NOISE, fine=_FINE)
+        found = least_number_satisfying(lambda noise: self.affords(event(noise), **given), most=_MOST_NOISE, fine=_FINE)
         if found == math.inf:
             raise ValueError(f"the budget of {self.path} must allow some noise multiplier up to {_MOST_NOISE:g}")
         return found
@@ -322,7 +322,7 @@ class PrivacyLedger:
 
     def _budget_allows(self, entries: Sequence[LedgerEntry]) -> bool:
         """Whether the budget allows these entries. Unless all were planned, coins take their share of delta."""
-        most = self.terms.filter.most
+        most = self.terms.filter.limits
         for group in _entries_by_part(entries):
             spent, coins = _total_spent(group), 0.0 if all(entry.planned for entry in group) else most.delta
             if spent.delta > most.delta or spent.precision > most.precision:
@@ -335,10 +335,10 @@ class PrivacyLedger:
         """Whether dpx knows the joint cost of the planned entries, and their cost composed with a Gaussian."""
         fixed = [entry for entry in entries if entry.planned]
         try:
-            self._joint_profile(fixed, self.terms.filter.most.precision)
+            self._joint_profile(fixed, self.terms.filter.limits.precision)
         except ValueError:
             return False
-        return all(from_event(entry.event).readable for entry in fixed)
+        return all(from_event(entry.event).costed_by_dpx for entry in fixed)
 
     def _epsilon(self, group: Sequence[LedgerEntry], coins: float | None = None) -> float:
         """Epsilon of the entries that count for one part. coins: their probability, or None for that of the entries."""
@@ -353,7 +353,7 @@ class PrivacyLedger:
         events = [entry.event for entry in entries]
         events += [GaussianDpEvent(precision**-0.5)] if precision > 0 else []
         event = events[0] if len(events) == 1 else dp_accounting.ComposedDpEvent(events)
-        numbers = worst_sampler(normal_sampler(entry.numbers, entry.in_integers) for entry in entries)
+        numbers = worst_sampler_error(normal_sampler_error(entry.numbers, entry.in_integers) for entry in entries)
         return profile_of_run(event, relation=self.terms.relation, numbers=numbers, curve=curve)
 
     def _read_lines(self) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpx.accounting.compose import same_key
+from dpx.accounting.compose import is_same_key
 from dpx.keys import secret_key
 from dpx.keys.noise import STAND_INS
 from dpx.sampling.data import batch_size, require_arrays
@@ -92,7 +92,7 @@ def _refuse_one_key(_, mapped, key, sums):
 def require_key_used(name: str, build: Any):
     """Raises ValueError if `build`, the argument `name`, makes mechanisms with the same key from two different keys."""
     one, other = (getattr(build(secret_key(seed << 64)), "key", None) for seed in (1, 2))
-    if one is not None and other is not None and same_key(one, other):
+    if one is not None and other is not None and is_same_key(one, other):
         raise ValueError(f"{name} must build its mechanism with the key that it is given: each run needs fresh noise")
 
 

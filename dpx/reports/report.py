@@ -187,13 +187,13 @@ def privacy_report(
     refusals = []
     for accountant in ("pld", "rdp"):
         try:
-            answers[accountant] = cost.profile(accountant).answer(delta)
+            answers[accountant] = cost.profile(accountant).epsilon_with_rounding(delta)
         except ValueError as error:
             refusals.append(error)
     if not answers:
         raise refusals[0]
     least, possible = min(answers.values()), {}
-    if math.isinf(least.epsilon) and (of_run := cost.profile().least_delta(delta)):
+    if math.isinf(least.epsilon) and (of_run := cost.profile().least_reachable_delta(delta)):
         possible = {"least delta": of_run}
     attacks, curve = bounds_and_curve(cost.profile(curve=True), delta)
     return PrivacyReport(
@@ -214,8 +214,8 @@ def privacy_report(
         versions={"python": platform.python_version()} | {p.removesuffix("-jax"): version_of(p) for p in _PACKAGES},
         conditions=conditions(drawn, records),
         caveats=(
-            *caveats(drawn, relation, records, on_a_tpu=cost.normal_sampler.slope > 0),
-            *((run.explain(delta, relation),) if (run := from_event(event).whole_run) else ()),
+            *caveats(drawn, relation, records, on_a_tpu=cost.normal_sampler_error.slope > 0),
+            *((run.explain(delta, relation),) if (run := from_event(event).whole_run_release) else ()),
         ),
         date=datetime.now(UTC).date().isoformat(),
         records=records,

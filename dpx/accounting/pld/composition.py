@@ -51,14 +51,14 @@ class CompositionGrid:
     wrap_log_moment: float
 
     @property
-    def first(self) -> int:
+    def first_index(self) -> int:
         """The index of the smallest loss of the window."""
         return -(self.size // 4)
 
     @property
-    def largest(self) -> float:
+    def largest_loss(self) -> float:
         """The largest loss of the window."""
-        return (self.first + self.size - 1) * self.grid
+        return (self.first_index + self.size - 1) * self.grid
 
     def wraparound_delta(self, losses: np.ndarray) -> np.ndarray:
         """Bounds the part of delta at `losses`, float64 (n,), that wrapped around either end of the window."""
@@ -135,9 +135,9 @@ class SummedLoss:
     def __init__(self, total: "_Spectrum", plan: CompositionGrid, *, side: Side):
         spectrum = total.values()
         tilted = np.asarray(fft.irfft(spectrum, plan.size))
-        self._losses = plan.grid * np.arange(plan.first + plan.size)
+        self._losses = plan.grid * np.arange(plan.first_index + plan.size)
         weight = np.exp(np.minimum(total.log_moment - plan.tilt * self._losses, 700))
-        tilted = np.maximum(np.roll(tilted, -plan.first)[-plan.first :], 0)
+        tilted = np.maximum(np.roll(tilted, -plan.first_index)[-plan.first_index :], 0)
         falling = np.minimum(tilted * weight, 1)[:0:-1]
         ratio = math.exp(-plan.grid)
         self._upper = np.append(np.cumsum(falling)[::-1], 0.0)
@@ -148,7 +148,7 @@ class SummedLoss:
         error = _FLOAT64_EPSILON * (4 * math.log2(plan.size) + 2 * total.steps) * norm
         rounding = error * weight / math.sqrt(-math.expm1(-2 * plan.tilt * plan.grid))
         if side == "above":
-            beyond = math.exp(min(0.0, total.log_moment - plan.tilt * plan.largest))
+            beyond = math.exp(min(0.0, total.log_moment - plan.tilt * plan.largest_loss))
             self._bounded = -math.expm1(total.log_finite) + beyond + rounding
         else:
             self._bounded = -(rounding + plan.wraparound_delta(self._losses))
@@ -193,7 +193,7 @@ def compose_losses(losses: Losses, plan: CompositionGrid, *, side: Side = "above
     directions = [_Spectrum(np.zeros(size), np.zeros(size))]
     for loss, count in losses.items():
         discretize = loss.pmfs if side == "above" else loss.dominated_pmfs
-        pmfs = discretize(plan.grid, tail=plan.tail / total, largest=plan.largest)
+        pmfs = discretize(plan.grid, tail=plan.tail / total, largest=plan.largest_loss)
         if len(pmfs) > len(directions):  # the steps so far were symmetric
             directions.append(copy.deepcopy(directions[0]))
         for direction, pmf in zip(directions, (*pmfs, *pmfs), strict=False):  # a symmetric step counts in both
@@ -238,11 +238,11 @@ def _tilted_spectrum(pmf: Pmf, plan: CompositionGrid) -> tuple[np.ndarray, float
     tilted = np.exp(np.minimum(exponent - shift, 700)) * pmf.probabilities
     mass = tilted.sum()
     buffer = np.zeros(plan.size)
-    _add_wrapped(tilted / mass, pmf.first, buffer)
+    _add_modulo_size(tilted / mass, pmf.first, buffer)
     return np.asarray(fft.rfft(buffer)), shift + math.log(mass)
 
 
-def _add_wrapped(values: np.ndarray, first: int, buffer: np.ndarray) -> None:
+def _add_modulo_size(values: np.ndarray, first: int, buffer: np.ndarray) -> None:
     """Adds values[i] to buffer[(first + i) mod size]."""
     size, position, done = len(buffer), first % len(buffer), 0
     while done < len(values):

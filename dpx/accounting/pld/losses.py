@@ -123,7 +123,7 @@ class SampledGaussian(GaussianStep):
 
     def masses(self, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The mass of both distributions below, between and above n increasing losses; float64 (n + 1,) each."""
-        x, s, q = self._outputs(losses), self.noise_multiplier, self.rate
+        x, s, q = self._outputs_at_losses(losses), self.noise_multiplier, self.rate
         without, taken = normal_masses(x / s), normal_masses((x - 1) / s)
         upper = (1 - q) * without + q * taken
         if self.relation == "replace_one":
@@ -133,12 +133,12 @@ class SampledGaussian(GaussianStep):
     def grid_points(self, grid: float, tail: float, largest: float) -> tuple[int, np.ndarray]:
         """The first index and the grid points, float64 (n,); the probability outside them is at most `tail`."""
         farthest = -float(special.ndtri(tail / 4)) * self.noise_multiplier
-        ends = self._losses_at(np.array([-farthest - 1, farthest + 1]))
+        ends = self._losses_at_outputs(np.array([-farthest - 1, farthest + 1]))
         first, last = np.clip(ends, -largest, largest) / grid
         first, last = math.floor(first), math.ceil(last)
         return first, np.arange(first, last + 1) * grid
 
-    def _losses_at(self, x: np.ndarray) -> np.ndarray:
+    def _losses_at_outputs(self, x: np.ndarray) -> np.ndarray:
         """The privacy loss ln(upper / lower) at outputs x, float64 (n,); it increases with x."""
         s2, log_q = self.noise_multiplier**2, math.log(self.rate)
         log_p = math.log1p(-self.rate) if self.rate < 1 else -math.inf
@@ -147,7 +147,7 @@ class SampledGaussian(GaussianStep):
             loss = loss - np.logaddexp(log_p, log_q + (-x - 0.5) / s2)
         return loss
 
-    def _outputs(self, losses: np.ndarray) -> np.ndarray:
+    def _outputs_at_losses(self, losses: np.ndarray) -> np.ndarray:
         """The outputs x, float64 (n,), at which the privacy loss has these values; -inf below its infimum."""
         s2, q = self.noise_multiplier**2, self.rate
         if self.relation == "replace_one":
@@ -261,7 +261,7 @@ _LARGEST_PRECISION = 1e6  # of sigma^-2 in the cost of a step, so that noise nea
 _SMALLEST_GAP = 1e-12  # between neighboring values of ln sigma, so that every step has a positive cost
 
 
-class Buckets(NamedTuple):
+class StepBuckets(NamedTuple):
     """The range of noise multipliers and rates in each bucket, float64 (buckets,), and its number of steps, int64."""
 
     smallest_noise: np.ndarray
@@ -270,7 +270,7 @@ class Buckets(NamedTuple):
     largest_rate: np.ndarray
     counts: np.ndarray
 
-    def scaled(self, factor: float) -> "Buckets":
+    def with_scaled_noise(self, factor: float) -> "StepBuckets":
         """The buckets of the schedule whose noise multipliers are `factor` times as large."""
         return self._replace(smallest_noise=self.smallest_noise * factor, largest_noise=self.largest_noise * factor)
 
@@ -289,8 +289,8 @@ def round_losses_to_buckets(losses: Losses, gaussian: type, buckets: int) -> Los
     return rounded
 
 
-def bucketed_gaussians(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, buckets: int) -> Buckets:
-    """Buckets of sampled Gaussians. All unsampled Gaussians become one of precision sum 1 / sigma^2, which is exact."""
+def bucketed_gaussians(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, buckets: int) -> StepBuckets:
+    """Buckets sampled Gaussians. All unsampled Gaussians become one of precision sum 1 / sigma^2, which is exact."""
     used = counts > 0
     sigmas, rates, counts = sigmas[used], rates[used], counts[used]
     plain = (rates == 1) & (sigmas > 0)
@@ -302,7 +302,7 @@ def bucketed_gaussians(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray
     return bucketed_steps(sigmas, rates, counts, buckets)
 
 
-def bucketed_steps(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, buckets: int) -> Buckets:
+def bucketed_steps(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, buckets: int) -> StepBuckets:
     """Groups steps into at most `buckets`, of about equal rounding cost; exact if there are no more distinct steps.
 
     sigmas, rates: float64 (T,). counts: int64 (T,). Rates are grouped first, because more than sqrt(buckets) distinct
@@ -312,12 +312,14 @@ def bucketed_steps(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, bu
     repeats = np.bincount(inverse.reshape(-1), counts, steps.shape[1]).astype(np.int64)
     (rates, sigmas), repeats = steps[:, repeats > 0], repeats[repeats > 0]
     if len(repeats) <= buckets:
-        return Buckets(sigmas, sigmas, rates, rates, repeats)
+        return StepBuckets(sigmas, sigmas, rates, rates, repeats)
     distinct_rates = np.unique(rates)
     rate_groups = np.searchsorted(distinct_rates, rates)
     most_rates = math.isqrt(buckets)
     if len(distinct_rates) > most_rates:
-        rate_groups = _labels_of_groups(np.log(distinct_rates), np.ones(len(distinct_rates)), most_rates)[rate_groups]
+        rate_groups = _label_rounding_groups(np.log(distinct_rates), np.ones(len(distinct_rates)), most_rates)[
+            rate_groups
+        ]
     numbers = np.unique(rate_groups)
     buckets_each = max(1, buckets // len(numbers))
     labels = np.empty(len(repeats), np.int64)
@@ -325,7 +327,7 @@ def bucketed_steps(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, bu
         rows = np.flatnonzero(rate_groups == number)
         rows = rows[np.argsort(sigmas[rows], kind="stable")]
         cost = repeats[rows] * _noise_cost_slope(sigmas[rows], rates[rows])
-        labels[rows] = number * buckets + _labels_of_groups(np.log(sigmas[rows]), cost, buckets_each)
+        labels[rows] = number * buckets + _label_rounding_groups(np.log(sigmas[rows]), cost, buckets_each)
     distinct, labels = np.unique(labels, return_inverse=True)
     low_noise, high_noise = np.full(len(distinct), np.inf), np.zeros(len(distinct))
     low_rate, high_rate = low_noise.copy(), high_noise.copy()
@@ -333,7 +335,7 @@ def bucketed_steps(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, bu
     np.maximum.at(high_noise, labels, sigmas)
     np.minimum.at(low_rate, labels, rates)
     np.maximum.at(high_rate, labels, rates)
-    return Buckets(low_noise, high_noise, low_rate, high_rate, np.bincount(labels, repeats).astype(np.int64))
+    return StepBuckets(low_noise, high_noise, low_rate, high_rate, np.bincount(labels, repeats).astype(np.int64))
 
 
 def _noise_cost_slope(sigmas: np.ndarray, rates: np.ndarray) -> np.ndarray:
@@ -342,7 +344,7 @@ def _noise_cost_slope(sigmas: np.ndarray, rates: np.ndarray) -> np.ndarray:
     return precision * np.exp(np.minimum(precision, -2 * np.log(rates)))
 
 
-def _labels_of_groups(logs: np.ndarray, cost: np.ndarray, groups: int) -> np.ndarray:
+def _label_rounding_groups(logs: np.ndarray, cost: np.ndarray, groups: int) -> np.ndarray:
     """A label in [0, groups) for each of the increasing `logs`, int64 (n,).
 
     The total rounding cost, the sum over t of cost_t (width of t's group), is least if the widths are proportional to

@@ -79,7 +79,7 @@ class CorrelatedGaussianDpEvent(DpEvent, PrivacyLoss):
     inverse_coefficients: tuple[float, ...]
 
     @property
-    def released(self) -> ReleaseCount:
+    def release_count(self) -> ReleaseCount:
         return ReleaseCount(self.steps, float(self.steps))
 
     def largest_shift(self, relation: Relation) -> float:
@@ -106,7 +106,7 @@ class CyclicBandedDpEvent(DpEvent, PrivacyLoss):
     coefficients: tuple[float, ...]
 
     @property
-    def released(self) -> ReleaseCount:
+    def release_count(self) -> ReleaseCount:
         return ReleaseCount(self.releases, float(self.releases))
 
     def largest_shift(self, relation: Relation) -> float:

@@ -199,7 +199,7 @@ def clip_then_project(
     if mechanism.correlated is not None:
         raise ValueError("clip_then_project must not wrap correlated noise, because its projections change")
     # A projection that is already in it would use the same stream.
-    if not from_event(mechanism.event(1)).holds_for_all(lambda loss: loss.fresh):
+    if not from_event(mechanism.event(1)).all_releases_satisfy(lambda loss: loss.fresh):
         raise ValueError(f"clip_then_project takes a mechanism of one clipped sum, got {described(mechanism)}")
     if kind == "gaussian":
         _require_fresh_ranked_projection(rank, reduction_rate, every)

@@ -108,7 +108,7 @@ from scipy import special, stats
 from dpx.accounting.checks import Accountant, Profile, Relation
 from dpx.accounting.loss import PrivacyLoss, ReleaseCount
 from dpx.accounting.pld import renyi
-from dpx.accounting.profiles import UNBOUNDED, DeltaProfile, ExtremeProfile, GaussianProfile, RenyiProfile
+from dpx.accounting.profiles import UNBOUNDED, DeltaProfile, GaussianProfile, MinOrMaxProfile, RenyiProfile
 from dpx.sampling.schemes import FixedSizeSampling, FullBatch, Sampling, ShuffledEpochs
 from dpx.sampling.varying import PoissonSampling
 from dpx.values import rounded_up
@@ -137,14 +137,14 @@ class ErrorFeedbackDpEvent(DpEvent, PrivacyLoss):
     whole_run = True
 
     @property
-    def released(self) -> ReleaseCount:
+    def release_count(self) -> ReleaseCount:
         return ReleaseCount(self.steps, self.steps)
 
     def profile(self, accountant: Accountant, relation: Relation) -> Profile:
         """Returns the least of the bounds. The accountant "rdp" uses only the amplified bound, or Gaussian privacy."""
         if self.noise_multiplier < renyi.SMALLEST_NOISE:
             return UNBOUNDED
-        return ExtremeProfile(min, tuple(profiles_by_bound(self, accountant, relation).values()))
+        return MinOrMaxProfile(min, tuple(profiles_by_bound(self, accountant, relation).values()))
 
     def explain(self, delta: float, relation: Relation) -> str:
         """Describes the bounds of the run, and which of them is its cost."""
