@@ -132,7 +132,7 @@ def measured(loss, params, rows, clock) -> dict[str, Any]:
         return jax.grad(lambda params: reduce(jax.vmap(loss, (None, 0))(params, batch.examples)))(params)
 
     def noisy(params, batch, state):
-        return made.release_once((as_pair(plain(params, batch, state, jnp.sum)),), state, params, count)[0]
+        return made.check_and_release((as_pair(plain(params, batch, state, jnp.sum)),), state, params, count)[0]
 
     def by_hand(params, batch, state):
         grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch.examples)

@@ -128,7 +128,7 @@ def with_noise_of_params(mechanism: dpx.Mechanism, draw: Callable, deviation: An
     def release(sums, state, params):
         noise = draw(high(sums[0]), state.step, params)
         updates = jax.tree.map(lambda s, n: (s + deviation * n) / mechanism.sampling.divisor, high(sums[0]), noise)
-        return optax.tree.cast_like(updates, params), state.after(NOISE_MULTIPLIER)
+        return optax.tree.cast_like(updates, params), state.after_release(NOISE_MULTIPLIER)
 
     return mechanism.replace(release=release)
 
@@ -311,7 +311,7 @@ def mask_of_the_microbatch(key):
 
     def encode(grad, state):
         drawn = jax.random.bits(jax.random.fold_in(key, next(microbatches)), (2,), jnp.uint32)
-        return masks.masked(grad, masks.random_mask(drawn, jnp.int32(8), grad))
+        return masks.apply_mask(grad, masks.random_mask(drawn, jnp.int32(8), grad))
 
     return sound(key).replace(encode=encode, supports_ghost_norms=False)
 
@@ -486,7 +486,7 @@ def noise_from_the_projection(key):
         step_key = keys.public_key(keys.fold_in(keys.stream(key, "projection"), state.step))
         matrix_key = jax.random.fold_in(jax.random.fold_in(step_key, 0), 0)  # of the first group's first block
         drawn = jax.random.normal(matrix_key, high(sums[0])[0].shape)
-        return [(high(sums[0])[0] + DEVIATION * drawn) / SAMPLING.divisor], state.after(NOISE_MULTIPLIER)
+        return [(high(sums[0])[0] + DEVIATION * drawn) / SAMPLING.divisor], state.after_release(NOISE_MULTIPLIER)
 
     projection = dpx.coordinates.random_projection(rank=12, kind="gaussian", key=key)
     return dpx.in_coordinates(sound(key).replace(release=release), projection)
@@ -522,7 +522,7 @@ def schedule_shifted_by_a_step(key):
 
     def release(sums, state, params):
         updates, _ = mechanism.release(sums, state._replace(step=state.step + 1), params)
-        return updates, state.after(schedule(state.step))
+        return updates, state.after_release(schedule(state.step))
 
     return mechanism.replace(release=release)
 
@@ -844,7 +844,7 @@ def noise_of_24_bits_on_a_grid(key):
     def release(sums, state, params):
         drawn = normals(keys.stream(key, "noise"), state.step, high(sums[0]))
         updates = jax.tree.map(lambda s, n: jnp.round((s + DEVIATION * n) / gamma) * gamma / 8, high(sums[0]), drawn)
-        return optax.tree.cast_like(updates, params), state.after(NOISE_MULTIPLIER)
+        return optax.tree.cast_like(updates, params), state.after_release(NOISE_MULTIPLIER)
 
     return sound(key).replace(release=release)
 
@@ -856,7 +856,7 @@ def grid_of_the_data(mechanism, sums, state, params):
     deviation = DEVIATION * (1 + 1e-6 * jnp.tanh(largest))
     noisy = keys.release(keys.stream(mechanism.key, "noise"), state.step, sums[0], deviation)
     updates = jax.tree.map(lambda r: r / mechanism.sampling.divisor, noisy)
-    return optax.tree.cast_like(updates, params), state.after(NOISE_MULTIPLIER)
+    return optax.tree.cast_like(updates, params), state.after_release(NOISE_MULTIPLIER)
 
 
 @breaks("bits", released)
@@ -887,7 +887,7 @@ def added_in_a_chain(mechanism, grads, state, params, included):
     encoded, norms, factors = jax.vmap(mechanism.contribute, (0, None))(grads, state)
     counts = included & (norms < 1e18)
     total = jax.tree.map(lambda z: jnp.tensordot(jnp.where(counts, factors[0], 0), kept(counts, z), 1), encoded)
-    return mechanism.release_once((total,), state, params, jnp.sum(included))
+    return mechanism.check_and_release((total,), state, params, jnp.sum(included))
 
 
 @breaks("bits", updated)
@@ -909,4 +909,4 @@ def order_dependent_microbatches(mechanism, grads, state, params, included):
 
     zeros = jax.tree.map(lambda g: jnp.zeros(g.shape[1:]), grads)
     total, _ = jax.lax.scan(add, zeros, (jax.tree.map(parts, grads), parts(included)))
-    return mechanism.release_once((total,), state, params, jnp.sum(included))
+    return mechanism.check_and_release((total,), state, params, jnp.sum(included))

@@ -21,7 +21,7 @@ import dpx
 from dpx import catalog, strategies
 from dpx.papers.correlated_noise.cost import CorrelatedGaussianDpEvent, CyclicBandedDpEvent
 from dpx.papers.d2p2_sgd.cost import ProjectedGaussianDpEvent
-from dpx.papers.d2p2_sgd.projections import projection
+from dpx.papers.d2p2_sgd.projections import projection_coordinates
 from dpx.papers.dice_sgd.cost import ErrorFeedbackDpEvent
 
 PARAMS = {"kernel": jnp.ones((4, 3)), "bias": jnp.zeros(3), "scale": jnp.ones(())}
@@ -188,7 +188,7 @@ def _fresh_gaussians(steps):
 
 def _projected_sum(total, state):
     stream = dpx.keys.stream(jax.random.key(7), "projection of the sum")
-    return projection(12, None, "gaussian", 1, stream, bounded=True).encode(total, state.projection)
+    return projection_coordinates(12, None, "gaussian", 1, stream, bounded=True).encode(total, state.projection)
 
 
 def _d2p2(name: str, rank: Any, kind: str, like="") -> Case:

@@ -21,7 +21,7 @@ import dpx
 from dpx import accounting
 from dpx.accounting import arithmetic, schedule_delta, schedule_epsilon
 from dpx.accounting.flat_event import from_event
-from dpx.papers.d2p2_sgd.cost import ProjectedGaussianDpEvent, with_projected_event
+from dpx.papers.d2p2_sgd.cost import ProjectedGaussianDpEvent, event_with_projection
 from dpx.papers.dice_sgd.cost import ErrorFeedbackDpEvent
 from dpx.sampling import PoissonSampling, RandomAllocation
 
@@ -168,12 +168,12 @@ def _truncated() -> Iterator[tuple[str, Bill]]:
 
 def _projected() -> Iterator[tuple[str, Bill]]:
     events = {
-        "gaussian": with_projected_event(GaussianDpEvent(2.0), rank=10),
+        "gaussian": event_with_projection(GaussianDpEvent(2.0), rank=10),
         "one sampled": ProjectedGaussianDpEvent(0.9, 0.15, 6),
-        "sampled": with_projected_event(poisson(0.02, 1.54, 500), rank=1000),
-        "blocks": with_projected_event(poisson(0.02, 1.54, 500), rank=1000, blocks=9),
+        "sampled": event_with_projection(poisson(0.02, 1.54, 500), rank=1000),
+        "blocks": event_with_projection(poisson(0.02, 1.54, 500), rank=1000, blocks=9),
         "beside a Gaussian": ComposedDpEvent(
-            [with_projected_event(GaussianDpEvent(3.0), rank=20), GaussianDpEvent(5.0)]
+            [event_with_projection(GaussianDpEvent(3.0), rank=20), GaussianDpEvent(5.0)]
         ),
     }
     for label, event in events.items():

@@ -18,7 +18,7 @@ from dpx.accounting.cost import profile_of_run
 from dpx.accounting.flat_event import from_event
 from dpx.accounting.profiles import GaussianProfile
 from dpx.accounting.selection import trials_quantile
-from dpx.keys.noise import CHUNK_NUMBERS, count_numbers_with_cost, count_pairs
+from dpx.keys.noise import CHUNK_NUMBERS, count_normal_pairs, count_numbers_with_cost
 from dpx.papers.dice_sgd.cost import ErrorFeedbackDpEvent
 from dpx.sums.rounding import ETA
 
@@ -214,13 +214,13 @@ def test_every_pair_of_a_release_is_counted():
         place = np.arange(size)
         touched = np.unique(place // (2 * own) * own + place % own).size
         assert (
-            touched == count_pairs(size)
+            touched == count_normal_pairs(size)
             and count_numbers_with_cost([(size,)]) == count_numbers_with_cost([(size - 1,), ()]) == size
         )
     large = [(2**30, 3), (half + 1,), (2 * half,), ()]
     assert (
-        0 <= count_pairs(count_numbers_with_cost(large)) - (3 * 2**29 + 2 * half + 1) <= 1
-        and count_pairs(2**32) == 2**31
+        0 <= count_normal_pairs(count_numbers_with_cost(large)) - (3 * 2**29 + 2 * half + 1) <= 1
+        and count_normal_pairs(2**32) == 2**31
     )
 
 
@@ -238,7 +238,8 @@ STATED = {  # numbers of one release, releases, delta: what is added to epsilon 
 @pytest.mark.parametrize("case", STATED)
 def test_the_stated_additions(case):
     numbers, releases, delta = case
-    added = finite_precision_cost(releases, float(releases), delta, NormalSamplerError(pairs=count_pairs(numbers)))
+    sampler = NormalSamplerError(pairs=count_normal_pairs(numbers))
+    added = finite_precision_cost(releases, float(releases), delta, sampler)
     found = added.epsilon(2.0), added.delta(2.0, 0.0, 1.0)
     assert found == pytest.approx(STATED[case], rel=0.05)
     assert found[1] < 0.01 * delta and found[0] < 1.1e-3

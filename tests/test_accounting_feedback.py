@@ -86,7 +86,7 @@ def test_the_bill_is_the_least_bound():
     assert accounting.event_epsilon(made, delta=1e-5, accountant="rdp") == found[AMPLIFIED]
     # at a sampling rate of 1 nothing is amplified: the participations are known
     everyone = dpx.PoissonSampling(examples=100, batch_size=100)
-    known = gdp.epsilon(math.sqrt(feedback.accumulated_energies(3, 1.0)[-1]) / 4, delta=1e-5)
+    known = gdp.epsilon(math.sqrt(feedback.squared_shifts_without_reset(3, 1.0)[-1]) / 4, delta=1e-5)
     assert epsilon(sampling=everyone, steps=3) == pytest.approx(known, rel=1e-6)
     assert epsilon(sampling=dpx.FullBatch(examples=100), steps=3) == pytest.approx(known, rel=1e-9)
 
@@ -140,7 +140,7 @@ def test_delta_and_epsilon_agree(options):
 @pytest.fixture(params=[0, 36])
 def counting(request, monkeypatch):
     """Recursions that count the participations so far, and that do not."""
-    caches = feedback._grid_of_moves, feedback.log_moment
+    caches = feedback._error_shift_grid, feedback.log_moment
     monkeypatch.setattr(feedback, "_MOST_TRACKED", request.param)
     for cache in caches:
         cache.cache_clear()
@@ -211,7 +211,7 @@ def test_the_recursion_covers_adding_an_example(rate, error_shift, noise):
 @pytest.mark.parametrize("most", [3, 40])
 def test_the_polygon_holds_the_disc(most):
     """In every direction (a, b) a corner (fed, kept) reaches at least as far as the quarter disc does."""
-    grid = feedback._grid_of_moves(most)
+    grid = feedback._error_shift_grid(most)
     angles = np.linspace(0, math.pi / 2, 5001)[:, None]
     farthest = (np.cos(angles) * grid.fed + np.sin(angles) * grid.kept).max(axis=1)
     assert np.all(farthest >= 1 - 1e-15)
@@ -271,7 +271,7 @@ def brute_force_energy(participations: tuple[int, ...], error_shift: float) -> f
 
 @pytest.mark.parametrize("error_shift", [0.2, 1.0, 3.0])
 def test_energy_is_the_worst_case(error_shift):
-    energies = feedback.accumulated_energies(4, error_shift)
+    energies = feedback.squared_shifts_without_reset(4, error_shift)
     for k in range(1, 5):
         assert energies[k] <= (math.sqrt(k) + k * error_shift) ** 2 + 1e-12
         bunched = brute_force_energy((1,) * k + (0,), error_shift)
@@ -285,13 +285,13 @@ def test_energy_of_epochs_and_resets_by_enumeration():
     """Every place of one participation in each epoch, every stretch between resets on its own."""
     for steps, epoch, reset in itertools.product((1, 5, 8, 9), (1, 2, 3), (1, 2, 3, 4, 9)):
         reset = min(reset, steps)
-        energies = feedback.accumulated_energies(steps, 0.7)
+        energies = feedback.squared_shifts_without_reset(steps, 0.7)
         starts = range(0, steps, epoch)
         places = itertools.product(*[range(start, min(start + epoch, steps)) for start in starts])
         worst = max(sum(energies[np.bincount(np.array(at) // reset)]) for at in places)
-        found = feedback.energy_of_epochs(steps, epoch, reset, 0.7, 1e9)
+        found = feedback.squared_shift_over_epochs(steps, epoch, reset, 0.7, 1e9)
         assert found == pytest.approx(worst if reset > 1 else len(starts))  # of one step: plain DP-SGD
-        trivial = feedback.energy_of_epochs(steps, epoch, reset, math.inf, 0.5)
+        trivial = feedback.squared_shift_over_epochs(steps, epoch, reset, math.inf, 0.5)
         blocks = -(-steps // reset)
         assert len(starts) <= trivial <= len(starts) * 1.5**2 + (steps - blocks) * 0.5**2
 
@@ -441,7 +441,7 @@ def test_attacks_stay_within_the_bill(name):
     clipped = target / np.maximum(1, np.linalg.norm(target, axis=1, keepdims=True))
     fed_back = moves - patterns[:, :, None] * clipped
     assert np.all((fed_back**2).sum((1, 2)) <= (counts * error_shift) ** 2 * (1 + 1e-3) + 1e-6)
-    energies = feedback.accumulated_energies(steps, error_shift)[counts]
+    energies = feedback.squared_shifts_without_reset(steps, error_shift)[counts]
     assert np.all((moves**2).sum((1, 2)) <= energies * (1 + 1e-3) + 1e-6)
     assert ((moves**2).sum((1, 2)) / np.maximum(energies, 1)).max() > 0.3  # the attack does move something
     for noise in (2.0, 6.0):

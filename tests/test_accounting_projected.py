@@ -14,7 +14,7 @@ import dpx
 from dpx import accounting
 from dpx.accounting.cost import profile_of_run
 from dpx.accounting.pld.renyi import ORDERS
-from dpx.papers.d2p2_sgd.cost import ProjectedGaussian, ProjectedGaussianDpEvent, with_projected_event
+from dpx.papers.d2p2_sgd.cost import ProjectedGaussian, ProjectedGaussianDpEvent, event_with_projection
 
 Gaussian = dp_accounting.GaussianDpEvent
 
@@ -45,9 +45,9 @@ def sampled_delta(mu, rate, epsilon, direction):
 
 def test_public_vector():
     """p 10, one step, q 1, sigma 2, delta 1e-5: exactly 2.60584, naively 1.99309."""
-    epsilon = accounting.event_epsilon(with_projected_event(Gaussian(2.0), rank=10), delta=1e-5)
+    epsilon = accounting.event_epsilon(event_with_projection(Gaussian(2.0), rank=10), delta=1e-5)
     assert 2.60584 - 1e-5 <= epsilon <= 1.01 * 2.60584
-    by_rdp = accounting.event_epsilon(with_projected_event(Gaussian(2.0), rank=10), delta=1e-5, accountant="rdp")
+    by_rdp = accounting.event_epsilon(event_with_projection(Gaussian(2.0), rank=10), delta=1e-5, accountant="rdp")
     assert epsilon <= by_rdp <= 1.3 * epsilon
 
 
@@ -57,7 +57,7 @@ def test_one_unsampled_release_is_the_mixture(rank, sigma):
     s, w = stretches(rank)
     for epsilon in (0.1, 1.0, 3.0):
         truth = float(w @ gaussian_delta(s / sigma, epsilon))
-        found = accounting.event_delta(with_projected_event(Gaussian(sigma), rank=rank), epsilon=epsilon)
+        found = accounting.event_delta(event_with_projection(Gaussian(sigma), rank=rank), epsilon=epsilon)
         assert truth * (1 - 1e-6) <= found <= truth * 1.2
 
 
@@ -79,7 +79,7 @@ def test_one_sampled_release_is_the_mixture_in_both_directions():
 def test_stretches_beyond_the_largest_count_as_infinite_losses(blocks):
     step = ProjectedGaussian(0.9, 0.15, 6, blocks)
     for tail in (1e-2, 1e-4):
-        stretches, _, beyond = step._stretches(tail / 2)
+        stretches, _, beyond = step._binned_stretch_distribution(tail / 2)
         assert beyond >= stats.chi2.sf(6 * stretches[-1] ** 2, 6) * (1 - 1e-9) > 0
         for pmf in step.pmfs(1e-2, tail=tail, largest=60.0):
             assert pmf.infinity >= beyond
@@ -90,7 +90,7 @@ def test_stretches_beyond_the_largest_count_as_infinite_losses(blocks):
 def test_composition_has_the_summed_stretch():
     """Unsampled, five releases are one of stretch sqrt(chi^2_20 / 4)."""
     s, w = stretches(20, norm=math.sqrt(5))
-    event = with_projected_event(dp_accounting.SelfComposedDpEvent(Gaussian(3.0), 5), rank=4)
+    event = event_with_projection(dp_accounting.SelfComposedDpEvent(Gaussian(3.0), 5), rank=4)
     for epsilon in (0.5, 2.0, 4.0):
         truth = float(w @ gaussian_delta(s / 3.0, epsilon))
         found = accounting.event_delta(event, epsilon=epsilon)
@@ -100,7 +100,7 @@ def test_composition_has_the_summed_stretch():
 def test_several_blocks_are_billed_for_every_mix():
     """Blocks of rank 3 and 300: the bill of the smallest alone is below the truth where delta is large."""
     (small, v), (large, w) = stretches(3, nodes=200), stretches(300, nodes=80)
-    several, smallest = (with_projected_event(Gaussian(2.0), rank=3, blocks=blocks) for blocks in (2, 1))
+    several, smallest = (event_with_projection(Gaussian(2.0), rank=3, blocks=blocks) for blocks in (2, 1))
     below = False
     for epsilon in (0.1, 2.0):
         bill, alone = (accounting.event_delta(event, epsilon=epsilon) for event in (several, smallest))
@@ -110,7 +110,7 @@ def test_several_blocks_are_billed_for_every_mix():
             assert bill >= truth
             below |= alone < truth * 0.99
     assert below
-    ends, shares, _ = ProjectedGaussian(1.0, 1.0, 3, 2)._stretches(1e-9)
+    ends, shares, _ = ProjectedGaussian(1.0, 1.0, 3, 2)._binned_stretch_distribution(1e-9)
     for blocks in (1, 2, 5, 100):  # of rank 3, in equal shares
         assert np.all(1 - np.cumsum(shares) >= stats.chi2.sf(3 * blocks * ends**2, 3 * blocks) - 1e-12)
 
@@ -136,7 +136,7 @@ def test_a_large_rank_costs_hardly_more_than_no_projection():
     plain = dp_accounting.SelfComposedDpEvent(dp_accounting.PoissonSampledDpEvent(0.02, Gaussian(1.54)), 2000)
     naive = accounting.event_epsilon(plain, delta=1e-5)
     for rank, blocks, most in ((385_000, 1, 1.005), (385_000, 9, 1.01), (1000, 1, 1.01)):
-        found = accounting.event_epsilon(with_projected_event(plain, rank=rank, blocks=blocks), delta=1e-5)
+        found = accounting.event_epsilon(event_with_projection(plain, rank=rank, blocks=blocks), delta=1e-5)
         assert naive < found < most * naive
 
 
@@ -144,7 +144,7 @@ def test_a_large_rank_costs_hardly_more_than_no_projection():
 def test_long_schedules_are_rounded_down_to_few():
     sigmas = np.linspace(4, 1, 200)
     plain = dp_accounting.ComposedDpEvent([dp_accounting.PoissonSampledDpEvent(0.02, Gaussian(s)) for s in sigmas])
-    event = with_projected_event(plain, rank=10_000)
+    event = event_with_projection(plain, rank=10_000)
     assert len(event.events) <= 64 and sum(getattr(one, "count", 1) for one in event.events) == 200
     naive = accounting.event_epsilon(plain, delta=1e-5)
     assert naive < accounting.event_epsilon(event, delta=1e-5) < 1.03 * naive
@@ -153,7 +153,7 @@ def test_long_schedules_are_rounded_down_to_few():
 def test_every_noise_multiplier_is_rounded_down():
     """The j-th smallest of the rounded ones is at most the j-th smallest of the schedule."""
     sigmas = np.linspace(1, 4, 200)
-    parts = with_projected_event(dp_accounting.ComposedDpEvent([Gaussian(s) for s in sigmas.tolist()]), rank=5).events
+    parts = event_with_projection(dp_accounting.ComposedDpEvent([Gaussian(s) for s in sigmas.tolist()]), rank=5).events
     one = [(part, 1) if isinstance(part, ProjectedGaussianDpEvent) else (part.event, part.count) for part in parts]
     rounded = np.sort(np.repeat([event.noise_multiplier for event, _ in one], [count for _, count in one]))
     assert len(parts) <= 64 and np.all(rounded <= sigmas) and np.all(rounded >= sigmas * 0.9)
@@ -162,12 +162,12 @@ def test_every_noise_multiplier_is_rounded_down():
 def test_no_noise_is_no_privacy():
     for accountant in ("pld", "rdp"):
         assert (
-            accounting.event_epsilon(with_projected_event(Gaussian(0.0), rank=5), delta=1e-5, accountant=accountant)
+            accounting.event_epsilon(event_with_projection(Gaussian(0.0), rank=5), delta=1e-5, accountant=accountant)
             == math.inf
         )
-    assert accounting.event_epsilon(with_projected_event(dp_accounting.NoOpDpEvent(), rank=5), delta=1e-5) == 0
+    assert accounting.event_epsilon(event_with_projection(dp_accounting.NoOpDpEvent(), rank=5), delta=1e-5) == 0
     assert (
-        accounting.event_epsilon(with_projected_event(dp_accounting.NonPrivateDpEvent(), rank=5), delta=1e-5)
+        accounting.event_epsilon(event_with_projection(dp_accounting.NonPrivateDpEvent(), rank=5), delta=1e-5)
         == math.inf
     )
 
@@ -181,7 +181,7 @@ def test_what_is_not_billed_is_refused():
         accounting.event_epsilon(event, delta=1e-5, relation="replace_one")
     for other in (dp_accounting.SampledWithoutReplacementDpEvent(100, 10, Gaussian(1.0)), event):
         with pytest.raises(ValueError, match="has a known cost before"):
-            with_projected_event(other, rank=5)
+            event_with_projection(other, rank=5)
 
 
 def test_a_mechanism_is_billed_by_its_distribution_of_stretches():

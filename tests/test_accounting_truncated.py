@@ -18,7 +18,7 @@ from dpx.accounting.cost import event_profile, profile_of_run
 from dpx.accounting.flat_event import from_event, without_truncation
 from dpx.accounting.limited_samples import FixedSizeGaussian, TruncatedSampleGaussian, bucketed_truncated_losses
 from dpx.accounting.pld.losses import SampledGaussian, total_renyi
-from dpx.papers.d2p2_sgd.cost import with_projected_event
+from dpx.papers.d2p2_sgd.cost import event_with_projection
 
 KEY = jax.random.key(7)
 
@@ -249,4 +249,4 @@ def test_error_feedback_and_projections_have_no_bill_for_truncated_batches():
     ):
         accounting.event_epsilon(run, delta=1e-5, relation="zero_out")
     with pytest.raises(ValueError, match="a fresh projection has a known cost before"):
-        with_projected_event(sampling.event(np.ones(3)), rank=3)
+        event_with_projection(sampling.event(np.ones(3)), rank=3)

@@ -77,7 +77,7 @@ ADD, RELEASE = jax.jit(STEP.add), jax.jit(STEP.release)
 def at_step(step):
     state = dp_sgd(noise_multiplier=1.0).init(model()[0])
     for _ in range(step):
-        state = state.after(1.0)
+        state = state.after_release(1.0)
     return state
 
 

@@ -33,7 +33,7 @@ from dpx.audit.stand_ins import with_quick_noise
 from dpx.mechanism import masks
 from dpx.papers.dice_sgd.cost import ERROR
 from dpx.sampling.varying import RandomAllocationDpEvent
-from dpx.states.reading import read_run, release_state
+from dpx.states.reading import read_run_facts, release_state
 from dpx.sums.rounding import ETA, as_pair
 from dpx.xla.place import full_precision
 from tests import broken
@@ -203,7 +203,7 @@ def facts_of_cost(case: Case):
         for one, other in zip(billed, sorted(expected, key=in_order), strict=True):
             assert flat(one) == pytest.approx(flat(other), rel=1e-6)
     state = jax.tree.map(np.asarray, trial(case).state(4))  # as from a checkpoint
-    planned = dpx.epsilon(mechanism, 4, delta=1e-5, numbers=read_run(state).numbers)
+    planned = dpx.epsilon(mechanism, 4, delta=1e-5, numbers=read_run_facts(state).numbers)
     assert dpx.epsilon(case.make(mechanism.key), state, delta=1e-5) == planned
     counted = sum(float(np.float32(case.multiplier(t))) ** -2 for t in range(4))
     assert float(release_state(state).precision[0]) == pytest.approx(counted, rel=1e-6)
@@ -377,7 +377,7 @@ def no_second_mask(mechanism: dpx.Mechanism) -> dpx.Mechanism:
     def encode(grad, state):
         important = state.coordinates[0]
         mean = jax.tree.map(lambda a: a + 0.1, important.inner.mean)  # as where frozen coordinates are averaged too
-        once = standardized.encode(masks.masked(grad, important.mask), important.inner._replace(mean=mean))
+        once = standardized.encode(masks.apply_mask(grad, important.mask), important.inner._replace(mean=mean))
         return jax.tree.map(lambda g, z: jnp.where(important.step < 3, g, z), grad, once)
 
     return mechanism.replace(encode=encode)

@@ -22,7 +22,7 @@ from dpx.audit.contract.noise import require_noise_covariance
 from dpx.audit.contract.subject import BrokenLine
 from dpx.audit.contract.trial import Trial
 from dpx.keys.noise import GRID
-from dpx.papers.correlated_noise.cost import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, rounding_move
+from dpx.papers.correlated_noise.cost import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, rounding_shift_bound
 from dpx.sums.rounding import ETA, as_float64, released_minus_total, split_float64
 from tests.devices import on_eight_devices
 
@@ -111,7 +111,7 @@ def test_the_sum_is_clipped_and_released_with_the_noise(strategy):
 
 
 def stream_of(strategy, key=KEY):
-    return module._noise_stream(key, strategy)
+    return module._noise_key_of_strategy(key, strategy)
 
 
 @ALL
@@ -170,13 +170,13 @@ def test_the_rounding_of_the_memory_moves_less_than_is_billed(strategy, scale):
                 before = split_float64(exact if banded else total)
                 noise = released_minus_total({"w": jnp.asarray(releases[-1])}, before)
                 record = states[world].inner._replace(step=jnp.int32(step + 1))
-                states[world] = module._next_state(states[world], noise, record)
+                states[world] = module._store_step_noise(states[world], noise, record)
     column, inverse = strategy.column(steps), strategy.inverse_column(steps)
     moved = [
         sum(column[j] * (other[t - j].astype(np.float64) - sums[t - j]) for j in range(t + 1)) for t in range(steps)
     ]
     found = np.linalg.norm(np.array(given[1]) - np.array(given[0]) - np.array(moved))
-    billed = rounding_move(column, inverse, banded=banded, terms=len(weights), steps=steps, noise_multiplier=1.0)
+    billed = rounding_shift_bound(column, inverse, banded=banded, terms=len(weights), steps=steps, noise_multiplier=1.0)
     assert 0 < found <= billed
 
 

@@ -38,7 +38,7 @@ def exactly(error: FloatPair) -> np.ndarray:
 
 
 def after_steps(steps: int) -> ReleaseState:
-    return ReleaseState.empty()._replace(step=jnp.int32(steps))
+    return ReleaseState.empty_record()._replace(step=jnp.int32(steps))
 
 
 def gradients(seed: int, scale: float = 2.0):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import dpx
-from dpx.papers.dice_sgd.cost import ERROR, proof_covers
+from dpx.papers.dice_sgd.cost import ERROR, covers_rounding
 from dpx.states.record import ReleaseState
 from dpx.sums.rounding import FloatPair, as_float64, norm_of_pair, split_float64
 
@@ -35,7 +35,7 @@ def pair(exact: np.ndarray) -> FloatPair:
 
 def state_of(made: dpx.Mechanism, error: FloatPair):
     state = made.init(jnp.zeros(error.high.shape))
-    return state._replace(release=ReleaseState.empty()._replace(step=jnp.int32(1)), unreleased_error=error)
+    return state._replace(release=ReleaseState.empty_record()._replace(step=jnp.int32(1)), unreleased_error=error)
 
 
 def fed_back(error: np.ndarray, feedback_norm: float, stability: float | None) -> np.ndarray:
@@ -155,7 +155,7 @@ def test_what_the_conditions_leave(steps, shift):
 
 def test_which_runs_are_covered():
     """Both conditions, the growth of the error, and the bill of an infinite outer norm."""
-    run = functools.partial(proof_covers, reset_every=None, feedback_shift=0.0, batch_size=1000.0, examples=1000)
+    run = functools.partial(covers_rounding, reset_every=None, feedback_shift=0.0, batch_size=1000.0, examples=1000)
     assert run(steps=732, error_shift=0.5) and not run(steps=733, error_shift=0.5)  # R^2 n = 2^29
     assert run(steps=10_000, reset_every=700, error_shift=0.5)
     assert run(steps=268_000, error_shift=0.5, feedback_shift=2000.0)  # 2 R n = 2^29

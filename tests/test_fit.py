@@ -21,7 +21,7 @@ from dpx import catalog
 from dpx.fitting import step as fitting_step
 from dpx.fitting.facts import fingerprint_of_loss
 from dpx.reports.report import report_sections
-from dpx.states.record import with_plan
+from dpx.states.record import set_run_plan
 from tests import kills
 from tests.mechanisms import PARAMS as MECHANISM_PARAMS
 from tests.mechanisms import case_of_method
@@ -60,7 +60,7 @@ def by_hand(optimizer, key, steps):
     """The loop of docs/loops.md, with one `take` a step."""
     gradient = jax.jit(dpx.private_updates(loss, optimizer))
     budget = optimizer.budget
-    params, state = PARAMS, with_plan(optimizer.init(PARAMS), steps if budget is None else budget.steps)
+    params, state = PARAMS, set_run_plan(optimizer.init(PARAMS), steps if budget is None else budget.steps)
     for _ in range(steps):
         updates, state, _ = gradient(params, SAMPLING.take(DATA, key, state), state)
         params = optax.apply_updates(params, updates)

@@ -22,7 +22,7 @@ UNIT = 2.0**-45
 
 
 def drawn(words, rare, second, scale):
-    return integer_normals.normal(integer_normals.polar_radius(words, rare, scale), words, second)
+    return integer_normals.normal_from_polar(integer_normals.polar_radius(words, rare, scale), words, second)
 
 
 def value(limbs) -> np.ndarray:
@@ -82,7 +82,8 @@ def test_the_root_and_its_inverse_are_as_near_as_the_proof_says():
     high = np.concatenate([heads, heads | 0xFFFF, words_at_random(100_000)[0] | np.uint32(2**30)])
     low = np.random.default_rng(1).integers(0, 2**32, len(high), dtype=np.uint32)
     exact = np.sqrt((high.astype(LONG) * 2**32 + low) * LONG(2) ** -64)
-    assert np.abs(value(integer_normals.limbs(jax.jit(integer_normals._root)(high, low))) - exact).max() < 2.0**-44.3
+    found = value(integer_normals.limbs(jax.jit(integer_normals._fixed_point_root)(high, low)))
+    assert np.abs(found - exact).max() < 2.0**-44.3
 
 
 def test_sines_and_products_are_as_near_as_the_proof_says():
@@ -95,9 +96,9 @@ def test_sines_and_products_are_as_near_as_the_proof_says():
     x, y = (tuple(rng.integers(0, 2**15, (3, 50_000), dtype=np.uint32)) for _ in range(2))
     x[0][:100] = x[1][:100] = x[2][:100] = y[0][:100] = y[1][:100] = y[2][:100] = 2**15 - 1
     for made, wanted, most in (
-        (integer_normals.product(x, y), value(x) * value(y), 1.0001),
-        (integer_normals.product_with_two_limbs(x, y[:2]), value(x) * value(y[:2]), 2.0001),
-        (integer_normals.square(x), value(x) ** 2, 3.0001),
+        (integer_normals.fraction_product(x, y), value(x) * value(y), 1.0001),
+        (integer_normals.two_limb_product(x, y[:2]), value(x) * value(y[:2]), 2.0001),
+        (integer_normals.fraction_square(x), value(x) ** 2, 3.0001),
     ):
         below = (wanted - value(integer_normals.limbs(made))) / UNIT
         assert -1e-3 <= below.min() and below.max() <= most
@@ -124,7 +125,7 @@ def test_the_released_integers_are_those_of_float64(deviation, count=20_000):
 
     def of_float64(words, second, high, low):
         with jax.enable_x64(True):
-            made = normals.normal(*normals.radius_and_angle(tuple(words), jnp.uint32(RARE)), second)
+            made = normals.normal_from_polar(*normals.radius_and_angle(tuple(words), jnp.uint32(RARE)), second)
         return noise.round_to_grid(high, low, made, deviation), noise.round_to_grid(high, None, made, deviation)
 
     found = jax.jit(of_integers)(words, second, high, low)

@@ -11,7 +11,7 @@ from jax.flatten_util import ravel_pytree
 
 import dpx
 from dpx import keys
-from dpx.mechanism.masks import mask_of_largest, number_of_share, random_mask
+from dpx.mechanism.masks import count_coordinates_in_share, mask_of_largest, random_mask
 from dpx.sums.rounding import ETA
 from tests.problems import squared_error as loss
 
@@ -75,10 +75,10 @@ def test_random_masks_are_uniform_subsets():
 @pytest.mark.parametrize(("part", "whole"), [(1, 10), (3, 10), (3, 5), (7, 10), (1, 3), (999, 1000), (1, 1)])
 def test_the_count_is_the_floor(part, whole, size):
     like, share, floor = jax.ShapeDtypeStruct((size,), jnp.float32), part / whole, part * size // whole
-    assert int(number_of_share(share, jnp.int32(0), like)) == max(floor, 1)
-    assert int(number_of_share(1 - (1 - share), jnp.int32(0), like)) == max(floor, 1)
+    assert int(count_coordinates_in_share(share, jnp.int32(0), like)) == max(floor, 1)
+    assert int(count_coordinates_in_share(1 - (1 - share), jnp.int32(0), like)) == max(floor, 1)
     if size < 2**20:
-        assert int(number_of_share(lambda step: jnp.float32(share), jnp.int32(0), like)) == max(floor, 1)
+        assert int(count_coordinates_in_share(lambda step: jnp.float32(share), jnp.int32(0), like)) == max(floor, 1)
 
 
 def masks_of(coordinates, like, steps):
@@ -260,7 +260,7 @@ def test_packed_updates_come_back_exactly():
 def test_total_densities_are_those_of_the_paper(rate, cooling, epochs, dense, published):
     """Tables 2 and 9: everything sent, over what dense training of `dense` epochs sends."""
     schedule, like = optax.linear_schedule(0.0, rate, cooling), jax.ShapeDtypeStruct((550_570,), jnp.float32)
-    kept = jax.vmap(lambda e: number_of_share(lambda s: 1 - schedule(s), e, like))(jnp.arange(epochs))
+    kept = jax.vmap(lambda e: count_coordinates_in_share(lambda s: 1 - schedule(s), e, like))(jnp.arange(epochs))
     assert float(np.sum(np.asarray(kept, np.float64))) / (dense * 550_570) == pytest.approx(published, abs=0.015)
 
 

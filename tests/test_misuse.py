@@ -637,7 +637,7 @@ def test_runs_under_vmap_that_have_one_key_have_no_cost():
 
 def test_devices_have_keys_of_their_own(monkeypatch):
     """As under `jax.pmap`, for which `jax.vmap` stands here, without noise, which it would refuse."""
-    monkeypatch.setattr(record, "unchecked_axes", lambda: ("devices",))
+    monkeypatch.setattr(record, "untracked_mapped_axes", lambda: ("devices",))
     made = dp_sgd(0.0, FULL)
     for other, expected in ((1.0, 0), (0.0, list(record.REASONS).index("devices") + 1)):
         grads = jax.tree.map(lambda leaf, other=other: jnp.stack([leaf, other * leaf, leaf]), GRADS)

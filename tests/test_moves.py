@@ -508,7 +508,7 @@ def test_no_kill_releases_a_step_twice(tmp_path, monkeypatch):
     At times the last checkpoint is lost."""
     write, finished = folders.replace_file, 0
     monkeypatch.setattr(folders, "replace_file", lambda path, text: (InMemory.turn(), write(path, text)))
-    monkeypatch.setattr(folders, "with_plan", lambda carry, plan: carry)
+    monkeypatch.setattr(folders, "set_run_plan", lambda carry, plan: carry)
     monkeypatch.setattr(folders, "require_skippable_steps", lambda *arguments: None)
     skip = lambda made, run, reach: Made(*made.steps, (reach, "skipped"))  # noqa: E731
     monkeypatch.setattr(folders, "count_as_skipped", skip)

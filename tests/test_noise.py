@@ -46,7 +46,7 @@ def computed(words: np.ndarray, rare: int = RARE) -> np.ndarray:
         with jax.enable_x64(True):
             polar = normals.radius_and_angle(tuple(words), jnp.uint32(rare))
             rows = jax.lax.broadcasted_iota(jnp.uint32, (2, words.shape[1]), 0)
-            return normals.normal(*(jnp.stack([x, x]) for x in polar), rows > 0)
+            return normals.normal_from_polar(*(jnp.stack([x, x]) for x in polar), rows > 0)
 
     with jax.enable_x64(True):
         return np.asarray(jax.jit(both)(jnp.asarray(words)))
@@ -140,8 +140,9 @@ def test_every_release_has_a_word_of_its_own():
 def test_the_loop_reads_the_word_of_the_release(monkeypatch, size):
     """The lanes behind a chunk's pairs make it, in every chunk: seen in place of the normals."""
     monkeypatch.setattr(noise, "radius_and_angle", lambda words, rare: (jnp.broadcast_to(rare, words[0].shape),) * 2)
-    monkeypatch.setattr(noise, "normal", lambda rare, theta, second: rare.astype(jnp.float64))
-    words, high = keys.key_words(KEY), noise.in_rows([jnp.zeros(size)], noise.stream_positions_of([(size,)]))
+    monkeypatch.setattr(noise, "normal_from_polar", lambda rare, theta, second: rare.astype(jnp.float64))
+    words, positions = keys.key_words(KEY), noise.stream_positions_of_leaves([(size,)])
+    high = noise.concatenate_into_rows([jnp.zeros(size)], positions)
     found = noise.noisy_in_chunks(words, jnp.int32(7), jnp.float32(1), high, None, True)
     assert set(np.unique(found)) == {np.float32(noise.rare_tail_word(words, jnp.int32(7)))}
 
@@ -338,5 +339,5 @@ def test_devices_of_a_shard_map_have_keys_of_their_own():
         program(lambda sums: keys.release_and_rest(KEY, 0, FloatPair, sums, 1.0)[0])
     for checked in (True, False):
         how = {"mesh": mesh, "in_specs": PartitionSpec("one"), "out_specs": PartitionSpec("one"), "check_vma": checked}
-        found = jax.shard_map(lambda x: jnp.tile(x, 1 + len(noise.unchecked_axes())), **how)
+        found = jax.shard_map(lambda x: jnp.tile(x, 1 + len(noise.untracked_mapped_axes())), **how)
         assert jax.eval_shape(found, jnp.zeros(4)).shape == ((4,) if checked else (8,))

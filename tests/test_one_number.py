@@ -14,7 +14,7 @@ import dpx
 from dpx import accounting, reports
 from dpx.fitting.step import first_carry
 from dpx.reports import curves
-from dpx.states.record import ReleaseState, with_plan
+from dpx.states.record import ReleaseState, set_run_plan
 from dpx.values import map_nodes_of_type, rounded_up
 from tests.problems import cut_at
 from tests.problems import inner_product as loss
@@ -124,7 +124,7 @@ def test_one_run_has_one_number(way, public_stop, tmp_path, capsys):
     assert steps == last
     expected = require_one_number(optimizer, run.state, steps if public_stop else PLAN)
     if way == "by a callback":
-        promised = with_plan(run.state, 0 if public_stop else PLAN)
+        promised = set_run_plan(run.state, 0 if public_stop else PLAN)
         assert others(optimizer, run.state) == others(optimizer, dpx.publishable_state(promised))
         steps_alone = others(optimizer, steps if public_stop else PLAN)
         assert others(optimizer, run.state)[0] == pytest.approx(steps_alone[0], rel=1e-3)
@@ -166,7 +166,7 @@ def test_of_a_loop_by_hand(of):
     budget = dpx.Budget(epsilon=4.0, steps=ENDS, public_stop=of == "a public stop", **OF)
     optimizer = made(2.0 if of == "nothing" else budget)
     record = jax.jit(
-        lambda state: map_nodes_of_type(lambda node: node.after(optimizer.noise_multiplier), state, ReleaseState)
+        lambda state: map_nodes_of_type(lambda r: r.after_release(optimizer.noise_multiplier), state, ReleaseState)
     )
     state = optimizer.init(PARAMS)
     for steps in range(1, ENDS + 2):
@@ -191,17 +191,17 @@ def test_a_budget_is_the_plan_of_a_fit_with_fewer_steps(tmp_path):
 def test_the_schedule_of_the_plan_is_billed():
     """Also the noise of steps that were not made; the record is checked for those that were."""
     falling, other = (made(lambda step, s=s: 4.0 - s * jnp.minimum(step, 6) / 6) for s in (2.0, 1.0))
-    state = with_plan(falling.init(PARAMS), PLAN)
+    state = set_run_plan(falling.init(PARAMS), PLAN)
     for step in range(ENDS):
         noise = falling.noise_multiplier(jnp.int32(step))
-        state = map_nodes_of_type(lambda node, noise=noise: node.after(noise), state, ReleaseState)
+        state = map_nodes_of_type(lambda node, noise=noise: node.after_release(noise), state, ReleaseState)
     require_one_number(falling, state, PLAN)
     with pytest.raises(ValueError, match="other noise"):
         dpx.epsilon(other, state, **OF)
 
 
 def test_composed_runs_cost_their_plans():
-    states = [with_plan(made(seed=seed).init(PARAMS), PLAN) for seed in (5, 6)]
+    states = [set_run_plan(made(seed=seed).init(PARAMS), PLAN) for seed in (5, 6)]
     runs = list(zip([made(seed=5), made(seed=6)], states, strict=True))
     for shared in (False, True):
         found = dpx.compose_runs(*runs, shared_batches=shared).epsilon(**OF)

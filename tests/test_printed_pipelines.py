@@ -9,7 +9,7 @@ import pytest
 
 import dpx
 from dpx.audit.stand_ins import drawing_normals_by
-from dpx.papers.d2p2_sgd.projections import projection
+from dpx.papers.d2p2_sgd.projections import projection_coordinates
 from dpx.sums.rounding import ETA
 from tests.mechanisms import ALIGNED, ALL, MECHANISMS, PARAMS, PER_LAYER_RANK, Case
 
@@ -60,7 +60,7 @@ def lifted(**options):
 @jax.jit
 def lifted_sum(state):
     stream = dpx.keys.stream(KEY, "projection of the sum")
-    return constant(projection(12, None, "gaussian", 1, stream, bounded=True), state.projection)
+    return constant(projection_coordinates(12, None, "gaussian", 1, stream, bounded=True), state.projection)
 
 
 # The update of noise 1 in the units that are printed, where it is not 1 in every coordinate of the gradient.

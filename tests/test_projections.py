@@ -13,8 +13,8 @@ from jax.flatten_util import ravel_pytree
 
 import dpx
 from dpx import keys
-from dpx.papers.d2p2_sgd.cost import with_projected_event
-from dpx.papers.d2p2_sgd.projections import SKETCHES, UNROLLED, hadamard_transform, projection
+from dpx.papers.d2p2_sgd.cost import event_with_projection
+from dpx.papers.d2p2_sgd.projections import SKETCHES, UNROLLED, hadamard_transform, projection_coordinates
 from dpx.sums.rounding import ETA
 from tests.mechanisms import PARAMS, POISSON
 from tests.test_dp_sgd import loss, model
@@ -81,10 +81,10 @@ def test_an_orthonormal_projection_is_an_isometry_on_its_range():
 def test_a_clipped_sum_is_not_lengthened(name):
     """As clip-then-project writes it, layer by layer, for the worst vector; the lift makes up for it."""
     rank = {"kernel": 5, "bias": 1, "scale": 1}
-    coordinates = projection(rank, None, name, 1, keys.stream(KEY, "test"), bounded=True)
+    coordinates = projection_coordinates(rank, None, name, 1, keys.stream(KEY, "test"), bounded=True)
     _, unravel = ravel_pytree(PARAMS)
 
-    unbounded = projection(rank, None, name, 1, keys.stream(KEY, "test"), bounded=False)
+    unbounded = projection_coordinates(rank, None, name, 1, keys.stream(KEY, "test"), bounded=False)
 
     @jax.jit
     def plain(state):
@@ -369,7 +369,7 @@ def feedback():
 def test_groups_that_are_projected_apart_are_billed_by_the_smallest_rank():
     ranks = {"kernel": 8, "bias": 2, "scale": 1}
     made = dpx.mechanisms.clip_then_project(base(), rank=ranks, kind="gaussian")
-    assert made.event(3) == with_projected_event(base().event(3), rank=1, blocks=3)
+    assert made.event(3) == event_with_projection(base().event(3), rank=1, blocks=3)
 
 
 def test_other_unbilled_compositions_are_refused():
@@ -380,7 +380,7 @@ def test_other_unbilled_compositions_are_refused():
         dpx.mechanisms.clip_then_project(fixed, rank=5, kind="gaussian").event(1)
     twice = dpx.mechanisms.clip_then_project(base(), rank=10, kind="gaussian")
     with pytest.raises(ValueError, match="has a known cost before"):
-        with_projected_event(dp_accounting.ComposedDpEvent([base().event(2), feedback().event(2)]), rank=5)
+        event_with_projection(dp_accounting.ComposedDpEvent([base().event(2), feedback().event(2)]), rank=5)
     for kind in ("gaussian", "subset"):
         for inner in (feedback(), twice):  # a projection of the same stream would depend on that of `twice`
             with pytest.raises(ValueError, match="one clipped sum"):

@@ -17,7 +17,7 @@ from flax.training.train_state import TrainState
 
 import dpx
 from dpx.states import reading
-from dpx.states.reading import read_run
+from dpx.states.reading import read_run_facts
 from dpx.states.record import LARGEST_WEIGHT, RECORD_VERSION, ReleaseState, noise_order_hash
 from tests.mechanisms import ALL, PARAMS
 
@@ -29,7 +29,7 @@ EVERYONE = jnp.ones(ROWS, bool)
 
 def of_steps(mechanism, steps, state):
     """The bill of a number of steps, for the numbers that `state` has."""
-    return dpx.epsilon(mechanism, steps, delta=1e-5, numbers=read_run(state).numbers)
+    return dpx.epsilon(mechanism, steps, delta=1e-5, numbers=read_run_facts(state).numbers)
 
 
 def dp_sgd(**changes):
@@ -126,9 +126,9 @@ def test_a_step_may_be_given_its_state_from_the_first_one_on(case):
 
 def test_precision_of_long_runs():
     """A plain float32 sum of 100,000 terms would be off by 1e-3; noise that is 2e-5 less is another mechanism's."""
-    run = jax.jit(lambda state, noise: jax.lax.scan(lambda s, _: (s.after(noise), None), state, length=100_000)[0])
+    run = jax.jit(lambda r, noise: jax.lax.scan(lambda s, _: (s.after_release(noise), None), r, length=100_000)[0])
     for noise in (0.77, 1.3, 5.1):
-        release = run(ReleaseState.empty(), jnp.float32(noise))
+        release = run(ReleaseState.empty_record(), jnp.float32(noise))
         assert float(release.precision[0]) == pytest.approx(1e5 * float(np.float32(noise)) ** -2, rel=1e-6)
     mechanism = dp_sgd(noise_multiplier=5.1)
     state = mechanism.init(PARAMS).with_fields(noise_key=dpx.keys.mark_of_key(mechanism.key), order=release.order)
@@ -243,9 +243,9 @@ def state_after(multipliers, mechanism):
 
     def run(multipliers):
         zeros = jax.tree.map(jnp.zeros_like, PARAMS)
-        record = mechanism.release_once((zeros,), mechanism.init(PARAMS), PARAMS, jnp.int32(0))[1]
+        record = mechanism.check_and_release((zeros,), mechanism.init(PARAMS), PARAMS, jnp.int32(0))[1]
         empty = mechanism.init(PARAMS).with_fields(noise_key=record.noise_key)
-        return jax.lax.scan(lambda state, sigma: (state.after(sigma), None), empty, multipliers)[0]
+        return jax.lax.scan(lambda state, sigma: (state.after_release(sigma), None), empty, multipliers)[0]
 
     return jax.jit(run)(jnp.asarray(multipliers, jnp.float32))
 

@@ -11,9 +11,9 @@ import pytest
 import dpx
 from dpx import accounting
 from dpx.accounting.cost import cost_of_run, event_epsilon, profile_of_run
-from dpx.keys.noise import LARGEST_RELEASE, count_release, counting_releases
+from dpx.keys.noise import LARGEST_RELEASE, collect_release_sizes, report_release_size
 from dpx.reports import curves
-from dpx.states.reading import read_run, release_state
+from dpx.states.reading import read_run_facts, release_state
 from dpx.states.record import ReleaseState, release_and_count_draws
 from tests.mechanisms import MECHANISMS
 from tests.mechanisms import PARAMS as OF_CASES
@@ -84,9 +84,9 @@ def test_a_state_knows_its_numbers():
     made = mechanism()
     for init in (made.init, jax.jit(made.init)):
         state = init(PARAMS)
-        assert int(state.numbers) == 15 == read_run(state).numbers and cost_of_run(made, 7).numbers == 2**32
+        assert int(state.numbers) == 15 == read_run_facts(state).numbers and cost_of_run(made, 7).numbers == 2**32
     taken = stepped(made)
-    assert read_run(taken).numbers == 15
+    assert read_run_facts(taken).numbers == 15
     spent = [dpx.epsilon(made, taken, delta=1e-12), dpx.epsilon(made, 1, delta=1e-12)]
     assert spent[0] < spent[1] and spent[0] == dpx.epsilon(made, 1, delta=1e-12, numbers=15)
     assert dpx.epsilon(made, taken, delta=1e-12, numbers=2**32) == spent[1]
@@ -104,7 +104,7 @@ def test_the_numbers_of_every_method_are_those_that_it_draws(case):
         params,
         begun,
     )
-    with counting_releases() as drawn:
+    with collect_release_sizes() as drawn:
         jax.eval_shape(lambda *given: made.release(*given), sums, begun, params)
     assert drawn and sum(drawn) == int(release_state(begun).numbers) > 0
 
@@ -119,12 +119,12 @@ def test_a_release_of_more_numbers_than_init_knew_counts():
     )
     state = made.init(PARAMS)
     total = ({"grad": PARAMS, "more": jnp.zeros(100)},)
-    _, state = made.release_once(total, state, PARAMS, jnp.int32(2))
-    assert read_run(state).numbers == 115
-    unseen = release_and_count_draws(lambda: (None, ReleaseState.empty(PARAMS)), budget=None)
+    _, state = made.check_and_release(total, state, PARAMS, jnp.int32(2))
+    assert read_run_facts(state).numbers == 115
+    unseen = release_and_count_draws(lambda: (None, ReleaseState.empty_record(PARAMS)), budget=None)
     assert int(unseen[1].numbers) == 0  # not known: 2^32
-    state = inner.release_once((PARAMS,), ReleaseState.empty(), PARAMS, jnp.int32(2))[1]
-    assert read_run(state).numbers == 2**32
+    state = inner.check_and_release((PARAMS,), ReleaseState.empty_record(), PARAMS, jnp.int32(2))[1]
+    assert read_run_facts(state).numbers == 2**32
 
 
 def test_a_budget_states_the_number_of_every_bill():
@@ -157,7 +157,7 @@ def test_parameters_beyond_the_budget_are_refused(compiled):
     with pytest.raises(ValueError, match="at most the 14 numbers of the dpx.Budget.*got 15"):
         begin(PARAMS)
     with pytest.raises(ValueError, match="at most the 14 numbers of the dpx.Budget.*got 15"):
-        made.release_once((PARAMS,), mechanism().init(PARAMS), PARAMS, jnp.int32(2))
+        made.check_and_release((PARAMS,), mechanism().init(PARAMS), PARAMS, jnp.int32(2))
     begin({"w": PARAMS["w"]})
 
 
@@ -218,11 +218,11 @@ def test_fewer_numbers_never_cost_more(noise, delta):
 )
 def test_numbers_that_are_not_heard_of_are_the_most(known, drawn, billed_for):
     """Jax has traced the release before, in part: fewer numbers than are known, or none, are billed as 2^32."""
-    before = ReleaseState.empty().with_fields(numbers=known)
+    before = ReleaseState.empty_record().with_fields(numbers=known)
 
     def release():
         for numbers in drawn:
-            count_release([(numbers,)])
+            report_release_size([(numbers,)])
         return PARAMS, before
 
     _, after = release_and_count_draws(release, budget=None)

@@ -9,7 +9,7 @@ from scipy import linalg, optimize
 
 from benchmarks import correlated_noise
 from dpx import strategies
-from dpx.papers.correlated_noise.strategy import log_workload_loss, objective, squared_errors
+from dpx.papers.correlated_noise.strategy import log_workload_loss, squared_errors, workload_objective
 from dpx.strategies import Strategy, Workload
 
 FAMILIES = {
@@ -209,7 +209,7 @@ def test_errors_are_the_rows_of_the_workload_times_the_inverse(name):
 
 @pytest.mark.parametrize("name, error", [*((name, "mean") for name in WORKLOADS), ("momentum", "largest")])
 def test_the_gradients_of_the_optimizer_are_exact(name, error):
-    denominator, quadratic = objective(WORKLOADS[name], 12, error)
+    denominator, quadratic = workload_objective(WORKLOADS[name], 12, error)
     c = np.array([1, 0.6, -0.2, 0.3])
 
     def value(rest):

@@ -27,7 +27,7 @@ from dpx.accounting import best_of, event_epsilon, selection
 from dpx.accounting.pld import renyi
 from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.selection import SHAPES, BestOf, draw_trial_count, log_inverse_success_probability
-from dpx.states.record import with_plan
+from dpx.states.record import set_run_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:the state has taken no step")  # trials here train nothing
 PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "tuning.md").read_text()
@@ -386,7 +386,7 @@ def test_the_report_of_a_search():
     for words in ("Included: the run is the best", "logarithmic, 6 expected", "4 configurations", "from public data"):
         assert words in found.report.to_markdown()
     made = mechanism({}, jax.random.key(0))
-    once = made.init({"w": jnp.zeros(2)}).after(made.noise_multiplier)
+    once = made.init({"w": jnp.zeros(2)}).after_release(made.noise_multiplier)
     ends = [dpx.privacy_report(made, once, delta=1e-5, tuning=each).ending for each in (None, found.cost)]
     assert "steps taken and no others" in ends[0] and ends[1] == ""  # a search pays for all steps of a trial
     assert "chosen on public data" in dpx.privacy_report(made, 20, delta=1e-5, tuning="public").tuning
@@ -529,7 +529,7 @@ def test_trials_beyond_the_bill_are_refused():
     assert search(steps=3).steps == 3
     with pytest.raises(ValueError, match="at most the 2 steps"):
         search(steps=2)
-    search.train = lambda trial: (*train(trial)[:1], with_plan(train(trial)[1], 5))  # and a callback ended it
+    search.train = lambda trial: (*train(trial)[:1], set_run_plan(train(trial)[1], 5))  # and a callback ended it
     with pytest.raises(ValueError, match="plan and take at most the 4 steps that are paid for, got 5"):
         search(steps=4)
     search.train = train

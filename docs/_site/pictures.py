@@ -177,7 +177,7 @@ def correlated():
     for (label, strategy), (color, style) in zip(shown.items(), STYLES, strict=False):
         moved = strategies.sensitivity(strategy, steps=steps, participations=epochs, separation=steps // epochs)
         numerator, denominator = np.array(strategy.inverse_coefficients), np.array(strategy.coefficients)
-        sums = np.cumsum(strategies.Strategy.series(numerator, denominator, steps))  # of a column of C^-1
+        sums = np.cumsum(strategies.Strategy.quotient_series(numerator, denominator, steps))  # of a column of C^-1
         axes.plot(np.arange(1, steps + 1), moved * np.sqrt(np.cumsum(sums**2)), style, color=color, label=label)
     axes.set(xlabel="step", ylabel="noise in the sum of all steps", xlim=(0, steps), ylim=(0, None))
     axes.grid(color="#ddd")

@@ -73,7 +73,7 @@ import numpy as np
 
 from dpx.accounting.checks import Profile
 from dpx.keys import integer_normals
-from dpx.keys.noise import LARGEST_RELEASE, count_pairs
+from dpx.keys.noise import LARGEST_RELEASE, count_normal_pairs
 from dpx.keys.normals import EVALUATION
 from dpx.xla.place import current_place
 
@@ -107,7 +107,7 @@ class NormalSamplerError:
         (32, 2.0**-93, 2.0**-37),
         (64, 2.0**-125, 2.0**-37),
     )
-    pairs: int = count_pairs(LARGEST_RELEASE)
+    pairs: int = count_normal_pairs(LARGEST_RELEASE)
 
     def error(self, p: np.ndarray) -> np.ndarray:
         """The largest distance of a normal from the exact one, for p < e^(-1/2); float64, shaped like p."""
@@ -145,7 +145,7 @@ def normal_sampler_error(numbers: int | NormalSamplerError, in_integers: bool = 
     if isinstance(numbers, NormalSamplerError):
         return numbers
     return replace(
-        INTEGERS if in_integers or current_place().platform == "tpu" else NORMALS, pairs=count_pairs(numbers)
+        INTEGERS if in_integers or current_place().platform == "tpu" else NORMALS, pairs=count_normal_pairs(numbers)
     )
 
 
@@ -268,7 +268,7 @@ class RunProfile:
 
         So the lower of both bounds never exceeds that for the most numbers, which a budget's noise is calibrated for.
         """
-        most = replace(self.normals, pairs=count_pairs(LARGEST_RELEASE))
+        most = replace(self.normals, pairs=count_normal_pairs(LARGEST_RELEASE))
         return (self.normals, most) if 0 < self.normals.pairs < most.pairs else (self.normals,)
 
     def _epsilon_for_sampler(self, delta: float, normals: NormalSamplerError) -> EpsilonWithRounding:

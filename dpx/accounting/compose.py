@@ -23,7 +23,7 @@ from dpx.accounting.profiles import MinOrMaxProfile
 from dpx.accounting.selection import SHAPES, OneOfDpEvent, trial_loss
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.schedules import values_over
-from dpx.states.reading import read_run
+from dpx.states.reading import read_run_facts
 from dpx.states.record import SEVERAL_KEYS, fingerprint, identity_of
 from dpx.values import described, explain_misuse, require_bool, require_number, require_whole, warn_user
 
@@ -238,7 +238,7 @@ def _event_on_shared_batches(runs, events, records: int) -> dp_accounting.DpEven
     if any(isinstance(run, Composition) for run in runs):
         raise ValueError("a Composition did not share its batches with another run: pass shared_batches=False")
     sampling = runs[0][0].sampling
-    steps_of_runs = [read_run(spent).steps for _, spent in runs]
+    steps_of_runs = [read_run_facts(spent).steps for _, spent in runs]
     precision = np.zeros(max(steps_of_runs))
     for (mechanism, _), steps, event in zip(runs, steps_of_runs, events, strict=True):
         if identity_of(mechanism.sampling) != identity_of(sampling):
@@ -387,7 +387,7 @@ def best_of(
 def _cost_of_candidate(candidate: Any, relation: Relation | None, records: int) -> RunCost:
     if isinstance(candidate, DpEvent):
         event, stated = from_event(candidate).of_records(records), require_relation(relation or "zero_out")
-        return RunCost(event, stated, records, LARGEST_RELEASE, read_run(0))
+        return RunCost(event, stated, records, LARGEST_RELEASE, read_run_facts(0))
     if isinstance(candidate, tuple) and len(candidate) == 2:
         return cost_of_run(*candidate, relation, records=records)
     raise ValueError(f"a candidate must be a (mechanism, steps or state) or an event, got {described(candidate)}")

@@ -26,7 +26,7 @@ from dpx.accounting.profiles import GaussianProfile
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.sampling.schemes import Sampling
 from dpx.sampling.varying import PoissonSampling
-from dpx.states.reading import RunFacts, read_run
+from dpx.states.reading import RunFacts, read_run_facts
 from dpx.values import described, explain_misuse, require_whole, warn_user
 
 _UNUSED = (
@@ -263,11 +263,11 @@ def cost_of_run(
     records or a weight whose cost is unknown, and for fewer numbers than the run is known to have.
     """
     require_event_and_sampling(optimizer)
-    record, sampling = read_run(steps_or_state), optimizer.sampling
+    record, sampling = read_run_facts(steps_or_state), optimizer.sampling
     if record.state is None:
         event = optimizer.event(record.steps) if record.steps else dp_accounting.NoOpDpEvent()
-    elif hasattr(optimizer, "event_matching"):
-        event = optimizer.event_matching(record.state, record.steps)
+    elif hasattr(optimizer, "event_of_state"):
+        event = optimizer.event_of_state(record.state, record.steps)
         if record.made == 0:  # with a budget, this would look like the cost of a run
             warn_user(_UNUSED)
     else:

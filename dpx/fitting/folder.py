@@ -58,7 +58,7 @@ from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import Carry
 from dpx.ledgers.files import acquire_lock, fsync_folder, make_folder, read_json, replace_file
 from dpx.schedules import values_over
-from dpx.states.record import ReleaseState, fingerprint, with_plan
+from dpx.states.record import ReleaseState, fingerprint, set_run_plan
 from dpx.values import Tree, leaf_path, map_nodes_of_type, require_path, warn_user
 from dpx.xla.place import current_place
 
@@ -189,7 +189,7 @@ class Folder:
         self._plan = plan
         self.continued = last is not None
         carry, rows = (like, []) if last is None else self._read_checkpoint(last, like)
-        carry = with_plan(carry, plan)
+        carry = set_run_plan(carry, plan)
         if plan:
             rows = [row | {"epsilon": self._run.epsilon(carry.state)} for row in rows]
         if skips:
@@ -344,7 +344,7 @@ class _NoFolder:
         self._plan, self.memory = run.plan, current_place().device_memory_bytes
 
     def restore(self, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
-        return with_plan(like, self._plan), []
+        return set_run_plan(like, self._plan), []
 
     def __str__(self) -> str:
         return "no step of the run is saved: dpx.fit(..., checkpoints=folder) saves them"
@@ -415,7 +415,7 @@ def count_as_skipped(carry: Carry, run: RunPlan, reach: int) -> Carry:
     def count_skipped(record: ReleaseState) -> ReleaseState:
         layout = jax.tree.map(lambda leaf: leaf.sharding, record)
         counted = jax.jit(
-            lambda record: jax.lax.scan(lambda kept, sigma: (kept.after(sigma), None), record, steps)[0],
+            lambda record: jax.lax.scan(lambda kept, sigma: (kept.after_release(sigma), None), record, steps)[0],
             out_shardings=layout,
         )
         return counted(record)

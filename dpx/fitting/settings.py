@@ -18,7 +18,7 @@ from dpx.mechanism.base import ChainState, Mechanism
 from dpx.mechanism.guards import FLAX, checked_params, require_no_nan
 from dpx.reports.report import require_one_line_names
 from dpx.sampling.data import CheckedData
-from dpx.states.reading import read_run
+from dpx.states.reading import read_run_facts
 from dpx.values import Tree, described, require_bool, require_whole, rounded_up, warn_user
 
 
@@ -173,7 +173,7 @@ class Payment:
 
         Raises ValueError if the ledger refuses the run, or if it is missing and the plan exceeds the steps it paid for.
         """
-        self.planned = max(self.run.steps, read_run(carry.state).steps)
+        self.planned = max(self.run.steps, read_run_facts(carry.state).steps)
         if self.ledger is not None:
             self.number = processes.from_first_process(lambda: self._pay(self.ledger, carry, folder))
             folder.record_paid_steps(self.planned)
@@ -188,7 +188,7 @@ class Payment:
         entry = ledger.spend(
             self._event(self.planned),
             key=[run.optimizer.key, run.key],
-            numbers=read_run(carry.state).numbers,
+            numbers=read_run_facts(carry.state).numbers,
             holder=folder.known.mark,
             **self.given,
         )

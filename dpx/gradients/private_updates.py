@@ -96,7 +96,7 @@ class PrivateStep:
         rows = rows_with_keys(self.optimizer, state, examples, with_key=self.with_key)
         sums, of_each = self.row_sum(params, state, rows, included)
         with self.row_sum.placed():  # this decides how noise is drawn
-            updates, state = self.optimizer.release_once(sums, state, params, jnp.sum(included), drawn)
+            updates, state = self.optimizer.check_and_release(sums, state, params, jnp.sum(included), drawn)
         return PrivateUpdates(updates, state, Unreleased(*of_each))
 
     def _place(self, params, batch, state):
@@ -393,7 +393,7 @@ class PrivateChunks:
         ordered &= _equal_up_to_rounding(sums.clipping, _clip_bounds(self.optimizer, state))
         total, count, drawn = sums.unreleased_sums, sums.unreleased_count, sums.unreleased_drawn
         with self.row_sum.placed():  # as in `PrivateStep`
-            return self.optimizer.release_once(total, state, params, count, drawn, ordered=ordered)
+            return self.optimizer.check_and_release(total, state, params, count, drawn, ordered=ordered)
 
 
 @explain_misuse

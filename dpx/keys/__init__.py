@@ -9,8 +9,8 @@ from dpx.keys.noise import release as release
 from dpx.keys.noise import release_and_rest as release_and_rest
 from dpx.keys.streams import SMALL as SMALL
 from dpx.keys.streams import fold_in as fold_in
+from dpx.keys.streams import has_small_seed as has_small_seed
 from dpx.keys.streams import is_key as is_key
-from dpx.keys.streams import is_small as is_small
 from dpx.keys.streams import key_words as key_words
 from dpx.keys.streams import mark_of_key as mark_of_key
 from dpx.keys.streams import public_key as public_key

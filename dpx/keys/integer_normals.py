@@ -6,9 +6,9 @@ Integer operations cannot be contracted, reassociated or flushed, so every devic
 a CPU covers a TPU. Only the exact split of the sum, and the product of the released integer and gamma, use float32.
 
 A 45-bit fraction x in [0, 1) is a word of 30 bits and one of 15. As a factor, it is three limbs of 15 bits, highest
-first, so that a product of limbs has 30 bits, and a sum of three has 32. In units u = 2^-45, `product` is below x y by
-at most 1.0001 u, and `square` and `product_with_two_limbs`, whose second factor has 30 bits, by at most 3.0001 u. In
-units v = 2^-30, `high_word_product`, of 30 bits by 30 bits, is below x y by at most 2 v.
+first, so that a product of limbs has 30 bits, and a sum of three has 32. In units u = 2^-45, `fraction_product` is at
+most 1.0001 u below x y; `fraction_square` and `two_limb_product`, whose second factor has 30 bits, are off by at most
+3.0001 u. In units v = 2^-30, `high_word_product`, of 30 bits by 30 bits, is at most 2 v below x y.
 
 Logarithm. p = m 2^-z with m in [1/2, 1), and y = 1 - m, all exact in 64 bits. For j = 1, ..., 6, m is multiplied by
 1 + 2^-j if the product is at most 1, so that y < 2^-6.02 at the end. Then H = -log p is the sum of z log 2, the
@@ -66,7 +66,7 @@ COSINE = (
 INVERSE_ROOT = 1.98956408454, 2.50358038718 / 0.75, 2.64381972891 / 0.75**2, 1.14023934173 / 0.75**3
 
 
-def normal(polar: tuple[Words, jax.Array], words: Sequence[jax.Array], second: jax.Array) -> Words:
+def normal_from_polar(polar: tuple[Words, jax.Array], words: Sequence[jax.Array], second: jax.Array) -> Words:
     """Returns scale g 2^-19 as a signed 64-bit number with 53 fractional bits: two uint32 words, highest first.
 
     words: a block of the cipher, four uint32 arrays. polar: their `polar_radius`. second: bool, of their shape, whether
@@ -74,29 +74,29 @@ def normal(polar: tuple[Words, jax.Array], words: Sequence[jax.Array], second: j
     """
     radius, exponent = polar
     part, negative = sine_or_cosine(words, second)
-    high, low = product(limbs(radius), limbs(part))
+    high, low = fraction_product(limbs(radius), limbs(part))
     size = (high << 2) | (low >> 13), low << 19  # 64 bits, to be multiplied by 2^(9 - exponent)
-    return _signed(_shifted_right(size, exponent + 2), negative)
+    return _signed(_shift_right_64_bits(size, exponent + 2), negative)
 
 
 def round_to_grid(high: jax.Array, low: jax.Array | None, noise: Words | None, exponent: jax.Array) -> jax.Array:
-    """Returns gamma k of `noise.py`, float32, shaped like `high`. noise: R g from `normal`, or None. gamma: 2^exponent.
+    """Returns gamma k of `noise.py`, float32, shaped like `high`. gamma is 2^exponent.
 
-    exponent: int32 (), from -130 to 126. high, low: as in `noise.round_to_grid`, below 2^127 gamma, about 2^122
-    deviations.
+    noise: R g from `normal_from_polar`, or None. exponent: int32 (), from -130 to 126. high, low: as in
+    `noise.round_to_grid`, below 2^127 gamma, about 2^122 deviations.
     """
-    scaled, more = _scaled(high, -exponent), jnp.zeros_like(high)
+    scaled, more = _times_power_of_two(high, -exponent), jnp.zeros_like(high)
     whole = jnp.trunc(scaled)
-    parts = [_fraction(scaled - whole)] + ([] if noise is None else [noise])
+    parts = [_float32_to_fixed_point(scaled - whole)] + ([] if noise is None else [noise])
     if low is not None:
-        scaled = _scaled(low, -exponent)
+        scaled = _times_power_of_two(low, -exponent)
         more = jnp.trunc(scaled)
-        parts.append(_fraction(scaled - more))
+        parts.append(_float32_to_fixed_point(scaled - more))
     total = jnp.full(high.shape, 2**20, jnp.uint32), jnp.zeros(high.shape, jnp.uint32)  # 1/2
     for part in parts:
-        total = _sum(total, part)
+        total = _add_64_bits(total, part)
     floor = lax.bitcast_convert_type(total[0], jnp.int32) >> 21
-    return _scaled(whole + (more + floor.astype(jnp.float32)), exponent)  # never -0., because a floor is +0.
+    return _times_power_of_two(whole + (more + floor.astype(jnp.float32)), exponent)  # never -0.: a floor is +0.
 
 
 def polar_radius(words: Sequence[jax.Array], rare: jax.Array, scale: jax.Array) -> tuple[Words, jax.Array]:
@@ -107,16 +107,16 @@ def polar_radius(words: Sequence[jax.Array], rare: jax.Array, scale: jax.Array) 
     """
     (high, low), exponent = _uniform_from_words(words, rare)
     zeros = lax.clz(high)
-    high, low = _shifted_left((high, low), zeros)
+    high, low = _shift_left_64_bits((high, low), zeros)
     low = ~low + np.uint32(1)  # y = 1 - m
     high = ~high + _bit_of(low == 0)
-    (high, low), logarithm = _log_factor_near_one((high, low), exponent + zeros)
-    high, low = _plus_log_series(logarithm, high, low)
+    (high, low), logarithm = _reduce_log_argument((high, low), exponent + zeros)
+    high, low = _add_log_series(logarithm, high, low)
     empty = high == 0  # for r below 2^-12
     high, low = jnp.where(empty, low, high), jnp.where(empty, np.uint32(0), low)
     shift = lax.clz(high) & np.uint32(0xFFFFFFFE)
-    root, scale = _root(*_shifted_left((high, low), shift)), jnp.broadcast_to(scale, high.shape)
-    radius = product_with_two_limbs(limbs(root), (scale >> 9, (scale & 0x1FF) << 6))
+    root, scale = _fixed_point_root(*_shift_left_64_bits((high, low), shift)), jnp.broadcast_to(scale, high.shape)
+    radius = two_limb_product(limbs(root), (scale >> 9, (scale & 0x1FF) << 6))
     return radius, (shift >> 1) + jnp.where(empty, np.uint32(16), np.uint32(0))
 
 
@@ -134,7 +134,7 @@ def _uniform_from_words(words: Sequence[jax.Array], rare: jax.Array) -> tuple[Wo
     return (high, low), small + rarest + empty
 
 
-def _log_factor_near_one(y: Words, exponent: jax.Array) -> tuple[Words, list[jax.Array]]:
+def _reduce_log_argument(y: Words, exponent: jax.Array) -> tuple[Words, list[jax.Array]]:
     """Multiplies 1 - y by factors 1 + 2^-j, and returns the new y, below 2^-6.02, and exponent log 2 plus the
     logarithms of the factors. This sum has three words of 19 bits, whose carries are not yet propagated.
     """
@@ -142,7 +142,7 @@ def _log_factor_near_one(y: Words, exponent: jax.Array) -> tuple[Words, list[jax
     words = [exponent * word for word in _words(LOG_2)]
     for j, logarithm in enumerate(LOGARITHMS, start=1):
         one = np.uint32(2 ** (32 - j))
-        above, below = _sum((high, low), _shifted_right((high, low), np.uint32(j)))
+        above, below = _add_64_bits((high, low), _shift_right_64_bits((high, low), np.uint32(j)))
         fits = above >= one
         high, low = jnp.where(fits, above - one, high), jnp.where(fits, below, low)
         words = [a + jnp.where(fits, b, np.uint32(0)) for a, b in zip(words, _words(logarithm), strict=True)]
@@ -153,7 +153,7 @@ def _words(number: int) -> tuple[np.uint32, ...]:
     return tuple(np.uint32((number >> shift) & 0x7FFFF) for shift in (38, 19, 0))
 
 
-def _plus_log_series(logarithm: list[jax.Array], high: jax.Array, low: jax.Array) -> Words:
+def _add_log_series(logarithm: list[jax.Array], high: jax.Array, low: jax.Array) -> Words:
     """Returns logarithm - log(1 - y), with 57 fractional bits, as two words."""
     top, rest = (high << 6) | (low >> 26), low << 6  # Y = 64 y
     y = top >> 17, (top >> 2) & _LOW, ((top << 13) | (rest >> 19)) & _LOW
@@ -162,8 +162,8 @@ def _plus_log_series(logarithm: list[jax.Array], high: jax.Array, low: jax.Array
     series = _thirty_bits(2 / 5) + ((y[0] * (series >> 15)) >> 6)
     for coefficient in (1 / 2, 2 / 3):
         series = _thirty_bits(coefficient) + (high_word_product(y, _halves(series)) >> 6)
-    squared = square(y)  # Y^2, the first term of S: its high word has units of 2^-43
-    more = product_with_two_limbs(limbs(squared), _halves(high_word_product(y, _halves(series))))  # Y^2 Q, in 2^-49
+    squared = fraction_square(y)  # Y^2, the first term of S: its high word has units of 2^-43
+    more = two_limb_product(limbs(squared), _halves(high_word_product(y, _halves(series))))  # Y^2 Q, in 2^-49
     last = logarithm[2] + ((low >> 7) & _LOW_19) + ((squared[0] & 0x1F) << 14) + (squared[1] >> 1)
     last += ((more[0] & 0x7FF) << 8) + (more[1] >> 7)
     middle = logarithm[1] + (((high << 6) | (low >> 26)) & _LOW_19) + (squared[0] >> 5) + (last >> 19)
@@ -189,7 +189,7 @@ def fixed_point_inverse_root(high: jax.Array) -> jax.Array:
     return jnp.minimum((g << 14) + (((g >> 1) * (off >> 4)) >> 12), np.int32(2**30)).astype(jnp.uint32)
 
 
-def _root(high: jax.Array, low: jax.Array) -> Words:
+def _fixed_point_root(high: jax.Array, low: jax.Array) -> Words:
     """Returns sqrt((high, low) 2^-64), in [1/2, 1). With three limbs, a TPU would need two kernels."""
     inverse = fixed_point_inverse_root(high)
     head, body = high >> 17, (high >> 2) & _LOW
@@ -214,8 +214,8 @@ def sine_or_cosine(words: Sequence[jax.Array], second: jax.Array) -> tuple[Words
     high, low = ((c << 3) | (low >> 29)) ^ back, (low << 3) ^ back
     w = high >> 17, (high >> 2) & _LOW, ((high << 13) | (low >> 19)) & _LOW
     even = ((eighth + 1) & 2) != 0
-    value = _polynomial(limbs(product(w, w)), even)
-    return product(tuple(jnp.where(even, _LOW, limb) for limb in w), limbs(value)), eighth >= 4
+    value = _polynomial(limbs(fraction_product(w, w)), even)
+    return fraction_product(tuple(jnp.where(even, _LOW, limb) for limb in w), limbs(value)), eighth >= 4
 
 
 def _polynomial(squared: Limbs, even: jax.Array) -> Words:
@@ -234,25 +234,25 @@ def _polynomial(squared: Limbs, even: jax.Array) -> Words:
         if number >= 4:
             first = chosen(number, _thirty_bits) - (high_word_product(squared, _halves(first)) >> shift)
             continue
-        high, low = product(squared, limbs(value)) if value else product_with_two_limbs(squared, _halves(first))
+        high, low = fraction_product(squared, limbs(value)) if value else two_limb_product(squared, _halves(first))
         first, second = chosen(number, _words_of_fraction)
         second -= ((high << (15 - shift)) & _LOW) | (low >> shift)
         value = first - (high >> shift) - (second >> 31), second & _LOW
     return value
 
 
-def product(x: Limbs, y: Limbs) -> Words:
+def fraction_product(x: Limbs, y: Limbs) -> Words:
     """Returns x y, rounded down by at most 1.0001 u."""
     low = x[2] * y[0] + x[1] * y[1] + x[0] * y[2] + ((x[1] * y[2] + x[2] * y[1]) >> 15)
     return _carried(x[0] * y[0], x[0] * y[1] + x[1] * y[0], low)
 
 
-def product_with_two_limbs(x: Limbs, y: Limbs) -> Words:
+def two_limb_product(x: Limbs, y: Limbs) -> Words:
     """Returns x y for a y of two limbs, rounded down by at most 2.0001 u."""
     return _carried(x[0] * y[0], x[0] * y[1] + x[1] * y[0], x[1] * y[1] + x[2] * y[0])
 
 
-def square(x: Limbs) -> Words:
+def fraction_square(x: Limbs) -> Words:
     """Returns x^2, rounded down by at most 3.0001 u."""
     return _carried(x[0] * x[0], 2 * x[0] * x[1], 2 * x[2] * x[0] + x[1] * x[1])
 
@@ -284,7 +284,7 @@ def _words_of_fraction(x: float) -> tuple[np.uint32, np.uint32]:
     return np.uint32(number >> 15), np.uint32(number & 0x7FFF)
 
 
-def _sum(x: Words, y: Words) -> Words:
+def _add_64_bits(x: Words, y: Words) -> Words:
     """Returns the 64-bit sum x + y modulo 2^64."""
     low = x[1] + y[1]
     return x[0] + y[0] + _bit_of(low < y[1]), low
@@ -300,13 +300,13 @@ def _bit_of(condition: jax.Array) -> jax.Array:
     return condition.astype(jnp.uint32)
 
 
-def _shifted_left(x: Words, count: jax.Array) -> Words:
+def _shift_left_64_bits(x: Words, count: jax.Array) -> Words:
     """Shifts 64 bits left by less than 32."""
     left, right = lax.shift_left, lax.shift_right_logical
     return left(x[0], count) | right(x[1], np.uint32(32) - count), left(x[1], count)
 
 
-def _shifted_right(x: Words, count: jax.Array | np.uint32) -> Words:
+def _shift_right_64_bits(x: Words, count: jax.Array | np.uint32) -> Words:
     """Shifts 64 bits right by 1 to 64."""
     left, right = lax.shift_left, lax.shift_right_logical
     count = jnp.broadcast_to(count, x[0].shape)
@@ -314,7 +314,7 @@ def _shifted_right(x: Words, count: jax.Array | np.uint32) -> Words:
     return right(x[0], count), right(x[1], count) | crossing
 
 
-def _fraction(x: jax.Array) -> Words:
+def _float32_to_fixed_point(x: jax.Array) -> Words:
     """Converts float32 in (-1, 1) to a signed number with 53 fractional bits, and keeps 45 bits of its magnitude."""
     size = jnp.abs(x) * np.float32(2**21)
     high = jnp.floor(size)
@@ -323,7 +323,7 @@ def _fraction(x: jax.Array) -> Words:
     return _signed(words, x < 0)
 
 
-def _scaled(x: jax.Array, exponent: jax.Array) -> jax.Array:
+def _times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
     """Returns x 2^exponent, exact except below 2^-126, in two steps, because 2^exponent may be too large."""
     half = exponent >> 1
     for part in (half, exponent - half):

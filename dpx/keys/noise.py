@@ -37,7 +37,7 @@ import optax
 from jax.typing import ArrayLike
 
 from dpx.keys import integer_normals
-from dpx.keys.normals import normal, radius_and_angle
+from dpx.keys.normals import normal_from_polar, radius_and_angle
 from dpx.keys.streams import RARE, derive_key, threefry4x32
 from dpx.keys.streams import key_words as secret_words
 from dpx.sums.rounding import FloatPair, as_pair, released_minus_total
@@ -63,7 +63,7 @@ GRID = 4  # the deviation is 2^4 to 2^5 times gamma
 _COUNTED: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar("counted", default=None)
 
 
-class StandIns(NamedTuple):
+class AuditStandIns(NamedTuple):
     """Replacements for these two functions while an audit traces a mechanism; None keeps the function itself."""
 
     release: Callable | None = None
@@ -72,7 +72,7 @@ class StandIns(NamedTuple):
 
 # Part of jax's own context of a trace: only one thread sees it, and jax keeps the traces of a jitted function with it
 # apart. Otherwise a run after an audit could use a stand-in for its noise.
-STAND_INS = jax.make_user_context(default_value=StandIns())
+STAND_INS = jax.make_user_context(default_value=AuditStandIns())
 
 
 class StreamPosition(NamedTuple):
@@ -106,14 +106,14 @@ def release(
     or a leaf of more than LARGEST_LEAF; and for an XLA that mixes rows (`dpx.xla.rows_apart`).
     """
     if (stand_in := STAND_INS.value.release) is not None:
-        with STAND_INS(StandIns()):
+        with STAND_INS(AuditStandIns()):
             return stand_in(key, step, total, deviation)
     require_exact_math()
     require_rows_apart()
     high, low = as_pair(total)
     leaves, structure = jax.tree.flatten(high)
     lows = None if low is None else structure.flatten_up_to(low)
-    places = stream_positions_of([leaf.shape for leaf in leaves])
+    places = stream_positions_of_leaves([leaf.shape for leaf in leaves])
     how = places, current_place(), draws_noise(deviation)
     words, deviation = secret_words(key), as_deviation(deviation)
     step = refuse_to_compile_for_tpu(jnp.asarray(step))
@@ -137,7 +137,7 @@ def axes_that_vary(arrays: Sequence[jax.Array]) -> set[str]:
     return {axis for one in types for axis in getattr(one, "varying", ())}
 
 
-def unchecked_axes() -> tuple[str, ...]:
+def untracked_mapped_axes() -> tuple[str, ...]:
     """The axes of a `jax.pmap`, or of a `jax.shard_map` with check_vma=False, where jax does not track what differs."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(axis for axis in manual if not axes_that_vary([jax.lax.axis_index(axis)]))
@@ -160,21 +160,21 @@ def normal_like(key: jax.Array, step: jax.Array | int, tree: Tree) -> Tree:
     A sum plus these is not private, because its bits reveal the sum: use `release`.
     """
     if (stand_in := STAND_INS.value.normal_like) is not None:
-        with STAND_INS(StandIns()):
+        with STAND_INS(AuditStandIns()):
             return stand_in(key, step, tree)
     leaves, structure = jax.tree.flatten(tree)
     shapes = tuple(jnp.shape(leaf) for leaf in leaves)
     return structure.unflatten(
-        _float32_normals(secret_words(key), jnp.asarray(step), stream_positions_of(shapes), shapes)
+        _float32_normals(secret_words(key), jnp.asarray(step), stream_positions_of_leaves(shapes), shapes)
     )
 
 
-def stream_positions_of(shapes: Sequence[tuple[int, ...]]) -> tuple[StreamPosition, ...]:
+def stream_positions_of_leaves(shapes: Sequence[tuple[int, ...]]) -> tuple[StreamPosition, ...]:
     """The positions of leaves of these shapes: in one stream, or in a separate stream for each leaf if too large."""
     sizes = [math.prod(shape) for shape in shapes]
     if (largest := max(sizes, default=0)) > LARGEST_LEAF:
         raise ValueError(f"a leaf must have at most {LARGEST_LEAF} numbers, got {largest}")
-    if (most := count_release(shapes)) > LARGEST_RELEASE:
+    if (most := report_release_size(shapes)) > LARGEST_RELEASE:
         raise ValueError(f"a release must have at most {LARGEST_RELEASE} numbers, got {most}")
     size = sum(sizes)
     if len(shapes) > 1 and size >= ONE_STREAM:
@@ -197,7 +197,8 @@ def release_leaves(
     as_integers = place.platform == "tpu"
 
     def of_leaf(high, low, at: StreamPosition) -> jax.Array:
-        return round_to_grid(high, low, _normals(words, step, at, high.shape) if drawn else np.float64(0), deviation)
+        normals = _draw_leaf_normals(words, step, at, high.shape) if drawn else np.float64(0)
+        return round_to_grid(high, low, normals, deviation)
 
     if as_integers and (place.devices > 1 or not 0 < size < FLAT):
         return _release_leaves_in_integers((words, step, deviation), highs, lows, places, place.devices, drawn)
@@ -208,18 +209,18 @@ def release_leaves(
         chunks = -(-size // (2 * places[0].half))
         rows = -(-chunks // -(-chunks // IN_INTEGERS))  # as few as keep the number of turns
         rows = rows if rows == chunks else -(-rows // 8) * 8  # a TPU's registers have 8 rows
-        low = None if lows is None else in_rows(lows, places, rows)
-        made = _noisy_in_integers(words, step, deviation, in_rows(highs, places, rows), low, rows, drawn)
-        return in_leaves(made, step, places, shapes)
+        low = None if lows is None else concatenate_into_rows(lows, places, rows)
+        made = _noisy_in_integers(words, step, deviation, concatenate_into_rows(highs, places, rows), low, rows, drawn)
+        return split_into_leaves(made, step, places, shapes)
 
     def by_chunks(highs, lows) -> list[jax.Array]:
-        low = None if lows is None else in_rows(lows, places)
-        made = noisy_in_chunks(words, step, deviation, in_rows(highs, places), low, drawn)
-        return in_leaves(made, step, places, shapes)
+        low = None if lows is None else concatenate_into_rows(lows, places)
+        made = noisy_in_chunks(words, step, deviation, concatenate_into_rows(highs, places), low, drawn)
+        return split_into_leaves(made, step, places, shapes)
 
     def at_once(highs, lows) -> list[jax.Array]:
         made = of_leaf(_flat_leaves(highs), None if lows is None else _flat_leaves(lows), places[0])
-        return in_leaves(made, step, places, shapes)
+        return split_into_leaves(made, step, places, shapes)
 
     if as_integers:
         return in_integers(highs, lows)
@@ -231,16 +232,16 @@ def _flat_leaves(leaves: list[jax.Array], padding: int = 0) -> jax.Array:
     return jnp.concatenate([*(leaf.reshape(-1) for leaf in leaves), *zeros])
 
 
-def in_rows(leaves: list[jax.Array], places: tuple[StreamPosition, ...], chunks: int = 1) -> jax.Array:
+def concatenate_into_rows(leaves: list[jax.Array], places: tuple[StreamPosition, ...], chunks: int = 1) -> jax.Array:
     """Concatenates the leaves, padded with zeros to a multiple of this many chunks, float32 (2 * chunks, half)."""
     size, half = sum(leaf.size for leaf in leaves), places[0].half
     return _flat_leaves(leaves, -size % (2 * half * chunks)).reshape(-1, half)
 
 
-def in_leaves(
+def split_into_leaves(
     made: jax.Array, step, places: tuple[StreamPosition, ...], shapes: list[tuple[int, ...]]
 ) -> list[jax.Array]:
-    """Splits the result of `_flat_leaves` or `in_rows` into leaves."""
+    """Splits the result of `_flat_leaves` or `concatenate_into_rows` into leaves."""
     made, starts = made.reshape(-1), [at.start for at in places]
     if len(shapes) - len(set(shapes)) >= REPEATED:
         # XLA compiles equal kernels once. With constant starts, each leaf has a separate kernel. With starts that are
@@ -268,15 +269,15 @@ def noisy_in_chunks(words, step, deviation, high: jax.Array, low: jax.Array | No
 
         def draw():
             pair = number_here.astype(jnp.uint32) * np.uint32(half) + lane
-            first, pair, stream, last = _cipher_blocks(step_here, pair, 0)
+            first, pair, stream, last = _cipher_input_blocks(step_here, pair, 0)
             behind = lane >= half
             block = first, jnp.where(behind, 1, pair), stream, jnp.where(behind, RARE, last)
-            words = _computed_in_one_program(threefry4x32(words_here, block))
+            words = _fuse_into_one_kernel(threefry4x32(words_here, block))
             rare, words = words[0][half], [word[:half] for word in words]
             with jax.enable_x64(True):
                 polar = jax.lax.optimization_barrier(radius_and_angle(words, rare))  # once for both numbers of a pair
                 radius, theta = (jax.lax.broadcast(x, (2,)) for x in polar)
-                return normal(radius, theta, row > 0)
+                return normal_from_polar(radius, theta, row > 0)
 
         normals = draw() if drawn else np.float64(0)
         high, *more = (
@@ -304,7 +305,7 @@ def _noisy_in_integers(words, step, deviation, high: jax.Array, low: jax.Array |
 
     def make_rows(number, made):
         pair = firsts + places[None, None] + number.astype(jnp.uint32) * np.uint32(chunks * half)
-        polar = _polar_pairs(words, step, deviation, pair, 0, rare) if drawn else None
+        polar = _blocks_and_polar_radii(words, step, deviation, pair, 0, rare) if drawn else None
         for second in (0, 1):
             start = number * chunks, second, *(0 for _ in parts)
             high = jax.lax.dynamic_slice(made, start, rows)
@@ -329,12 +330,12 @@ def _release_leaves_in_integers(
     made = list(highs)
 
     def noisy(high, low, pair, second, stream) -> jax.Array:
-        polar = _polar_pairs(words, step, deviation, pair, stream, rare) if drawn else None
+        polar = _blocks_and_polar_radii(words, step, deviation, pair, stream, rare) if drawn else None
         return _round_to_grid_in_integers(deviation, high, low, polar, second)
 
     small = [number for number, high in enumerate(highs) if 0 < high.size < SMALL_LEAF]
     if small:
-        each = [_normal_pairs_of_leaf(places[n], highs[n].shape) for n in small]
+        each = [_pair_indices_of_leaf(places[n], highs[n].shape) for n in small]
         pair, second = (_flat_leaves([pairs[part] for pairs in each]) for part in (0, 1))
         stream = jnp.concatenate([jnp.full(highs[n].size, places[n].stream, jnp.uint32) for n in small])
         high, low = (
@@ -347,13 +348,13 @@ def _release_leaves_in_integers(
         if high.size >= SMALL_LEAF:
 
             def of_block(high, low, first, strides, at=at):
-                return noisy(high, low, *_normal_pairs_of_leaf(at, high.shape, first, strides), at.stream)
+                return noisy(high, low, *_pair_indices_of_leaf(at, high.shape, first, strides), at.stream)
 
-            made[number] = _by_blocks(of_block, high, low, devices)
+            made[number] = _apply_block_by_block(of_block, high, low, devices)
     return made
 
 
-def _by_blocks(of_block: Callable, high: jax.Array, low: jax.Array | None, devices: int) -> jax.Array:
+def _apply_block_by_block(of_block: Callable, high: jax.Array, low: jax.Array | None, devices: int) -> jax.Array:
     """Applies `of_block(high, low, first, strides)` to one block after another, in the memory of `high`.
 
     A block is a slice of one axis. If the devices may share that axis, it is split into their number times the rest, so
@@ -391,10 +392,10 @@ def _by_blocks(of_block: Callable, high: jax.Array, low: jax.Array | None, devic
     return jax.lax.fori_loop(0, -(-view[axis] // length), make_block, high).reshape(shape)
 
 
-def _polar_pairs(words, step, deviation, pair: jax.Array, stream: jax.Array | int, rare: jax.Array) -> tuple:
+def _blocks_and_polar_radii(words, step, deviation, pair: jax.Array, stream: jax.Array | int, rare: jax.Array) -> tuple:
     """The blocks of these pairs, and their `integer_normals.polar_radius`. The barriers split one kernel into three,
     small enough for a TPU's compiler to plan."""
-    block = jax.lax.optimization_barrier(threefry4x32(words, _cipher_blocks(step, pair, stream)))
+    block = jax.lax.optimization_barrier(threefry4x32(words, _cipher_input_blocks(step, pair, stream)))
     scale = (jax.lax.bitcast_convert_type(deviation, jnp.uint32) & np.uint32(0x7FFFFF)) | np.uint32(0x800000)
     return block, jax.lax.optimization_barrier(integer_normals.polar_radius(block, rare, scale))
 
@@ -402,14 +403,14 @@ def _polar_pairs(words, step, deviation, pair: jax.Array, stream: jax.Array | in
 def _round_to_grid_in_integers(
     deviation, high: jax.Array, low: jax.Array | None, polar: tuple | None, second: jax.Array
 ):
-    """`round_to_grid` in integers. polar: the `_polar_pairs`; None for no noise. second: as for `normal`."""
-    noise = None if polar is None else integer_normals.normal(polar[1], polar[0], second)
+    """`round_to_grid` in integers. polar: from `_blocks_and_polar_radii`, or None for no noise. second: bool."""
+    noise = None if polar is None else integer_normals.normal_from_polar(polar[1], polar[0], second)
     exponent = (jax.lax.bitcast_convert_type(deviation, jnp.uint32) >> 23).astype(jnp.int32)
     made = integer_normals.round_to_grid(high, low, noise, exponent - np.int32(127 + GRID))
     return jnp.where(exponent == 0, high if low is None else high + low, made)
 
 
-def _normal_pairs_of_leaf(
+def _pair_indices_of_leaf(
     at: StreamPosition, shape: tuple[int, ...], first: ArrayLike = 0, strides: Sequence[int] = ()
 ) -> tuple[jax.Array, jax.Array]:
     """For each element of a leaf of this shape: the index of its pair, uint32, and whether it is the second, bool.
@@ -430,17 +431,17 @@ def _normal_pairs_of_leaf(
     return lax.add(lax.mul(chunk, every(at.half)), lax.rem(place, every(at.half))), second
 
 
-def _normals(words, step, at: StreamPosition, shape: tuple[int, ...], compact: bool = False) -> jax.Array:
+def _draw_leaf_normals(words, step, at: StreamPosition, shape: tuple[int, ...], compact: bool = False) -> jax.Array:
     """Draws the normals of a leaf at `at`, float64 (shape). compact: compile half as much, for a leaf of one axis."""
-    lax, (pair, second) = jax.lax, _normal_pairs_of_leaf(at, shape)
-    block, rare = threefry4x32(words, _cipher_blocks(step, pair, at.stream)), rare_tail_word(words, step)
+    lax, (pair, second) = jax.lax, _pair_indices_of_leaf(at, shape)
+    block, rare = threefry4x32(words, _cipher_input_blocks(step, pair, at.stream)), rare_tail_word(words, step)
     # The barriers keep a CPU from computing the cipher again for each word, and for each use of the radius. With them,
     # a GPU would write every word of it to memory, which is 8 times as much as the normals.
     barrier = lax.optimization_barrier if current_place().platform == "cpu" else lambda arrays: arrays
-    block, rare = barrier((_computed_in_one_program(block) if compact else block, rare))
+    block, rare = barrier((_fuse_into_one_kernel(block) if compact else block, rare))
     with jax.enable_x64(True):
         radius, theta = barrier(radius_and_angle(block, rare))
-        return normal(radius, theta, second)
+        return normal_from_polar(radius, theta, second)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -450,13 +451,13 @@ def _float32_normals(
     size = sum(map(math.prod, shapes))
     if size >= ONE_STREAM or not size:
         each = zip(places, shapes, strict=True)
-        return [_normals(words, step, at, shape).astype(jnp.float32) for at, shape in each]
-    flat = _normals(words, step, places[0], (size,), True).astype(jnp.float32)  # compiles in half of the time
+        return [_draw_leaf_normals(words, step, at, shape).astype(jnp.float32) for at, shape in each]
+    flat = _draw_leaf_normals(words, step, places[0], (size,), True).astype(jnp.float32)  # compiles in half of the time
     ends = [at.start for at in places[1:]] + [size]
     return [flat[at.start : end].reshape(shape) for at, end, shape in zip(places, ends, shapes, strict=True)]
 
 
-def _cipher_blocks(step: jax.Array, pair: jax.Array, stream: jax.Array | int) -> list[jax.Array]:
+def _cipher_input_blocks(step: jax.Array, pair: jax.Array, stream: jax.Array | int) -> list[jax.Array]:
     """Enciphers the block of every pair, uint32 like `pair`."""
     first = jax.lax.broadcast(step.astype(jnp.uint32) + np.uint32(1), pair.shape)
     return [first, pair, jnp.full_like(pair, stream), jnp.zeros_like(pair)]
@@ -467,7 +468,7 @@ def rare_tail_word(words, step: jax.Array) -> jax.Array:
     return derive_key(words, step.astype(jnp.uint32) + np.uint32(1), RARE)[0]
 
 
-def _computed_in_one_program(arrays: list[jax.Array]) -> list[jax.Array]:
+def _fuse_into_one_kernel(arrays: list[jax.Array]) -> list[jax.Array]:
     """The uint32 (n,) arrays, computed in one program on a CPU: as the results of one reduction, of every element with
     itself. Otherwise XLA computes what they share for each of them, which took a quarter of the time.
     """
@@ -504,7 +505,7 @@ def release_and_rest(
     require_exact_math()
     require_rows_apart()
     leaves, structure = jax.tree.flatten(jax.eval_shape(total, parts).high)
-    how = total, stream_positions_of([leaf.shape for leaf in leaves]), current_place(), draws_noise(deviation)
+    how = total, stream_positions_of_leaves([leaf.shape for leaf in leaves]), current_place(), draws_noise(deviation)
     words, step = secret_words(key), refuse_to_compile_for_tpu(jnp.asarray(step))
     _require_own_key(words, jax.tree.leaves(parts))
     with jax.disable_jit(False):
@@ -526,14 +527,14 @@ def _release_and_rest(
 
     def by_chunks(parts) -> tuple:
         def made() -> tuple[jax.Array, jax.Array]:
-            high, low = (in_rows(jax.tree.leaves(numbers), places) for numbers in total(parts))
+            high, low = (concatenate_into_rows(jax.tree.leaves(numbers), places) for numbers in total(parts))
             return high, low
 
         # The step is at least 0. XLA cannot recompute the result of a conditional.
         zeros = functools.partial(optax.tree.zeros_like, jax.eval_shape(made))
         high, low = jax.lax.cond(step >= 0, made, zeros)
         released = noisy_in_chunks(words, step, deviation, high, low, drawn)
-        return rest(*(in_leaves(rows, step, places, shapes) for rows in (released, high, low)))
+        return rest(*(split_into_leaves(rows, step, places, shapes) for rows in (released, high, low)))
 
     def by_leaves(parts) -> tuple:
         highs, lows = (jax.tree.leaves(numbers) for numbers in total(parts))
@@ -544,7 +545,7 @@ def _release_and_rest(
     return jax.lax.platform_dependent(parts, cpu=by_chunks, default=by_leaves)
 
 
-def count_pairs(numbers: int) -> int:
+def count_normal_pairs(numbers: int) -> int:
     """How many pairs of normals are drawn for `numbers` elements of one stream, as an int.
 
     Some pairs of the last chunk give one element instead of two, but each counts as a whole pair.
@@ -566,7 +567,7 @@ def count_numbers_with_cost(shapes: Sequence[tuple[int, ...]]) -> int:
 
 
 @contextlib.contextmanager
-def counting_releases() -> Iterator[list[int]]:
+def collect_release_sizes() -> Iterator[list[int]]:
     """Yields a list that collects the `count_numbers_with_cost`, ints, of every release traced inside."""
     token = _COUNTED.set(found := [])
     try:
@@ -575,8 +576,8 @@ def counting_releases() -> Iterator[list[int]]:
         _COUNTED.reset(token)
 
 
-def count_release(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Returns the `count_numbers_with_cost` of a release, and reports it to `counting_releases`."""
+def report_release_size(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Returns the `count_numbers_with_cost` of a release, and reports it to `collect_release_sizes`."""
     numbers = count_numbers_with_cost(shapes)
     if (found := _COUNTED.get()) is not None:
         found.append(numbers)

@@ -90,7 +90,7 @@ def radius_and_angle(words: Sequence[jax.Array], rare: jax.Array) -> tuple[jax.A
     return lax.sqrt(squared), theta  # above 0, because p - 1 is below 0
 
 
-def normal(radius: jax.Array, theta: jax.Array, second: jax.Array) -> jax.Array:
+def normal_from_polar(radius: jax.Array, theta: jax.Array, second: jax.Array) -> jax.Array:
     """Returns r sin(2 pi theta), or r cos(2 pi theta) where `second`, bool, is True, as float64. radius, theta: from
     `radius_and_angle`. All have one shape. Call it inside `jax.enable_x64`."""
     turns = lax.abs(theta)  # in [0, 1/2]

@@ -147,7 +147,7 @@ def is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def is_small(key: jax.Array) -> bool:
+def has_small_seed(key: jax.Array) -> bool:
     """Whether a scalar key is known and looks like one from a seed below 2^32; others do with probability at most
     2^-32. A "threefry4x32" or "philox" key of `jax.random.key` hides its seed, so it looks like any other key."""
     if isinstance(key, jax.core.Tracer):
@@ -161,7 +161,7 @@ def is_small(key: jax.Array) -> bool:
 
 def warn_if_guessable(key: jax.Array) -> jax.Array:
     """Returns the scalar `key`, and warns once per key, at the user's line, if it comes from a guessable seed."""
-    if is_small(key) and (mark := int(mark_of_key(key))) not in _WARNED:
+    if has_small_seed(key) and (mark := int(mark_of_key(key))) not in _WARNED:
         _WARNED.add(mark)
         warn_user(SMALL)
     return key

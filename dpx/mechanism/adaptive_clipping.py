@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from dpx.accounting.budget import accepts_budget
-from dpx.mechanism.base import SUM, Mechanism, describe
+from dpx.mechanism.base import SUM, Mechanism, describe_number_or_schedule
 from dpx.mechanism.dp_sgd import SMALLEST_CLIP_NORM, dp_sgd, tree_norm
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule, value_at, values_over
@@ -139,7 +139,7 @@ def _stages_of_pipeline(clip_norm: float, quantile: float, inner: Mechanism, ind
         return value_at(inner.noise_multiplier, step) / share
 
     scheduled = callable(inner.noise_multiplier)
-    multiplier = describe(
+    multiplier = describe_number_or_schedule(
         gradient_noise_multiplier if scheduled else float(values_over(gradient_noise_multiplier, 1)[0])
     )
     return (

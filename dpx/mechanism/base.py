@@ -35,7 +35,7 @@ from dpx.sampling.data import batch_size
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule, values_over
 from dpx.states.reading import require_state_of_mechanism, steps_taken
-from dpx.states.record import check_batch, fingerprints_of, release_and_count_draws, stamp_state
+from dpx.states.record import check_batch, fingerprint_sampling_and_event, release_and_count_draws, stamp_fingerprints
 from dpx.sums.clipped_sum import sum_contributions
 from dpx.sums.rounding import ETA
 from dpx.values import Tree, described, explain_misuse, float32_like, leaf_path
@@ -111,15 +111,16 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     def init(self, params: Tree) -> Tree:  # pyrefly: ignore[bad-override]
         """Returns the state before the first step, for these parameters."""
         params = guards.checked_params(params, self)
-        return stamp_state(self.begin(params), self.fingerprints, self.budget)
+        return stamp_fingerprints(self.begin(params), self.fingerprints, self.budget)
 
     def update(self, grads, state, params=None, *, included=MISSING, drawn=None, **extra_args):  # pyrefly: ignore
         """Takes one step, from the gradient of each example. Returns (updates, state), as the class describes."""
         guards.require_no_extra_arguments(extra_args)
-        params = guards.params_matching_gradients(grads, params)
+        guards.require_per_example_gradients(grads, params)
+        params = guards.as_arrays(params)
         rows = included_rows(batch_size(grads), included, self.sampling)
         sums, _ = sum_contributions(self, grads, state, rows)
-        return self.release_once(sums, state, params, jnp.sum(rows), drawn)
+        return self.check_and_release(sums, state, params, jnp.sum(rows), drawn)
 
     def replace(self, **changes: Any) -> "Mechanism":
         """Copies the mechanism with some fields replaced. Raises ValueError if the fields contradict each other."""
@@ -133,9 +134,9 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
 
         changes: as for `replace`, with `begin` and `release`. Functions of the state that are not given read `inner`.
         """
-        within = {name: _of_inner(getattr(self, name)) for name in ("encode", "clip_factors", "bound")}
+        within = {name: _apply_to_inner_state(getattr(self, name)) for name in ("encode", "clip_factors", "bound")}
         if self.forward is not None and "encode" not in changes:
-            within["forward"] = _of_inner(self.forward)
+            within["forward"] = _apply_to_inner_state(self.forward)
         return self.replace(**(within | changes))
 
     def contribute(self, grad: Tree, state: Tree) -> tuple[Tree, Tree, tuple[Tree, ...]]:
@@ -150,16 +151,16 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     @functools.cached_property
     def fingerprints(self) -> np.ndarray:
         """The fingerprints, uint32 (2,), that sign a state of this mechanism."""
-        return fingerprints_of(self.event(1), self.sampling)
+        return fingerprint_sampling_and_event(self.event(1), self.sampling)
 
-    def release_once(self, sums, state, params, rows, drawn=None, *, ordered=True) -> tuple[Tree, Tree]:
+    def check_and_release(self, sums, state, params, rows, drawn=None, *, ordered=True) -> tuple[Tree, Tree]:
         """Calls `release` for the sums of one batch. rows: int (), how many rows count. The other arguments are those
         of `check_batch`. If the batch contradicts the event, `epsilon` will refuse the state. Refuses derivatives."""
         state = check_batch(state, self, sums, rows, drawn, ordered=ordered)
         sums = guards.refuse_shared_noise(self, sums)
         return release_and_count_draws(self.release, sums, state, params, budget=self.budget)
 
-    def event_matching(self, state: Tree, steps: int) -> DpEvent:
+    def event_of_state(self, state: Tree, steps: int) -> DpEvent:
         """The event of the first `steps` releases of a run. Raises ValueError if `state` belongs to another run."""
         require_state_of_mechanism(state, self, values_over(self.noise_multiplier, steps_taken(state)))
         return self.event(steps)
@@ -172,7 +173,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
         return f"Mechanism(\n     {pipeline}\n  drawn by {self.sampling}\n  {cost}\n)"
 
 
-def _of_inner(function: Callable) -> Callable:
+def _apply_to_inner_state(function: Callable) -> Callable:
     """Wraps a function whose last argument is the state, so that it reads `state.inner`."""
     return lambda *given: function(*given[:-1], given[-1].inner)
 
@@ -350,7 +351,7 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
     after = optax.chain(*transforms)
     guards.try_transform(after)
 
-    def on_trained(params):
+    def restrict_to_trained_params(params):
         """Applies the transforms to the trained parameters. The rest get the released gradient, which is zero."""
         flags = guards.trained_mask(mechanism, params)
         return after if all(jax.tree.leaves(flags)) else optax.masked(after, lambda _: flags)
@@ -363,7 +364,7 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
                 "the parameters; write dpx.chain(dpx.in_coordinates(mechanism, coordinates), *transforms)"
             )
         try:
-            updates, transformed = on_trained(updates).update(updates, state.transforms, params)
+            updates, transformed = restrict_to_trained_params(updates).update(updates, state.transforms, params)
         except (AttributeError, TypeError, ValueError) as error:
             if type(error).__module__.startswith("jax"):
                 raise
@@ -372,7 +373,7 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
 
     return mechanism.wrap(
         begin=lambda params: ChainState(
-            mechanism.begin(params), guards.require_no_held_updates(on_trained(params).init(params))
+            mechanism.begin(params), guards.require_no_held_updates(restrict_to_trained_params(params).init(params))
         ),
         release=release,
         stages=(*mechanism.stages, "optax transforms"),
@@ -408,7 +409,7 @@ def require_mechanism(mechanism: Any):
 SUM = "sum over the batch"
 
 
-def insert_around_sum(
+def insert_stages_around_sum(
     stages: tuple[str, ...], *, before_bound: tuple[str, ...] = (), before_noise: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
     """Inserts stages before the bound and before the noise; if there is no `SUM`, puts all of them first."""
@@ -418,7 +419,7 @@ def insert_around_sum(
     return (*stages[:bound], *before_bound, *stages[bound:noise], *before_noise, *stages[noise:])
 
 
-def describe(value: ScalarOrSchedule) -> str:
+def describe_number_or_schedule(value: ScalarOrSchedule) -> str:
     """A number, or the first value of a schedule, in words."""
     return f"{values_over(value, 1)[0]:.6g} (at step 0 of a schedule)" if callable(value) else f"{value:.6g}"
 
@@ -431,7 +432,7 @@ def describe_period(every: int) -> str:
     return "every step" if every == 1 else f"every {every} steps"
 
 
-def describe_groups(values: Tree, words: Callable[[Any], str] = describe) -> str:
+def describe_groups(values: Tree, words: Callable[[Any], str] = describe_number_or_schedule) -> str:
     """Lists the values of groups of layers in words, each after the path of its group; a single value has no path."""
     paths, _ = jax.tree_util.tree_flatten_with_path(values)
     return ", ".join(f"{leaf_path(path)} {words(leaf)}".strip() for path, leaf in paths)

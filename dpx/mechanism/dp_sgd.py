@@ -19,7 +19,7 @@ import optax
 
 from dpx import keys
 from dpx.accounting.budget import accepts_budget
-from dpx.mechanism.base import SUM, Mechanism, describe, describe_groups, insert_around_sum
+from dpx.mechanism.base import SUM, Mechanism, describe_groups, describe_number_or_schedule, insert_stages_around_sum
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule, require_scalar_or_schedule, value_at, values_over
 from dpx.states.record import ReleaseState
@@ -92,7 +92,7 @@ def dp_sgd(
         deviation = 0.0 if silent else multiplier * norm_of_groups(_clip_norms_at_step(clip_norm, step)) * (1 + ETA)
         released = keys.release(noise_key, step, total, deviation)
         updates = jax.tree.map(lambda r: r / sampling.divisor, released)
-        return optax.tree.cast_like(updates, params), state.after(multiplier)
+        return optax.tree.cast_like(updates, params), state.after_release(multiplier)
 
     def event(steps):
         for value in jax.tree.leaves(clip_norm):
@@ -103,7 +103,7 @@ def dp_sgd(
         return sampling.event(multipliers)
 
     return Mechanism(
-        begin=ReleaseState.empty,
+        begin=ReleaseState.empty_record,
         encode=lambda grad, state: grad,
         norm=lambda encoded: jax.tree.map(lambda _, group: tree_norm(group), clip_norm, encoded),
         clip_factors=clip_factors,
@@ -145,13 +145,13 @@ def require_noise_in_range(multipliers: np.ndarray):
 
 def _stages_of_pipeline(clip_norm: Tree, noise_multiplier: ScalarOrSchedule, sampling: Sampling) -> tuple[str, ...]:
     clip = f"clip to norm {describe_groups(clip_norm)}"
-    noise = f"add noise of standard deviation {describe(noise_multiplier)} x clip norm"
+    noise = f"add noise of standard deviation {describe_number_or_schedule(noise_multiplier)} x clip norm"
     if not jax.tree_util.all_leaves([clip_norm]):
         clip = f"clip each group to its own norm: {describe_groups(clip_norm)}"
         norms = jax.tree.leaves(clip_norm)
         scheduled = any(callable(norm) for norm in norms)
         whole = (lambda step: optax.tree.norm(_clip_norms_at_step(norms, step))) if scheduled else math.hypot(*norms)
-        noise += f", which is {describe(whole)}, the root of the sum of their squares"
+        noise += f", which is {describe_number_or_schedule(whole)}, the root of the sum of their squares"
     return clip, SUM, noise, f"divide by the expected batch size {sampling.divisor}"
 
 
@@ -170,7 +170,7 @@ def normalized(mechanism: Mechanism, *, stability: float = 0.01) -> Mechanism:
         factors = mechanism.clip_factors(jax.tree.map(lambda n: n / (n + stability), norms), state)
         return tuple(jax.tree.map(lambda n, f: f / (n + stability), norms, factor) for factor in factors)
 
-    stages = insert_around_sum(mechanism.stages, before_bound=(f"normalize to g / (|g| + {stability:g})",))
+    stages = insert_stages_around_sum(mechanism.stages, before_bound=(f"normalize to g / (|g| + {stability:g})",))
     return mechanism.replace(
         clip_factors=clip_factors,
         bound=lambda state: jax.tree.map(lambda clip_norm: jnp.minimum(clip_norm, 1), mechanism.bound(state)),

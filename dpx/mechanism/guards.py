@@ -143,8 +143,7 @@ def _refuse(params: Tree, more: str = ""):
     named = jax.tree_util.tree_leaves_with_path(params)
     odd = [f"{leaf_path(path)} {_leaf_name(leaf)}".strip() for path, leaf in named if _leaf_kind(leaf) != "float"]
     packages = [
-        _package_with_advice(node)
-        for node in jax.tree.leaves(params, is_leaf=lambda node: _package_with_advice(node) != "")
+        _known_package_of(node) for node in jax.tree.leaves(params, is_leaf=lambda node: _known_package_of(node) != "")
     ]
     advice = next((ADVICE[package] for package in packages if package), FLAX)
     raise ValueError(f"params must be a pytree of float arrays, got {list_first_few(odd, FEW)}.{more} {advice}")
@@ -164,7 +163,7 @@ def trained_mask(mechanism: Any, params: Tree) -> Tree:
     return treedef.unflatten(inputs_read(closed.jaxpr)[: len(leaves)])
 
 
-def _package_with_advice(node: Any) -> str:
+def _known_package_of(node: Any) -> str:
     """The package that `node` comes from, if `ADVICE` covers it; otherwise ""."""
     names = [kind.__module__.split(".")[0] for kind in type(node).__mro__]
     return next((name for name in names if name in ADVICE), "")
@@ -173,7 +172,7 @@ def _package_with_advice(node: Any) -> str:
 def _leaf_kind(leaf: Any) -> str:
     """Returns "float", "whole" (integers, bools), "other" (no array of numbers), or "odd" (complex numbers, keys)."""
     try:
-        dtype = None if _package_with_advice(leaf) or isinstance(leaf, str | bytes) else jnp.result_type(leaf)
+        dtype = None if _known_package_of(leaf) or isinstance(leaf, str | bytes) else jnp.result_type(leaf)
     except (TypeError, ValueError):
         dtype = None
     if dtype is None:
@@ -207,8 +206,8 @@ def _is_flax(node: Any, *names: str) -> bool:
     return any(kind.__name__ in names and kind.__module__.startswith("flax.nnx") for kind in type(node).__mro__)
 
 
-def params_matching_gradients(grads: Tree, params: Tree) -> Tree:
-    """Returns `params` as arrays. Raises ValueError unless each leaf of `grads` has shape (B, *shape of its params)."""
+def require_per_example_gradients(grads: Tree, params: Tree):
+    """Raises ValueError unless each leaf of `grads` has shape (B, *shape of its params)."""
     require_unmasked(grads)
     if params is None:
         raise ValueError("params must be given: update(grads, state, params); they give the shape of one gradient")
@@ -227,7 +226,6 @@ def params_matching_gradients(grads: Tree, params: Tree) -> Tree:
         raise ValueError(
             f"grads must hold one gradient of each example, {words}, of shapes {expected}; got shapes {found}"
         )
-    return as_arrays(params)
 
 
 def require_changes_fit_budget(changes: dict[str, Any], budget: Any):
@@ -280,16 +278,16 @@ def try_transform(transform: optax.GradientTransformation):
         state = jax.eval_shape(transform.init, like)
     except Exception:
         return
-    if (error := _error_of(transform.update, like, state)) is None:
+    if (error := _exception_of_update(transform.update, like, state)) is None:
         require_no_held_updates(state)
     else:
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), like)
         of_loss = {"value": 0.0, "grad": zeros, "value_fn": optax.tree.norm}
-        if _error_of(transform.update, like, state, **of_loss) is None:
+        if _exception_of_update(transform.update, like, state, **of_loss) is None:
             refuse_optax_transform(error)
 
 
-def _error_of(update: Any, params: Tree, state: Tree, **of_loss: Any) -> Exception | None:
+def _exception_of_update(update: Any, params: Tree, state: Tree, **of_loss: Any) -> Exception | None:
     """What `update` raises for these shapes, or None."""
     try:
         jax.eval_shape(functools.partial(update, **of_loss), params, state, params)

@@ -29,13 +29,13 @@ def random_mask(seed: jax.Array, kept: jax.Array, like: Tree) -> Tree:
     return mask_of_largest(optax.tree.random_like(key, like, jax.random.bits, jnp.uint32), kept)
 
 
-def masked(tree: Tree, mask: Tree) -> Tree:
+def apply_mask(tree: Tree, mask: Tree) -> Tree:
     """Multiplies `tree` by a bool `mask`, in the dtypes of `tree`. inf and NaN become NaN where the mask is False, so
     that the norm is not finite and the example contributes zero."""
     return jax.tree.map(lambda x, m: x * m.astype(x.dtype), tree, mask)
 
 
-def number_of_share(share: ScalarOrSchedule, step: jax.Array, like: Tree) -> jax.Array:
+def count_coordinates_in_share(share: ScalarOrSchedule, step: jax.Array, like: Tree) -> jax.Array:
     """The number of coordinates in a share of all d at one step: floor(share d), at least 1, as an int32 scalar."""
     size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(like))
     if callable(share):
@@ -60,7 +60,7 @@ def mask_of_largest(numbers: Tree, kept: jax.Array) -> Tree:
     leaves, treedef = jax.tree.flatten(jax.tree.map(_order_preserving_bits, numbers))
     starts = np.cumsum([0, *[leaf.size for leaf in leaves]])
     size = int(starts[-1])
-    threshold = _threshold(leaves, kept)
+    threshold = _kth_largest_word(leaves, kept)
     wanted = kept - _count_true([leaf > threshold for leaf in leaves])  # elements equal to the threshold
     places = [
         jnp.where(leaf == threshold, lax.iota(jnp.uint32, leaf.size).reshape(leaf.shape) + int(start), size)
@@ -75,10 +75,10 @@ def mask_of_largest(numbers: Tree, kept: jax.Array) -> Tree:
 def kth_largest(numbers: Tree, kept: jax.Array) -> jax.Array:
     """The smallest of the `kept` largest elements of a tree of nonnegative float32 arrays. kept: int32 scalar."""
     words = [_bit_pattern(leaf) for leaf in jax.tree.leaves(numbers)]
-    return lax.bitcast_convert_type(_threshold(words, kept), jnp.float32)
+    return lax.bitcast_convert_type(_kth_largest_word(words, kept), jnp.float32)
 
 
-def _threshold(words: list[jax.Array], kept: jax.Array) -> jax.Array:
+def _kth_largest_word(words: list[jax.Array], kept: jax.Array) -> jax.Array:
     """The smallest of the `kept` largest words, as a uint32 scalar."""
     return _bisect_greatest(lambda bound: _count_true([word >= bound for word in words]) >= kept, bits=32)
 
@@ -134,7 +134,7 @@ def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
         words = list_first_few(kept, PRINTED) or "all layers"
     all_kept = not by_path and all(jax.tree.leaves(mask))
 
-    def flags_of(tree: Tree) -> Tree:
+    def trainable_flags(tree: Tree) -> Tree:
         """A tree like `tree`, True where a leaf is trainable."""
         if by_path:
             flags = jax.tree_util.tree_map_with_path(lambda path, _: mask(leaf_path(path)), tree)
@@ -146,17 +146,17 @@ def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
             raise ValueError(f"mask must be a pytree prefix of the parameters: {error}") from error
 
     def init(params):
-        flags_of(params)
+        trainable_flags(params)
         return ()
 
     def encode(grad, state):
-        return jax.tree.map(lambda keep, leaf: leaf if keep else None, flags_of(grad), grad)
+        return jax.tree.map(lambda keep, leaf: leaf if keep else None, trainable_flags(grad), grad)
 
     def decode(released, state, like):
         def fill(keep, leaf, shape):
             return leaf if keep else jnp.zeros(shape.shape, shape.dtype)
 
-        return jax.tree.map(fill, flags_of(like), released, like), state
+        return jax.tree.map(fill, trainable_flags(like), released, like), state
 
     return Coordinates(
         init=init,

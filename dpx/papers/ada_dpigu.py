@@ -18,7 +18,7 @@ from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Coordinates, Mechanism, in_coordinates
 from dpx.mechanism.base import describe_share
 from dpx.mechanism.dp_sgd import dp_sgd
-from dpx.mechanism.masks import kth_largest, mask_of_largest, masked, number_of_share
+from dpx.mechanism.masks import apply_mask, count_coordinates_in_share, kth_largest, mask_of_largest
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule, require_fractions, require_scalar_or_schedule, value_at, values_over
 from dpx.values import Tree, explain_misuse, find_only_node, require_number, require_whole
@@ -176,27 +176,27 @@ def importance_mask(
 
     def encode(grad, state):
         if inner is None:
-            return masked(grad, state.mask)
-        encoded = masked(inner.encode(masked(grad, state.mask), state.inner), state.mask)
+            return apply_mask(grad, state.mask)
+        encoded = apply_mask(inner.encode(apply_mask(grad, state.mask), state.inner), state.mask)
         return after_warmup(state, grad, encoded)
 
     def decode(released, state, like):
-        updates, inner_state = masked(released, state.mask), state.inner
+        updates, inner_state = apply_mask(released, state.mask), state.inner
         if inner is not None:
             restored, following = inner.decode(updates, state.inner, like)
-            updates = after_warmup(state, released, masked(restored, state.mask))
+            updates = after_warmup(state, released, apply_mask(restored, state.mask))
             inner_state = after_warmup(state, state.inner, following)
         noise = value_at(noise_floor, state.step)
         of, floor = (jnp.square, noise**2) if squares else (jnp.abs, math.sqrt(2 / math.pi) * noise)
         scored = jax.tree.map(lambda s, r: s + (of(r) - floor) / warmup, state.score, released)
         score = after_warmup(state, scored, state.score)
         step = state.step + 1
-        kept = number_of_share(keep, step, like)
-        changes = (step == warmup) | ((step > warmup) & (kept != number_of_share(keep, state.step, like)))
+        kept = count_coordinates_in_share(keep, step, like)
+        changes = (step == warmup) | ((step > warmup) & (kept != count_coordinates_in_share(keep, state.step, like)))
         mask = lax.cond(changes, lambda: mask_of_largest(score, kept), lambda: state.mask)
         return updates, ImportanceState(step, score, mask, inner_state)
 
-    name, undo = _pipeline_words(keep, warmup, inner)
+    name, undo = _describe_importance_mask(keep, warmup, inner)
     return Coordinates(
         init=init,
         encode=encode,
@@ -204,11 +204,11 @@ def importance_mask(
         name=name,
         undo=undo,
         supports_ghost_norms=inner is None,
-        check=lambda steps: _require_keep(keep, warmup, inner, steps),
+        check=lambda steps: _require_valid_keep_schedule(keep, warmup, inner, steps),
     )
 
 
-def _require_keep(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None, steps: int):
+def _require_valid_keep_schedule(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None, steps: int):
     """Raises ValueError if `keep` leaves (0, 1] in the first `steps` or falls after the warm-up, or as `inner` does."""
     require_fractions("keep", keep, "(0, 1]", steps)
     kept = values_over(keep, steps)[warmup:]
@@ -219,7 +219,7 @@ def _require_keep(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None
         inner.check(steps)
 
 
-def _pipeline_words(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None) -> tuple[str, str]:
+def _describe_importance_mask(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None) -> tuple[str, str]:
     """Describes `encode` and `decode` for the printed pipeline."""
     name = f"after {warmup} steps keep the most important coordinates: {describe_share(keep)}"
     if inner is None:
@@ -235,7 +235,7 @@ def masked_params(params: Tree, state: Tree) -> Tree:
     state: the state of the mechanism or of a `dpx.chain` with it. Raises ValueError unless it has exactly one
         importance mask.
     """
-    return masked(params, find_only_node(state, ImportanceState, "importance mask").mask)
+    return apply_mask(params, find_only_node(state, ImportanceState, "importance mask").mask)
 
 
 class StandardizedState(NamedTuple):
@@ -280,7 +280,7 @@ def standardized(
             raise ValueError(f"{name} must be in [0, 1), got {decay}")
     require_number("initial_variance", initial_variance, minimum=0)
     require_number("stability", stability, minimum=1e-12)
-    scales = functools.partial(_scales, stability=stability, relative=relative)
+    scales = functools.partial(_standardization_scales, stability=stability, relative=relative)
 
     def init(params):
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
@@ -309,7 +309,7 @@ def standardized(
     )
 
 
-def _scales(variance: Tree, *, stability: float, relative: bool) -> Tree:
+def _standardization_scales(variance: Tree, *, stability: float, relative: bool) -> Tree:
     """Returns the scale of every coordinate, float32, like the parameters."""
     scale = jax.tree.map(lambda v: jnp.sqrt(v) + stability, variance)
     if not relative:
@@ -339,7 +339,7 @@ def top_fraction(*, fraction: ScalarOrSchedule) -> Coordinates:
 
     def encode(grad, state):
         sizes = jax.tree.map(jnp.abs, grad)
-        least = kth_largest(sizes, number_of_share(fraction, state.step, grad))
+        least = kth_largest(sizes, count_coordinates_in_share(fraction, state.step, grad))
         return jax.tree.map(lambda g, size: jnp.where(size < least, 0.0, g), grad, sizes)
 
     return Coordinates(

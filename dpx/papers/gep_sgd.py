@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from dpx import keys
 from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Coordinates, Mechanism, in_coordinates
-from dpx.mechanism.base import SUM, describe
+from dpx.mechanism.base import SUM, describe_number_or_schedule
 from dpx.mechanism.dp_sgd import dp_sgd
 from dpx.papers.random_freeze import random_freeze
 from dpx.sampling.data import batch_size
@@ -64,7 +64,7 @@ def gep_sgd(
         *freeze,
         gradient_embedding(basis=basis, embedding_scale=embedding_scale, residual_scale=residual_scale),
     )
-    multiplier = describe(mechanism.noise_multiplier)
+    multiplier = describe_number_or_schedule(mechanism.noise_multiplier)
     stages = (
         *(one.name for one in freeze),
         "split into an embedding in the public subspace and the residual",
@@ -121,12 +121,12 @@ def gradient_embedding(*, basis: Tree, embedding_scale: float = 1.0, residual_sc
     def encode(grad, state):
         products = jax.tree.map(lambda v, g: jnp.tensordot(v, g, g.ndim, precision=EXACT), state.basis, grad)
         embedding = sum(jax.tree.leaves(products), jnp.zeros(rank))
-        residual = jax.tree.map(jnp.subtract, grad, _combined(embedding, state.basis))
+        residual = jax.tree.map(jnp.subtract, grad, _lift_embedding(embedding, state.basis))
         scaled = jax.tree.map(lambda r: r / residual_scale, residual)
         return {"embedding": embedding / embedding_scale, "residual": scaled}
 
     def decode(released, state, like):
-        inside = _combined(released["embedding"] * embedding_scale, state.basis)
+        inside = _lift_embedding(released["embedding"] * embedding_scale, state.basis)
         return jax.tree.map(lambda v, r: v + r * residual_scale, inside, released["residual"]), state
 
     return Coordinates(
@@ -165,6 +165,6 @@ def public_subspace(public_grads: Tree, *, rank: int, iterations: int, key: jax.
     return unflatten_vectors(basis, jax.tree.map(lambda leaf: leaf[0], public_grads))
 
 
-def _combined(embedding: jax.Array, basis: Tree) -> Tree:
+def _lift_embedding(embedding: jax.Array, basis: Tree) -> Tree:
     """Returns V^T w, float32, in the shapes of the parameters."""
     return jax.tree.map(lambda v: jnp.tensordot(embedding, v, 1, precision=EXACT), basis)

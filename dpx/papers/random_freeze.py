@@ -16,7 +16,7 @@ from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Coordinates, Mechanism, in_coordinates
 from dpx.mechanism.base import describe_period, describe_share
 from dpx.mechanism.dp_sgd import dp_sgd
-from dpx.mechanism.masks import complement_of_rate, mask_of_largest, masked, number_of_share, random_mask
+from dpx.mechanism.masks import apply_mask, complement_of_rate, count_coordinates_in_share, mask_of_largest, random_mask
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule, require_fractions
 from dpx.values import Tree, explain_misuse, find_only_node, require_whole, unflatten_vectors
@@ -120,7 +120,7 @@ def random_freeze(*, freeze_rate: ScalarOrSchedule, every: int, posterior: bool 
 
     def begin(step, like) -> RandomFreezeState:
         seed = jax.random.key_data(keys.public_key(keys.fold_in(stream, step // every)))
-        kept = number_of_share(share, step, like)
+        kept = count_coordinates_in_share(share, step, like)
         return RandomFreezeState(step, seed, kept, random_mask(seed, kept, like))
 
     def following(released, state, like):
@@ -173,7 +173,7 @@ def ranked_freeze(*, freeze_rate: ScalarOrSchedule, every: int) -> Coordinates:
         step, total = state.step + 1, jax.tree.map(jnp.add, state.total, released)
 
         def begin():
-            mask = mask_of_largest(jax.tree.map(jnp.abs, total), number_of_share(share, step, like))
+            mask = mask_of_largest(jax.tree.map(jnp.abs, total), count_coordinates_in_share(share, step, like))
             return RankedFreezeState(step, jax.tree.map(jnp.zeros_like, total), mask)
 
         return lax.cond(step % every == 0, begin, lambda: RankedFreezeState(step, total, state.mask))
@@ -190,8 +190,8 @@ def _freezing_coordinates(
     """Returns coordinates that freeze by the state's mask. following: (released, state, like) -> next state."""
     return Coordinates(
         init=init,
-        encode=lambda grad, state: masked(grad, state.mask),
-        decode=lambda released, state, like: (masked(released, state.mask), following(released, state, like)),
+        encode=lambda grad, state: apply_mask(grad, state.mask),
+        decode=lambda released, state, like: (apply_mask(released, state.mask), following(released, state, like)),
         name=f"freeze {describe_share(freeze_rate)} {words}",
         undo="mask the released gradient",
         supports_ghost_norms=True,

@@ -205,11 +205,11 @@ class ReadRows(NamedTuple):
         places = jnp.where(inside, jnp.searchsorted(rows, indices), indices.size)
         return cls(rows, places, (1 / times).reshape(indices.shape))
 
-    def spread(self, sums: jax.Array, count: int) -> jax.Array:
+    def spread_over_table(self, sums: jax.Array, count: int) -> jax.Array:
         """Spreads `sums` of the read rows, float32 (n,), over the whole table, (V,)."""
         return jnp.zeros(count, jnp.float32).at[self.rows].add(sums, mode="drop")
 
-    def of_chosen(self, sums: jax.Array, chosen: jax.Array) -> jax.Array:
+    def sums_of_chosen_rows(self, sums: jax.Array, chosen: jax.Array) -> jax.Array:
         """Picks from `sums` of read rows, float32 (n, ...), those of `chosen`, int32 (K,): (K, ...), 0 if not read."""
         place = jnp.minimum(jnp.searchsorted(self.rows, chosen), len(self.rows) - 1)
         read = (self.rows[place] == chosen).reshape(-1, *[1] * (sums.ndim - 1))
@@ -244,11 +244,11 @@ class PrivateRowStep:
         sums, of_each = self.row_sum(*given, included)
 
         def release(sums, state, params):
-            return self._release(sums, state, tables, read)
+            return self._release_counts_then_rows(sums, state, tables, read)
 
         optimizer = self.optimizer.replace(release=release)
         with self.row_sum.placed():  # the place decides how noise is drawn
-            updates, state = optimizer.release_once(sums, state, params, jnp.sum(included), drawn)
+            updates, state = optimizer.check_and_release(sums, state, params, jnp.sum(included), drawn)
         return PrivateUpdates(updates, state, Unreleased(*of_each))
 
     def _require_ghost_norms(self, *given: Tree):
@@ -260,22 +260,22 @@ class PrivateRowStep:
         if isinstance(plan, str):
             raise ValueError(f"loss must be one that ghost norms follow, got one where {plan}")
 
-    def _release(self, sums, state: InCoordinatesState, tables: Tree, read: Tree) -> tuple[Tree, Tree]:
+    def _release_counts_then_rows(self, sums, state: InCoordinatesState, tables: Tree, read: Tree) -> tuple[Tree, Tree]:
         """Releases the counts of all rows, and then the gradient with only the chosen rows."""
         (total,) = sums
-        of_all = _on_both(
-            lambda sums: jax.tree.map(lambda t, read, s: read.spread(s, len(t)), tables, read, sums["reads"]), total
+        of_all = _map_high_and_low(
+            lambda x: jax.tree.map(lambda t, r, s: r.spread_over_table(s, len(t)), tables, read, x["reads"]), total
         )
         counts, _ = self.count.release((of_all,), state.inner, float32_like(of_all.high))
         chosen = jax.tree.map(self.choose, counts)
 
         def with_chosen(sums):
             picked = jax.tree.map(
-                lambda t, read, s, rows: read.of_chosen(s, rows), tables, read, sums["gradient"][TABLES], chosen
+                lambda t, r, s, rows: r.sums_of_chosen_rows(s, rows), tables, read, sums["gradient"][TABLES], chosen
             )
             return {**sums["gradient"], TABLES: picked}
 
-        of_rows = _on_both(with_chosen, total)
+        of_rows = _map_high_and_low(with_chosen, total)
         released, inner = self.update.release((of_rows,), state.inner, float32_like(of_rows.high))
 
         def update(table, rows, values):
@@ -291,7 +291,7 @@ def _require_tables(params: Tree) -> dict[str, Tree]:
     return params
 
 
-def _on_both(function: Callable[[Tree], Tree], total: FloatPair) -> FloatPair:
+def _map_high_and_low(function: Callable[[Tree], Tree], total: FloatPair) -> FloatPair:
     """Applies a function that moves elements to the high and the low parts of a total."""
     return FloatPair(function(total.high), None if total.low is None else function(total.low))
 

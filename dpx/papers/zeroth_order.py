@@ -69,7 +69,7 @@ def random_directions(*, count: int, key: jax.Array) -> Coordinates:
     count = require_whole("count", count)
     stream = keys.stream(key, "directions")
 
-    def direction(number, state, like):
+    def random_direction(number, state, like):
         """Returns direction k, u_k / sqrt(K), float32, like the gradient."""
         drawn = jax.random.fold_in(keys.public_key(keys.fold_in(stream, state.step)), number)
         normals = optax.tree.random_like(drawn, like, jax.random.normal, jnp.float32)
@@ -77,7 +77,7 @@ def random_directions(*, count: int, key: jax.Array) -> Coordinates:
 
     def encode(grad, state):
         def derivative_along(_, k):
-            products = jax.tree.map(lambda u, g: jnp.sum(u * g), direction(k, state, grad), grad)
+            products = jax.tree.map(lambda u, g: jnp.sum(u * g), random_direction(k, state, grad), grad)
             return None, sum(jax.tree.leaves(products))
 
         return jax.lax.scan(derivative_along, None, jnp.arange(count, dtype=jnp.int32))[1]
@@ -85,7 +85,7 @@ def random_directions(*, count: int, key: jax.Array) -> Coordinates:
     def decode(released, state, like):
         def add(total, numbered):
             k, value = numbered
-            return jax.tree.map(lambda t, u: t + value * u, total, direction(k, state, like)), None
+            return jax.tree.map(lambda t, u: t + value * u, total, random_direction(k, state, like)), None
 
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), like)
         total, _ = jax.lax.scan(add, zeros, (jnp.arange(count, dtype=jnp.int32), released))
@@ -98,5 +98,5 @@ def random_directions(*, count: int, key: jax.Array) -> Coordinates:
         name=f"derivatives along {count} random directions",
         undo="the directions, times the released numbers",
         encode_whole_batch=True,
-        direction=direction,
+        direction=random_direction,
     )

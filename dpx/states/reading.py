@@ -56,7 +56,7 @@ def release_state(state: Tree) -> ReleaseState:
             f"state must be of one run, got {jnp.shape(release.step)} runs. Runs of one key share their noise: give "
             "each a key of its own, and compose them with dpx.compose_runs"
         )
-    release = release.on_host()
+    release = release.with_facts_on_host()
     if int(release.version) != RECORD_VERSION:
         raise ValueError(
             f"state must have a record of version {RECORD_VERSION}, which this dpx reads, got {int(release.version)}: "
@@ -99,7 +99,7 @@ def _is_state_of_transform(state: Tree) -> bool:
     return not nodes or any(type(node).__module__.startswith("optax") for node in nodes)
 
 
-def _require_counted(state: Tree, release: ReleaseState) -> None:
+def _require_count_not_reset(state: Tree, release: ReleaseState) -> None:
     """Raises ValueError if an optax.lookahead may have reset the step count, as its reset_state=True does."""
     for node in jax.tree.leaves(state, is_leaf=_is_lookahead):
         if _is_lookahead(node) and int(release.step) <= int(node.steps_since_sync):
@@ -151,7 +151,7 @@ class RunFacts(NamedTuple):
     state: Tree = None
 
 
-def read_run(steps_or_state: Any) -> RunFacts:
+def read_run_facts(steps_or_state: Any) -> RunFacts:
     """Reads a number of steps or a state. Raises ValueError for a fractional number, and as `release_state` does."""
     if not isinstance(steps_or_state, bool | int | float | np.generic):
         release = release_state(steps_or_state)
@@ -199,7 +199,7 @@ def require_state_of_mechanism(state: Tree, mechanism: Any, multipliers: np.ndar
     multipliers: float64 (steps,), one for each release.
     """
     release = release_state(state)
-    _require_counted(state, release)
+    _require_count_not_reset(state, release)
     advice = "compute the cost of a state by the mechanism that made its releases, rebuilt with the same numbers"
     if problem := int(release.problem):
         raise ValueError(f"the state has no known cost: {list(REASONS.values())[problem - 1]}")
@@ -254,7 +254,7 @@ def publishable_state(state: Tree) -> Tree:
         True
     """
     functions = functools.partial | optax.GradientTransformation
-    if any(_is_unreleased(kind.__name__) for kind in type(state).__mro__) or isinstance(state, functions):
+    if any(_names_unreleased_value(kind.__name__) for kind in type(state).__mro__) or isinstance(state, functions):
         return None
     if hasattr(state, "_fields"):
         names = state._fields
@@ -273,7 +273,7 @@ def publishable_state(state: Tree) -> Tree:
         return _public_items(state)
     if callable(state):
         return None
-    return _public_leaf(state)
+    return _publishable_leaf(state)
 
 
 def _public_part_of_container(key: Any, part: Tree, kind: type) -> Tree:
@@ -285,7 +285,7 @@ def _public_part_of_container(key: Any, part: Tree, kind: type) -> Tree:
 
 def _public_part(name: Any, part: Tree) -> Tree:
     """The public part of a value that is stored under `name`."""
-    if _is_unreleased(name):
+    if _names_unreleased_value(name):
         return None
     if any(word in str(name).lower() for word in ("key", "rng")):
         part = jax.tree.map(lambda leaf: None if _may_be_raw_keys(leaf) else leaf, part)
@@ -297,7 +297,7 @@ def _may_be_raw_keys(leaf: Any) -> bool:
     return getattr(leaf, "dtype", None) == np.uint32 and jnp.shape(leaf)[-1:] in ((2,), (4,))
 
 
-def _public_leaf(state: Any) -> Any:
+def _publishable_leaf(state: Any) -> Any:
     """Returns an array or a number; None for typed PRNG keys."""
     if isinstance(state, jax.Array) and jnp.issubdtype(state.dtype, jax.dtypes.prng_key):
         return None
@@ -312,6 +312,6 @@ def _public_items(items: Mapping) -> dict:
     return {name: _public_part(name, part) for name, part in items.items()}
 
 
-def _is_unreleased(name: Any) -> bool:
+def _names_unreleased_value(name: Any) -> bool:
     """Whether a field, a key, or a flattened path in any notation names an unreleased value."""
     return "unreleased" in str(name).lower()

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from dp_accounting import DpEvent
 
-from dpx.keys.noise import count_numbers_with_cost, count_pairs, counting_releases, unchecked_axes
+from dpx.keys.noise import collect_release_sizes, count_normal_pairs, count_numbers_with_cost, untracked_mapped_axes
 from dpx.keys.streams import key_words
 from dpx.values import Tree, described, map_nodes_of_type
 from dpx.xla.place import current_place
@@ -101,7 +101,7 @@ class ReleaseState(NamedTuple):
     facts: Any
 
     @classmethod
-    def empty(cls, params: Tree = None) -> "ReleaseState":
+    def empty_record(cls, params: Tree = None) -> "ReleaseState":
         """The record before the first release. `Mechanism.init` sets the fingerprints and the planned steps.
 
         params: pytree shaped like what a release will hold; None if unknown, which costs 2^32 values. Every array has
@@ -122,7 +122,7 @@ class ReleaseState(NamedTuple):
             return self.facts[..., place]
         return jax.lax.index_in_dim(self.facts, place, axis=-1, keepdims=False)
 
-    def on_host(self) -> "ReleaseState":
+    def with_facts_on_host(self) -> "ReleaseState":
         """The record with its facts in NumPy, so that reading one runs no program."""
         return self._replace(facts=np.asarray(self.facts))
 
@@ -142,7 +142,7 @@ class ReleaseState(NamedTuple):
             return self._replace(facts=jax.device_put(facts, self.facts.sharding))
         return self._replace(facts=jnp.array(facts))
 
-    def after(self, noise_multiplier: jax.Array | float) -> "ReleaseState":
+    def after_release(self, noise_multiplier: jax.Array | float) -> "ReleaseState":
         """Returns the record after one more release, with this float32 scalar noise multiplier."""
         multiplier = jnp.asarray(noise_multiplier, jnp.float32)
         total, rounding = self.precision
@@ -174,8 +174,8 @@ def noise_order_hash(bits: Any, step: Any) -> Any:
     return (term ^ negative) - negative
 
 
-def stamp_state(state: Tree, fingerprints: np.ndarray, budget: Any) -> Tree:
-    """Returns a new `state` with fingerprints, uint32 (2,), of what its releases will cost (`fingerprints_of`).
+def stamp_fingerprints(state: Tree, fingerprints: np.ndarray, budget: Any) -> Tree:
+    """Returns a new `state` with the `fingerprints`, uint32 (2,), of what its releases will cost.
 
     budget: the `dpx.Budget` that plans the run, or None. Raises ValueError if releases will have more values than it
         states.
@@ -187,19 +187,19 @@ def stamp_state(state: Tree, fingerprints: np.ndarray, budget: Any) -> Tree:
         if numbers is None:
             return node.with_fields(**stamp)
         if not isinstance(node.facts, jax.core.Tracer):
-            _require_fewer(int(node.on_host().numbers), numbers)
+            _require_numbers_within_budget(int(node.with_facts_on_host().numbers), numbers)
         return node.with_fields(**stamp, numbers=_as_uint32(numbers))
 
     state = map_nodes_of_type(stamp_one, state, ReleaseState)
-    return with_plan(state, 0 if budget is None or budget.public_stop else steps)
+    return set_run_plan(state, 0 if budget is None or budget.public_stop else steps)
 
 
-def with_plan(state: Tree, steps: int) -> Tree:
+def set_run_plan(state: Tree, steps: int) -> Tree:
     """Sets the plan of a run to `steps`; 0 means no plan."""
     return map_nodes_of_type(lambda node: node.with_fields(plan=steps), state, ReleaseState)
 
 
-def _require_fewer(own: int, numbers: int) -> None:
+def _require_numbers_within_budget(own: int, numbers: int) -> None:
     """Raises ValueError if a release has more values than the budget states."""
     if own > numbers:
         raise ValueError(
@@ -212,15 +212,15 @@ def release_and_count_draws(release: Callable, *given: Any, budget: Any) -> tupl
     """Returns the updates and state from `release(*given)`. The state's count of values grows if more were drawn.
 
     Values that an earlier trace drew are not seen: if fewer are counted than the state knows, or none, 2^32 are
-    recorded. budget and errors: as for `stamp_state`.
+    recorded. budget and errors: as for `stamp_fingerprints`.
     """
-    with counting_releases() as drawn:
+    with collect_release_sizes() as drawn:
         updates, state = release(*given)
-    several = [2 * count_pairs(one) for one in drawn] if len(drawn) > 1 else drawn  # each draws whole pairs
+    several = [2 * count_normal_pairs(one) for one in drawn] if len(drawn) > 1 else drawn  # each draws whole pairs
     numbers = min(sum(several), 2**32)
     stated = budget is not None and budget.numbers is not None
     if stated:
-        _require_fewer(numbers, budget.numbers)
+        _require_numbers_within_budget(numbers, budget.numbers)
     own, one, most = np.uint32((numbers - 1) % 2**32), np.uint32(1), np.uint32(2**32 - 1)
 
     def of_release(node: ReleaseState) -> ReleaseState:
@@ -257,7 +257,7 @@ def check_batch(
             wrong["chunks"] = jnp.logical_not(ordered)
         noise = jnp.append(key_words(mechanism.key), node.step.astype(jnp.uint32))
         wrong["devices"] = _shares_noise(noise)
-        if axes := unchecked_axes():
+        if axes := untracked_mapped_axes():
             wrong["devices"] |= _noise_is_repeated(axes, noise, sums)
         found = {"noise_key": noise_key}
         if drawn is not None:
@@ -327,7 +327,7 @@ def unit_mark(unit: str) -> int:
     return fingerprint(unit)
 
 
-def fingerprints_of(event: DpEvent, sampling: Any) -> np.ndarray:
+def fingerprint_sampling_and_event(event: DpEvent, sampling: Any) -> np.ndarray:
     """Fingerprints of a sampling record and of the event of one step without its noise multipliers, uint32 (2,)."""
     return np.array([fingerprint(sampling), fingerprint(event, without="noise_multiplier")], np.uint32)
 

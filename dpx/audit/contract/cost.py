@@ -80,7 +80,7 @@ def check_counted_releases(trial: Trial) -> str:
             _require_plausible_event(event, trial.multipliers[:steps], mechanism.sampling)
             own = own or name
         else:
-            more |= _require_counted(expected, event, steps)
+            more |= _require_count_not_reset(expected, event, steps)
     if mechanism.correlated is not None:
         return require_costed_sensitivity(trial)
     if own:
@@ -97,7 +97,7 @@ def _are_equal(event: DpEvent, expected: DpEvent) -> bool:
         return False
 
 
-def _require_counted(expected: DpEvent, event: DpEvent, steps: int) -> bool:
+def _require_count_not_reset(expected: DpEvent, event: DpEvent, steps: int) -> bool:
     """Whether the event has more releases than expected. Raises BrokenLine if it lacks one."""
     wanted, offered = from_event(expected).events, from_event(event).events
     if missing := _missing_release(wanted, offered):

@@ -189,7 +189,7 @@ def find_trained_share(flags: Tree, params: Tree) -> Finding:
 
 def find_guessable_key(key: jax.Array | None) -> Finding:
     """Checks whether the mechanism's scalar key may have fewer than 64 secret bits."""
-    if key is not None and keys.is_small(key):
+    if key is not None and keys.has_small_seed(key):
         return Finding("key", "warning", keys.SMALL, {"small": True})
     return Finding("key", "ok", "the key has more than 32 bits", {"small": False})
 

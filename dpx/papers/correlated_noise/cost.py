@@ -42,7 +42,7 @@ nothing in the memory, all bits are the same.
 
 where N = 13.3 sqrt(numbers), because the normals end at 13.16 deviations and a cell is at most 1/16 of one. The added
 clip norm covers r_t, a float32 number, and m of the neighboring data, which C S moves. A batch has at most 2^24
-examples that count. `rounding_move` sums up over the steps, and doubles the result because both data sets round.
+examples that count. `rounding_shift_bound` sums up over the steps, and doubles the result because both data sets round.
 """
 
 import math
@@ -124,7 +124,7 @@ def _require_zero_out(relation: Relation) -> None:
         raise ValueError(f'correlated noise has a known cost only under relation "zero_out", {words}; got {relation!r}')
 
 
-def rounding_move(
+def rounding_shift_bound(
     column: np.ndarray, inverse: np.ndarray, *, banded: bool, terms: int, steps: int, noise_multiplier: float
 ) -> float:
     """Bounds how far rounding moves the releases of neighboring data sets apart, in deviations of z: see the module.

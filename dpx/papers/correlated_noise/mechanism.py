@@ -28,7 +28,7 @@ from dpx.papers.correlated_noise.cost import (
     CorrelatedGaussianDpEvent,
     CyclicBandedDpEvent,
     require_bands,
-    rounding_move,
+    rounding_shift_bound,
 )
 from dpx.papers.correlated_noise.strategy import Strategy, Workload, optimized, sensitivity, shuffled_sensitivity
 from dpx.papers.correlated_noise.strategy import lambda_cgd as strategy_of
@@ -87,7 +87,7 @@ def correlated_noise(
     clip_norm = require_number("clip_norm", clip_norm, minimum=SMALLEST_CLIP_NORM, maximum=LARGEST_CLIP_NORM)
     noise_multiplier = require_number("noise_multiplier", noise_multiplier, minimum=0, exclusive=True)
     _require_sampling(sampling, strategy)
-    inner, noise_key = dp_sgd(**common), _noise_stream(keys.warn_if_guessable(key), strategy)
+    inner, noise_key = dp_sgd(**common), _noise_key_of_strategy(keys.warn_if_guessable(key), strategy)
 
     def event(steps):
         return _event(strategy, noise_multiplier, sampling, steps)
@@ -95,14 +95,14 @@ def correlated_noise(
     weights = _weights_of_past(strategy)
     return inner.wrap(
         begin=lambda params: _first_state(params, len(weights)),
-        release=_with_past_noise(inner, strategy, noise_key, noise_multiplier * clip_norm * (1 + ETA)),
+        release=_make_correlated_release(inner, strategy, noise_key, noise_multiplier * clip_norm * (1 + ETA)),
         event=event,
         correlated=strategy,
         stages=_stages_of_pipeline(inner.stages, strategy),
     )
 
 
-def sensitivity_under(strategy: Strategy, sampling: Sampling, steps: int) -> float:
+def sensitivity_under_sampling(strategy: Strategy, sampling: Sampling, steps: int) -> float:
     """Returns the most that one example moves C G in the first steps, in clip norms: see `dpx.strategies`.
 
     For cyclic sampling, it is the most by one coin. Raises ValueError for a sampling that does not say how often, and
@@ -119,9 +119,9 @@ def sensitivity_under(strategy: Strategy, sampling: Sampling, steps: int) -> flo
 def _event(strategy: Strategy, noise_multiplier: float, sampling: Sampling, steps: int) -> DpEvent:
     if steps == 0:
         return NoOpDpEvent()
-    shift = sensitivity_under(strategy, sampling, steps)
+    shift = sensitivity_under_sampling(strategy, sampling, steps)
     cyclic = sampling if isinstance(sampling, CyclicPoissonSampling) else None
-    more = rounding_move(
+    more = rounding_shift_bound(
         strategy.column(steps),
         strategy.inverse_column(steps),
         banded=strategy.bands is not None,
@@ -138,7 +138,7 @@ def _event(strategy: Strategy, noise_multiplier: float, sampling: Sampling, step
     return CorrelatedGaussianDpEvent(noise, shift, steps, strategy.coefficients, strategy.inverse_coefficients)
 
 
-def _with_past_noise(inner: Mechanism, strategy: Strategy, noise_key: jax.Array, deviation: float) -> Callable:
+def _make_correlated_release(inner: Mechanism, strategy: Strategy, noise_key: jax.Array, deviation: float) -> Callable:
     """Returns a release that keeps and uses past noise. inner: dp_sgd. deviation: that of the fresh noise."""
     weights, banded = _weights_of_past(strategy), strategy.bands is not None
 
@@ -156,7 +156,7 @@ def _with_past_noise(inner: Mechanism, strategy: Strategy, noise_key: jax.Array,
                 noise = released_minus_total(released, as_pair(sums[0]))
         else:
             released, noise = keys.release_and_rest(noise_key, state.inner.step, with_past, given, deviation)
-        state = _next_state(state, noise, state.inner.after(inner.noise_multiplier))
+        state = _store_step_noise(state, noise, state.inner.after_release(inner.noise_multiplier))
         updates = jax.tree.map(lambda r: r / inner.sampling.divisor, released)
         return optax.tree.cast_like(updates, params), state
 
@@ -170,7 +170,7 @@ def _weights_of_past(strategy: Strategy) -> np.ndarray:
     return -np.array(strategy.coefficients[1:])
 
 
-def _noise_stream(key: jax.Array, strategy: Strategy) -> jax.Array:
+def _noise_key_of_strategy(key: jax.Array, strategy: Strategy) -> jax.Array:
     """Returns the scalar noise key, which depends on C. Otherwise the releases of one batch under two Cs would differ
     by less noise than their cost assumes, and by none at step 0, where both have z_0."""
     stream = keys.stream(key, "noise")
@@ -223,7 +223,7 @@ def _first_state(params: Tree, steps: int) -> CorrelatedNoiseState:
         return jnp.stack([zeros] * steps)
 
     return CorrelatedNoiseState(
-        ReleaseState.empty(params), FloatPair(*(jax.tree.map(empty_ring, params) for _ in range(2)))
+        ReleaseState.empty_record(params), FloatPair(*(jax.tree.map(empty_ring, params) for _ in range(2)))
     )
 
 
@@ -241,7 +241,7 @@ def _weighted_past_noise(state: CorrelatedNoiseState, weights: np.ndarray) -> Tr
     return jax.tree.map(add, *state.unreleased_noise)
 
 
-def _next_state(state: CorrelatedNoiseState, noise: FloatPair, release: ReleaseState) -> CorrelatedNoiseState:
+def _store_step_noise(state: CorrelatedNoiseState, noise: FloatPair, release: ReleaseState) -> CorrelatedNoiseState:
     """Returns the next state. noise: this step's noise, like the gradients. release: the next record."""
     rows = state.unreleased_noise
 

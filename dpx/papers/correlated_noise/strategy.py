@@ -92,11 +92,11 @@ class Strategy:
 
     def column(self, steps: int) -> np.ndarray:
         """Returns the first column of C for this many steps, float64 (steps,). Raises ValueError if it overflows."""
-        return self.series(self.coefficients, self.inverse_coefficients, steps)
+        return self.quotient_series(self.coefficients, self.inverse_coefficients, steps)
 
     def inverse_column(self, steps: int) -> np.ndarray:
         """Returns the first column of C^-1 for this many steps, float64 (steps,). Raises ValueError if it overflows."""
-        return self.series(self.inverse_coefficients, self.coefficients, steps)
+        return self.quotient_series(self.inverse_coefficients, self.coefficients, steps)
 
     def covariance(self, steps: int) -> np.ndarray:
         """Returns C^-1 C^-T, float64 (steps, steps): the covariance of the noise over the steps, for z of variance 1.
@@ -107,7 +107,7 @@ class Strategy:
         return inverse @ inverse.T
 
     @staticmethod
-    def series(numerator: Any, denominator: Any, steps: int) -> np.ndarray:
+    def quotient_series(numerator: Any, denominator: Any, steps: int) -> np.ndarray:
         """Returns the first coefficients of a quotient of two polynomials, float64 (steps,).
 
         Raises ValueError if one of them is not a finite float64.
@@ -286,7 +286,7 @@ class Workload:
         object.__setattr__(self, "learning_rates", rates)
 
     @property
-    def momentum_series(self) -> np.ndarray:
+    def inverse_momentum_series(self) -> np.ndarray:
         """1 - momentum x, the series of the inverse of M, float64 (1 or 2,)."""
         return np.array([1.0, -self.momentum] if self.momentum else [1.0])
 
@@ -332,14 +332,14 @@ def squared_errors(strategy: Strategy, workload: Workload, steps: int) -> np.nda
     """Returns the squared norm of each row of A C^-1, float64 (steps,)."""
     rates = workload.rates(steps)
     numerator = np.array(strategy.inverse_coefficients)
-    denominator = np.convolve(strategy.coefficients, workload.momentum_series)
+    denominator = np.convolve(strategy.coefficients, workload.inverse_momentum_series)
     if np.all(rates == rates[0]):
-        column = rates[0] * np.cumsum(Strategy.series(numerator, denominator, steps))
+        column = rates[0] * np.cumsum(Strategy.quotient_series(numerator, denominator, steps))
         return np.cumsum(np.square(column))
-    return _by_recurrence(numerator, denominator, rates)
+    return _variances_by_recurrence(numerator, denominator, rates)
 
 
-def _by_recurrence(numerator: np.ndarray, denominator: np.ndarray, rates: np.ndarray) -> np.ndarray:
+def _variances_by_recurrence(numerator: np.ndarray, denominator: np.ndarray, rates: np.ndarray) -> np.ndarray:
     """Returns the variances of sum_(s <= t) h_s y_s, float64 (steps,), where y has the series numerator / denominator.
 
     y_t = sum_j n_j w_(t-j) with w_t = z_t - sum_(j > 0) d_j w_(t-j). The covariances of the last w, with each other and
@@ -399,7 +399,7 @@ def optimized(
     _require_kind("workload", workload, Workload)
     if bands == 1:
         return Strategy()
-    denominator, quadratic = objective(workload, steps, error)
+    denominator, quadratic = workload_objective(workload, steps, error)
 
     def value_and_gradient(rest: np.ndarray) -> tuple[float, np.ndarray]:
         return log_workload_loss(np.concatenate([[1.0], rest]), denominator, quadratic, steps)
@@ -410,14 +410,14 @@ def optimized(
     return Strategy(coefficients=(1.0, *found.x))
 
 
-def objective(workload: Workload, steps: int, error: str) -> tuple[np.ndarray, Quadratic]:
+def workload_objective(workload: Workload, steps: int, error: str) -> tuple[np.ndarray, Quadratic]:
     """Returns the denominator of the series a(x), and the quadratic form of u. Raises as `optimized` does."""
     rates = workload.rates(steps)
     if error not in ("mean", "largest"):
         raise ValueError(f'error must be "mean" or "largest", got {error!r}')
     if np.all(rates == rates[0]):
         weights = np.arange(steps, 0, -1) / steps if error == "mean" else np.ones(steps)
-        denominator = np.convolve([1.0, -1.0], workload.momentum_series)
+        denominator = np.convolve([1.0, -1.0], workload.inverse_momentum_series)
         return denominator, lambda u: (float(weights @ np.square(u)), weights * u)
     if error == "largest":
         raise ValueError('error must be "mean" if learning rates change, got "largest"')
@@ -429,7 +429,7 @@ def objective(workload: Workload, steps: int, error: str) -> tuple[np.ndarray, Q
         product = matrix @ u
         return float(u @ product), product
 
-    return workload.momentum_series, quadratic_form
+    return workload.inverse_momentum_series, quadratic_form
 
 
 def _workload_with_rates(rates: np.ndarray) -> np.ndarray:

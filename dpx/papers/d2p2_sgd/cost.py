@@ -59,7 +59,7 @@ class ProjectedGaussianDpEvent(dp_accounting.DpEvent, PrivacyLoss):
     def largest_shift(self, relation: Relation) -> float:
         """The most that one example moves a release, in deviations of its noise, except with probability 1e-50."""
         effect = 2 if relation == "replace_one" else 1
-        return in_deviations(effect * _largest_stretch(_SHIFT_TAIL, self.rank), self.noise_multiplier)
+        return in_deviations(effect * _stretch_quantile_bound(_SHIFT_TAIL, self.rank), self.noise_multiplier)
 
     def step_loss(self, relation: Relation) -> "ProjectedGaussian":
         if relation == "replace_one":
@@ -67,7 +67,7 @@ class ProjectedGaussianDpEvent(dp_accounting.DpEvent, PrivacyLoss):
         return ProjectedGaussian(self.noise_multiplier, self.sampling_probability, self.rank, self.blocks)
 
 
-def _largest_stretch(tail: float, rank: int) -> float:
+def _stretch_quantile_bound(tail: float, rank: int) -> float:
     """Returns a stretch that is exceeded with probability at most `tail`, even with several blocks.
 
     By Laurent and Massart 2000 (https://doi.org/10.1214/aos/1015957395); `_log_chernoff` gives a smaller bound.
@@ -76,7 +76,7 @@ def _largest_stretch(tail: float, rank: int) -> float:
     return math.sqrt(1 + math.sqrt(2 * exponent) + exponent)
 
 
-def with_projected_event(event: dp_accounting.DpEvent, *, rank: int, blocks: int = 1) -> dp_accounting.DpEvent:
+def event_with_projection(event: dp_accounting.DpEvent, *, rank: int, blocks: int = 1) -> dp_accounting.DpEvent:
     """Adds to `event` a fresh Gaussian projection before each of its releases.
 
     rank: int, the smallest rank of any block. blocks: int, how many blocks are projected separately. If there are more
@@ -121,7 +121,7 @@ class ProjectedGaussian(StepLoss):
         """
         if self.noise_multiplier < renyi.SMALLEST_NOISE:
             return np.full(len(orders), np.inf)
-        stretches, shares, _ = self._stretches(_RENYI_TAIL)
+        stretches, shares, _ = self._binned_stretch_distribution(_RENYI_TAIL)
         rates = np.full(len(stretches), self.rate)
         divergences = renyi.gaussian_rdp(self.noise_multiplier / stretches, rates, orders)  # (stretches, orders)
         growth = orders * (orders - 1) / (2 * self.noise_multiplier**2)  # (a - 1) D_a = growth S^2 at most
@@ -134,28 +134,28 @@ class ProjectedGaussian(StepLoss):
             return special.logsumexp(logs, axis=0) / (orders - 1)
 
     def pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
-        stretches, shares, beyond = self._stretches(tail / 2)
+        stretches, shares, beyond = self._binned_stretch_distribution(tail / 2)
         by_stretch = [
             SampledGaussian(self.noise_multiplier / stretch, self.rate).pmfs(grid, tail=tail / 2, largest=largest)
             for stretch in stretches.tolist()
         ]
         return tuple(mix_pmfs(pmfs, shares.tolist(), beyond) for pmfs in zip(*by_stretch, strict=True))
 
-    def _stretches(self, tail: float) -> tuple[np.ndarray, np.ndarray, float]:
+    def _binned_stretch_distribution(self, tail: float) -> tuple[np.ndarray, np.ndarray, float]:
         """Returns the rising upper ends S of bins of stretches, the bins' probabilities, and that of larger stretches.
 
         Both arrays are float64 (bins + 1,). The last probability is at most `tail`.
         """
-        largest = _largest_stretch(tail, self.rank)
+        largest = _stretch_quantile_bound(tail, self.rank)
         smallest = 1.0
         if self.blocks == 1:
             smallest = math.sqrt(2 / self.rank * float(special.gammaincinv(self.rank / 2, _LOWEST_QUANTILE)))
         bins = min(_MOST_STRETCHES, math.ceil(math.log(largest / smallest) / math.log(_STRETCH_RATIO)))
         ends = np.geomspace(smallest, largest, bins + 1)
-        larger = self._probability_larger(ends)
+        larger = self._stretch_tail_probability(ends)
         return ends, -np.diff(larger, prepend=1.0), float(larger[-1])
 
-    def _probability_larger(self, stretches: np.ndarray) -> np.ndarray:
+    def _stretch_tail_probability(self, stretches: np.ndarray) -> np.ndarray:
         """Returns P(S > stretch) for each stretch, float64 (n,), or a bound on it if there are several blocks."""
         if self.blocks == 1:
             return special.gammaincc(self.rank / 2, self.rank / 2 * stretches**2)

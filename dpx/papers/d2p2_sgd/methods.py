@@ -29,10 +29,10 @@ from dpx import keys, schedules
 from dpx.accounting.budget import accepts_budget
 from dpx.accounting.flat_event import from_event
 from dpx.mechanism import Mechanism, in_coordinates
-from dpx.mechanism.base import insert_around_sum
+from dpx.mechanism.base import insert_stages_around_sum
 from dpx.mechanism.dp_sgd import dp_sgd, normalized
-from dpx.papers.d2p2_sgd.cost import with_projected_event
-from dpx.papers.d2p2_sgd.projections import ProjectionKind, ProjectionState, projection, random_projection
+from dpx.papers.d2p2_sgd.cost import event_with_projection
+from dpx.papers.d2p2_sgd.projections import ProjectionKind, ProjectionState, projection_coordinates, random_projection
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule
 from dpx.sums.rounding import FloatPair, as_float64, as_pair, split_float64
@@ -80,7 +80,7 @@ def d2p2_sgd(
     """
     falling = _falling_noise(noise_multiplier, power, every)
     projection = {"rank": rank, "reduction_rate": reduction_rate, "kind": kind}
-    return _with_projection(_automatic_clipping(falling, stability, sampling, key), order, projection, key)
+    return _add_projection(_automatic_clipping(falling, stability, sampling, key), order, projection, key)
 
 
 @accepts_budget
@@ -109,7 +109,7 @@ def dp2_sgd(
     Raises ValueError for an unknown order, and for numbers outside their domains.
     """
     projection = {"rank": rank, "reduction_rate": reduction_rate, "kind": kind}
-    return _with_projection(_automatic_clipping(noise_multiplier, stability, sampling, key), order, projection, key)
+    return _add_projection(_automatic_clipping(noise_multiplier, stability, sampling, key), order, projection, key)
 
 
 @accepts_budget
@@ -153,7 +153,7 @@ def _automatic_clipping(
     return normalized(gaussian, stability=stability)
 
 
-def _with_projection(mechanism: Mechanism, order: Order, projection: dict[str, Any], key: jax.Array) -> Mechanism:
+def _add_projection(mechanism: Mechanism, order: Order, projection: dict[str, Any], key: jax.Array) -> Mechanism:
     """Adds to `mechanism` a fresh projection at every step, of each example or of the clipped sum."""
     if order == "project_then_clip":
         return in_coordinates(mechanism, random_projection(**projection, key=key))
@@ -195,7 +195,7 @@ def clip_then_project(
     Source: the order of D2P2-SGD, Jiang et al. 2025, https://arxiv.org/abs/2509.09485.
     """
     stream = keys.stream(mechanism.key, "projection of the sum")
-    coordinates, ranks = projection(rank, reduction_rate, kind, every, stream, bounded=True), jax.tree.leaves(rank)
+    coordinates = projection_coordinates(rank, reduction_rate, kind, every, stream, bounded=True)
     if mechanism.correlated is not None:
         raise ValueError("clip_then_project must not wrap correlated noise, because its projections change")
     # A projection that is already in it would use the same stream.
@@ -205,7 +205,8 @@ def clip_then_project(
         _require_fresh_ranked_projection(rank, reduction_rate, every)
 
     def event(steps):
-        return with_projected_event(mechanism.event(steps), rank=min(ranks), blocks=len(ranks))
+        ranks = jax.tree.leaves(rank)
+        return event_with_projection(mechanism.event(steps), rank=min(ranks), blocks=len(ranks))
 
     def begin(params):
         require_ieee_float64("the projection of a sum")
@@ -224,7 +225,7 @@ def clip_then_project(
         updates, next_projection = coordinates.decode(released, state.projection, total.high)
         return optax.tree.cast_like(updates, params), ClipThenProjectState(inner, next_projection)
 
-    stages = insert_around_sum(mechanism.stages, before_noise=(f"project the sum: {coordinates.name}",))
+    stages = insert_stages_around_sum(mechanism.stages, before_noise=(f"project the sum: {coordinates.name}",))
     costs = {"event": event} if kind == "gaussian" else {}
     return mechanism.wrap(begin=begin, release=release, stages=(*stages, coordinates.undo), **costs)
 

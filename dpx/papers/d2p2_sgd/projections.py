@@ -1,6 +1,6 @@
 """Random projections: write a gradient in fewer, random coordinates, as a whole or for each group of layers.
 
-To add a kind, write a `Sketch`, and add its name to `SKETCHES` and `ProjectionKind`.
+To add a kind, write a `LinearSketch`, and add its name to `SKETCHES` and `ProjectionKind`.
 """
 
 import itertools
@@ -30,7 +30,7 @@ DRAWS = jax.enable_x64(False)
 Segments = Sequence[jax.Array]
 
 
-class Sketch(NamedTuple):
+class LinearSketch(NamedTuple):
     """A random linear map P from d coordinates to p, with E[P^T P] = I, so that its transpose lifts without bias.
 
     The draw depends only on the key, so a `vmap` over vectors draws once for all of them.
@@ -89,7 +89,7 @@ def _subset_stretch(sizes: Sequence[int], rank: int) -> float:
 
 
 # The projection is its own transpose.
-SUBSET = Sketch(
+SUBSET = LinearSketch(
     _subset_project,
     lambda key, kept, sizes, rank: _subset_project(key, kept, rank),
     _subset_stretch,
@@ -122,7 +122,7 @@ def _countsketch_project(key: jax.Array, segments: Segments, rank: int) -> Segme
     # This 0 depends on the example: with a constant 0, XLA would allocate the buckets of all examples too early.
     zero = 0 * next(segment for segment in segments if segment.size)[0]
     total = jnp.full(rank + longest, zero)
-    for start, piece in _pieces_of_segments(segments, rank, longest):
+    for start, piece in _cut_segments_into_pieces(segments, rank, longest):
         bucket = ((offsets[start // rank] + start) % rank,)
         signed = piece * signs[start : start + piece.size]
         before = jax.lax.dynamic_slice(total, bucket, piece.shape)
@@ -135,7 +135,7 @@ def _countsketch_stretch(sizes: Sequence[int], rank: int) -> float:
     return math.sqrt(math.ceil(sum(sizes) / rank))
 
 
-def _pieces_of_segments(segments: Segments, rank: int, longest: int) -> Iterator[tuple[int, jax.Array]]:
+def _cut_segments_into_pieces(segments: Segments, rank: int, longest: int) -> Iterator[tuple[int, jax.Array]]:
     """Yields (start, piece): cuts the segments at the ends of runs, and into pieces of at most `longest` elements."""
     start = 0
     for segment in segments:
@@ -157,7 +157,7 @@ def _bucket_sums_by_run(signed: jax.Array, offsets: jax.Array, rank: int) -> jax
     return jax.lax.scan(add, jnp.zeros(rank), (runs, offsets))[0]
 
 
-COUNTSKETCH = Sketch(_countsketch_project, lift_by_transpose(_countsketch_project), _countsketch_stretch)
+COUNTSKETCH = LinearSketch(_countsketch_project, lift_by_transpose(_countsketch_project), _countsketch_stretch)
 
 
 def _gaussian_project(key: jax.Array, segments: Segments, rank: int) -> Segments:
@@ -165,9 +165,9 @@ def _gaussian_project(key: jax.Array, segments: Segments, rank: int) -> Segments
     vector = jnp.concatenate(segments)
 
     def block(_, number):
-        return None, jnp.dot(_block_of_rows(key, number, vector.size, rank), vector, precision=EXACT)
+        return None, jnp.dot(_draw_gaussian_rows(key, number, vector.size, rank), vector, precision=EXACT)
 
-    _, coordinates = jax.lax.scan(block, None, jnp.arange(_numbered_blocks(vector.size, rank)))
+    _, coordinates = jax.lax.scan(block, None, jnp.arange(_number_of_blocks(vector.size, rank)))
     return [coordinates.reshape(-1)[:rank] / math.sqrt(rank)]
 
 
@@ -176,30 +176,30 @@ def _gaussian_lift(key: jax.Array, coordinates: Segments, sizes: Sequence[int], 
 
     def block(total, numbered):
         number, chunk = numbered
-        return total + jnp.dot(chunk, _block_of_rows(key, number, size, rank), precision=EXACT), None
+        return total + jnp.dot(chunk, _draw_gaussian_rows(key, number, size, rank), precision=EXACT), None
 
-    blocks, height = _numbered_blocks(size, rank), _rows_at_once(size, rank)
+    blocks, height = _number_of_blocks(size, rank), _rows_drawn_at_once(size, rank)
     chunks = jnp.pad(coordinates[0], (0, blocks * height - rank)).reshape(blocks, height)
     total, _ = jax.lax.scan(block, jnp.zeros(size), (jnp.arange(blocks), chunks))
     return split_vector(total / math.sqrt(rank), sizes)
 
 
-def _rows_at_once(size: int, rank: int) -> int:
+def _rows_drawn_at_once(size: int, rank: int) -> int:
     """Returns how many rows of A^T, each with d = `size` elements, are drawn at once."""
     return max(1, min(rank, DRAWN_AT_ONCE // size))
 
 
-def _numbered_blocks(size: int, rank: int) -> int:
-    return -(-rank // _rows_at_once(size, rank))
+def _number_of_blocks(size: int, rank: int) -> int:
+    return -(-rank // _rows_drawn_at_once(size, rank))
 
 
-def _block_of_rows(key: jax.Array, block: jax.Array, size: int, rank: int) -> jax.Array:
+def _draw_gaussian_rows(key: jax.Array, block: jax.Array, size: int, rank: int) -> jax.Array:
     """Draws one block of rows of A^T, float32 (height, size)."""
     with DRAWS:
-        return jax.random.normal(jax.random.fold_in(key, block), (_rows_at_once(size, rank), size))
+        return jax.random.normal(jax.random.fold_in(key, block), (_rows_drawn_at_once(size, rank), size))
 
 
-GAUSSIAN = Sketch(_gaussian_project, _gaussian_lift, stretch=None, encode_whole_batch=True)
+GAUSSIAN = LinearSketch(_gaussian_project, _gaussian_lift, stretch=None, encode_whole_batch=True)
 HADAMARD_BLOCK = 2**12  # the most coordinates in a block, a power of 2: the transform's two factors are then 64 x 64
 
 
@@ -219,7 +219,7 @@ def hadamard_transform(blocks: jax.Array) -> jax.Array:
 def _hadamard_project(key: jax.Array, segments: Segments, rank: int) -> Segments:
     """Applies random signs and H / sqrt(b) in blocks of b, and keeps p results: the subsampled randomized transform."""
     sizes = [segment.size for segment in segments]
-    padded = [_padded(size) for size in sizes]
+    padded = [_padded_size(size) for size in sizes]
     sign_key, row_key = jax.random.split(key)
     signs = split_vector(random_signs(sign_key, sum(sizes)), sizes)
     kept = random_subset(row_key, padded, rank)
@@ -230,7 +230,7 @@ def _hadamard_project(key: jax.Array, segments: Segments, rank: int) -> Segments
 
 
 def _hadamard_stretch(sizes: Sequence[int], rank: int) -> float:
-    return math.sqrt(sum(map(_padded, sizes)) / rank)
+    return math.sqrt(sum(map(_padded_size, sizes)) / rank)
 
 
 def _transform_segment(segment: jax.Array, signs: jax.Array, kept: jax.Array, *, scale: float) -> jax.Array:
@@ -238,21 +238,21 @@ def _transform_segment(segment: jax.Array, signs: jax.Array, kept: jax.Array, *,
 
     segment, signs: float32 (size,). kept: bool (padded size,).
     """
-    block = _block_size(segment.size)
+    block = _hadamard_block_size(segment.size)
     signed = jnp.pad(segment * signs, (0, kept.size - segment.size)).reshape(-1, block)
     return hadamard_transform(signed).reshape(-1) * jnp.where(kept, scale / math.sqrt(block), 0)
 
 
-def _block_size(size: int) -> int:
+def _hadamard_block_size(size: int) -> int:
     """Returns a segment's block size: the smallest power of 2 that is at least its size, or HADAMARD_BLOCK if less."""
     return min(HADAMARD_BLOCK, 1 << (size - 1).bit_length())
 
 
-def _padded(size: int) -> int:
-    return _block_size(size) * math.ceil(size / _block_size(size))
+def _padded_size(size: int) -> int:
+    return _hadamard_block_size(size) * math.ceil(size / _hadamard_block_size(size))
 
 
-HADAMARD = Sketch(_hadamard_project, lift_by_transpose(_hadamard_project), _hadamard_stretch)
+HADAMARD = LinearSketch(_hadamard_project, lift_by_transpose(_hadamard_project), _hadamard_stretch)
 ORTHONORMAL_BLOCK = 64  # the fewest coordinates in a block; d / p if that is more, so that every block has a column
 
 
@@ -272,7 +272,7 @@ class CoordinateBlocks(NamedTuple):
     chunks: int
 
 
-def blocks_of(size: int, rank: int) -> CoordinateBlocks:
+def cut_into_blocks(size: int, rank: int) -> CoordinateBlocks:
     count = math.ceil(size / max(ORTHONORMAL_BLOCK, math.ceil(size / rank)))
     block, columns = math.ceil(size / count), math.ceil(rank / count)
     together = max(1, min(count, DRAWN_AT_ONCE // (block * columns)))
@@ -282,25 +282,25 @@ def blocks_of(size: int, rank: int) -> CoordinateBlocks:
 def _orthonormal_project(key: jax.Array, segments: Segments, rank: int) -> Segments:
     """Returns Q^T v in blocks of about 64 coordinates; each block has its own Haar-random Q, by QR of Gaussians."""
     vector = jnp.concatenate(segments)
-    blocks = blocks_of(vector.size, rank)
+    blocks = cut_into_blocks(vector.size, rank)
     padding = blocks.chunks * blocks.together * blocks.size - vector.size
     chunks = jnp.pad(vector, (0, padding)).reshape(blocks.chunks, blocks.together, blocks.size)
-    return [_each_chunk("bsc,bs->bc", key, blocks, chunks)]
+    return [_multiply_each_chunk("bsc,bs->bc", key, blocks, chunks)]
 
 
 def _orthonormal_lift(key: jax.Array, coordinates: Segments, sizes: Sequence[int], rank: int) -> Segments:
-    blocks = blocks_of(sum(sizes), rank)
+    blocks = cut_into_blocks(sum(sizes), rank)
     chunks = coordinates[0].reshape(blocks.chunks, blocks.together, blocks.columns)
-    return split_vector(_each_chunk("bsc,bc->bs", key, blocks, chunks), sizes)
+    return split_vector(_multiply_each_chunk("bsc,bc->bs", key, blocks, chunks), sizes)
 
 
 def _orthonormal_stretch(sizes: Sequence[int], rank: int) -> float:
     """Returns sqrt(size / columns) of the blocks with the fewest columns; there P is this times an orthonormal map."""
-    blocks = blocks_of(sum(sizes), rank)
+    blocks = cut_into_blocks(sum(sizes), rank)
     return math.sqrt(blocks.size / (blocks.columns if blocks.wide == blocks.count else blocks.columns - 1))
 
 
-def _each_chunk(product: str, key: jax.Array, blocks: CoordinateBlocks, chunks: jax.Array) -> jax.Array:
+def _multiply_each_chunk(product: str, key: jax.Array, blocks: CoordinateBlocks, chunks: jax.Array) -> jax.Array:
     """Computes the einsum `product` of every chunk's matrices with `chunks`, float32 (chunks, together, n).
 
     Returns float32 (m,), the concatenated results of all blocks.
@@ -325,12 +325,12 @@ def _orthonormal_blocks(key: jax.Array, blocks: CoordinateBlocks, chunk: jax.Arr
     return q * jnp.where((numbers < blocks.wide)[:, None], wide[None], narrow[None])[:, None]
 
 
-ORTHONORMAL = Sketch(_orthonormal_project, _orthonormal_lift, _orthonormal_stretch, encode_whole_batch=True)
+ORTHONORMAL = LinearSketch(_orthonormal_project, _orthonormal_lift, _orthonormal_stretch, encode_whole_batch=True)
 
 
 ProjectionKind = Literal["gaussian", "orthonormal", "subset", "countsketch", "hadamard"]
 
-SKETCHES: dict[str, Sketch] = {
+SKETCHES: dict[str, LinearSketch] = {
     "gaussian": GAUSSIAN,
     "orthonormal": ORTHONORMAL,
     "subset": SUBSET,
@@ -374,17 +374,19 @@ def random_projection(
     key: a scalar PRNG key, whose "projection" stream (not the noise's) is used, with the step folded in.
     Raises ValueError for a rank outside [1, d] (above d: while tracing), a rate outside [0, 1) or an unknown kind.
     """
-    made = projection(rank, reduction_rate, kind, every, keys.stream(key, "projection"), bounded=False)
+    made = projection_coordinates(rank, reduction_rate, kind, every, keys.stream(key, "projection"), bounded=False)
     return made._replace(name=f"{made.name}; clip norm and noise are those of projected coordinates")
 
 
-def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.Array, *, bounded: bool) -> Coordinates:
+def projection_coordinates(
+    rank, reduction_rate, kind: str, every: int | None, stream: jax.Array, *, bounded: bool
+) -> Coordinates:
     """Does what `random_projection` does, with `stream`, the stream of its key, in place of `key`.
 
     bounded: whether `encode` divides z by the most that P lengthens any vector, and `decode` multiplies by it again.
     """
     every = None if every is None else require_whole("every", every)
-    ranks, rank_of, words = _projection_ranks(rank, reduction_rate)
+    ranks, rank_of, words = _read_rank_arguments(rank, reduction_rate)
     if kind not in SKETCHES:
         raise ValueError(f"kind must be one of {', '.join(SKETCHES)}; got {described(kind)}")
     sketch = SKETCHES[kind]
@@ -413,7 +415,7 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
             _, rank, divisor = projection_sizes_of_group(configured, leaves)
             coordinates = sketch.project(key, [_at_least_float32(leaf).reshape(-1) for leaf in leaves], rank)
             coordinates = [segment / divisor for segment in coordinates]
-            return _as_tree(coordinates, leaves, structure) if sketch.supports_ghost_norms else coordinates
+            return _segments_as_tree(coordinates, leaves, structure) if sketch.supports_ghost_norms else coordinates
 
         return each_group(project_group, state, grad)
 
@@ -424,7 +426,7 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
                 return group
             sizes, rank, divisor = projection_sizes_of_group(configured, leaves)
             coordinates = [segment.reshape(-1) * divisor for segment in jax.tree.leaves(group)]
-            return _as_tree(sketch.lift(key, coordinates, sizes, rank), leaves, structure)
+            return _segments_as_tree(sketch.lift(key, coordinates, sizes, rank), leaves, structure)
 
         return each_group(decode_group, state, released, like), ProjectionState(state.step + 1)
 
@@ -440,7 +442,7 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
     )
 
 
-def _projection_ranks(rank, reduction_rate) -> tuple[Tree, Callable[[Any, int], int], str]:
+def _read_rank_arguments(rank, reduction_rate) -> tuple[Tree, Callable[[Any, int], int], str]:
     """Returns the configured numbers, a function (number, d) -> rank, and the ranks in words."""
     if (rank is None) == (reduction_rate is None):
         given = f"rank={described(rank)}, reduction_rate={described(reduction_rate)}"
@@ -472,6 +474,6 @@ def _at_least_float32(leaf: jax.Array) -> jax.Array:
     return leaf if leaf.dtype == np.float64 else leaf.astype(jnp.float32)
 
 
-def _as_tree(segments: Segments, leaves: list, structure: Any) -> Tree:
+def _segments_as_tree(segments: Segments, leaves: list, structure: Any) -> Tree:
     """Returns the segments as a tree, in the shapes of the leaves."""
     return jax.tree.unflatten(structure, [s.reshape(leaf.shape) for s, leaf in zip(segments, leaves, strict=True)])

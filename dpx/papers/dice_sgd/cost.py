@@ -160,7 +160,7 @@ class ErrorFeedbackDpEvent(DpEvent, PrivacyLoss):
 
 
 def _rounding_of_run(event: ErrorFeedbackDpEvent) -> str:
-    covered = proof_covers(
+    covered = covers_rounding(
         steps=event.steps,
         reset_every=event.reset_every,
         error_shift=event.error_shift,
@@ -189,7 +189,7 @@ def profiles_by_bound(event: ErrorFeedbackDpEvent, accountant: Accountant, relat
     reset_every = min(event.steps, event.reset_every or event.steps)
     run: dict[str, Any] = dict(steps=event.steps, reset_every=reset_every, error_shift=event.error_shift)
     if epoch := sampling.known_epoch:
-        energy = energy_of_epochs(steps_per_epoch=epoch, feedback_shift=event.feedback_shift, **run)
+        energy = squared_shift_over_epochs(steps_per_epoch=epoch, feedback_shift=event.feedback_shift, **run)
         mu = math.sqrt(energy) / noise
         if accountant == "rdp":
             return {"Gaussian privacy": RenyiProfile(renyi.ORDERS * mu**2 / 2)}
@@ -217,7 +217,7 @@ def profiles_by_bound(event: ErrorFeedbackDpEvent, accountant: Accountant, relat
 TAIL = 1e-14  # the probability of more participations than the bound considers; it is added to delta
 
 
-def accumulated_energies(most: int, error_shift: float) -> np.ndarray:
+def squared_shifts_without_reset(most: int, error_shift: float) -> np.ndarray:
     """Returns c_k^2 for k = 0 .. most participations without a reset between them, float64 (most + 1,)."""
     energies = np.zeros(most + 1)
     for k in range(1, most + 1):
@@ -225,7 +225,7 @@ def accumulated_energies(most: int, error_shift: float) -> np.ndarray:
     return energies
 
 
-def trivial_energy_bounds(
+def trivial_squared_shifts(
     participations: np.ndarray, steps: int, reset_every: int, feedback_shift: float
 ) -> np.ndarray:
     """Returns the trivial energy, which holds for any error, at each number of participations, float64 (n,)."""
@@ -235,7 +235,7 @@ def trivial_energy_bounds(
     return np.where(participations > 0, energies, 0.0)
 
 
-def energy_of_epochs(
+def squared_shift_over_epochs(
     steps: int, steps_per_epoch: int, reset_every: int, error_shift: float, feedback_shift: float
 ) -> float:
     """Returns the energy of one participation in every epoch, even an incomplete one, at the worst step of each.
@@ -244,10 +244,10 @@ def energy_of_epochs(
     of epoch j begins.
     """
     epochs = -(-steps // steps_per_epoch)
-    trivial = float(trivial_energy_bounds(np.array(epochs), steps, reset_every, feedback_shift))
+    trivial = float(trivial_squared_shifts(np.array(epochs), steps, reset_every, feedback_shift))
     if math.isinf(error_shift):
         return trivial
-    energies, worst = accumulated_energies(epochs, error_shift), np.zeros(epochs + 1)
+    energies, worst = squared_shifts_without_reset(epochs, error_shift), np.zeros(epochs + 1)
     for j in range(epochs):
         stretch = j * steps_per_epoch // reset_every
         i = stretch * reset_every // steps_per_epoch
@@ -255,15 +255,15 @@ def energy_of_epochs(
     return min(trivial, float(worst[-1]))
 
 
-def energies_at_any_steps(
+def worst_case_squared_shifts(
     most: int, steps: int, reset_every: int, error_shift: float, feedback_shift: float
 ) -> np.ndarray:
     """Returns the energy of k = 0 .. most participations, at the worst steps, float64 (most + 1,)."""
     participations = np.arange(most + 1)
-    trivial = trivial_energy_bounds(participations, steps, reset_every, feedback_shift)
+    trivial = trivial_squared_shifts(participations, steps, reset_every, feedback_shift)
     if math.isinf(error_shift):
         return trivial
-    energies = accumulated_energies(reset_every if most > reset_every else most, error_shift)
+    energies = squared_shifts_without_reset(reset_every if most > reset_every else most, error_shift)
     full_stretches, rest = np.divmod(participations, len(energies) - 1)
     return np.minimum(trivial, full_stretches * energies[-1] + energies[rest])
 
@@ -279,7 +279,7 @@ def delta_of_random_participations(
     """Returns delta as a function of epsilon: the mean over random participations of delta as if they were known."""
     most = participations_quantile(steps, rate, TAIL)
     probabilities = stats.binom.pmf(np.arange(1, most + 1), steps, rate)
-    energies = energies_at_any_steps(most, steps, reset_every, error_shift, feedback_shift)
+    energies = worst_case_squared_shifts(most, steps, reset_every, error_shift, feedback_shift)
     mus = np.sqrt(energies[1:]) / noise_multiplier
     missing = float(stats.binom.sf(most, steps, rate))
 
@@ -367,7 +367,7 @@ def log_moment(
     """
     if steps == 0:
         return 0.0
-    grid = _grid_of_moves(max(2, participations_quantile(steps, rate, tail)))
+    grid = _error_shift_grid(max(2, participations_quantile(steps, rate, tail)))
     moves = error_shift * grid.moves
     gain = (order - 1) / (2 * noise_multiplier**2)
     shifts = gain * (2 * moves * (grid.fed + error_shift * grid.kept) + error_shift**2)
@@ -375,14 +375,14 @@ def log_moment(
     with np.errstate(over="ignore", invalid="ignore"):
         values = log_norm(2 * gain * moves[:, 0])  # ln U at the last step, after which nothing is released
         for _ in range(steps - 1):
-            values = grid.extended_values(values)
+            values = grid.extend_values_beyond_grid(values)
             stay = values[grid.left] + grid.share * (values[grid.left + 1] - values[grid.left])
             moved = values[grid.moved] + grid.share * (values[grid.moved + 1] - values[grid.moved])
             values = (stay + log_norm(shifts + moved - stay)).max(axis=1)
     return float(order * values[0]) if np.isfinite(values[0]) else math.inf
 
 
-class _MoveGrid(NamedTuple):
+class _ErrorShiftGrid(NamedTuple):
     """The points of one grid of the move d, or of one grid for each number of participations so far.
 
     moves:  float64 (points, 1), d in units of rho.
@@ -404,7 +404,7 @@ class _MoveGrid(NamedTuple):
     tracked: int
     cells: int
 
-    def extended_values(self, values: np.ndarray) -> np.ndarray:
+    def extend_values_beyond_grid(self, values: np.ndarray) -> np.ndarray:
         """Returns ln U at the grid points, and at the points after the last participation, float64 (more points,)."""
         if self.tracked:
             return np.append(values, np.zeros(self.tracked))
@@ -412,7 +412,7 @@ class _MoveGrid(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16)
-def _grid_of_moves(most: int) -> _MoveGrid:
+def _error_shift_grid(most: int) -> _ErrorShiftGrid:
     middles, halves = (_ANGLES[1:] + _ANGLES[:-1]) / 2, (_ANGLES[1:] - _ANGLES[:-1]) / 2
     fed, kept = np.sin(middles) / np.cos(halves), np.cos(middles) / np.cos(halves)
 
@@ -427,7 +427,7 @@ def _grid_of_moves(most: int) -> _MoveGrid:
     places = np.minimum(numbers * kept, last)
     left = np.clip(places.astype(int), 0, np.maximum(last - 1, 0))
     following = np.repeat(starts[1:], counts)[:, None] if tracked else start
-    return _MoveGrid(
+    return _ErrorShiftGrid(
         moves=numbers / cells,
         fed=fed,
         kept=kept,
@@ -461,7 +461,7 @@ ERROR = 2.0**-15
 LARGEST = 2.0**29
 
 
-def proof_covers(
+def covers_rounding(
     *, steps: int, reset_every: int | None, error_shift: float, feedback_shift: float, batch_size: float, examples: int
 ) -> bool:
     """Whether the conditions above hold. The arguments are as in `ErrorFeedbackDpEvent`.

@@ -98,20 +98,21 @@ def dice_sgd(
         words = "because error feedback has no known cost for them"
         raise ValueError(f"sampling must have no most_rows and no weights, {words}; got {sampling}")
     noise_key = keys.stream(keys.warn_if_guessable(key), "noise")
-    clip_norm = _as_float32("clip_norm", clip_norm, SMALLEST_CLIP_NORM)
+    clip_norm = _round_to_checked_float32("clip_norm", clip_norm, SMALLEST_CLIP_NORM)
     if not (isinstance(outer_clip_norm, float) and outer_clip_norm == math.inf):
-        outer_clip_norm = _as_float32("outer_clip_norm", outer_clip_norm, clip_norm)
-    feedback_norm = _as_float32("feedback_norm", feedback_norm, SMALLEST_CLIP_NORM)
-    noise_multiplier = _as_float32("noise_multiplier", noise_multiplier, 0)
+        outer_clip_norm = _round_to_checked_float32("outer_clip_norm", outer_clip_norm, clip_norm)
+    feedback_norm = _round_to_checked_float32("feedback_norm", feedback_norm, SMALLEST_CLIP_NORM)
+    noise_multiplier = _round_to_checked_float32("noise_multiplier", noise_multiplier, 0)
     require_noise_in_range(np.array([noise_multiplier]))
     reset_every = None if reset_every is None else require_whole("reset_every", reset_every)
-    stability = None if stability is None else _as_float32("stability", stability, 1e-6)
-    run = _Run(clip_norm, feedback_norm, outer_clip_norm, noise_multiplier, sampling, reset_every, stability, noise_key)
+    stability = None if stability is None else _round_to_checked_float32("stability", stability, 1e-6)
+    norms = clip_norm, feedback_norm, outer_clip_norm
+    run = _ErrorFeedbackRun(*norms, noise_multiplier, sampling, reset_every, stability, noise_key)
     return Mechanism(
         begin=_initial_state,
         encode=lambda grad, state: grad,
         norm=tree_norm,
-        clip_factors=lambda norm, state: run.factors(norm),
+        clip_factors=lambda norm, state: run.released_and_withheld_factors(norm),
         bound=lambda state: jnp.float32(clip_norm),
         release=run.release,
         event=run.event,
@@ -126,10 +127,10 @@ def dice_sgd(
 def _initial_state(params: Tree) -> ErrorFeedbackState:
     require_ieee_float64("error feedback")
     high, low = (optax.tree.zeros_like(params, dtype=jnp.float32) for _ in range(2))
-    return ErrorFeedbackState(ReleaseState.empty(params), FloatPair(high, low))
+    return ErrorFeedbackState(ReleaseState.empty_record(params), FloatPair(high, low))
 
 
-class _Run(NamedTuple):
+class _ErrorFeedbackRun(NamedTuple):
     """The settings of a run, as the float32 values that both the steps and the cost use, and the steps themselves.
 
     clip_norm: C1. feedback_norm: C2. outer_clip_norm: Cmax, or inf. noise_key: the noise stream. See `dice_sgd`.
@@ -148,13 +149,13 @@ class _Run(NamedTuple):
     def outer(self) -> float:
         return min(self.outer_clip_norm, LARGEST_CLIP_NORM)
 
-    def released(self, norm: jax.Array) -> jax.Array:
+    def bounded_gradient_norm(self, norm: jax.Array) -> jax.Array:
         """Returns the norm after the release of a gradient whose norm is `norm`, a float32 scalar, at most C1."""
         if self.stability is None:
             return jnp.minimum(norm, self.clip_norm)
         return self.clip_norm * norm / (norm + self.stability)
 
-    def released_error_norm(self, norm: jax.Array) -> jax.Array:
+    def bounded_error_norm(self, norm: jax.Array) -> jax.Array:
         """Returns the norm after the release of an error whose norm is `norm`, at most C2."""
         if self.stability is None:
             return jnp.minimum(norm, self.feedback_norm)
@@ -169,16 +170,16 @@ class _Run(NamedTuple):
         lengthening = (self.clip_norm**0.5 - min(self.stability, self.clip_norm) ** 0.5) ** 2
         return max(self.outer - self.clip_norm * self.outer / (self.outer + self.stability), lengthening)
 
-    def factors(self, norm: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def released_and_withheld_factors(self, norm: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns an example's factors at this norm, in the release and in what it withholds; float32 scalars."""
         norm = jnp.maximum(norm, SMALLEST_DIVISOR)
-        released = self.released(norm)
+        released = self.bounded_gradient_norm(norm)
         return released / norm, (jnp.minimum(norm, self.outer) - released) / norm
 
     def release(self, sums: tuple[Tree, ...], state: ErrorFeedbackState, params: Tree):
         step, divisor = state.release.step, self.sampling.divisor
         total, withheld = map(as_pair, sums)
-        remembered, fed_back = self.error_factors(step, state.unreleased_error)
+        remembered, fed_back = self.error_feedback_factors(step, state.unreleased_error)
         with float64("error feedback"):
             exact = as_float64(state.unreleased_error)
             # The error is added before the noise, because the release rounds the sum to which it adds noise.
@@ -190,17 +191,17 @@ class _Run(NamedTuple):
         with float64("error feedback"):
             kept = jax.tree.map(lambda e: (remembered - fed_back) * e, as_float64(error))
             error = split_float64(jax.tree.map(lambda e, w: e + w / divisor, kept, as_float64(withheld)))
-        state = ErrorFeedbackState(state.release.after(self.noise_multiplier), error)
+        state = ErrorFeedbackState(state.release.after_release(self.noise_multiplier), error)
         return optax.tree.cast_like(updates, params), state
 
-    def error_factors(self, step: jax.Array, error: FloatPair) -> tuple[jax.Array, jax.Array]:
+    def error_feedback_factors(self, step: jax.Array, error: FloatPair) -> tuple[jax.Array, jax.Array]:
         """Returns the factors, float64 scalars, of the error that is remembered (1 up to LARGEST_CLIP_NORM, 0 after a
         reset) and of its part that is fed back."""
         forgotten = jnp.zeros((), bool) if self.reset_every is None else step % self.reset_every == 0
         with float64("error feedback"):
             norm = jnp.maximum(norm_of_pair(error), SMALLEST_DIVISOR)
             remembered = jnp.minimum(norm, LARGEST_CLIP_NORM)
-            both = remembered / norm, self.released_error_norm(remembered) / norm
+            both = remembered / norm, self.bounded_error_norm(remembered) / norm
             # The barrier makes XLA compute these scalars once, not for every element of the error.
             return jax.lax.optimization_barrier(tuple(jnp.where(forgotten, 0.0, scale) for scale in both))
 
@@ -231,7 +232,7 @@ class _Run(NamedTuple):
         )
 
 
-def _as_float32(name: str, value: float, minimum: float) -> float:
+def _round_to_checked_float32(name: str, value: float, minimum: float) -> float:
     """Rounds `value` to float32, as both steps and cost use it. Raises ValueError outside [minimum, 1e15]."""
     rounded = float(np.float32(require_number(name, value, minimum=0)))
     return require_number(name, rounded, minimum=minimum, maximum=LARGEST_CLIP_NORM)
