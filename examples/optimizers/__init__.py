@@ -1,1 +1,1 @@
-"""Optimizers that know the noise, compared behind one mechanism: `python -m examples.optimizers`."""
+"""Noise-aware optimizers, compared behind one mechanism: `python -m examples.optimizers`."""

@@ -1,4 +1,4 @@
-"""Optimizers that know the noise, behind DP-SGD: accuracy at one epsilon, with one mechanism, for two small tasks.
+"""Noise-aware optimizers, behind DP-SGD: accuracy at one epsilon, with one mechanism, for two small tasks.
 
 `python -m examples.optimizers` makes the runs that are missing, and writes benchmarks/results/optimizers.md when all
 are there. Each finished run is a line of `--runs`, so a command that was killed continues. `--table` prints the runs so
@@ -173,7 +173,7 @@ def table(trainer: Trainer, task: str, epsilons: Iterable[float], seeds: list[in
 def page(trainer: Trainer, epsilons: Iterable[float], seeds: list[int]) -> str:
     last = trainer.rows[-1]
     versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
-    text = ["# Optimizers that know the noise", ""]
+    text = ["# Noise-aware optimizers", ""]
     text += [f"`python -m examples.optimizers`, {last['date']}, seeds {', '.join(map(str, seeds))}; {versions}.", ""]
     text += [f"Test accuracy in percent, mean (each seed), delta {DELTA:g}. {NOTES}"]
     for name, task in TASKS.items():
