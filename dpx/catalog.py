@@ -113,7 +113,7 @@ def methods_page() -> str:
     lines = [
         "# Methods, coordinates, mechanisms, samplings",
         "",
-        "Written by `python -m dpx.catalog > docs/methods.md` from the list in [dpx/catalog.py](../dpx/catalog.py).",
+        "`python -m dpx.catalog > docs/methods.md` writes this page from [dpx/catalog.py](../dpx/catalog.py).",
     ]
     for title, entries in (
         ("Methods", METHODS),

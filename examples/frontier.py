@@ -37,7 +37,7 @@ NOTES = """(a) [Dynamic DP-SGD](https://arxiv.org/abs/2111.00173), Table 1: epsi
 too small. (b) [DPSUR](https://arxiv.org/abs/2311.14056), RDP: noisy losses decide which updates it accepts, and the
 cost of that is disputed. (c) [ScatterNet](https://arxiv.org/abs/2011.11660) and
 [tempered sigmoid](https://arxiv.org/abs/2007.14191), RDP. (d) [AdaDPIGU](https://arxiv.org/abs/2507.06525), RDP: its
-mask comes from raw gradients, which no epsilon covers. (b) to (d) as printed in Table 4 of AdaDPIGU."""
+mask comes from raw gradients, which no epsilon covers. (b) to (d) are as printed in Table 4 of AdaDPIGU."""
 
 
 class Row(NamedTuple):
