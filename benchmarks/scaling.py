@@ -287,7 +287,7 @@ def page(family: Family, found: dict[Run, list[dict[str, Any]]]) -> str:
         f"{family.words} {first['examples']:,} to train on; Adam at learning rates "
         f"{', '.join(map(str, family.rates))}, batches of {' and '.join(map(str, batches))}, clip norm 1. Between the "
         "measured numbers, the law is linear in their logarithms: it misses a size, number of steps or noise that is "
-        f"left out by {law.error:.3f} (root mean square). Epsilons are at delta {family.delta:g}. "
+        f"left out by {law.held_out_error:.3f} (root mean square). Epsilons are at delta {family.delta:g}. "
         f"{len(least)} of {len(family.checks)} other runs at a true epsilon check the law{missed}."
     )
     return report.write(family.page, heading + f"{first['device']}.", words, tables)

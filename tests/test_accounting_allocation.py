@@ -17,7 +17,7 @@ from dpx.accounting.arithmetic import RunProfile
 from dpx.accounting.cost import event_profile, profile_of_run
 from dpx.accounting.flat_event import from_event
 from dpx.accounting.pld.losses import SampledGaussian, total_renyi
-from dpx.sampling.schemes import count_multipliers
+from dpx.sampling.schemes import steps_by_multiplier
 from dpx.sampling.varying import RandomAllocationDpEvent
 
 
@@ -27,7 +27,7 @@ def only_step(event, relation):
 
 
 def epoch(sigmas, steps=None, epochs=1):
-    event = RandomAllocationDpEvent(count_multipliers(np.array(sigmas, float)), steps or len(sigmas))
+    event = RandomAllocationDpEvent(steps_by_multiplier(np.array(sigmas, float)), steps or len(sigmas))
     return SelfComposedDpEvent(event, epochs) if epochs > 1 else event
 
 
@@ -102,7 +102,7 @@ def test_one_epoch_is_billed_closely_and_never_below_the_truth(sigmas):
     """delta within 1 %, both directions; the bill is the larger one."""
     epsilons = np.array([0.0, 0.3, 1.0, 2.0])
     truth = exact(sigmas, epsilons)
-    law = of_law(allocation._dominating_ratio_law(count_multipliers(np.array(sigmas)), len(sigmas), 20), epsilons)
+    law = of_law(allocation._dominating_ratio_law(steps_by_multiplier(np.array(sigmas)), len(sigmas), 20), epsilons)
     assert np.all(law >= truth) and np.all(law <= truth * 1.01 + 1e-12)
     profile = event_profile(epoch(sigmas))
     bills = np.array([profile.delta(epsilon) for epsilon in epsilons.tolist()])
@@ -122,7 +122,7 @@ def test_the_epsilon_of_one_epoch_is_within_one_percent(sigmas):
 def test_an_epoch_that_ends_early(sigmas, steps):
     epsilons = np.array([0.0, 0.05, 0.5, 1.5])
     truth = exact(sigmas, epsilons, steps)
-    loss = AllocatedGaussians(count_multipliers(np.array(sigmas)), steps)
+    loss = AllocatedGaussians(steps_by_multiplier(np.array(sigmas)), steps)
     assert of_pmfs(loss, epsilons) == pytest.approx(truth, rel=0.01, abs=1e-8)
     assert np.all(of_pmfs(loss, epsilons) >= truth - 1e-15)
     profile = event_profile(epoch(sigmas, steps))
@@ -193,7 +193,7 @@ def test_a_law_keeps_its_mean_and_the_tails_that_it_cuts():
     for sigmas, steps in (((1.0, 1.0), 2), ((0.7,) * 3, 3), ((1.0, 2.0), 4)):
         truth = exact(sigmas, epsilons, steps)
         for decades in (1, 2, 20):
-            law = allocation._dominating_ratio_law(count_multipliers(np.array(sigmas)), steps, decades)
+            law = allocation._dominating_ratio_law(steps_by_multiplier(np.array(sigmas)), steps, decades)
             assert law.masses.sum() + law.zero == pytest.approx(1, abs=1e-12)
             assert law.masses @ law.values + law.infinity == pytest.approx(1, abs=1e-12)
             assert np.all(of_law(law, epsilons) >= truth - 1e-12)
@@ -242,7 +242,7 @@ def test_renyi_divergences_are_above_the_integrals(sigmas, steps):
     """Equal at whole orders, and chords between them."""
     values, shares = ratios(sigmas, steps, 2200)
     removal, addition = (np.log([shares @ values**p for p in power]) / (ORDERS - 1) for power in (ORDERS, 1 - ORDERS))
-    noise, truth = count_multipliers(np.array(sigmas)), np.maximum(removal, addition)
+    noise, truth = steps_by_multiplier(np.array(sigmas)), np.maximum(removal, addition)
     for place in np.flatnonzero(ORDERS == np.round(ORDERS)):
         order = int(ORDERS[place])
         assert allocation.renyi_of_removal(noise, steps, order) == pytest.approx(removal[place], rel=1e-3)
@@ -302,10 +302,10 @@ def test_little_noise_is_one_gaussian_release():
 
 def test_noise_that_changes_in_an_epoch_is_rounded_down():
     sigmas = np.geomspace(1.0, 2.0, 40)
-    few = allocation.few_multipliers(count_multipliers(sigmas))
+    few = allocation.few_multipliers(steps_by_multiplier(sigmas))
     assert len(few) <= 4 and sum(count for _, count in few) == 40
     assert np.all(np.repeat(*zip(*few, strict=True)) <= sigmas)
-    assert allocation.few_multipliers(count_multipliers(np.array([1.0, 1.0, 2.0]))) == ((1.0, 2), (2.0, 1))
+    assert allocation.few_multipliers(steps_by_multiplier(np.array([1.0, 1.0, 2.0]))) == ((1.0, 2), (2.0, 1))
     bill = accounting.event_epsilon(epoch(sigmas), delta=1e-6)
     least, most = (accounting.event_epsilon(epoch((s,) * 40), delta=1e-6) for s in (2.0, 1.0))
     assert least < bill < most

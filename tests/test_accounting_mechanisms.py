@@ -33,7 +33,7 @@ Gaussian = dp_accounting.GaussianDpEvent
 class Stated:
     """A sampling that states its event, and draws nothing."""
 
-    weighted, truncates, own_coins, groups, epoch = False, False, False, 1, 0
+    has_weights, truncates, draws_examples_independently, group_count, steps_per_exact_epoch = False, False, False, 1, 0
 
 
 @dataclass(frozen=True)

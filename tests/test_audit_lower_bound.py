@@ -22,7 +22,7 @@ from dpx.accounting import gdp
 from dpx.audit.attacks.many_runs import Attack, observed_run, takes_part
 from dpx.audit.attacks.one_run import steinke_p_value, trade_off_rejected
 from dpx.audit.attacks.scores import clopper_pearson
-from dpx.sampling.batch import toss_every_step
+from dpx.sampling.batch import toss_coin_per_step
 
 KEY = jax.random.key(11)
 FULL = dpx.FullBatch(examples=10)
@@ -323,7 +323,7 @@ class Thirds(dpx.FullBatch):
     """A sampling that somebody adds."""
 
     def takes_part(self, key, steps):
-        return toss_every_step(key, steps, 1 / 3)
+        return toss_coin_per_step(key, steps, 1 / 3)
 
 
 @pytest.mark.parametrize(

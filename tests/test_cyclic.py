@@ -22,7 +22,7 @@ def drawn(sampling, step, key=KEY):
 
 
 def groups_of(sampling, key=KEY):
-    return [sampling.group(key, number) for number in range(sampling.bands)]
+    return [sampling.examples_of_group(key, number) for number in range(sampling.bands)]
 
 
 def test_an_example_takes_part_in_the_steps_of_its_group_alone():
@@ -59,7 +59,7 @@ def test_the_coins_of_a_group_have_the_billed_rate_and_are_independent():
         together = (first * second).sum()
         assert 1e-6 < scipy.stats.binom.cdf(together, first.size, 0.25) < 1 - 1e-6
     everyone = CyclicPoissonSampling(examples=40, batch_size=10, bands=4)
-    np.testing.assert_array_equal(drawn(everyone, 6), everyone.group(KEY, 2))  # at rate 1
+    np.testing.assert_array_equal(drawn(everyone, 6), everyone.examples_of_group(KEY, 2))  # at rate 1
 
 
 def test_one_band_is_poisson_sampling():

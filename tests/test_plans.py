@@ -250,11 +250,11 @@ def test_a_scale_law_is_linear_in_the_logarithms(law):
     for numbers in ((1e5, 40, 5e-4), (8e5, 5, 3e-3), (3e4, 100, 1e-4)):
         found = law.loss(parameters=numbers[0], steps=numbers[1], step_noise=numbers[2])
         assert found == pytest.approx(loss_of(*numbers))
-    assert law.error < 1e-12
+    assert law.held_out_error < 1e-12
     middle = [run._replace(loss=run.loss + 0.1 * (run.parameters == 1.5e5)) for run in SMALL_RUNS]
     rows = 12 / (12 + 2 * 9 + 12)  # of the middle size, of what is left out in turn
-    assert fit_scale_law(middle).error == pytest.approx(0.1 * rows**0.5)
-    assert math.isnan(fit_scale_law([run for run in SMALL_RUNS if all(map(in_ends, run, LEVELS))]).error)
+    assert fit_scale_law(middle).held_out_error == pytest.approx(0.1 * rows**0.5)
+    assert math.isnan(fit_scale_law([run for run in SMALL_RUNS if all(map(in_ends, run, LEVELS))]).held_out_error)
 
 
 def in_ends(number, levels):

@@ -278,8 +278,8 @@ def test_a_truncated_batch_is_a_random_subset_of_the_coins():
     expected[6] = scipy.stats.binom.sf(5, 12, 0.5)
     found, fitting = np.bincount(sizes, minlength=7)[1:], expected[1:] / expected[1:].sum()
     assert scipy.stats.chisquare(found, found.sum() * fitting).pvalue > 1e-6
-    assert cut.participation == pytest.approx(expected @ np.arange(7) / 12)
-    assert free.participation == 0.5
+    assert cut.participation_probability == pytest.approx(expected @ np.arange(7) / 12)
+    assert free.participation_probability == 0.5
 
 
 @pytest.mark.long

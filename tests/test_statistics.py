@@ -54,12 +54,12 @@ def sums_of(function, data, monkeypatch):
         return original(*given, records, sums, effect, *rest, **named)
 
     seen, kept, given = [], [], []
-    original = released.StatisticRequest.noisy
+    request = released.StatisticRequest
+    original = request.release_noisy_sums
     with monkeypatch.context() as patched:
-        patched.setattr(released.StatisticRequest, "choose_noise", see)
-        patched.setattr(
-            released.StatisticRequest, "noisy", lambda self, *rest, **named: (given.append(self), keep(*rest, **named))
-        )
+        patched.setattr(request, "choose_noise", see)
+        own = lambda self, *rest, **named: (given.append(self), keep(*rest, **named))  # noqa: E731
+        patched.setattr(request, "release_noisy_sums", own)
         with pytest.raises(Seen):
             function(data)
     return kept[0].reshape(-1), seen[0]
@@ -117,7 +117,7 @@ def test_sums_do_not_depend_on_the_order_where_floats_do(monkeypatch):
 
 def law_of(scale):
     """The law of the program's Laplace noise: whole numbers, int64 (n,), and their exact probabilities."""
-    center, digits = noises.laplace_coins(scale)
+    center, digits = noises.laplace_coin_probabilities(scale)
     size = {0: Fraction(1)}
     for j, digit in enumerate(digits):
         shown = Fraction(digit, 2**128)
@@ -146,7 +146,7 @@ def test_no_output_is_likelier_by_more_than_epsilon(scale, moved):
 
     def outputs(total):
         never = np.full((len(numbers), 2), 2**63, np.uint64)
-        made = noises.laplace_from(np.full_like(numbers, total), numbers, never, scale, 0, 6)
+        made = noises.laplace_releases(np.full_like(numbers, total), numbers, never, scale, 0, 6)
         found: dict[float, Fraction] = dict.fromkeys(cells, Fraction(1, 2**40) / len(cells))
         for place, probability in zip(made.tolist(), law, strict=True):
             found[place] += (1 - Fraction(1, 2**40)) * probability
@@ -154,7 +154,7 @@ def test_no_output_is_likelier_by_more_than_epsilon(scale, moved):
 
     first = -math.ceil(64 * scale)
     free = np.stack([np.zeros(20_000, np.uint64), np.arange(20_000, dtype=np.uint64)], axis=1)
-    uniform = noises.laplace_from(np.zeros(20_000, np.int64), np.zeros(20_000, np.int64), free, scale, 0, 6)
+    uniform = noises.laplace_releases(np.zeros(20_000, np.int64), np.zeros(20_000, np.int64), free, scale, 0, 6)
     cells = np.unique(uniform).tolist()
     assert cells == list(range(first, 6 - first + 1))
     laws = [outputs(total) for total in range(7)]
@@ -166,7 +166,7 @@ def test_no_output_is_likelier_by_more_than_epsilon(scale, moved):
 
 def test_a_uniform_output_comes_from_one_number_in_2_to_the_40():
     edge = np.array([[2**24 - 1, 5], [2**24, 5]], np.uint64)
-    made = noises.laplace_from(np.zeros(2, np.int64), np.zeros(2, np.int64), edge, 16.0, 0, 10)
+    made = noises.laplace_releases(np.zeros(2, np.int64), np.zeros(2, np.int64), edge, 16.0, 0, 10)
     assert made[0] == -64 * 16 + 5 and made[1] == 0
 
 
@@ -223,7 +223,7 @@ def test_quantiles_have_their_epsilon_on_all_small_data(epsilon, share):
     a, ratios, moved = round(share * quantiles.SHARES), [0.0], [0.0]
 
     def weights(counts):
-        return quantiles.weights_of(quantiles.rank_distances(np.array(counts), a), a, epsilon, 1)
+        return quantiles.exponential_weights(quantiles.rank_distances(np.array(counts), a), a, epsilon, 1)
 
     def apart(first, second):
         return [abs(math.log(p) - math.log(q)) for p, q in zip(first, second, strict=True)]
@@ -240,7 +240,7 @@ def test_quantiles_have_their_epsilon_on_all_small_data(epsilon, share):
 
 def test_a_unit_of_several_values_has_less_weight_in_a_quantile():
     far = quantiles.rank_distances(np.array([5, 0, 3]), 2**19)
-    alone, many = (quantiles.weights_of(far, 2**19, epsilon, most) for epsilon, most in ((1.0, 1), (3.0, 3)))
+    alone, many = (quantiles.exponential_weights(far, 2**19, epsilon, most) for epsilon, most in ((1.0, 1), (3.0, 3)))
     assert alone == many and far.tolist() == [0, 2**20, 2**20]
 
 
@@ -255,7 +255,7 @@ def test_rank_errors_are_exceeded_as_rarely_as_they_say(share, confidence):
             values, [share], low=0, high=2, points=3, **asked(noise_multiplier=1 / epsilon)
         )
         far = quantiles.rank_distances(np.array(counts), a)
-        weights = quantiles.weights_of(far, a, epsilon, 1)
+        weights = quantiles.exponential_weights(far, a, epsilon, 1)
         (error,) = one.rank_error(confidence)
         off = sum(w for w, u in zip(weights, far.tolist(), strict=True) if u > error * quantiles.SHARES)
         found.append(off / sum(weights))
@@ -424,7 +424,7 @@ def test_a_scaling_is_a_function_of_public_numbers():
 def test_users_are_the_unit_where_the_data_hold_users():
     values, owners = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), ["a", "b", "a", "a", "b", "a"]
     users = dpx.UserData(values, owners, most=2, unit="patient")
-    assert users.kept.tolist() == [1.0, 4.0, 2.0, 5.0]
+    assert users.kept_rows.tolist() == [1.0, 4.0, 2.0, 5.0]
     found = statistics.release_sum(users, low=0, high=10, **asked(noise_multiplier=1e-4))
     assert found.unit == "patient" and found.value == pytest.approx(12, abs=0.05)
     with pytest.raises(ValueError, match="complete must be False for dpx.UserData"):

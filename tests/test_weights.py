@@ -36,7 +36,7 @@ def test_equal_weights_are_the_coins_of_one_rate():
     equal = poisson(1000, 50, weights=np.full(1000, 3.0))
     for step in range(5):
         np.testing.assert_array_equal(drawn(equal, step), drawn(plain, step))
-    assert equal.divisor == pytest.approx(50) and equal.plain is False and plain.plain
+    assert equal.divisor == pytest.approx(50) and not equal.unweighted_and_unlimited and plain.unweighted_and_unlimited
     assert equal.event(np.ones(2)) == plain.event(np.ones(2))
 
 

@@ -63,7 +63,7 @@ from dpx.accounting.checks import Relation
 from dpx.accounting.loss import PrivacyLoss, ReleaseCount, in_deviations
 from dpx.accounting.pld import renyi
 from dpx.accounting.pld.losses import Losses, Pmf, SampledGaussian, StepLoss, dominating_pmf
-from dpx.sampling.schemes import count_multipliers
+from dpx.sampling.schemes import steps_by_multiplier
 from dpx.sampling.varying import RandomAllocationDpEvent
 
 Noise = tuple[tuple[float, int], ...]  # pairs (noise multiplier, number of steps)
@@ -177,7 +177,7 @@ def _elementwise_least_noise(noises: Iterable[Noise]) -> Noise:
     for noise in noises:
         values, counts = zip(*noise, strict=True)
         least = np.minimum(least, np.repeat(values, counts))
-    return few_multipliers(count_multipliers(np.asarray(least)))
+    return few_multipliers(steps_by_multiplier(np.asarray(least)))
 
 
 @dataclass(frozen=True)

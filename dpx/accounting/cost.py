@@ -298,7 +298,7 @@ def _relation_of(event: dp_accounting.DpEvent, sampling: Sampling, relation: Rel
         return stated
     if stated == "replace_one":
         raise ValueError(f'relation {relation!r} does not fit {sampling}, whose cost holds only for "replace_one"')
-    if sampling.weighted:
+    if sampling.has_weights:
         words = 'the weight of another example would change all rates; its event is true only for "zero_out"'
         raise ValueError(f"relation {relation!r} does not fit {sampling}: {words}")
     flat = from_event(event)
@@ -313,7 +313,7 @@ def _event_for_weight(event: dp_accounting.DpEvent, sampling: Sampling, weight: 
     if not isinstance(sampling, PoissonSampling):
         words = f"because the examples of {sampling} have no weights"
         raise ValueError(f"weight must be left out, {words}; got {described(weight)}")
-    rate, largest = sampling.rate_of(weight), sampling.probability
+    rate, largest = sampling.rate_of_weight(weight), sampling.probability
 
     def at_lower_rate(loss: PrivacyLoss) -> dp_accounting.DpEvent:
         if not loss.private:
@@ -334,7 +334,7 @@ def event_for_unit(
     """
     if records == 1:
         return event
-    if not sampling.own_coins:
+    if not sampling.draws_examples_independently:
         words = "the cost of several is known for PoissonSampling without most_rows and for FullBatch"
         raise ValueError(f"records must be 1, because {words}; got {records} with {sampling}")
     require_zero_out(records, relation)

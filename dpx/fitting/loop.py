@@ -194,7 +194,7 @@ def fit(
         rhythm = watcher.settings_shared_by_processes() | {"checkpoint_every": checkpoint_every}
         if jax.process_count() > 1 or checkpoints is not None:
             equations = fingerprint_of_loss(loss, optimizer, loss_at, carry, examples.some_rows, options)
-            layout |= {SOME_EXAMPLES: examples.mark(), LOSS: equations}
+            layout |= {SOME_EXAMPLES: examples.keyed_hash(), LOSS: equations}
     batches = functools.partial(optimizer.sampling.batches, data, run.key, chunk_size=chunk_size, sharding=sharding)
     rounding = {"chunk_size": chunk_size, **layout, **options}
     opened = open_folder(checkpoints, run, carry, rounding, rhythm, on_other_devices)
@@ -217,7 +217,7 @@ def fit(
     seen = () if evaluate_private is None else (VALIDATED,)
     unwatched = () if evaluate is not None or callbacks or seen else (UNWATCHED,)  # never depends on the data
     return result._replace(
-        report=dataclasses.replace(report, caveats=(*caveats, *payment.caveats(), *seen, *unwatched))
+        report=dataclasses.replace(report, caveats=(*caveats, *payment.ledger_caveats(), *seen, *unwatched))
     )
 
 

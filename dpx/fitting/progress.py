@@ -182,7 +182,7 @@ class RunMonitor:
             if not isinstance(evaluate_private, PrivateMetric):
                 words = f"must be a dpx.statistics.PrivateMetric, got {described(evaluate_private)}"
                 raise ValueError(f"evaluate_private {words}")
-            evaluate_private.require(math.ceil(run.steps / every))
+            evaluate_private.require_calls_in_budget(math.ceil(run.steps / every))
         return cls(run=run, every=every, bar=bar, evaluate_private=evaluate_private, **users)
 
     def continue_history(self, history: list[dict[str, Any]], folder: Any):
@@ -190,7 +190,7 @@ class RunMonitor:
         killed program may have released some after its last checkpoint."""
         self.history, self.folder = history, folder
         if self.evaluate_private is not None:
-            self.evaluate_private.count_earlier(folder.known.measured)
+            self.evaluate_private.count_earlier_releases(folder.known.measured)
             self.expect_metric_releases(self.evaluate_private, 0)
 
     def evaluations_after(self, step: int) -> int:
@@ -200,7 +200,7 @@ class RunMonitor:
     def expect_metric_releases(self, metric: PrivateMetric, left: int):
         """Tells the private metric to expect `left` more releases, or more if another program planned more."""
         left = max(left, self.folder.known.looks - len(self.folder.known.measured))
-        metric.expect(int(self.run.optimizer.noise_key), left)
+        metric.expect_calls(int(self.run.optimizer.noise_key), left)
 
     def warn_without_gradients(self, counts: tuple, *, ended: bool = False):
         """Warns, once in a run, if its steps release nothing but noise because no row has a gradient that counts.
@@ -230,7 +230,7 @@ class RunMonitor:
                 metrics = {} if self.evaluate is None else metrics_by_name(self.evaluate(seen))
             if self.evaluate_private is not None:
                 with processes.raising_together():
-                    name = self.evaluate_private.name_of(seen)
+                    name = self.evaluate_private.release_and_name(seen)
                     metrics[PRIVATE] = self.evaluate_private(seen)
                 measured = processes.from_every_process(name)[0]
                 self.folder.record_metric_release(measured, self.evaluations_after(0))  # before anybody sees it

@@ -206,11 +206,11 @@ class Payment:
         """Charges whole epochs, or whole turns of cyclic groups, because one that has begun costs as much as its least
         noise, which may be that of a step that was not made."""
         sampling = self.run.optimizer.sampling
-        epoch = max(sampling.groups, sampling.epoch)
+        epoch = max(sampling.group_count, sampling.steps_per_exact_epoch)
         whole = min(math.ceil(made / epoch) * epoch, self.planned)
         ledger.end(ledger.entries[self.number], self._event(whole), steps=made)
 
-    def caveats(self) -> tuple[str, ...]:
+    def ledger_caveats(self) -> tuple[str, ...]:
         """The report's lines about the run's entry in the ledger, if there is one. Runs in every process."""
         return () if self.ledger is None else tuple(processes.from_first_process(lambda: self._caveats(self.ledger)))
 

@@ -25,7 +25,7 @@ from dpx.accounting.profiles import least_number_satisfying
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.ledgers.entries import LedgerEntry, decode_value, encode_value, read_entries
 from dpx.ledgers.files import replace_file
-from dpx.reports.rendering import Section, as_markdown, as_text
+from dpx.reports.rendering import Section, page_as_markdown, page_as_text
 from dpx.sampling.schemes import compose_events
 from dpx.states.record import unit_mark
 from dpx.values import described, explain_misuse, require_path, require_text, require_whole, rounded_up, unit_in_words
@@ -229,10 +229,10 @@ class PrivacyLedger:
 
     def __str__(self) -> str:
         """A page for the data owner: the budget, what was spent, and every release."""
-        return as_text(f"Privacy ledger {self.path.name}", ledger_sections(self))
+        return page_as_text(f"Privacy ledger {self.path.name}", ledger_sections(self))
 
     def _repr_markdown_(self) -> str:
-        return as_markdown(f"Privacy ledger {self.path.name}", ledger_sections(self))
+        return page_as_markdown(f"Privacy ledger {self.path.name}", ledger_sections(self))
 
     def least_noise(
         self, event: Callable[[float], DpEvent], *, numbers: int = LARGEST_RELEASE, part: str | None = None

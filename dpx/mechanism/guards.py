@@ -12,7 +12,7 @@ import optax
 from dpx.accounting.compose import is_same_key
 from dpx.keys import secret_key
 from dpx.keys.noise import STAND_INS
-from dpx.sampling.data import batch_size, require_arrays
+from dpx.sampling.data import batch_size, require_plain_arrays
 from dpx.values import Tree, float32_like, leaf_path, list_first_few
 from dpx.xla.jaxprs import inputs_read
 
@@ -44,7 +44,7 @@ def require_no_extra_arguments(extra_args: dict[str, Any]):
 
 def require_real_arrays(tree: Tree):
     """Raises ValueError for complex numbers, PRNG keys, and arrays that do not hold numbers."""
-    require_arrays(tree)
+    require_plain_arrays(tree)
     leaves = jax.tree.leaves(tree)
     if any(isinstance(leaf, str | bytes) for leaf in leaves):
         raise ValueError("every array must hold numbers, got <class 'str'>")

@@ -121,7 +121,7 @@ def attack_bounds_of_profile(profile: Profile, delta: float, false_positive_rate
     )
 
 
-def bounds_and_curve(profile: Profile, delta: float) -> tuple[AttackBounds, tuple[tuple[float, float], ...]]:
+def attack_bounds_and_curve(profile: Profile, delta: float) -> tuple[AttackBounds, tuple[tuple[float, float], ...]]:
     """Returns the bounds that a report states, and its curve: pairs (false positive rate, bound on the true one)."""
     bounds, stated = (
         attack_bounds_of_profile(profile, delta, (*FALSE_POSITIVE_RATES, *CURVE_RATES)),

@@ -92,7 +92,7 @@ def epsilon_over_steps(
     """
     steps, points = require_whole("steps", steps), require_whole("points", points, minimum=2)
     sampling = mechanism.sampling
-    epoch = max(sampling.groups, sampling.epoch)  # steps of an epoch or of a round of groups
+    epoch = max(sampling.group_count, sampling.steps_per_exact_epoch)  # steps of an epoch or of a round of groups
     epoch = epoch if epoch > 1 and sampling.event(np.ones(1)) == sampling.event(np.ones(epoch)) else 1
     ends = np.linspace(1, steps, points) if epoch == 1 else np.linspace(math.ceil(steps / epoch), 1, points - 1)
     steps_shown = np.unique(np.append(1, np.minimum(ends.round().astype(np.int64) * epoch, steps)))

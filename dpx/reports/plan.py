@@ -103,19 +103,19 @@ class SamplingPlan:
     def sentences(self) -> list[str]:
         """States the recommendation, what fixed shapes cost, and which combinations dpx refuses."""
         best, first = self.recommended, self.runs[0]
-        words = f"Take {_name_of_run(best)}: "
+        words = f"Take {_name_of_sampling(best)}: "
         if self.records > 1:
             words += "the cost of several records is known for no other sampling of this batch size."
         elif best is first:
             words += "no other sampling needs noticeably less noise."
         else:
             less = 1 - best.noise_of_run / first.noise_of_run
-            words += f"the run has {less:.1%} less noise than with {_name_of_run(first)}."
+            words += f"the run has {less:.1%} less noise than with {_name_of_sampling(first)}."
         found = [words]
         cut = [run for run in self.runs if run.sampling.truncates]
         if cut:
             more = cut[-1].noise_multiplier / first.noise_multiplier - 1
-            words = f"Batches of one shape, {cut[-1].rows} rows: {_name_of_run(cut[-1])}, "
+            words = f"Batches of one shape, {cut[-1].rows} rows: {_name_of_sampling(cut[-1])}, "
             found.append(f"{words}for {max(more, 0):.1%} more noise.")
         if self.records == 1:
             found.append("Where you cannot sample: FixedOrder, with noise that is correlated over the steps.")
@@ -128,7 +128,7 @@ def _round_up_noise(noise: float) -> float:
     return math.ceil(1e4 * noise) / 1e4
 
 
-def _name_of_run(run: PlannedSampling) -> str:
+def _name_of_sampling(run: PlannedSampling) -> str:
     """Names the sampling, with what distinguishes it from others of its class."""
     words = type(run.sampling).__name__
     if run.sampling.truncates:
@@ -143,10 +143,10 @@ def _name_of_run(run: PlannedSampling) -> str:
 def _line_of_run(run: PlannedSampling) -> str:
     words = "" if run.sampling.truncates else WORDS[type(run.sampling)]
     numbers = f"{_round_up_noise(run.noise_multiplier):16.4f} {rounded_up(run.epsilon, 4):>17} {run.rows:6}"
-    return f"{_name_of_run(run):36} {numbers}  {words}".rstrip()
+    return f"{_name_of_sampling(run):36} {numbers}  {words}".rstrip()
 
 
-def samplings(examples: int, batch_size: int) -> tuple[Sampling, ...]:
+def samplings_to_compare(examples: int, batch_size: int) -> tuple[Sampling, ...]:
     """The samplings of the table, Poisson sampling first."""
     sizes: dict[str, Any] = {"examples": examples, "batch_size": batch_size}
     if batch_size == examples:
@@ -189,7 +189,7 @@ def plan_samplings(
         raise ValueError(f"batch_size must be in [1, {examples}], got {batch_size}")
     require_number("epochs", epochs, minimum=0, exclusive=True)
     budget = _checked_budget(epsilon, delta, accountant, records, numbers)
-    choices = samplings(examples, batch_size)
+    choices = samplings_to_compare(examples, batch_size)
     runs: list[PlannedSampling] = []
     for sampling in choices if records == 1 else choices[:1]:
         steps = sampling.steps(epochs=epochs)

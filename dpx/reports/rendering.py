@@ -12,7 +12,7 @@ _DECADES = 4  # that both axes span; they end at a rate of 1
 _LINE, _GUESS = "#0072b2", "#444"  # blue and grey: distinct for the color-blind and in print; guessing is also dotted
 
 
-def attack_curve(curve: Sequence[tuple[float, float]], unit: str) -> str:
+def attack_svg(curve: Sequence[tuple[float, float]], unit: str) -> str:
     """Draws, as an SVG, the largest true-positive rate at each false-positive rate, and guessing, on logarithmic axes.
 
     curve: at least two rising pairs (false-positive rate, bound on the true-positive rate), in (0, 1]. Rates below 1e-4
@@ -88,7 +88,7 @@ _AROUND = {  # per form: the HTML before a section, the tag of its title, and th
 }
 
 
-def as_text(title: str, sections: Sequence[Section]) -> str:
+def page_as_text(title: str, sections: Sequence[Section]) -> str:
     """Formats a page as plain text, in lines of at most 100 characters, except code."""
     lines = [title, "=" * len(title)]
     for section in sections:
@@ -103,7 +103,7 @@ def as_text(title: str, sections: Sequence[Section]) -> str:
     return "\n".join(lines)
 
 
-def as_markdown(title: str, sections: Sequence[Section]) -> str:
+def page_as_markdown(title: str, sections: Sequence[Section]) -> str:
     """Formats a page as Markdown. Its words are escaped, so no HTML remains that a browser would interpret."""
     parts = [f"# {_escaped(title)}"]
     for section in sections:
@@ -115,7 +115,7 @@ def as_markdown(title: str, sections: Sequence[Section]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def as_html(title: str, sections: Sequence[Section]) -> str:
+def page_as_html(title: str, sections: Sequence[Section]) -> str:
     """Formats a complete HTML page that loads nothing from elsewhere."""
     parts = [f"<h1>{html.escape(title)}</h1>"]
     for section in sections:

@@ -16,8 +16,8 @@ from dpx.accounting.budget import Budget
 from dpx.accounting.compose import Selection
 from dpx.accounting.cost import RunCost, cost_of_run, require_event_and_sampling
 from dpx.accounting.flat_event import from_event
-from dpx.reports.attacks import AttackBounds, bounds_and_curve
-from dpx.reports.rendering import Section, as_html, as_markdown, as_text, attack_curve
+from dpx.reports.attacks import AttackBounds, attack_bounds_and_curve
+from dpx.reports.rendering import Section, attack_svg, page_as_html, page_as_markdown, page_as_text
 from dpx.states.record import unit_mark
 from dpx.sums.rounding import ETA
 from dpx.values import described, explain_misuse, for_whom, require_text, rounded_up, unit_in_words
@@ -96,7 +96,7 @@ class PrivacyReport:
         return f"PrivacyReport({name}unit={self.unit!r}, {numbers}{ending})"
 
     def __str__(self) -> str:
-        return as_text(self.title, report_sections(self))
+        return page_as_text(self.title, report_sections(self))
 
     def to_json(self, *path: Any) -> str:
         """Returns the report as valid JSON; an infinite epsilon is the string "inf"."""
@@ -113,12 +113,12 @@ class PrivacyReport:
     def to_markdown(self, *path: Any) -> str:
         """Returns the report as a Markdown page, which notebooks display."""
         _require_no_path(path)
-        return as_markdown(self.title, report_sections(self))
+        return page_as_markdown(self.title, report_sections(self))
 
     def to_html(self, *path: Any) -> str:
         """Returns the report as a complete HTML page with the attack curve, which anyone can open in a browser."""
         _require_no_path(path)
-        return as_html(self.title, report_sections(self))
+        return page_as_html(self.title, report_sections(self))
 
     _repr_markdown_ = to_markdown
 
@@ -180,8 +180,8 @@ def privacy_report(
     require_event_and_sampling(mechanism)
     checks.warn_of_large_delta(delta, mechanism.sampling)
     cost = cost_of_run(mechanism, steps_or_state, records=records, numbers=numbers)
-    drawn = _unit_of(cost.record.unit, unit)
-    cost, words = _with_tuning(cost, tuning, subject := unit_in_words(cost.records, drawn))
+    drawn = _checked_unit(cost.record.unit, unit)
+    cost, words = _cost_with_tuning(cost, tuning, subject := unit_in_words(cost.records, drawn))
     event, relation, records, _, (steps, made, planned, *_) = cost
     answers: dict[str, EpsilonWithRounding] = {}
     refusals = []
@@ -195,7 +195,7 @@ def privacy_report(
     least, possible = min(answers.values()), {}
     if math.isinf(least.epsilon) and (of_run := cost.profile().least_reachable_delta(delta)):
         possible = {"least delta": of_run}
-    attacks, curve = bounds_and_curve(cost.profile(curve=True), delta)
+    attacks, curve = attack_bounds_and_curve(cost.profile(curve=True), delta)
     return PrivacyReport(
         mechanism=str(mechanism),
         steps=steps,
@@ -232,7 +232,7 @@ def require_one_line_names(name: str | None, dataset: str | None):
         require_text(argument, "none" if words is None else words)
 
 
-def _unit_of(recorded: int, unit: str | None) -> str:
+def _checked_unit(recorded: int, unit: str | None) -> str:
     """Returns the unit in words. recorded: its mark, 0 if unknown. Raises ValueError if `unit` contradicts it."""
     known = {0: "example"} | {unit_mark(name): name for name in ("example", "user")}
     if unit is not None:
@@ -256,7 +256,7 @@ def _covered_steps_in_words(made: int, steps: int, planned: bool, unit: str) -> 
     return "" if planned else f"{words} alone decided where the run ended, and nothing that depends on one {unit}"
 
 
-def _with_tuning(cost: RunCost, tuning: Any, unit: str) -> tuple[RunCost, str]:
+def _cost_with_tuning(cost: RunCost, tuning: Any, unit: str) -> tuple[RunCost, str]:
     """Returns the cost to state, and a sentence on whether it includes the choice of hyper-parameters."""
     if isinstance(tuning, Selection):
         if (tuning.relation, tuning.records) != (cost.relation, cost.records) or not tuning.allows_trial(cost.event):
@@ -377,7 +377,7 @@ def report_sections(report: PrivacyReport) -> tuple[Section, ...]:
     )
     return (
         Section("In short", _guarantee_as_bet(report, unit), _report_numbers(report, unit), form="box"),
-        Section("What is protected", (f"The guarantee is for one {unit}{whole}.", meaning, *_strength(report, unit))),
+        Section("What is protected", (f"The guarantee is for one {unit}{whole}.", meaning, *_how_strong(report, unit))),
         Section("What may be published", (published,)),
         Section("What to confirm before you publish", (*report.conditions, report.tuning)),
         Section("What is not protected", report.caveats),
@@ -412,7 +412,7 @@ def _guarantee_as_bet(report: PrivacyReport, unit: str) -> tuple[str, ...]:
     )
 
 
-def _strength(report: PrivacyReport, unit: str) -> tuple[str, ...]:
+def _how_strong(report: PrivacyReport, unit: str) -> tuple[str, ...]:
     """Explains epsilon and delta, and says how strong this epsilon is called."""
     if math.isinf(report.spent):
         return ()
@@ -435,7 +435,7 @@ def _what_readers_learn(report: PrivacyReport, unit: str) -> Section:
         (f"wrongly names {100 * wrong:.4g} % of outsiders", f"finds at most {rounded_up(100 * right, 4)} %")
         for wrong, right in report.attack_curve[:-1:10]
     )
-    return Section("What an attacker can learn", (meaning,), (*rows,), picture=attack_curve(report.attack_curve, unit))
+    return Section("What an attacker can learn", (meaning,), (*rows,), picture=attack_svg(report.attack_curve, unit))
 
 
 def _spent(report: PrivacyReport, unit: str) -> tuple[str, ...]:

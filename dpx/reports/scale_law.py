@@ -62,7 +62,7 @@ class ScaleLaw:
         return ""
 
     @property
-    def error(self) -> float:
+    def held_out_error(self) -> float:
         """The root mean square error of the law at levels that are left out; NaN if there are only two of each."""
         missed = []
         for axis, levels in enumerate(self.levels):
@@ -117,7 +117,7 @@ class ScalePlan:
 
     @property
     def best(self) -> ScaledRun:
-        """The run with the least predicted loss. Runs within `law.error` of it are as good."""
+        """The run with the least predicted loss. Runs within `law.held_out_error` of it are as good."""
         return self.runs[0]
 
     def __repr__(self) -> str:
@@ -131,7 +131,8 @@ class ScalePlan:
             f"{size:11} {run.batch_size:10} {run.steps:7} {run.noise_multiplier:16.4f} {loss:13.4f}"
             for size, run, loss in self.runs
         ]
-        words = f"Expect differences of {self.law.error:.2g}. Runs beyond the measured ones, left out: {self.beyond}."
+        error, beyond = self.law.held_out_error, self.beyond
+        words = f"Expect differences of {error:.2g}. Runs beyond the measured ones, left out: {beyond}."
         return "\n".join([repr(self.noise), titles, *rows, words])
 
 

@@ -130,7 +130,7 @@ def record_draw(sampling: Any, key: jax.Array, step: int, included: np.ndarray, 
     return DrawRecord(*map(np.uint32, (step, included.sum(), *marks)))
 
 
-def normalize_sizes(sampling: Any, *, whole: bool = False):
+def check_and_store_sizes(sampling: Any, *, whole: bool = False):
     """Stores both sizes as Python numbers, so that equal records print alike. Raises ValueError for invalid sizes."""
     examples, size = require_whole("examples", sampling.examples), sampling.batch_size
     number = int | np.integer if whole else int | float | np.integer | np.floating
@@ -184,12 +184,12 @@ def toss_coins(key: jax.Array, examples: int, probability: float) -> jax.Array:
     return (high < heads_high) | (high == heads_high) & (low < heads_low)
 
 
-def toss_every_step(key: jax.Array, steps: int, rate: float) -> jax.Array:
+def toss_coin_per_step(key: jax.Array, steps: int, rate: float) -> jax.Array:
     """Tosses one coin per step, bool (steps,)."""
     return jax.vmap(lambda step: toss_coins(keys.fold_in(key, step), 1, rate)[0])(jnp.arange(steps))
 
 
-def draw_epoch_steps(key: jax.Array, steps: int, epoch: int, places: int, size: int = 1) -> jax.Array:
+def draw_step_per_epoch(key: jax.Array, steps: int, epoch: int, places: int, size: int = 1) -> jax.Array:
     """Draws one of `places` positions in each epoch, `size` of them to a step: True at its step, bool (steps,)."""
     drawn = jax.random.randint(keys.public_key(key), (-(-steps // epoch), 1), 0, places) // size
     return (jnp.arange(epoch)[None] == drawn).reshape(-1)[:steps]

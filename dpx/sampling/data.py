@@ -45,13 +45,13 @@ class CheckedData:
         others = [leaf for leaf in jax.tree.leaves(data) if not isinstance(leaf, jax.Array | np.ndarray)]
         self._read = None
         if self._from_source:
-            self._read = _checking_repeats(data, _items_of(data, key))
+            self._read = _with_repeated_reads(data, _item_reader(data, key))
         elif others:  # arrays in files, or computed when they are indexed
-            self._read = _checking_repeats(
+            self._read = _with_repeated_reads(
                 others[0], lambda numbers, step: jax.tree.map(lambda leaf: read_rows(leaf, numbers), data)
             )
 
-    def rows(self, indices: np.ndarray, included: np.ndarray, step: int) -> Tree:
+    def read_included_rows(self, indices: np.ndarray, included: np.ndarray, step: int) -> Tree:
         """Returns rows, with the B rows on axis 0, and zeros in those that are not included. So no program sees an
         example that was not drawn. indices: int32 (B,). included: bool (B,).
 
@@ -74,10 +74,10 @@ class CheckedData:
         many = MARKED_ITEMS if self._from_source else MARKED
         places = np.unique(np.linspace(0, self.examples - 1, many).astype(np.int32))
         if self._from_source:
-            return self.rows(places, np.ones(len(places), bool), 0)
+            return self.read_included_rows(places, np.ones(len(places), bool), 0)
         return jax.tree.map(lambda leaf: read_rows(leaf, places), self.data)
 
-    def mark(self) -> int:
+    def keyed_hash(self) -> int:
         """A keyed hash of some rows, and of who owns the rows of a source; it reveals nothing without `key`.
         Two data sets that differ in these have different marks, except with probability 2^-32.
 
@@ -93,7 +93,7 @@ class CheckedData:
         return int(hashlib.blake2b(b"".join(parts), digest_size=4, key=secret).hexdigest(), 16)
 
 
-def _checking_repeats(source: Any, read: Callable[[np.ndarray, int], Tree]) -> Callable[[np.ndarray, int], Tree]:
+def _with_repeated_reads(source: Any, read: Callable[[np.ndarray, int], Tree]) -> Callable[[np.ndarray, int], Tree]:
     """Wraps `read` to read some rows a second time. source: the object by which earlier readings are counted."""
     count = _READ.get(id(source), [0])
     if id(source) not in _READ:
@@ -167,7 +167,7 @@ def _is_data_source(data: Any) -> bool:
         raise ValueError("data must be all examples, because the sampling draws the batches, got a dpx.Batch")
     iterator = hasattr(data, "__next__")
     if not iterator:
-        require_arrays(data)
+        require_plain_arrays(data)
     if not iterator and all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in jax.tree.leaves(data)):
         return False
     gives = hasattr(data, "__getitem__") or hasattr(data, "random_item")
@@ -191,13 +191,13 @@ def read_rows(array: Any, indices: np.ndarray) -> Any:
     return np.asarray(array[ascending])[inverse]
 
 
-def _copied(leaf: Any) -> np.ndarray:
+def _copied_array(leaf: Any) -> np.ndarray:
     """Returns a copy, because a source may reuse its buffer. (torch tensors warn if they are given to `np.array`.)"""
     refuse_mask(leaf)
     return np.asarray(leaf).copy()
 
 
-def _items_of(source: Any, key: jax.Array) -> Callable[[np.ndarray, int], Tree]:
+def _item_reader(source: Any, key: jax.Array) -> Callable[[np.ndarray, int], Tree]:
     """Returns the function that reads items of a source. Reads item 0 at once, because all items must be like it."""
     chance, several = getattr(source, "random_item", None), getattr(source, "__getitems__", None)
     first = source[0] if chance is None else chance(0, generators_of_items(key, 0)(0))
@@ -216,7 +216,7 @@ def _items_of(source: Any, key: jax.Array) -> Callable[[np.ndarray, int], Tree]:
             items = (chance(number, random(number)) for number in numbers)
         else:
             items = (source[number] for number in numbers) if several is None else several(numbers)
-        items = [jax.tree.map(_copied, item) for item in items]
+        items = [jax.tree.map(_copied_array, item) for item in items]
         if len(items) != len(numbers):
             raise ValueError(f"__getitems__ of data must give {len(numbers)} items, one for each row, got {len(items)}")
         for number, item in zip(numbers, items, strict=True):
@@ -242,7 +242,7 @@ def _in_words(description: tuple[Any, list]) -> str:
 
 def batch_size(examples: Tree) -> int:
     """Returns the length of axis 0. Raises ValueError unless all leaves are arrays that agree on it."""
-    require_arrays(examples)
+    require_plain_arrays(examples)
     leaves = jax.tree_util.tree_leaves_with_path(examples)
     shapes: list[tuple[int, ...]] = [tuple(getattr(leaf, "shape", ())) for _, leaf in leaves]
     if not shapes or any(len(shape) == 0 for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
@@ -262,7 +262,7 @@ def advice_to_stack(data: Any) -> str:
     return ": stack a list of examples, by jax.tree.map(lambda *rows: numpy.stack(rows), *data)"
 
 
-def require_arrays(data: Any):
+def require_plain_arrays(data: Any):
     """Raises ValueError for pandas objects (indexed by label), sparse matrices, masked arrays and strings."""
     try:
         leaves = jax.tree.leaves(data)

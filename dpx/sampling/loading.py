@@ -25,7 +25,7 @@ SETTINGS = ("enable_x64", "default_device")  # jax settings that `with` sets for
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loading:
+class LoadingSettings:
     """How batches are loaded: arguments of `Sampling.batches`. Raises ValueError if they contradict each other."""
 
     chunk_size: int | None
@@ -55,14 +55,14 @@ class Loading:
             raise ValueError(f"sharding must have devices of this process, got {described(sharding)}")
 
     @property
-    def shards(self) -> int:
+    def shard_count(self) -> int:
         """The number of parts into which the rows are cut."""
         if self.sharding is None:
             return 1
         return self.sharding.num_devices // self.sharding.shard_shape((self.sharding.num_devices,))[0]
 
 
-def batches(sampling: Any, data: Any, key: jax.Array, steps: range, loading: Loading) -> Generator[Any]:
+def load_batches(sampling: Any, data: Any, key: jax.Array, steps: range, loading: LoadingSettings) -> Generator[Any]:
     """Yields the batches of `steps`, drawn by a sampling record, or an iterator of chunks for each if chunked.
 
     Raises ValueError if the data's length is not the sampling's, and if processes that load a batch together differ in
@@ -76,10 +76,10 @@ def batches(sampling: Any, data: Any, key: jax.Array, steps: range, loading: Loa
             draw = sampling.draw(key, step, size=loading.size)
             whole = record_draw(sampling, key, step, draw.included, examples.unit)
             for some, drawn, last in split_draw(draw, whole, loading):
-                yield on_devices(examples, some, drawn, loading.sharding), last
+                yield load_batch(examples, some, drawn, loading.sharding), last
 
     loaded = prefetched(load(), loading.prefetch) if loading.prefetch else load()
-    return whole_batches(loaded) if loading.chunk_size is None else batch_chunks(loaded, len(steps))
+    return yield_whole_batches(loaded) if loading.chunk_size is None else yield_batch_chunks(loaded, len(steps))
 
 
 def require_same_run_in_processes(
@@ -90,7 +90,7 @@ def require_same_run_in_processes(
     if sharding is None or len({device.process_index for device in sharding.device_set}) < max(2, jax.process_count()):
         return
     own = {"key": int(keys.mark_of_key(examples.key)), "first step": steps.start, "end": steps.stop}
-    own |= {"sampling": fingerprint(sampling), "data": examples.mark()}
+    own |= {"sampling": fingerprint(sampling), "data": examples.keyed_hash()}
     everyone = np.asarray(multihost_utils.process_allgather(np.array(list(own.values()), np.uint32)))
     differ = [f"{name} {of.tolist()}" for name, of in zip(own, everyone.T, strict=True) if (of != of[0]).any()]
     if differ:
@@ -100,22 +100,22 @@ def require_same_run_in_processes(
         )
 
 
-def split_draw(draw: Draw, drawn: DrawRecord, loading: Loading) -> Iterator[Piece]:
+def split_draw(draw: Draw, drawn: DrawRecord, loading: LoadingSettings) -> Iterator[Piece]:
     """Yields what is loaded at once: the whole draw of a step, or its chunks, at least one, all of the same size."""
     if loading.chunk_size is None:
-        yield pad_draw(draw, round_up(len(draw.indices), loading.shards)), drawn, True
+        yield pad_draw(draw, round_up(len(draw.indices), loading.shard_count)), drawn, True
         return
-    size = round_up(loading.chunk_size, loading.shards)
+    size = round_up(loading.chunk_size, loading.shard_count)
     whole = pad_draw(draw, round_up(len(draw.indices), size))
     for start in range(0, len(whole.indices), size):
         own, rows = drawn._replace(first_row=np.uint32(start)), slice(start, start + size)
         yield Draw(whole.indices[rows], whole.included[rows]), own, start + size >= len(whole.indices)
 
 
-def on_devices(examples: CheckedData, draw: Draw, drawn: DrawRecord, sharding: jax.sharding.Sharding | None) -> Batch:
+def load_batch(examples: CheckedData, draw: Draw, drawn: DrawRecord, sharding: jax.sharding.Sharding | None) -> Batch:
     """Loads a batch onto its devices. If it is sharded, this process reads only the rows for its own devices."""
     if sharding is None:
-        return jax.device_put(Batch(examples.rows(*draw, int(drawn.step)), draw.included, drawn))
+        return jax.device_put(Batch(examples.read_included_rows(*draw, int(drawn.step)), draw.included, drawn))
     size = len(draw.indices)
     shards = sharding.addressable_devices_indices_map((size,)).values()
     own = np.unique(np.concatenate([np.arange(size)[shard] for shard in shards if shard is not None]))
@@ -132,18 +132,18 @@ def on_devices(examples: CheckedData, draw: Draw, drawn: DrawRecord, sharding: j
     everywhere = sharding
     if isinstance(sharding, jax.sharding.NamedSharding):
         everywhere = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-    rows = jax.tree.map(np.asarray, examples.rows(draw.indices[own], draw.included[own], int(drawn.step)))
+    rows = jax.tree.map(np.asarray, examples.read_included_rows(draw.indices[own], draw.included[own], int(drawn.step)))
     whole = [jax.make_array_from_callback((), everywhere, lambda _, number=number: number) for number in drawn]
     return Batch(jax.tree.map(spread, rows), spread(draw.included[own]), DrawRecord(*whole))
 
 
-def whole_batches(loaded: Generator[tuple[Batch, bool]]) -> Generator[Batch]:
+def yield_whole_batches(loaded: Generator[tuple[Batch, bool]]) -> Generator[Batch]:
     """Yields the batches, and closes their loader at the end."""
     with contextlib.closing(loaded):
         yield from (batch for batch, _ in loaded)
 
 
-def batch_chunks(loaded: Generator[tuple[Batch, bool]], steps: int) -> Generator[Iterator[Batch]]:
+def yield_batch_chunks(loaded: Generator[tuple[Batch, bool]], steps: int) -> Generator[Iterator[Batch]]:
     """Yields the chunks of each step. Raises ValueError if a step's chunks are not all used: the cost counts them."""
 
     complete = False

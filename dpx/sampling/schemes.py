@@ -24,8 +24,8 @@ from dpx.sampling.batch import (
     Batch,
     Draw,
     DrawnBatches,
-    draw_epoch_steps,
-    normalize_sizes,
+    check_and_store_sizes,
+    draw_step_per_epoch,
     pad_draw,
     pad_examples,
     permutation,
@@ -85,12 +85,12 @@ class Sampling(abc.ABC):
         return math.ceil(self.divisor)
 
     @property
-    def plain(self) -> bool:
+    def unweighted_and_unlimited(self) -> bool:
         """Whether all examples take part at the same rate, and no limit on the rows drops any."""
         return True
 
     @property
-    def weighted(self) -> bool:
+    def has_weights(self) -> bool:
         """Whether the examples have public weights."""
         return False
 
@@ -100,24 +100,24 @@ class Sampling(abc.ABC):
         return False
 
     @property
-    def own_coins(self) -> bool:
+    def draws_examples_independently(self) -> bool:
         """Whether each example has its own coins, or always takes part; the cost of several records requires it."""
         return False
 
     @property
-    def groups(self) -> int:
+    def group_count(self) -> int:
         """The number of groups of examples that take turns, one group at each step."""
         return 1
 
     @property
-    def epoch(self) -> int:
+    def steps_per_exact_epoch(self) -> int:
         """The number of steps that hold every example exactly once; 0 if chance decides how often one takes part."""
         return 0
 
     @property
-    def known_epoch(self) -> int:
+    def steps_per_public_epoch(self) -> int:
         """`epoch` if the step that uses an example is not secret, so that an epoch costs one release; otherwise 0."""
-        return self.epoch
+        return self.steps_per_exact_epoch
 
     @functools.cached_property  # not a property, because `RandomAllocation` makes it a field
     def steps_per_epoch(self) -> float:
@@ -183,7 +183,7 @@ class Sampling(abc.ABC):
         examples = CheckedData(data, self.examples, key)
         indices, included = self.draw(key, step, size=size)
         drawn = record_draw(self, key, step, included, examples.unit)
-        return Batch(examples.rows(indices, included, step), included, drawn)
+        return Batch(examples.read_included_rows(indices, included, step), included, drawn)
 
     def batches(
         self,
@@ -221,8 +221,8 @@ class Sampling(abc.ABC):
         require_not_traced(keys.warn_if_guessable(key), state)
         steps = None if steps is None else require_whole("steps", steps)
         run = next_steps(state, self, steps, beyond_budget=beyond_budget)
-        how = loading.Loading(chunk_size=chunk_size, sharding=sharding, prefetch=prefetch, size=size)
-        return loading.batches(self, data, key, run, how)
+        how = loading.LoadingSettings(chunk_size=chunk_size, sharding=sharding, prefetch=prefetch, size=size)
+        return loading.load_batches(self, data, key, run, how)
 
     def draw_ahead(
         self,
@@ -257,7 +257,7 @@ def is_constant(noise_multipliers: np.ndarray) -> bool:
     return len(noise_multipliers) > 0 and noise_multipliers.strides == (0,)
 
 
-def count_multipliers(noise_multipliers: np.ndarray) -> tuple[tuple[float, int], ...]:
+def steps_by_multiplier(noise_multipliers: np.ndarray) -> tuple[tuple[float, int], ...]:
     """Counts noise multipliers, float64 (steps,), as rising pairs (noise multiplier, number of steps)."""
     if is_constant(noise_multipliers):
         return ((float(noise_multipliers[0]), len(noise_multipliers)),)
@@ -278,7 +278,7 @@ def compose_releases(multipliers: np.ndarray, event_of: Callable[[float], DpEven
 
     multipliers: float64 (steps,). event_of: (noise multiplier) -> DpEvent.
     """
-    return compose_events((event_of(value), count) for value, count in count_multipliers(multipliers))
+    return compose_events((event_of(value), count) for value, count in steps_by_multiplier(multipliers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,7 +286,7 @@ class _WholeSize(Sampling):
     batch_size: int
 
     def __post_init__(self):
-        normalize_sizes(self, whole=True)
+        check_and_store_sizes(self, whole=True)
 
     @property
     def divisor(self) -> float:
@@ -329,7 +329,7 @@ class FixedSizeSampling(_WholeSize):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Epochs(_WholeSize):
+class _EpochSampling(_WholeSize):
     """Epochs that hold every example once, cut into batches of one size; the last batch of an epoch may be short.
 
     A run that has begun k epochs costs k Gaussian releases, each at the smallest noise multiplier of its epoch. Proof:
@@ -343,7 +343,7 @@ class _Epochs(_WholeSize):
         return math.ceil(self.examples / self.batch_size)
 
     @property
-    def epoch(self) -> int:
+    def steps_per_exact_epoch(self) -> int:
         return self.steps_per_epoch
 
     @property
@@ -351,14 +351,14 @@ class _Epochs(_WholeSize):
         return self.examples % self.batch_size != 0
 
     @abc.abstractmethod
-    def part(self, key: jax.Array, epoch: int, start: int, stop: int) -> np.ndarray:
+    def examples_at_positions(self, key: jax.Array, epoch: int, start: int, stop: int) -> np.ndarray:
         """Returns an epoch's examples at positions [start, stop), int (stop - start,). key: scalar key of the run."""
 
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         epoch, position = divmod(require_step(key, step), self.steps_per_epoch)
         start = position * self.batch_size
         stop = min(start + self.batch_size, self.examples)
-        return pad_examples(self.part(key, epoch, start, stop), size or self.batch_size)
+        return pad_examples(self.examples_at_positions(key, epoch, start, stop), size or self.batch_size)
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         starts = np.arange(0, len(multipliers), self.steps_per_epoch)
@@ -367,7 +367,7 @@ class _Epochs(_WholeSize):
 
 @explain_misuse
 @dataclass(frozen=True, kw_only=True)
-class ShuffledEpochs(_Epochs):
+class ShuffledEpochs(_EpochSampling):
     """Every epoch is a new permutation, cut into batches; the last batch of an epoch may be short.
 
     examples: int, size of the data set, a public number. batch_size: int, the most rows of a batch, and the divisor.
@@ -382,16 +382,16 @@ class ShuffledEpochs(_Epochs):
 
     one_key: ClassVar[bool] = True
 
-    def part(self, key: jax.Array, epoch: int, start: int, stop: int) -> np.ndarray:
+    def examples_at_positions(self, key: jax.Array, epoch: int, start: int, stop: int) -> np.ndarray:
         return permutation(step_key(key, epoch), self.examples)[start:stop]
 
     def takes_part(self, key: jax.Array, steps: int) -> jax.Array:
-        return draw_epoch_steps(key, steps, self.steps_per_epoch, self.examples, self.batch_size)
+        return draw_step_per_epoch(key, steps, self.steps_per_epoch, self.examples, self.batch_size)
 
 
 @explain_misuse
 @dataclass(frozen=True, kw_only=True)
-class FixedOrder(_Epochs):
+class FixedOrder(_EpochSampling):
     """Takes the examples in the order of the data, the same in every epoch; an epoch's last batch may be short.
 
     examples: int, size of the data set, a public number. batch_size: int, the most rows of a batch, and the divisor.
@@ -403,7 +403,7 @@ class FixedOrder(_Epochs):
     data: shuffle once, without looking at the data. Raises ValueError for the same sizes as `FixedSizeSampling`.
     """
 
-    def part(self, key: jax.Array, epoch: int, start: int, stop: int) -> np.ndarray:
+    def examples_at_positions(self, key: jax.Array, epoch: int, start: int, stop: int) -> np.ndarray:
         return np.arange(start, stop)
 
     def takes_part(self, key: jax.Array, steps: int) -> jax.Array:
@@ -431,11 +431,11 @@ class FullBatch(Sampling):
         return self.examples
 
     @property
-    def own_coins(self) -> bool:
+    def draws_examples_independently(self) -> bool:
         return True
 
     @property
-    def epoch(self) -> int:
+    def steps_per_exact_epoch(self) -> int:
         return 1
 
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:

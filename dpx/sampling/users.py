@@ -85,7 +85,7 @@ class UserData:
 
     def __getitems__(self, numbers: list[int]) -> list[tuple[Tree, np.ndarray]]:
         """Returns the items of several users, with all their rows read at once."""
-        rows = self._rows(numbers)
+        rows = self._rows_of_users(numbers)
         included = np.arange(self.most) < np.minimum(self._counts[numbers], self.most)[:, None]  # (users, most)
 
         def padded(leaf):
@@ -97,7 +97,7 @@ class UserData:
         examples = jax.tree.map(padded, self._data)
         return [(jax.tree.map(lambda leaf, i=i: leaf[i], examples), mask) for i, mask in enumerate(included)]
 
-    def _rows(self, numbers: Any) -> np.ndarray:
+    def _rows_of_users(self, numbers: Any) -> np.ndarray:
         """Returns which rows of the data the items of these users hold, item after item, int64 (rows,)."""
         counts = self._counts[numbers]
         kept = np.minimum(counts, self.most)
@@ -112,9 +112,9 @@ class UserData:
         return "users", len(self), self.most, *(hashlib.sha256(array.tobytes()).hexdigest() for array in arrays)
 
     @property
-    def kept(self) -> Tree:
+    def kept_rows(self) -> Tree:
         """Returns the rows that the items hold, item after item and without padding: `data` with fewer rows."""
-        return jax.tree.map(lambda leaf: np.asarray(read_rows(leaf, self._rows(slice(None)))), self._data)
+        return jax.tree.map(lambda leaf: np.asarray(read_rows(leaf, self._rows_of_users(slice(None)))), self._data)
 
 
 def owner_array(users: Any) -> np.ndarray:
@@ -167,7 +167,7 @@ def records_to_keep(owners: Any, *, most_records: int, first: First = "order") -
     require_whole("most_records", most_records)
     if first not in ("order", "fewest_owners"):
         raise ValueError(f'first must be "order" or "fewest_owners", got {first!r}')
-    flat, starts = _rows_by_owner(owners)
+    flat, starts = _flatten_owners(owners)
     _, numbers = np.unique(owner_array(flat), return_inverse=True)
     of_each = [set(numbers[begin:end].tolist()) for begin, end in zip(starts[:-1], starts[1:], strict=True)]
     order = range(len(of_each))
@@ -182,7 +182,7 @@ def records_to_keep(owners: Any, *, most_records: int, first: First = "order") -
     return np.array(sorted(kept), np.int64)
 
 
-def _rows_by_owner(owners: Any) -> tuple[Any, np.ndarray]:
+def _flatten_owners(owners: Any) -> tuple[Any, np.ndarray]:
     """Returns all owners in one sequence, and where each record's owners begin, int64 (N + 1,)."""
     if isinstance(owners, tuple) and len(owners) == 2 and all(hasattr(part, "dtype") for part in owners):
         flat, starts = owners[0], np.asarray(owners[1])  # `flat` as it is: np.asarray would drop a mask

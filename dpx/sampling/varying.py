@@ -23,21 +23,21 @@ from dpx import keys
 from dpx.keys import streams
 from dpx.sampling.batch import (
     Draw,
+    check_and_store_sizes,
     draw_bits,
-    draw_epoch_steps,
+    draw_step_per_epoch,
     key_of_words,
-    normalize_sizes,
     padded_row_count,
     random_order,
     require_enough_rows,
     require_step,
     scatter_examples,
     step_key,
+    toss_coin_per_step,
     toss_coins,
-    toss_every_step,
     usual_row_count,
 )
-from dpx.sampling.schemes import Sampling, compose_events, compose_releases, count_multipliers, is_constant
+from dpx.sampling.schemes import Sampling, compose_events, compose_releases, is_constant, steps_by_multiplier
 from dpx.values import described, explain_misuse, require_floats, require_number, require_whole, warn_user
 
 _ROWS, _KEPT = 1, 2  # fold-in numbers for the keys of a step: which rows its examples get, which examples are kept
@@ -46,7 +46,7 @@ _PARTS = 2**32 - 1  # fold-in number for the key of the parts; numbers below 2^3
 
 
 @dataclass(frozen=True, kw_only=True)
-class VaryingSize(Sampling):
+class RandomSizeSampling(Sampling):
     """A sampling with random batch sizes: batches are not cut, and their examples are in random rows."""
 
     @property
@@ -61,7 +61,7 @@ class VaryingSize(Sampling):
     def usual_rows(self) -> int:
         return usual_row_count(self.examples, self.divisor / self.examples)
 
-    def scattered(self, drawn: np.ndarray, size: int | None, key: jax.Array) -> Draw:
+    def place_in_random_rows(self, drawn: np.ndarray, size: int | None, key: jax.Array) -> Draw:
         """Puts the drawn examples into random rows of `size` rows; None takes the usual size, or more if needed.
 
         key: scalar key for choosing the rows.
@@ -107,7 +107,7 @@ class PublicWeights:
     def __repr__(self) -> str:
         return f"<{len(self.values)} from {self.values.min():.6g} to {self.values.max():.6g}, {self.digest}>"
 
-    def rate(self, weight: Any, batch_size: float) -> Any:
+    def sampling_rate(self, weight: Any, batch_size: float) -> Any:
         """Returns the rate of a weight, min(1, batch_size * weight / sum of weights); float64, shaped like `weight`."""
         return np.minimum(1.0, batch_size * weight / self.values.sum())
 
@@ -136,7 +136,7 @@ def toss_weighted_coins(key: jax.Array, heads: CoinThresholds) -> jax.Array:
 
 @explain_misuse
 @dataclass(frozen=True, kw_only=True, repr=False)
-class PoissonSampling(VaryingSize):
+class PoissonSampling(RandomSizeSampling):
     """At every step, each example takes part with probability batch_size / examples, independently of the others.
 
     examples:   size of the data set; a public number.
@@ -176,7 +176,7 @@ class PoissonSampling(VaryingSize):
     relation: ClassVar[str] = "zero_out"
 
     def __post_init__(self):
-        normalize_sizes(self)
+        check_and_store_sizes(self)
         if self.weights is not None:
             object.__setattr__(self, "weights", PublicWeights(self.weights, self.examples))
             if (count := int((self.rates == 1).sum())) and self.batch_size < self.examples:
@@ -207,9 +207,9 @@ class PoissonSampling(VaryingSize):
         """The sampling rate of each example, float64 (examples,)."""
         if self.weights is None:
             return np.full(self.examples, self.probability)
-        return self.weights.rate(self.weights.values, self.batch_size)
+        return self.weights.sampling_rate(self.weights.values, self.batch_size)
 
-    def rate_of(self, weight: float) -> float:
+    def rate_of_weight(self, weight: float) -> float:
         """Returns the rate of this weight. Raises ValueError without weights, or if it exceeds them all."""
         if self.weights is None:
             words = f"because the examples of {self} have no weights"
@@ -217,19 +217,19 @@ class PoissonSampling(VaryingSize):
         most = float(self.weights.values.max())
         if require_number("weight", weight, minimum=0) > most:
             raise ValueError(f"weight must be at most the largest one, {most}, got {weight}")
-        return float(self.weights.rate(weight, self.batch_size))
+        return float(self.weights.sampling_rate(weight, self.batch_size))
 
     @property
-    def plain(self) -> bool:
+    def unweighted_and_unlimited(self) -> bool:
         """Whether there are no weights and no limit on the rows, so that coins of one rate decide who takes part."""
         return self.weights is None and not self.truncates
 
     @property
-    def weighted(self) -> bool:
+    def has_weights(self) -> bool:
         return self.weights is not None
 
     @property
-    def own_coins(self) -> bool:
+    def draws_examples_independently(self) -> bool:
         return not self.truncates
 
     @functools.cached_property
@@ -242,7 +242,7 @@ class PoissonSampling(VaryingSize):
         return self.most_rows != math.inf
 
     @property
-    def participation(self) -> float:
+    def participation_probability(self) -> float:
         """The largest probability that an example takes part, which is below its coin's rate if batches are cut."""
         if not self.truncates:
             return self.probability
@@ -270,10 +270,10 @@ class PoissonSampling(VaryingSize):
         if len(drawn) > self.most_rows:
             fitting = padded_row_count(len(drawn), usual_row_count(self.examples, self.probability))
             drawn = _random_subset(drawn, int(self.most_rows), keys.fold_in(own, _KEPT), fitting)
-        return self.scattered(drawn, size, keys.fold_in(own, _ROWS))
+        return self.place_in_random_rows(drawn, size, keys.fold_in(own, _ROWS))
 
     def takes_part(self, key: jax.Array, steps: int) -> jax.Array:
-        return toss_every_step(key, steps, self.participation)
+        return toss_coin_per_step(key, steps, self.participation_probability)
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         if self.truncates:
@@ -317,7 +317,7 @@ class RandomAllocationDpEvent(DpEvent):
 
 @explain_misuse
 @dataclass(frozen=True, kw_only=True)
-class RandomAllocation(VaryingSize):
+class RandomAllocation(RandomSizeSampling):
     """Every example takes part exactly once per epoch, in a uniformly random step, independently of all others.
 
     examples:        size of the data set, below 2^31; a public number.
@@ -352,11 +352,11 @@ class RandomAllocation(VaryingSize):
         object.__setattr__(self, "steps_per_epoch", steps)
 
     @property
-    def epoch(self) -> int:
+    def steps_per_exact_epoch(self) -> int:
         return self.steps_per_epoch
 
     @property
-    def known_epoch(self) -> int:
+    def steps_per_public_epoch(self) -> int:
         return 0
 
     @property
@@ -370,10 +370,10 @@ class RandomAllocation(VaryingSize):
             np.asarray(keys.key_words(own)).tobytes(), self.examples, self.steps_per_epoch
         )
         drawn = lists[starts[place] : starts[place + 1]]
-        return self.scattered(drawn, size, keys.fold_in(own, place))
+        return self.place_in_random_rows(drawn, size, keys.fold_in(own, place))
 
     def takes_part(self, key: jax.Array, steps: int) -> jax.Array:
-        return draw_epoch_steps(key, steps, self.steps_per_epoch, self.steps_per_epoch)
+        return draw_step_per_epoch(key, steps, self.steps_per_epoch, self.steps_per_epoch)
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         steps = self.steps_per_epoch
@@ -383,9 +383,9 @@ class RandomAllocation(VaryingSize):
         else:
             epochs = np.sort(multipliers[:whole].reshape(-1, steps), axis=1)
             distinct, counts = np.unique(epochs, axis=0, return_counts=True) if whole else (epochs, np.zeros(0, int))
-        parts = [(*pair,) for pair in zip(map(count_multipliers, distinct), counts.tolist(), strict=True)]
+        parts = [(*pair,) for pair in zip(map(steps_by_multiplier, distinct), counts.tolist(), strict=True)]
         if len(multipliers) > whole:
-            parts.append((count_multipliers(multipliers[whole:]), 1))
+            parts.append((steps_by_multiplier(multipliers[whole:]), 1))
         return compose_events((RandomAllocationDpEvent(noise, steps), count) for noise, count in parts)
 
 
@@ -424,7 +424,7 @@ def _steps_of_examples(words: bytes, examples: int, steps: int) -> Iterator[tupl
 
 @explain_misuse
 @dataclass(frozen=True, kw_only=True)
-class CyclicPoissonSampling(VaryingSize):
+class CyclicPoissonSampling(RandomSizeSampling):
     """Each example is in one of `bands` groups, which take turns; in its group's steps, a coin decides if it joins.
 
     examples:   size of the data set, below 2^31; a public number.
@@ -451,7 +451,7 @@ class CyclicPoissonSampling(VaryingSize):
     one_key: ClassVar[bool] = True
 
     def __post_init__(self):
-        normalize_sizes(self)
+        check_and_store_sizes(self)
         bands = require_whole("bands", self.bands)
         if self.examples >= 2**31:
             raise ValueError(f"examples must be below 2^31, because an index is an int32; got {self.examples}")
@@ -466,14 +466,14 @@ class CyclicPoissonSampling(VaryingSize):
         return min(1.0, self.bands * self.batch_size / self.examples)
 
     @property
-    def groups(self) -> int:
+    def group_count(self) -> int:
         return self.bands
 
     @property
     def divisor(self) -> float:
         return self.batch_size
 
-    def group(self, key: jax.Array, number: int) -> np.ndarray:
+    def examples_of_group(self, key: jax.Array, number: int) -> np.ndarray:
         """Returns one group's examples, int32 (members,), sorted. key: scalar key of the run. number: int < `bands`."""
         words = np.asarray(keys.key_words(step_key(key, 0))).tobytes()
         members, starts = allocate_examples(words, self.examples, self.bands)
@@ -481,13 +481,13 @@ class CyclicPoissonSampling(VaryingSize):
 
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         step = require_step(key, step)
-        own, members = step_key(key, step), self.group(key, step % self.bands)
+        own, members = step_key(key, step), self.examples_of_group(key, step % self.bands)
         drawn = members[np.asarray(toss_coins(own, self.examples, self.probability))[members]]
-        return self.scattered(drawn, size, keys.fold_in(own, _ROWS))
+        return self.place_in_random_rows(drawn, size, keys.fold_in(own, _ROWS))
 
     def takes_part(self, key: jax.Array, steps: int) -> jax.Array:
         group = jax.random.randint(keys.public_key(key), (), 0, self.bands)
-        return toss_every_step(key, steps, self.probability) & (jnp.arange(steps) % self.bands == group)
+        return toss_coin_per_step(key, steps, self.probability) & (jnp.arange(steps) % self.bands == group)
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         least = np.minimum.reduceat(multipliers, np.arange(0, len(multipliers), self.bands))

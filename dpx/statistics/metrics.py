@@ -13,7 +13,7 @@ from dpx import keys
 from dpx.accounting.budget import Budget
 from dpx.accounting.cost import profile_of_run
 from dpx.sampling.users import UserData
-from dpx.statistics.released import RELATION, Statistic, mark_of_answer, records_of
+from dpx.statistics.released import RELATION, Statistic, mark_of_released_noise, records_of
 from dpx.statistics.sums import release_mean
 from dpx.values import Tree, as_local_array, explain_misuse, leaf_path, require_function
 
@@ -41,7 +41,7 @@ def release_accuracy(
     """
     asked = {"noise_multiplier": noise_multiplier, "key": key, "noise": noise, "words": words}
     complete = not isinstance(correct, UserData)
-    dtype = getattr(correct if complete else correct.kept, "dtype", None)
+    dtype = getattr(correct if complete else correct.kept_rows, "dtype", None)
     if getattr(dtype, "kind", None) in ("i", "u"):  # labels would be clipped to 0 and 1
         raise ValueError(f"correct must be bool (N,), such as predictions == labels, got integers ({dtype})")
     return release_mean(correct, low=0, high=1, complete=complete, **asked, ledger=ledger, part=part)
@@ -105,9 +105,9 @@ class PrivateMetric:
 
     def __call__(self, params: Tree) -> float:
         """Releases the metric of `params`. Raises ValueError if the budget has no call left."""
-        digest = _digest_of(params)
+        digest = _digest_of_arrays(params)
         if digest not in self._released:
-            self.require(self._made + all(digest.hex() not in name for name in self._earlier))
+            self.require_calls_in_budget(self._made + all(digest.hex() not in name for name in self._earlier))
             key = functools.reduce(keys.fold_in, np.frombuffer(digest, np.uint32), keys.stream(self._key, "metric"))
             values = as_local_array(self._metric(params))
             if np.ndim(values) == 0:
@@ -115,15 +115,15 @@ class PrivateMetric:
                     "metric must return one number for each example, (N,), got one number: leave out the mean, because "
                     "it has no noise"
                 )
-            self._require_all(records_of(values).units)
+            self._require_same_count(records_of(values).units)
             found = release_mean(values, key=key, **self._noise, **self._given)
             self._noise = {"noise_multiplier": found.noise_multiplier, "noise": found.noise}
-            name = f"{self._mark} {digest.hex()} {mark_of_answer(key)}"
-            self.require(len({*self._names.values(), name} | self._earlier))
+            name = f"{self._mark} {digest.hex()} {mark_of_released_noise(key)}"
+            self.require_calls_in_budget(len({*self._names.values(), name} | self._earlier))
             self._released[digest], self._names[digest] = found, name
         return self._released[digest].value
 
-    def _require_all(self, units: int):
+    def _require_same_count(self, units: int):
         """Raises ValueError if the number of examples differs from the first call's: a release shows its divisor."""
         self._units = units if self._units is None else self._units
         if units != self._units:
@@ -137,13 +137,13 @@ class PrivateMetric:
     def _made(self) -> int:
         return len({*self._names.values()} | self._earlier)
 
-    def name_of(self, params: Tree) -> str:
+    def release_and_name(self, params: Tree) -> str:
         """Releases the metric of these parameters and returns the release's name, which `fit` stores before it shows
         the metric. If the values differ, so does the name, because the noise does too."""
         self(params)
-        return self._names[_digest_of(params)]
+        return self._names[_digest_of_arrays(params)]
 
-    def count_earlier(self, names: Iterable[str]):
+    def count_earlier_releases(self, names: Iterable[str]):
         """Counts the named releases, made by earlier programs of a run that `fit` continues. Raises ValueError if their
         metric had another key or noise, because epsilon counts every call with this metric's noise."""
         if any(not name.startswith(self._mark) for name in names):
@@ -153,11 +153,11 @@ class PrivateMetric:
             )
         self._earlier |= {*names}
 
-    def expect(self, run: int, calls: int):
+    def expect_calls(self, run: int, calls: int):
         """Sets the number of calls that a run of `fit` has planned but not made."""
         self._left[run] = calls
 
-    def require(self, calls: int):
+    def require_calls_in_budget(self, calls: int):
         """Raises ValueError if the budget covers fewer calls."""
         if self.most is not None and calls > self.most:
             raise ValueError(
@@ -185,7 +185,7 @@ class PrivateMetric:
         return profile_of_run(event, relation=RELATION, numbers=one.numbers).epsilon(delta)
 
 
-def _digest_of(params: Tree) -> bytes:
+def _digest_of_arrays(params: Tree) -> bytes:
     """A 32-byte digest of the bytes of all arrays."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

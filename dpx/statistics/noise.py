@@ -96,7 +96,7 @@ class Noise:
             return -float(special.ndtri(error / 2)) * self.deviation
         return self.scale * math.log(1 / error) + 0.5
 
-    def rounding(self, low: int, high: int) -> float:
+    def largest_rounding(self, low: int, high: int) -> float:
         """The most that a release is rounded, beyond the rounding that `half_width` includes."""
         return 0.0 if self.kind == "gaussian" else 2.0 ** (_laplace_grid(self.scale, low, high)[2] - 1)
 
@@ -117,14 +117,14 @@ def key_of_query(key: jax.Array, query: str, sums: np.ndarray) -> jax.Array:
     return functools.reduce(keys.fold_in, np.frombuffer(digest, np.uint32), keys.stream(key, "statistic"))
 
 
-def padded_size(numbers: int) -> int:
+def padded_noise_count(numbers: int) -> int:
     """The number of noise values drawn for a release of `numbers` elements."""
     return max(_LEAST_SIZE, 1 << (numbers - 1).bit_length())
 
 
 def _with_gaussian(key: jax.Array, sums: np.ndarray, deviation: float) -> np.ndarray:
     gamma = 1 << (math.frexp(deviation)[1] - 1 - GRID)  # as `dpx.keys.release` has it
-    rest = np.zeros(padded_size(len(sums)), np.int64)
+    rest = np.zeros(padded_noise_count(len(sums)), np.int64)
     rest[: len(sums)] = sums % gamma
     high = rest.astype(np.float32)
     low = (rest.astype(np.float64) - high).astype(np.float32)  # exact, because rest is below 2^48
@@ -133,15 +133,15 @@ def _with_gaussian(key: jax.Array, sums: np.ndarray, deviation: float) -> np.nda
 
 
 def _with_laplace(key: jax.Array, sums: np.ndarray, scale: float, low: int, high: int) -> np.ndarray:
-    center, digits = laplace_coins(scale)
+    center, digits = laplace_coin_probabilities(scale)
     *coins, of_center, signs, free = random_words(key, (len(digits) + 3) * len(sums)).reshape(-1, len(sums), 2)
-    shown = [_coins_show_one(coin, digit).astype(np.int64) for coin, digit in zip(coins, digits, strict=True)]
+    shown = [_coin_results(coin, digit).astype(np.int64) for coin, digit in zip(coins, digits, strict=True)]
     size = 1 + sum(digit << j for j, digit in enumerate(shown))
-    noise = np.where(_coins_show_one(of_center, center), np.where(signs[:, 0] % 2 == 1, size, -size), 0)
-    return laplace_from(sums, noise, free, scale, low, high)
+    noise = np.where(_coin_results(of_center, center), np.where(signs[:, 0] % 2 == 1, size, -size), 0)
+    return laplace_releases(sums, noise, free, scale, low, high)
 
 
-def laplace_from(
+def laplace_releases(
     sums: np.ndarray, noise: np.ndarray, free: np.ndarray, scale: float, low: int, high: int
 ) -> np.ndarray:
     """The releases, float64 (n,), from sums and their noise, int64 (n,). free: uint64 (n, 2), the bits of the uniform
@@ -160,7 +160,7 @@ def _laplace_grid(scale: float, low: int, high: int) -> tuple[int, int, int]:
     return low - more, span, max(0, span.bit_length() - _FINEST)
 
 
-def laplace_coins(scale: float) -> tuple[int, list[int]]:
+def laplace_coin_probabilities(scale: float) -> tuple[int, list[int]]:
     """The coins of N = round(L) for Laplace noise of this scale: one for N != 0, and one per digit of |N| - 1, lowest
     first. Each is a 128-bit integer x; the coin shows 1 with probability x 2^-128."""
     digits = max(1, math.ceil(math.log2(_TAIL * scale)) + 1)
@@ -186,7 +186,7 @@ def _draw_bits(words: jax.Array) -> list[jax.Array]:
     return streams.draw_bits(words, _BLOCKS)
 
 
-def _coins_show_one(bits: np.ndarray, coin: int) -> np.ndarray:
+def _coin_results(bits: np.ndarray, coin: int) -> np.ndarray:
     """Whether each coin shows 1, bool (n,). bits: uint64 (n, 2)."""
     high, low = np.uint64(coin >> 64), np.uint64(coin % 2**64)
     return (bits[:, 0] < high) | ((bits[:, 0] == high) & (bits[:, 1] < low))

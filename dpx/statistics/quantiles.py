@@ -32,7 +32,7 @@ from dpx import keys
 from dpx.accounting.budget import Budget
 from dpx.accounting.loss import PureDpEvent
 from dpx.statistics.noise import random_words
-from dpx.statistics.released import Release, StatisticRequest, bounds_of, records_of
+from dpx.statistics.released import Release, StatisticRequest, bounds_per_column, records_of
 from dpx.values import described, explain_misuse, require_floats, require_open_fraction, require_whole
 
 SHARES = 2**20
@@ -89,21 +89,21 @@ def release_quantiles(
     records = records_of(data)
     if records.vector:
         raise ValueError(f"data for quantiles must have shape (N,), got {described(records.values)}")
-    (low,), (high,) = bounds_of(low, high, records)
+    (low,), (high,) = bounds_per_column(low, high, records)
     shares = np.atleast_1d(require_floats("quantiles", quantiles))
     if shares.ndim != 1 or not len(shares) or not ((shares >= 0) & (shares <= 1)).all() or (np.diff(shares) <= 0).any():
         raise ValueError(f"quantiles must be ascending numbers in [0, 1], got {described(quantiles)}")
     points = require_whole("points", points, minimum=2, maximum=2**20)
     whole = np.rint(shares * SHARES).astype(int).tolist()
-    multiplier = asked.multiplier(records, lambda each: _event_of_quantiles(each, len(shares)), 1)
+    multiplier = asked.resolve_multiplier(records, lambda each: _event_of_quantiles(each, len(shares)), 1)
     epsilon = 1 / multiplier - _SPARE
     if epsilon < _SPARE:
         raise ValueError(f"noise_multiplier must be at most {1 / _SPARE / 2:.3g}, got {multiplier}")
     counts = nearest_point_counts(records.values[:, 0], low, high, points)
     query = f"quantiles {whole} {low} {high} {points} {multiplier} {records.most}"
-    event, own = asked.begin(records, lambda each: _event_of_quantiles(each, len(shares)), multiplier, 1, query, counts)
+    event, own = asked.charge(records, lambda m: _event_of_quantiles(m, len(shares)), multiplier, 1, query, counts)
     drawn = [
-        _weighted_draw(keys.fold_in(own, a), weights_of(rank_distances(counts, a), a, epsilon, records.most))
+        _draw_by_weight(keys.fold_in(own, a), exponential_weights(rank_distances(counts, a), a, epsilon, records.most))
         for a in whole
     ]
     value = np.sort(low + (high - low) * (np.asarray(drawn) / (points - 1)))
@@ -131,7 +131,7 @@ def rank_distances(counts: np.ndarray, share: int) -> np.ndarray:
     return np.maximum(np.maximum(above - SHARES * counts - wanted, wanted - above), 0)
 
 
-def weights_of(far: np.ndarray, share: int, epsilon: float, most: int) -> list[int]:
+def exponential_weights(far: np.ndarray, share: int, epsilon: float, most: int) -> list[int]:
     """The integer weights of the points. far: from `rank_distances`. most: the most values that one unit has."""
     with localcontext(prec=60) as context:
         rate = Decimal(epsilon) / (2 * max(share, SHARES - share) * most)
@@ -143,7 +143,7 @@ def weights_of(far: np.ndarray, share: int, epsilon: float, most: int) -> list[i
     return [known[u] for u in np.minimum(far, last).tolist()]
 
 
-def _weighted_draw(key: jax.Array, weights: list[int]) -> int:
+def _draw_by_weight(key: jax.Array, weights: list[int]) -> int:
     """Draws the index of a weight with probability proportional to it."""
     ends = list(itertools.accumulate(weights))
     (a, b), (c, d) = random_words(key, 2).tolist()

@@ -15,10 +15,10 @@ from dpx.accounting.budget import Budget, calibrate
 from dpx.accounting.checks import require_delta
 from dpx.accounting.cost import event_epsilon, profile_of_run
 from dpx.accounting.loss import PureDpEvent
-from dpx.sampling.data import refuse_mask, require_arrays
+from dpx.sampling.data import refuse_mask, require_plain_arrays
 from dpx.sampling.schemes import FullBatch
 from dpx.sampling.users import UserData
-from dpx.statistics.noise import LARGEST_SUM, Noise, UnitSensitivity, key_of_query, padded_size
+from dpx.statistics.noise import LARGEST_SUM, Noise, UnitSensitivity, key_of_query, padded_noise_count
 from dpx.values import described, require_floats, require_number, require_open_fraction, require_text, warn_user
 
 RELATION = "zero_out"
@@ -45,11 +45,11 @@ class StatisticRecords(NamedTuple):
         return self.units * self.most
 
     @property
-    def public(self) -> "StatisticRecords":
+    def without_values(self) -> "StatisticRecords":
         """These facts without the values, so that a release may keep them."""
         return self._replace(values=np.empty((0, self.values.shape[1]), self.values.dtype))
 
-    def shaped(self, found: np.ndarray) -> Any:
+    def restore_shape(self, found: np.ndarray) -> Any:
         """Drops the column axis of (..., columns) if the caller's array had none, and turns a scalar into a float."""
         found = found if self.vector else found[..., 0]
         return float(found) if found.ndim == 0 else found
@@ -61,13 +61,13 @@ def records_of(data: Any, *, numbers: bool = True) -> StatisticRecords:
     numbers: whether to require numbers and convert them to float64. Raises ValueError for other data.
     """
     users = isinstance(data, UserData)
-    values = data.kept if users else data
+    values = data.kept_rows if users else data
     refuse_mask(values)
     if isinstance(values, int | float | np.generic) or getattr(values, "shape", None) == ():
         words = "a count, a sum or a mean of them has lost what bounds one example"
         raise ValueError(f"data must hold a value of each example, (N,) or (N, columns), got one number: {words}")
     if numbers:
-        require_arrays(values)
+        require_plain_arrays(values)
     elif not hasattr(values, "dtype"):
         # In a list, one record would decide how all are read: a single 2 turns every bool into a number.
         raise ValueError(
@@ -88,7 +88,7 @@ def records_of(data: Any, *, numbers: bool = True) -> StatisticRecords:
     return StatisticRecords(values.reshape(len(values), -1), values.ndim == 2, units, most, unit)
 
 
-def bounds_of(low: ArrayLike, high: ArrayLike, records: StatisticRecords) -> tuple[np.ndarray, np.ndarray]:
+def bounds_per_column(low: ArrayLike, high: ArrayLike, records: StatisticRecords) -> tuple[np.ndarray, np.ndarray]:
     """The bounds of each column, float64 (columns,). Raises ValueError unless low < high, both finite."""
     columns = records.values.shape[1]
     # Arrays are not shown, because someone may have passed data by mistake.
@@ -179,13 +179,13 @@ class StatisticRequest:
             kinds = ["laplace", "gaussian"]
         found = []
         for kind in kinds:
-            multiplier = self.multiplier(
-                records, lambda multiplier, kind=kind: event_of_noise(kind, multiplier), padded_size(size)
+            multiplier = self.resolve_multiplier(
+                records, lambda multiplier, kind=kind: event_of_noise(kind, multiplier), padded_noise_count(size)
             )
             found.append((Noise.of_multiplier(kind, multiplier, effect), multiplier))
         return min(found, key=lambda each: each[0].deviation)
 
-    def multiplier(self, records: StatisticRecords, event: Callable[[float], DpEvent], numbers: int) -> float:
+    def resolve_multiplier(self, records: StatisticRecords, event: Callable[[float], DpEvent], numbers: int) -> float:
         """The noise multiplier, or the least within the budget. event: noise multiplier -> the event of one release."""
         budget = self.noise_multiplier
         if not isinstance(budget, Budget):
@@ -201,7 +201,7 @@ class StatisticRequest:
         numbers = numbers if budget.numbers is None else max(numbers, budget.numbers)
         return calibrate(make, steps=budget.steps, **price, numbers=numbers)
 
-    def noisy(
+    def release_noisy_sums(
         self, records: StatisticRecords, sums: np.ndarray, effect: UnitSensitivity, low: int, high: int, *, query: str
     ) -> tuple[np.ndarray, Noise, dict[str, Any]]:
         """Adds noise to sums, int64 (...). Returns float64 (...), the noise, and the fields of its `Statistic`.
@@ -212,15 +212,15 @@ class StatisticRequest:
             effect.one * records.most, effect.two * records.most, min(sums.size, effect.moves * records.most)
         )
         noise, multiplier = self.choose_noise(records, effect, sums.size)
-        numbers, query = padded_size(sums.size), f"{query} {noise} {effect}"
-        event, own = self.begin(
+        numbers, query = padded_noise_count(sums.size), f"{query} {noise} {effect}"
+        event, own = self.charge(
             records, lambda each: event_of_noise(noise.kind, each), multiplier, numbers, query, sums
         )
         noisy = noise.release(own, sums.reshape(-1), low, high).reshape(sums.shape)
         facts = {"noise": noise.kind, "noise_multiplier": multiplier, "event": event, "numbers": numbers}
         return noisy, noise, facts | {"words": self.words, "unit": records.unit}
 
-    def begin(
+    def charge(
         self,
         records: StatisticRecords,
         event: Callable[[float], DpEvent],
@@ -268,7 +268,7 @@ def _warn_of_large_cost(noise_multiplier: float, event: DpEvent) -> None:
         )
 
 
-def mark_of_answer(key: jax.Array) -> int:
+def mark_of_released_noise(key: jax.Array) -> int:
     """The mark of the noise that a key has released, which differs between releases of different sums or bounds."""
     return _ANSWERED[int(keys.mark_of_key(key))]
 

@@ -29,7 +29,7 @@ from dpx.statistics.released import (
     Statistic,
     StatisticRecords,
     StatisticRequest,
-    bounds_of,
+    bounds_per_column,
     records_of,
     safe_ratio,
     weighted_mean_bounds,
@@ -68,7 +68,7 @@ def release_count(
     columns = there.shape[1]
     effect = UnitSensitivity(WHOLE * columns, WHOLE * math.sqrt(columns), columns)
     return _release_noisy_counts(
-        asked, records, WHOLE * there.sum(axis=0, dtype=np.int64), effect, "count", records.public.shaped
+        asked, records, WHOLE * there.sum(axis=0, dtype=np.int64), effect, "count", records.without_values.restore_shape
     )
 
 
@@ -141,11 +141,11 @@ def _release_noisy_counts(
 ) -> Statistic:
     """Releases counts, given as sums of WHOLE quanta per counted value."""
     most = WHOLE * records.most_rows
-    noisy, added, facts = asked.noisy(records, sums, effect, 0, most, query=query)
+    noisy, added, facts = asked.release_noisy_sums(records, sums, effect, 0, most, query=query)
     value = noisy / WHOLE
 
     def interval_at(error: float) -> tuple[Any, Any]:
-        half = (added.half_width(error) + added.rounding(0, most)) / WHOLE
+        half = (added.half_width(error) + added.largest_rounding(0, most)) / WHOLE
         return shaped(value - half), shaped(value + half)
 
     return Statistic(value=shaped(value), interval_at=interval_at, **facts)
@@ -172,13 +172,13 @@ def release_sum(
     """
     asked = StatisticRequest(words, key, noise_multiplier, noise, ledger, part)
     records = records_of(data)
-    low, high = bounds_of(low, high, records)
+    low, high = bounds_per_column(low, high, records)
     unit = np.maximum(np.abs(low), np.abs(high))
     quanta = _in_quanta(np.clip(records.values, low, high) / unit)
-    return _sum_in_quanta(asked, records, quanta, unit / QUANTA, 0.0, f"sum {low.tolist()} {high.tolist()}")
+    return _release_quanta_sums(asked, records, quanta, unit / QUANTA, 0.0, f"sum {low.tolist()} {high.tolist()}")
 
 
-def _sum_in_quanta(
+def _release_quanta_sums(
     asked: StatisticRequest,
     records: StatisticRecords,
     quanta: np.ndarray,
@@ -189,15 +189,15 @@ def _sum_in_quanta(
     """Releases offset + size * (column sums of quanta). quanta: int64 (rows, columns), each in [-QUANTA, QUANTA]."""
     columns, most = quanta.shape[1], QUANTA * records.most_rows
     effect = UnitSensitivity(QUANTA * columns, QUANTA * math.sqrt(columns), columns)
-    records = records.public
-    noisy, added, facts = asked.noisy(records, quanta.sum(axis=0), effect, -most, most, query=query)
+    records = records.without_values
+    noisy, added, facts = asked.release_noisy_sums(records, quanta.sum(axis=0), effect, -most, most, query=query)
     value: np.ndarray = offset + noisy * size
 
     def interval_at(error: float) -> tuple[Any, Any]:
-        half = size * (added.half_width(error) + added.rounding(-most, most) + records.most_rows / 2)
-        return records.shaped(value - half), records.shaped(value + half)
+        half = size * (added.half_width(error) + added.largest_rounding(-most, most) + records.most_rows / 2)
+        return records.restore_shape(value - half), records.restore_shape(value + half)
 
-    return Statistic(value=records.shaped(value), interval_at=interval_at, **facts)
+    return Statistic(value=records.restore_shape(value), interval_at=interval_at, **facts)
 
 
 def _in_quanta(shares: np.ndarray) -> np.ndarray:
@@ -238,7 +238,7 @@ def release_mean(
     """
     asked = StatisticRequest(words, key, noise_multiplier, noise, ledger, part)
     records = records_of(data)
-    low, high = bounds_of(low, high, records)
+    low, high = bounds_per_column(low, high, records)
     query = f"mean {require_bool('complete', complete)} {low.tolist()} {high.tolist()}"
     if complete:
         if records.most > 1 or records.unit != "example":
@@ -246,25 +246,25 @@ def release_mean(
         half, rows = (high - low) / 2, len(records.values)
         middle = low + half
         quanta = _in_quanta((np.clip(records.values, low, high) - middle) / half)
-        found = _sum_in_quanta(asked, records, quanta, half / (QUANTA * rows), middle, query)
-        return _cut_to_bounds(found, records.public, low, high)
-    noisy, added, facts = noisy_bernstein_cells(asked, records, low, high, 1, query)
-    records, most = records.public, QUANTA * records.most_rows
+        found = _release_quanta_sums(asked, records, quanta, half / (QUANTA * rows), middle, query)
+        return _cut_to_bounds(found, records.without_values, low, high)
+    noisy, added, facts = release_bernstein_sums(asked, records, low, high, 1, query)
+    records, most = records.without_values, QUANTA * records.most_rows
     value = low + (high - low) * safe_ratio(noisy[1], noisy.sum(axis=0), 0.5)
 
     def interval_at(error: float) -> tuple[Any, Any]:
-        off = records.most_rows / 2 + added.rounding(0, most)
+        off = records.most_rows / 2 + added.largest_rounding(0, most)
         found = weighted_mean_bounds(noisy, (0.0, 1.0), added, error, off)
-        return tuple(records.shaped(low + (high - low) * share) for share in found)
+        return tuple(records.restore_shape(low + (high - low) * share) for share in found)
 
-    return Statistic(value=records.shaped(value), interval_at=interval_at, **facts)
+    return Statistic(value=records.restore_shape(value), interval_at=interval_at, **facts)
 
 
 def _cut_to_bounds(found: Statistic, records: StatisticRecords, low: np.ndarray, high: np.ndarray) -> Statistic:
     """Clips a mean and its intervals to the bounds of the values."""
 
     def cut(value: Any) -> Any:
-        return records.shaped(np.clip(np.reshape(value, low.shape), low, high))
+        return records.restore_shape(np.clip(np.reshape(value, low.shape), low, high))
 
     def interval_at(error: float) -> tuple[Any, Any]:
         low, high = found.interval_at(error)
@@ -273,12 +273,11 @@ def _cut_to_bounds(found: Statistic, records: StatisticRecords, low: np.ndarray,
     return Statistic(**vars(found) | {"value": cut(found.value), "interval_at": interval_at})
 
 
-def noisy_bernstein_cells(
+def release_bernstein_sums(
     asked: StatisticRequest, records: StatisticRecords, low: np.ndarray, high: np.ndarray, degree: int, query: str
 ) -> tuple[np.ndarray, Noise, dict[str, Any]]:
-    """Spreads each record's quanta over `degree + 1` cells, and releases the sums by `asked.noisy`, (degree + 1,
-    columns). The shares are Bernstein polynomials, which are nonnegative and add up to 1, so the quanta of a record
-    that is present add up to QUANTA."""
+    """Spreads each record's quanta over `degree + 1` cells, and releases the noisy sums, (degree + 1, columns). The
+    shares are Bernstein polynomials, at least 0 and 1 in total, so the quanta of a value present add up to QUANTA."""
     there = ~np.isnan(records.values)
     share = (np.clip(np.where(there, records.values, low), low, high) - low) / (high - low)
     last = _in_quanta(share**degree)
@@ -286,7 +285,7 @@ def noisy_bernstein_cells(
     spread = np.stack([first, QUANTA - first - last, last] if degree > 1 else [first, last])
     cells, columns = np.where(there, spread, 0).sum(axis=1), len(low)
     effect = UnitSensitivity(QUANTA * columns, QUANTA * math.sqrt(columns), len(cells) * columns)
-    return asked.noisy(records.public, cells, effect, 0, QUANTA * records.most_rows, query=query)
+    return asked.release_noisy_sums(records.without_values, cells, effect, 0, QUANTA * records.most_rows, query=query)
 
 
 @dataclass(frozen=True, eq=False)
@@ -338,11 +337,11 @@ def standardize(
     """
     asked = StatisticRequest(words, key, noise_multiplier, noise, ledger, part)
     records = records_of(data)
-    low, high = bounds_of(low, high, records)
-    noisy, added, facts = noisy_bernstein_cells(
+    low, high = bounds_per_column(low, high, records)
+    noisy, added, facts = release_bernstein_sums(
         asked, records, low, high, 2, f"standardize {low.tolist()} {high.tolist()}"
     )
-    records, most = records.public, QUANTA * records.most_rows
+    records, most = records.without_values, QUANTA * records.most_rows
     total, size = noisy.sum(axis=0), high - low
     mean = safe_ratio(noisy[1] / 2 + noisy[2], total, 0.5)
     variance = safe_ratio(noisy[2], total, 1.0) - mean**2
@@ -351,7 +350,7 @@ def standardize(
     value = np.stack([low + size * mean, size * scale])
 
     def interval_at(error: float) -> tuple[Any, Any]:
-        off = records.most_rows / 2 + 2 * added.rounding(0, most)
+        off = records.most_rows / 2 + 2 * added.largest_rounding(0, most)
         mean_low, mean_high = weighted_mean_bounds(noisy, (0.0, 0.5, 1.0), added, error, off)
         (low_1, high_1), (low_2, high_2) = (
             weighted_mean_bounds(noisy, weights, added, error / 2, off)
@@ -360,8 +359,8 @@ def standardize(
         variances = low_2 - high_1**2, high_2 - low_1**2
         scales = (size * np.sqrt(np.clip(one, 0, _LARGEST_VARIANCE)) for one in variances)
         ends = zip((low + size * mean_low, low + size * mean_high), scales, strict=True)
-        return tuple(records.shaped(np.stack(pair)) for pair in ends)
+        return tuple(records.restore_shape(np.stack(pair)) for pair in ends)
 
-    released = Statistic(value=records.shaped(value), interval_at=interval_at, **facts)
-    low, high, mean, scale = (records.shaped(x) for x in (low, high, *value))
+    released = Statistic(value=records.restore_shape(value), interval_at=interval_at, **facts)
+    low, high, mean, scale = (records.restore_shape(x) for x in (low, high, *value))
     return Scaling(low, high, mean, scale, released)

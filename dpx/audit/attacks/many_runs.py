@@ -38,7 +38,7 @@ from dpx.accounting.cost import epsilon as cost_of
 from dpx.audit.attacks.scores import LowerBound, lower_bound_from_scores
 from dpx.audit.stand_ins import without_grid
 from dpx.mechanism.guards import require_key_used
-from dpx.sampling.data import require_arrays
+from dpx.sampling.data import require_plain_arrays
 from dpx.sampling.schemes import Sampling
 from dpx.states.reading import publishable_state
 from dpx.values import (
@@ -107,7 +107,7 @@ def observe_canary(updates: Tree, before: Tree, after: Tree, canary: Tree) -> ja
     updates: the release of a step. before, after: the public states before and after it. canary: gradient like
         `updates`.
     """
-    require_arrays((updates, canary))
+    require_plain_arrays((updates, canary))
     products = jax.tree.map(lambda u, c: jnp.vdot(u.astype(jnp.float32), c), updates, canary)
     return jnp.stack([sum(jax.tree.leaves(products))])
 
@@ -458,7 +458,7 @@ def canary_scores(
     attack = Attack(make, params, steps, canary, instead, others, takes_part(truth), observe)
     period, groups = 0, 1
     if isinstance(truth, Sampling) and truth.one_key:  # its key decides the canary's step in an epoch
-        period, groups = truth.epoch, truth.groups
+        period, groups = truth.steps_per_exact_epoch, truth.group_count
     return _scores_of_runs(attack, key, runs, period, groups)
 
 

@@ -249,7 +249,7 @@ def check_sampling(trial: Trial) -> str:
     (event,) = releases
     _require_sensitivity_of_relation(event, record)
     if isinstance(event, PoissonSampledDpEvent):
-        rate, bands = float(event.sampling_probability), record.groups
+        rate, bands = float(event.sampling_probability), record.group_count
         if bands > 1:
             count = _require_cyclic(lambda step: record.draw(key, step), record.examples, bands, rate)
             return f"{count} batches are drawn as the event says: each example in the steps of one of {bands} groups"

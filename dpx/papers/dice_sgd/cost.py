@@ -179,7 +179,7 @@ def _rounding_of_run(event: ErrorFeedbackDpEvent) -> str:
 def profiles_by_bound(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relation) -> dict[str, Profile]:
     """Returns the bounds that hold for the sampling and the relation, by name. Raises ValueError if there are none."""
     sampling, stated = event.sampling, event.sampling.relation
-    if not sampling.plain:
+    if not sampling.unweighted_and_unlimited:
         words = "its bounds are proved for coins of one rate"
         raise ValueError(f"error feedback has no known cost for Poisson sampling with most_rows or weights: {words}")
     moves_rows = relation == "add_or_remove" and not isinstance(sampling, PoissonSampling)
@@ -188,7 +188,7 @@ def profiles_by_bound(event: ErrorFeedbackDpEvent, accountant: Accountant, relat
     noise = event.noise_multiplier / (2 if relation == "replace_one" else 1)
     reset_every = min(event.steps, event.reset_every or event.steps)
     run: dict[str, Any] = dict(steps=event.steps, reset_every=reset_every, error_shift=event.error_shift)
-    if epoch := sampling.known_epoch:
+    if epoch := sampling.steps_per_public_epoch:
         energy = squared_shift_over_epochs(steps_per_epoch=epoch, feedback_shift=event.feedback_shift, **run)
         mu = math.sqrt(energy) / noise
         if accountant == "rdp":

@@ -94,7 +94,7 @@ def dice_sgd(
     """
     if not isinstance(sampling, SAMPLINGS):
         raise ValueError(f"sampling must be one of {[s.__name__ for s in SAMPLINGS]}, got {described(sampling)}")
-    if not sampling.plain:
+    if not sampling.unweighted_and_unlimited:
         words = "because error feedback has no known cost for them"
         raise ValueError(f"sampling must have no most_rows and no weights, {words}; got {sampling}")
     noise_key = keys.stream(keys.warn_if_guessable(key), "noise")
