@@ -121,7 +121,7 @@ def polar_radius(words: Sequence[jax.Array], rare: jax.Array, scale: jax.Array) 
 
 
 def _uniform_from_words(words: Sequence[jax.Array], rare: jax.Array) -> tuple[Words, jax.Array]:
-    """Returns p 2^exponent as 64 bits, two words, the first of which is not 0, and the exponent, uint32."""
+    """Returns p 2^exponent, 64 bits in two words of which the first is not 0, and the exponent, uint32."""
     a, b, _, d = words
     nothing, digits = np.uint32(0), d & np.uint32(0xFFFFFFF0)
     small = a == 0
@@ -205,7 +205,7 @@ def _fixed_point_root(high: jax.Array, low: jax.Array) -> Words:
 
 
 def sine_or_cosine(words: Sequence[jax.Array], second: jax.Array) -> tuple[Words, jax.Array]:
-    """Returns |sin(2 pi theta)|, or |cos(2 pi theta)| where `second`, and whether the value is negative, bool."""
+    """Returns |sin(2 pi theta)|, or |cos(2 pi theta)| where `second` is True, and whether it was negative, bool."""
     a, _, c, d = words
     low = jnp.where(a == 0, (d << 28) | np.uint32(2**27), d)
     c = c + jnp.where(second, np.uint32(2**30), np.uint32(0))  # cos x = sin(x + a quarter turn)

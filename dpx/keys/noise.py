@@ -64,7 +64,7 @@ _COUNTED: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar("cou
 
 
 class AuditStandIns(NamedTuple):
-    """Replacements for these two functions while an audit traces a mechanism; None keeps the function itself."""
+    """Replacements for `release` and `normal_like` while an audit traces a mechanism; None keeps the original."""
 
     release: Callable | None = None
     normal_like: Callable | None = None
@@ -76,7 +76,7 @@ STAND_INS = jax.make_user_context(default_value=AuditStandIns())
 
 
 class StreamPosition(NamedTuple):
-    """Where the elements of a leaf are: its first element is element `start` of stream `stream`, whose chunks have
+    """The elements of the noise that a leaf takes: from element `start` of stream number `stream` on, in chunks of
     2 * half elements."""
 
     stream: int
@@ -90,16 +90,16 @@ def release(
     total: FloatPair | Tree,
     deviation: jax.Array | float,
 ) -> Tree:
-    """Adds normal noise of this standard deviation to `total`, on a public grid: float32, in the shapes of `total`.
+    """Adds normal noise of this standard deviation to `total`, on a public grid. Returns float32, shaped like `total`.
 
     key: scalar key of the mechanism's "noise" stream. step: int (), below 2^31; two steps have independent noise.
     total: float32 arrays, or a `FloatPair`. deviation: float32 (), public. Deviations below 2^-126, including 0, add no
         noise; for a Python 0.0 none is drawn either.
 
-    On a CPU, a loop computes one chunk after another, which stays in the cache. On a TPU, it computes larger chunks, in
-    integers (`integer_normals.py`). On a GPU, all elements are computed at once. On several devices, and on a TPU for
-    more than FLAT elements, each leaf's noise is computed from its elements' positions, which XLA can shard like the
-    leaf.
+    On a CPU, a loop computes one chunk after another, so that each stays in the cache. On a TPU, the chunks are larger
+    and computed in integers (`integer_normals.py`). On a GPU, all elements are computed at once. On several devices,
+    and on a TPU for more than FLAT elements, each leaf's noise is computed from the positions of its elements, so that
+    XLA can shard it like the leaf.
 
     Raises ValueError if XLA_FLAGS has fast math, under which no bound of a sum holds; for sums that differ between the
     devices of a `jax.shard_map` with one key (unless it has check_vma=False); for more than LARGEST_RELEASE elements,
@@ -132,13 +132,13 @@ def _require_own_key(words: jax.Array, arrays: Sequence[jax.Array]) -> None:
 
 
 def axes_that_vary(arrays: Sequence[jax.Array]) -> set[str]:
-    """The axes of a `jax.shard_map` over which any of the arrays differ; none under check_vma=False."""
+    """Returns the axes of a `jax.shard_map` along which any of the arrays differ; none under check_vma=False."""
     types = [getattr(jax.typeof(array), "manual_axis_type", None) for array in arrays]
     return {axis for one in types for axis in getattr(one, "varying", ())}
 
 
 def untracked_mapped_axes() -> tuple[str, ...]:
-    """The axes of a `jax.pmap`, or of a `jax.shard_map` with check_vma=False, where jax does not track what differs."""
+    """Returns the axes of a `jax.pmap`, or a `jax.shard_map` with check_vma=False, where jax tracks no differences."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(axis for axis in manual if not axes_that_vary([jax.lax.axis_index(axis)]))
 
@@ -170,7 +170,7 @@ def normal_like(key: jax.Array, step: jax.Array | int, tree: Tree) -> Tree:
 
 
 def stream_positions_of_leaves(shapes: Sequence[tuple[int, ...]]) -> tuple[StreamPosition, ...]:
-    """The positions of leaves of these shapes: in one stream, or in a separate stream for each leaf if too large."""
+    """Returns where leaves of these shapes are: all in one stream, or, if it is too short, each in its own stream."""
     sizes = [math.prod(shape) for shape in shapes]
     if (largest := max(sizes, default=0)) > LARGEST_LEAF:
         raise ValueError(f"a leaf must have at most {LARGEST_LEAF} numbers, got {largest}")
@@ -191,7 +191,7 @@ def _half_of_chunk(size: int) -> int:
 def release_leaves(
     words, step, deviation, highs, lows, places: tuple[StreamPosition, ...], place: Place, drawn: bool
 ) -> list[jax.Array]:
-    """The released leaves. words: the key, uint32 (4,). highs, lows: the parts of the `FloatPair`; lows may be None."""
+    """Returns the released leaves. words: the key, uint32 (4,). highs, lows: parts of the `FloatPair`, lows or None."""
     highs, shapes = [high.astype(jnp.float32) for high in highs], [high.shape for high in highs]
     size = sum(map(math.prod, shapes))
     as_integers = place.platform == "tpu"
@@ -255,7 +255,7 @@ def split_into_leaves(
 
 
 def noisy_in_chunks(words, step, deviation, high: jax.Array, low: jax.Array | None, drawn: bool) -> jax.Array:
-    """Adds noise to `high + low` on the grid, float32 like both, (2 * chunks, half), in the memory of `high`."""
+    """Adds noise to `high + low` on the grid, all float32 (2 * chunks, half). The result takes the memory of `high`."""
     half = high.shape[1]
 
     def make_chunk(number, made):
@@ -293,7 +293,7 @@ def noisy_in_chunks(words, step, deviation, high: jax.Array, low: jax.Array | No
 
 
 def _noisy_in_integers(words, step, deviation, high: jax.Array, low: jax.Array | None, chunks: int, drawn) -> jax.Array:
-    """Does the work of `noisy_in_chunks` in integers. chunks: how many at once, a divisor of the number in `high`."""
+    """Does what `noisy_in_chunks` does, in integers. chunks: how many at once, a divisor of the number in `high`."""
     half, rare = high.shape[1], rare_tail_word(words, step)
     # On a TPU, an array in parts of 8 x 128 elements has the memory layout of a flat one, so no leaf is copied.
     parts = (half // 1024, 8, 128) if half % 1024 == 0 else (half,)
@@ -321,7 +321,7 @@ def _noisy_in_integers(words, step, deviation, high: jax.Array, low: jax.Array |
 def _release_leaves_in_integers(
     drawing: tuple, highs, lows, places: tuple[StreamPosition, ...], devices: int, drawn: bool
 ) -> list:
-    """The released leaves, each from its elements' positions: all small leaves at once, and large ones by blocks.
+    """Releases each leaf from the positions of its elements: all small leaves at once, and large ones by blocks.
 
     drawing: the words of the key, the step and the deviation.
     """
@@ -357,9 +357,9 @@ def _release_leaves_in_integers(
 def _apply_block_by_block(of_block: Callable, high: jax.Array, low: jax.Array | None, devices: int) -> jax.Array:
     """Applies `of_block(high, low, first, strides)` to one block after another, in the memory of `high`.
 
-    A block is a slice of one axis. If the devices may share that axis, it is split into their number times the rest, so
-    that every device has its part of every block. first: the position of a block's first element in the leaf, uint32
-    (). strides: ints, the distance between neighbors along each axis.
+    A block is a slice of one axis. If the number of devices divides that axis, it becomes two axes, the first for the
+    devices, so that every device has its part of every block. first: the position of a block's first element in the
+    leaf, uint32 (). strides: ints, the distance between neighbors along each axis.
     """
     shape, most = high.shape, LEAF_BLOCK * devices
     ways = []
@@ -393,8 +393,8 @@ def _apply_block_by_block(of_block: Callable, high: jax.Array, low: jax.Array | 
 
 
 def _blocks_and_polar_radii(words, step, deviation, pair: jax.Array, stream: jax.Array | int, rare: jax.Array) -> tuple:
-    """The blocks of these pairs, and their `integer_normals.polar_radius`. The barriers split one kernel into three,
-    small enough for a TPU's compiler to plan."""
+    """Returns the enciphered blocks of these pairs, and their `integer_normals.polar_radius`. The barriers split one
+    kernel into three, which are small enough for a TPU's compiler."""
     block = jax.lax.optimization_barrier(threefry4x32(words, _cipher_input_blocks(step, pair, stream)))
     scale = (jax.lax.bitcast_convert_type(deviation, jnp.uint32) & np.uint32(0x7FFFFF)) | np.uint32(0x800000)
     return block, jax.lax.optimization_barrier(integer_normals.polar_radius(block, rare, scale))
@@ -413,7 +413,7 @@ def _round_to_grid_in_integers(
 def _pair_indices_of_leaf(
     at: StreamPosition, shape: tuple[int, ...], first: ArrayLike = 0, strides: Sequence[int] = ()
 ) -> tuple[jax.Array, jax.Array]:
-    """For each element of a leaf of this shape: the index of its pair, uint32, and whether it is the second, bool.
+    """Returns the index of each element's pair, uint32, and whether it is the second of the pair, bool, like the leaf.
 
     first: for a block, its first element's position in the leaf, uint32 (). strides: those of the leaf's axes.
     """
@@ -458,19 +458,19 @@ def _float32_normals(
 
 
 def _cipher_input_blocks(step: jax.Array, pair: jax.Array, stream: jax.Array | int) -> list[jax.Array]:
-    """Enciphers the block of every pair, uint32 like `pair`."""
+    """Returns the four words of every pair's block before it is enciphered, uint32 like `pair`."""
     first = jax.lax.broadcast(step.astype(jnp.uint32) + np.uint32(1), pair.shape)
     return [first, pair, jnp.full_like(pair, stream), jnp.zeros_like(pair)]
 
 
 def rare_tail_word(words, step: jax.Array) -> jax.Array:
-    """The word e of `normals.py` for one release, as a uint32 scalar."""
+    """Returns the word e of `normals.py` for one release, as a uint32 scalar."""
     return derive_key(words, step.astype(jnp.uint32) + np.uint32(1), RARE)[0]
 
 
 def _fuse_into_one_kernel(arrays: list[jax.Array]) -> list[jax.Array]:
-    """The uint32 (n,) arrays, computed in one program on a CPU: as the results of one reduction, of every element with
-    itself. Otherwise XLA computes what they share for each of them, which took a quarter of the time.
+    """Makes a CPU compute these uint32 (n,) arrays in one kernel: as the results of one reduction, of every element
+    with itself. Otherwise XLA repeats what they share for each array, which took a quarter of the time.
     """
     doubled = [jax.lax.broadcast_in_dim(x, (len(x), 2), (0,)) for x in arrays]
     zeros = [np.uint32(0)] * len(doubled)
@@ -486,16 +486,16 @@ def release_and_rest(
 ) -> tuple[Tree, FloatPair]:
     """Returns `release` of the `FloatPair` `total(parts)`, and its rest: what was released minus that total.
 
-    The released bits are those of `release`. The rest is a pair of float32 numbers, and SECRET, because it is noise.
+    The released bits are those of `release`. The rest is a pair of float32 numbers. It is SECRET, because it is noise.
 
     key: scalar key of the mechanism's "noise" stream. step: int (), below 2^31; two steps have independent noise.
     total: a function of `parts` alone, the same object at every call, because jax caches its trace. parts: a tree of
         arrays.
     deviation: as for `release`.
 
-    On a CPU, the total is written where the chunks are computed, and the rest is computed from there. `release` of a
-    total that is needed later is slower: XLA computes it again, and copies its parts to keep them until then. For one
-    step of memory, that took 2.2 times as long as independent noise instead of 1.7 (benchmarks/correlated_steps.py).
+    On a CPU, the total is written where the chunks are computed, and the rest is computed from there. To call `release`
+    and subtract is slower: XLA computes the total twice, and copies its parts to keep them. For one step of memory,
+    that took 2.2 times as long as independent noise, instead of 1.7 (benchmarks/correlated_steps.py).
     """
     if STAND_INS.value.release is not None:
         given = total(parts)
@@ -518,7 +518,7 @@ def release_and_rest(
 def _release_and_rest(
     words, step, deviation, parts, total, places: tuple[StreamPosition, ...], place: Place, drawn: bool
 ) -> tuple:
-    """The leaves of `release_and_rest`, as three lists: the release, and both parts of the rest."""
+    """Returns the leaves of `release_and_rest` as three lists: the release, and both parts of the rest."""
     shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(total, parts).high)]
 
     def rest(released, highs, lows) -> tuple:
@@ -546,7 +546,7 @@ def _release_and_rest(
 
 
 def count_normal_pairs(numbers: int) -> int:
-    """How many pairs of normals are drawn for `numbers` elements of one stream, as an int.
+    """Returns how many pairs of normals are drawn for `numbers` elements of one stream.
 
     Some pairs of the last chunk give one element instead of two, but each counts as a whole pair.
     """
@@ -555,7 +555,7 @@ def count_normal_pairs(numbers: int) -> int:
 
 
 def count_numbers_with_cost(shapes: Sequence[tuple[int, ...]]) -> int:
-    """How many elements a release of leaves of these shapes counts for its cost: enough to cover every pair drawn.
+    """Returns the number of elements that the cost assumes for leaves of these shapes, which covers every pair drawn.
 
     In separate streams, the last chunk of a leaf may draw a pair for each element, so these elements count twice.
     """
@@ -585,7 +585,7 @@ def report_release_size(shapes: Sequence[tuple[int, ...]]) -> int:
 
 
 def round_to_grid(high: jax.Array, low: jax.Array | None, normals: ArrayLike, deviation: jax.Array) -> jax.Array:
-    """gamma k of the module docstring, float32 in the shape of `high`. normals: g, float64. deviation: float32 ()."""
+    """Returns gamma k of the module docstring, float32 like `high`. normals: g, float64. deviation: float32 ()."""
     bits = jax.lax.bitcast_convert_type(deviation, jnp.int32)
     exponent = jax.lax.shift_right_logical(bits, np.int32(23)) - np.int32(127 + GRID)
     with jax.enable_x64(True):
@@ -599,5 +599,5 @@ def round_to_grid(high: jax.Array, low: jax.Array | None, normals: ArrayLike, de
 
 
 def _exact_power_of_two(exponent: jax.Array) -> jax.Array:
-    """2^exponent, exactly, as a float64 scalar. exponent: int32 (), at least -1022."""
+    """Returns 2^exponent exactly, as a float64 scalar. exponent: int32 (), at least -1022."""
     return jax.lax.bitcast_convert_type((exponent.astype(jnp.int64) + 1023) << 52, jnp.float64)

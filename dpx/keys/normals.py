@@ -7,10 +7,10 @@ theta give two independent normals, r sin(2 pi theta) and r cos(2 pi theta). A b
     a = 0:      p = (b 2^28 + floor(d / 16) + 1/2) 2^-92              theta = (c 2^4 + d mod 16 + 1/2) 2^-36
     a = b = 0:  p = (floor(d / 16) 2^32 + e + 1/2) 2^-124             theta = as for a = 0
 
-So a small p, with a = 0, which has probability 2^-32, has 28 more bits. A p below 2^-64 has another 32, from a word e
-that the whole release shares, and the normals reach 13.16. Two pairs of one release that both have a = b = 0 would
-share e, and not be independent: with n pairs, that happens with a probability of at most n^2 2^-129, which the cost
-includes (`dpx.accounting.arithmetic`). No other pair depends on e, so without such an event all are independent.
+So a p with a = 0, which has probability 2^-32, has 28 more bits. A p below 2^-64 has another 32, from a word e that the
+whole release shares, and the normals reach 13.16. Two pairs of one release that both have a = b = 0 would share e, and
+would not be independent. With n pairs, the probability of that is at most n^2 2^-129, which the cost includes
+(`dpx.accounting.arithmetic`). No other pair depends on e, so without such an event all pairs are independent.
 
 The error. Let U and Theta be uniform real numbers that start with the digits of p and theta. (U is below 2^-32 if and
 only if a = 0, and below 2^-64 if and only if a = b = 0. In each of the three cases, the digits of both numbers are
@@ -61,8 +61,8 @@ ROOT_HALF = np.float64(math.sqrt(0.5)).view(np.int64)  # its bits
 
 
 def radius_and_angle(words: Sequence[jax.Array], rare: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns r and theta, or theta - 1 if that is nearer to 0, as float64, from the four words of a block, uint32 of
-    one shape. rare: the release's word e, uint32 (). Call it inside `jax.enable_x64`."""
+    """Computes r and theta (or theta - 1, if that is nearer to 0), float64, from the four words of a block, uint32 of
+    one shape. rare: the release's word e, uint32 (). Call this inside `jax.enable_x64`."""
     a, b, c, d = words
     small = lax.eq(a, _constant_like(a, 0, jnp.uint32))
 
@@ -92,7 +92,7 @@ def radius_and_angle(words: Sequence[jax.Array], rare: jax.Array) -> tuple[jax.A
 
 def normal_from_polar(radius: jax.Array, theta: jax.Array, second: jax.Array) -> jax.Array:
     """Returns r sin(2 pi theta), or r cos(2 pi theta) where `second`, bool, is True, as float64. radius, theta: from
-    `radius_and_angle`. All have one shape. Call it inside `jax.enable_x64`."""
+    `radius_and_angle`. All have one shape. Call this inside `jax.enable_x64`."""
     turns = lax.abs(theta)  # in [0, 1/2]
     folded = lax.min(turns, 0.5 - turns)  # sin(pi - x) = sin x
     turns = lax.select(second, 0.25 - turns, lax.select(theta < 0, -folded, folded))  # cos x = sin(pi / 2 - x)

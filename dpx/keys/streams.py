@@ -87,7 +87,7 @@ def derive_key(words: jax.Array, number: jax.Array, use: int = DERIVED) -> jax.A
 
 def draw_bits(words: jax.Array, count: int) -> list[jax.Array]:
     """Draws 128 bits for each of `count` positions: four uint32 arrays (count,). words: the key, uint32 (4,). Unlike
-    `jax.random.bits`, they depend on no setting of jax."""
+    those of `jax.random.bits`, these bits depend on no setting of jax."""
     every = functools.partial(jax.lax.full, (count,), dtype=jnp.uint32)
     return threefry4x32([*words], [jax.lax.iota(jnp.uint32, count), every(1), every(0), every(DRAWN)])
 
@@ -148,8 +148,8 @@ def is_key(leaf: Any) -> bool:
 
 
 def has_small_seed(key: jax.Array) -> bool:
-    """Whether a scalar key is known and looks like one from a seed below 2^32; others do with probability at most
-    2^-32. A "threefry4x32" or "philox" key of `jax.random.key` hides its seed, so it looks like any other key."""
+    """Whether a scalar key is known and looks like one from a seed below 2^32. Other keys look so with probability at
+    most 2^-32. A "threefry4x32" or "philox" key of `jax.random.key` hides its seed, so this returns False."""
     if isinstance(key, jax.core.Tracer):
         return False
     data = jax.random.key_data(require_key(key))
@@ -184,9 +184,9 @@ def fold_in(key: jax.Array, number: jax.Array | int) -> jax.Array:
 def key_words(key: jax.Array) -> jax.Array:
     """The 128 bits of a scalar key that enter the cipher: uint32 (4,), highest first.
 
-    A shorter key is padded with zeros, so it stays the same number, which a fresh `secret_key` equals with probability
-    2^-64 only. Words beyond four are folded in. Under `jax.vmap`, jax draws only from the first of all "rbg" keys, so
-    runs of different keys would share noise; here only the words of each key matter.
+    A shorter key is padded with leading zeros. It stays the same number, which a fresh `secret_key` equals only with
+    probability 2^-64. Words beyond four are folded in. Under `jax.vmap`, jax draws from the first "rbg" key alone, so
+    runs with different keys would share noise; dpx reads the words of each key.
     """
     data = jax.random.key_data(key).reshape(-1)
     if data.size < 4:
@@ -198,8 +198,8 @@ def public_key(key: jax.Array) -> jax.Array:
     """Returns a scalar "threefry2x32" key for numbers that anyone may know: half of the words of the scalar `key`,
     which must have no other use. A "threefry2x32" key is returned as it is.
 
-    It reveals nothing about what `key` was derived from. Its cipher is smaller, so jax.random draws in at most half of
-    the time, and XLA compiles a step with a "hadamard" projection in 4 s instead of 21. With jax's threefry4x32 and
+    It reveals nothing about what `key` was derived from. Its cipher is smaller, so jax.random draws in at most half the
+    time, and XLA compiles a step with a "hadamard" projection in 4 s instead of 21. With jax's threefry4x32 and
     without XLA's optimizations, `jax.random.randint` under `jax.vmap` took 50 s for 20,000 numbers.
     """
     return jax.random.wrap_key_data(key_words(key)[2:], impl="threefry2x32")
@@ -210,8 +210,8 @@ def _typed_key(data: jax.Array) -> jax.Array:
 
 
 def mark_of_key(key: jax.Array) -> jax.Array:
-    """A number in [2^31, 2^32), uint32 (), that differs for two keys with probability 1 - 2^-31, and reveals no more.
-    If the key is known, so is the mark, even inside jit: it is a word of the key of the "mark" stream, which draws
-    nothing."""
+    """Returns a number in [2^31, 2^32), uint32 (), that differs between two keys with probability 1 - 2^-31 and reveals
+    no more: a word of the key of the "mark" stream, which draws nothing. If the key is known, so is the mark, even
+    inside jit."""
     with jax.ensure_compile_time_eval():
         return key_words(stream(key, "mark"))[0] | jnp.uint32(2**31)

@@ -1,12 +1,12 @@
 """Adaptive clipping: a clip norm that follows a privately estimated quantile of the gradient norms.
 
 Besides its clipped gradient, every example contributes an indicator: 1/2 if its norm is at most the clip norm, and -1/2
-otherwise. One inner Gaussian mechanism of clip norm 1 releases both. With z the noise multiplier and s the standard
-deviation of the noise on the sum of the indicators, the indicator has norm z / (2 s), and the gradient has norm at most
-sqrt(1 - (z / (2 s))^2).
+otherwise. One inner Gaussian mechanism of clip norm 1 releases both. Let z be its noise multiplier, and s the standard
+deviation of the noise on the sum of the indicators. Inside the mechanism, the indicator has norm z / (2 s), and the
+gradient has norm at most sqrt(1 - (z / (2 s))^2).
 
-Proof of the cost: in units of its own noise, an example moves the sum of gradients by at most 1/z_g, and the sum of
-indicators by 1/(2 s), where z_g = (z^-2 - (2 s)^-2)^(-1/2) is the noise multiplier of the gradient. Together that is
+Proof of the cost: let z_g = (z^-2 - (2 s)^-2)^(-1/2) be the noise multiplier of the gradient. In units of their noise,
+an example moves the sum of gradients by at most 1/z_g, and the sum of indicators by 1/(2 s). Together that is
 (1/z_g^2 + 1/(2 s)^2)^(1/2) = 1/z, as in one Gaussian release of noise multiplier z.
 """
 
@@ -60,8 +60,8 @@ def adaptive_clipping(
     initial_clip_norm: C at step 0, in [2^-40, 2^40], the range that C never leaves.
     quantile: in (0, 1), the share of norms that should be at most C. clip_learning_rate: at least 0, how fast C moves.
     indicator_noise: s > 0, the standard deviation of the noise on the sum of the indicators; the paper uses B / 20.
-    noise_multiplier: z, or the `dpx.Budget` to which it is calibrated. Above 0 and below 2 s at every step, because
-        otherwise the indicator alone would cost more.
+    noise_multiplier: z, or the `dpx.Budget` to which it is calibrated. It must be above 0 and below 2 s at every step,
+        because otherwise the indicator alone would cost more.
     sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret scalar PRNG key of this run alone.
     Raises ValueError for an argument outside its domain; a schedule is checked at step 0, and again when its cost is
     computed.
@@ -120,7 +120,7 @@ def adaptive_clipping(
 def _clip_norm_shares(
     noise_multiplier: ScalarOrSchedule, indicator_noise: float, step: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The shares of the inner clip norm of 1 that the gradient and the indicator take, as float32 scalars."""
+    """Splits the inner clip norm of 1: returns the gradient's share and the indicator's, as float32 scalars."""
     indicator = value_at(noise_multiplier, step) / (2 * indicator_noise)
     return jnp.sqrt(1 - indicator**2), indicator
 

@@ -43,23 +43,23 @@ from dpx.values import Tree, described, explain_misuse, float32_like, leaf_path
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-class-definition]
-    """An optax transformation from per-example gradients to one private gradient, which knows its cost.
+    """An optax transformation that turns per-example gradients into one private gradient, and knows its cost.
 
     `init(params) -> state` and `update(grads, state, params, *, included=..., drawn=None) -> (updates, state)`:
     grads:    like `params`, with the B examples on axis 0 of every leaf; any real dtype
-    included: bool (B,), False for padding; optional where the sampling never pads
-    drawn:    `batch.drawn` for a batch of `sampling.take`, which reveals that a batch is used twice; or None
+    included: bool (B,), False for padding; optional if the sampling never pads
+    drawn:    `batch.drawn` of a batch from `sampling.take`, so that dpx notices if a batch is used twice; or None
     updates:  like `params`, in their dtypes; the private gradient
 
     `private_updates` uses these fields directly (float32 () is a float32 scalar):
-    begin:    (params) -> state before the first release, which holds one ReleaseState
+    begin:    (params) -> the state before the first release; it holds one ReleaseState
     encode:   (grad, state) -> encoded; one example, float32, without a batch axis
     norm:     (encoded) -> norms; float32 (), or one for each group (a pytree prefix of `encoded`)
     clip_factors: (norms, state) -> tuple of factors, each with the structure of the norms
-    bound:    (state) -> the largest norm, float32 (), of a contribution by the first factor; one for each norm
+    bound:    (state) -> the largest norm that the first factor leaves of an example, float32 (); one for each norm
     release:  (sums, state, params) -> (updates, state). `sums` has one `dpx.sums.rounding.FloatPair` or float32 tree
-              for each factor. Adds noise by `keys.release`, (1 + ETA) times the stated deviation. `params`: arrays or
-              their shapes
+              for each factor. `keys.release` adds noise of (1 + ETA) times the stated standard deviation. `params`
+              are arrays, or their shapes
     event:    (steps) -> DpEvent; the cost of the first `steps` releases, sampling included
     sampling: how the batches must be drawn for `event` to be true
     noise_multiplier: a number or a schedule; `release` adds this noise, and records it in the ReleaseState
@@ -70,9 +70,9 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     encode_whole_batch: whether each call of `encode` draws large arrays, so that one call for all examples is cheapest
     forward:  (function, params, state) -> ((value, aux), encoded), for function(params) -> (value, aux) of one example.
               Computes the encoded gradient by forward-mode derivatives, without the gradient; or None
-    correlated: the `dpx.strategies.Strategy` that correlates the noise over steps, which requires coordinates that are
-              `Coordinates.fixed`; or None
-    budget:   the `dpx.Budget` to which the noise was calibrated, in steps, or None
+    correlated: the `dpx.strategies.Strategy` that correlates the noise over steps, or None. Coordinates around such a
+              mechanism must be `fixed`
+    budget:   the `dpx.Budget` to which the noise was calibrated, counted in steps; or None
 
         >>> mechanism.sampling, mechanism.noise_multiplier, mechanism.budget
         (PoissonSampling(examples=1000, batch_size=50), 1.0, None)
@@ -114,7 +114,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
         return stamp_fingerprints(self.begin(params), self.fingerprints, self.budget)
 
     def update(self, grads, state, params=None, *, included=MISSING, drawn=None, **extra_args):  # pyrefly: ignore
-        """Takes one step, from the gradient of each example. Returns (updates, state), as the class describes."""
+        """Takes one step from the gradient of each example, and returns (updates, state) as the class describes."""
         guards.require_no_extra_arguments(extra_args)
         guards.require_per_example_gradients(grads, params)
         params = guards.as_arrays(params)
@@ -132,7 +132,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     def wrap(self, **changes: Any) -> "Mechanism":
         """Builds a mechanism around this one, whose state keeps this one's state in its field `inner`.
 
-        changes: as for `replace`, with `begin` and `release`. Functions of the state that are not given read `inner`.
+        changes: as for `replace`, with `begin` and `release`. Other functions of the state read `inner`.
         """
         within = {name: _apply_to_inner_state(getattr(self, name)) for name in ("encode", "clip_factors", "bound")}
         if self.forward is not None and "encode" not in changes:
@@ -140,8 +140,8 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
         return self.replace(**(within | changes))
 
     def contribute(self, grad: Tree, state: Tree) -> tuple[Tree, Tree, tuple[Tree, ...]]:
-        """Returns what one example adds to the sums: (encoded, norms, factors), meaning factor * encoded for each
-        factor. grad: one example's gradient, shaped like the parameters, with no batch axis. state: the mechanism's."""
+        """Returns (encoded, norms, factors) of one example, which adds factor * encoded to the sum of each factor.
+        grad: one example's gradient, shaped like the parameters, with no batch axis. state: that of the mechanism."""
         grad = jax.tree.map(lambda g: g.astype(jnp.float32), grad)
         encoded = jax.tree.map(lambda z: z.astype(jnp.float32), self.encode(grad, state))  # also with 64 bits on
         encoded = jax.lax.optimization_barrier(encoded)  # norm and sum must read the same values
@@ -154,14 +154,14 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
         return fingerprint_sampling_and_event(self.event(1), self.sampling)
 
     def check_and_release(self, sums, state, params, rows, drawn=None, *, ordered=True) -> tuple[Tree, Tree]:
-        """Calls `release` for the sums of one batch. rows: int (), how many rows count. The other arguments are those
-        of `check_batch`. If the batch contradicts the event, `epsilon` will refuse the state. Refuses derivatives."""
+        """Checks a batch and releases its sums. rows: int (), how many rows are included. drawn, ordered: as for
+        `check_batch`. If the batch contradicts the event, `epsilon` will refuse the state."""
         state = check_batch(state, self, sums, rows, drawn, ordered=ordered)
         sums = guards.refuse_shared_noise(self, sums)
         return release_and_count_draws(self.release, sums, state, params, budget=self.budget)
 
     def event_of_state(self, state: Tree, steps: int) -> DpEvent:
-        """The event of the first `steps` releases of a run. Raises ValueError if `state` belongs to another run."""
+        """Returns the event of the first `steps` releases of a run. Raises ValueError if `state` is of another run."""
         require_state_of_mechanism(state, self, values_over(self.noise_multiplier, steps_taken(state)))
         return self.event(steps)
 
@@ -190,8 +190,8 @@ class Coordinates(NamedTuple):
     check:  (steps) -> None; raises ValueError if a schedule leaves its domain in the first `steps`
     fixed:  whether `encode` is the same function at every step
     transposed: whether `encode` is linear and `decode` its transpose
-    direction: (number, state, like) -> the transpose of `encode` at one unit vector: the direction, shaped like the
-            gradient, along which the derivative is coordinate `number`, int32 (). None if it is expensive
+    direction: (number, state, like) -> a direction, shaped like the gradient. The derivative along it is coordinate
+            `number`, int32 (). It is the transpose of `encode` at a unit vector; None if that is expensive
     """
 
     init: Callable[[Tree], Tree]
@@ -219,8 +219,8 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
     """Applies `mechanism` to gradients written in `coordinates`, which are applied in order and undone in reverse.
 
     Bound, noise and cost remain those of `mechanism`. The coordinates of a step depend only on the key and on earlier
-    releases, and given those, `encode` maps each example's gradient separately before the mechanism bounds it. So each
-    step is the mechanism on an adaptively chosen function, which the composition theorems allow, and `decode` reads
+    releases. Given those, `encode` maps each example's gradient separately before the mechanism bounds it. So each step
+    applies the mechanism to an adaptively chosen function, which the composition theorems allow, and `decode` reads
     only the release. Raises ValueError for arguments of other types.
 
         >>> dpx.in_coordinates(mechanism, dpx.coordinates.trainable(mask={"w": True, "b": False})).stages[0]
@@ -284,7 +284,7 @@ def _coordinates_with_states(
 
 
 def _forward_in_coordinates(mechanism: Mechanism, coordinates: tuple[Coordinates, ...]) -> Callable | None:
-    """`Mechanism.forward` for a mechanism in coordinates, if all but the last of these are linear; otherwise None."""
+    """Returns `Mechanism.forward` for a mechanism in coordinates, or None unless all but the last are linear."""
     if not coordinates or coordinates[-1].direction is None or not all(c.transposed for c in coordinates[:-1]):
         return None
     direction_of = coordinates[-1].direction
@@ -305,7 +305,7 @@ def _forward_in_coordinates(mechanism: Mechanism, coordinates: tuple[Coordinates
 
 
 def derivatives_along(function: Callable, params: Tree, along: Callable, count: int) -> tuple[Tree, jax.Array]:
-    """Returns function(params) -> (value, aux), and the value's derivatives in `count` directions, float32 (count,).
+    """Returns (value, aux) = function(params), and the value's derivatives in `count` directions, float32 (count,).
 
     along: (number) -> a direction, shaped like the parameters. One direction is in memory at a time, and nothing is
     kept for a backward pass, so this takes no more memory than evaluating the function.
@@ -339,8 +339,8 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
     The transforms see only the released gradient, so any optax optimizer, decay or momentum costs no privacy. They do
     not see parameters whose gradient the mechanism drops at every step (`coordinates.trainable`), so weight decay does
     not move these. Masks that change (`random_freeze`) stop the gradients of a step, but neither decay nor momentum.
-    Raises ValueError unless `mechanism` is a Mechanism and no transform is one; without transforms; inside coordinates;
-    and for transforms that hold updates back (`optax.MultiSteps`) or need more than an update, such as the loss.
+    Raises ValueError unless `mechanism` is a Mechanism, without transforms, inside coordinates, and for transforms that
+    are mechanisms, hold updates back (`optax.MultiSteps`) or need more than an update, such as the loss.
 
         >>> optimizer = dpx.chain(mechanism, optax.sgd(0.1, momentum=0.9))
         >>> optimizer.stages[-1]
@@ -352,7 +352,7 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
     guards.try_transform(after)
 
     def restrict_to_trained_params(params):
-        """Applies the transforms to the trained parameters. The rest get the released gradient, which is zero."""
+        """Returns the transforms, for the trained parameters only. The others get the released gradient, which is 0."""
         flags = guards.trained_mask(mechanism, params)
         return after if all(jax.tree.leaves(flags)) else optax.masked(after, lambda _: flags)
 
@@ -420,7 +420,7 @@ def insert_stages_around_sum(
 
 
 def describe_number_or_schedule(value: ScalarOrSchedule) -> str:
-    """A number, or the first value of a schedule, in words."""
+    """Writes a number, or the first value of a schedule, in words."""
     return f"{values_over(value, 1)[0]:.6g} (at step 0 of a schedule)" if callable(value) else f"{value:.6g}"
 
 

@@ -1,8 +1,8 @@
 """DP-SGD: the Gaussian mechanism on clipped per-example gradients, on which most methods are built.
 
-Proof of the bound. An example whose gradient has norm n enters with the factor C / max(n, C), so its contribution has
-norm n C / max(n, C), at most C. With groups of clip norms C_k, its norm is at most sqrt(sum_k C_k^2) = C, because the
-groups share no coordinate. Leaving the example out changes the sum by its contribution alone, so by at most C, and the
+Proof of the bound. An example whose gradient has norm n is multiplied by C / max(n, C), so its contribution has norm
+n C / max(n, C), at most C. With groups of clip norms C_k, the norm is at most sqrt(sum_k C_k^2) = C, because the groups
+share no coordinate. Leaving the example out changes the sum by its contribution alone, which is at most C, and the
 computed sum by at most C (1 + ETA), whatever the data (`dpx.sums.rounding`). The noise on every coordinate has
 standard deviation sigma C (1 + ETA), where sigma and C are functions of the step, so one release is the Gaussian
 mechanism with noise multiplier sigma. The division by B is post-processing.
@@ -119,12 +119,12 @@ def dp_sgd(
 
 
 def tree_norm(tree: Tree) -> jax.Array:
-    """The 2-norm of a tree of float32 arrays, as a float32 scalar, never below the true one (`dpx.sums.norms`)."""
+    """Returns the 2-norm of a tree of float32 arrays, a float32 scalar, never below the true one (`dpx.sums.norms`)."""
     return norms.norm(jax.tree.leaves(tree))
 
 
 def _clip_norms_at_step(clip_norm: Tree, step: jax.Array) -> Tree:
-    """The clip norms of all groups at one step, as float32 scalars."""
+    """Returns the clip norm of every group at one step, as float32 scalars."""
     return jax.tree.map(lambda c: value_at(c, step), clip_norm)
 
 
@@ -158,8 +158,8 @@ def _stages_of_pipeline(clip_norm: Tree, noise_multiplier: ScalarOrSchedule, sam
 def normalized(mechanism: Mechanism, *, stability: float = 0.01) -> Mechanism:
     """Applies `mechanism` to normalized gradients, g / (|g| + stability), with norms below 1 (per group, if any).
 
-    Guarantee: the inner clip still bounds the result, so for every clip norm the cost is that of the inner mechanism. A
-    clip norm of 1 never clips, because the norms are below it.
+    Guarantee: the inner clip still bounds the result, so the cost is that of the inner mechanism, for every clip norm.
+    A clip norm of 1 never clips, because the normalized gradients are shorter.
 
     stability: at least 1e-6, in the units of the gradient. Raises ValueError for a smaller value.
     Source: automatic clipping, Bu et al. 2023, https://arxiv.org/abs/2206.07136.

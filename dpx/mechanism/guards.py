@@ -154,9 +154,9 @@ def as_arrays(params: Tree) -> Tree:
 
 
 def trained_mask(mechanism: Any, params: Tree) -> Tree:
-    """Whether the encoded gradient depends on each parameter's gradient: a tree of bools. params: arrays or shapes. The
-    answer comes from the equations of the mechanism's `encode`, so it is the same at every step: for a mask that
-    changes between steps, such as a random freeze, every parameter counts."""
+    """Returns a tree of bools: whether the encoded gradient depends on the gradient of each parameter. This is read off
+    the equations of the mechanism's `encode`, so it is the same at every step; with a mask that changes between steps,
+    such as a random freeze, every parameter is True. params: arrays or shapes."""
     grad = float32_like(params)
     closed = jax.make_jaxpr(mechanism.encode)(grad, jax.eval_shape(mechanism.begin, grad))
     leaves, treedef = jax.tree.flatten(grad)
@@ -164,7 +164,7 @@ def trained_mask(mechanism: Any, params: Tree) -> Tree:
 
 
 def _known_package_of(node: Any) -> str:
-    """The package that `node` comes from, if `ADVICE` covers it; otherwise ""."""
+    """Returns the package that the class of `node` comes from, if `ADVICE` covers it; otherwise ""."""
     names = [kind.__module__.split(".")[0] for kind in type(node).__mro__]
     return next((name for name in names if name in ADVICE), "")
 
@@ -248,7 +248,7 @@ def require_fixed_coordinates(mechanism: Any, coordinates: Any):
 
 
 def require_no_held_updates(state: Tree) -> Tree:
-    """Returns `state`. Raises ValueError if its transforms hold updates back."""
+    """Returns `state` unchanged. Raises ValueError if it belongs to a transform that holds updates back."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node).__name__ in HOLDING)
     if any(type(node).__name__ in HOLDING for node in nodes):
         raise ValueError(
@@ -271,7 +271,7 @@ def refuse_optax_transform(error: Exception) -> NoReturn:
 def try_transform(transform: optax.GradientTransformation):
     """Raises ValueError early, before there are parameters, if `transform` holds updates back or needs the loss.
 
-    It is tried on one parameter; a failure for any other reason is ignored, because it may work on a real model.
+    The transform is tried on one parameter. Other failures are ignored, because it may work on a real model.
     """
     like = {"parameter": jax.ShapeDtypeStruct((2, 2), jnp.float32)}
     try:
@@ -288,7 +288,7 @@ def try_transform(transform: optax.GradientTransformation):
 
 
 def _exception_of_update(update: Any, params: Tree, state: Tree, **of_loss: Any) -> Exception | None:
-    """What `update` raises for these shapes, or None."""
+    """Returns the exception that `update` raises for these shapes, or None."""
     try:
         jax.eval_shape(functools.partial(update, **of_loss), params, state, params)
     except Exception as error:

@@ -36,7 +36,7 @@ def apply_mask(tree: Tree, mask: Tree) -> Tree:
 
 
 def count_coordinates_in_share(share: ScalarOrSchedule, step: jax.Array, like: Tree) -> jax.Array:
-    """The number of coordinates in a share of all d at one step: floor(share d), at least 1, as an int32 scalar."""
+    """Returns floor(share d), at least 1, for d coordinates and the share at one step, as an int32 scalar."""
     size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(like))
     if callable(share):
         number = jnp.floor((value_at(share, step) + FLOAT32_SLACK) * size).astype(jnp.int32)
@@ -50,7 +50,7 @@ def complement_of_rate(rate: ScalarOrSchedule) -> ScalarOrSchedule:
 
 
 def plain_number(number: Any) -> Any:
-    """A number of any type, such as a Fraction or an array of one, as a float or a NumPy number of its precision."""
+    """Converts any number, such as a Fraction or a scalar array, to a float or a NumPy number of its precision."""
     return np.asarray(number)[()] if hasattr(number, "dtype") else float(number)
 
 
@@ -73,13 +73,13 @@ def mask_of_largest(numbers: Tree, kept: jax.Array) -> Tree:
 
 
 def kth_largest(numbers: Tree, kept: jax.Array) -> jax.Array:
-    """The smallest of the `kept` largest elements of a tree of nonnegative float32 arrays. kept: int32 scalar."""
+    """Returns the smallest of the `kept` largest elements of nonnegative float32 arrays. kept: int32 scalar."""
     words = [_bit_pattern(leaf) for leaf in jax.tree.leaves(numbers)]
     return lax.bitcast_convert_type(_kth_largest_word(words, kept), jnp.float32)
 
 
 def _kth_largest_word(words: list[jax.Array], kept: jax.Array) -> jax.Array:
-    """The smallest of the `kept` largest words, as a uint32 scalar."""
+    """Returns the smallest of the `kept` largest words, as a uint32 scalar."""
     return _bisect_greatest(lambda bound: _count_true([word >= bound for word in words]) >= kept, bits=32)
 
 
@@ -88,7 +88,7 @@ def _bit_pattern(x: jax.Array) -> jax.Array:
 
 
 def _order_preserving_bits(x: jax.Array) -> jax.Array:
-    """Maps the elements of `x` to uint32 words in the same order."""
+    """Maps the elements of `x` to uint32 words that sort in the same order."""
     if x.dtype == jnp.uint32:
         return x
     negative = _bit_pattern(x) >> 31 == 1
@@ -96,7 +96,7 @@ def _order_preserving_bits(x: jax.Array) -> jax.Array:
 
 
 def _bisect_greatest(fits: Callable[[jax.Array], jax.Array], *, bits: int) -> jax.Array:
-    """The greatest uint32 number below 2^bits that fits. 0 must fit, and so must all numbers below one that fits."""
+    """Returns the greatest uint32 number below 2^bits that fits. 0 must fit; if a number fits, so must all below it."""
 
     def body(i, number):
         larger = number | (jnp.uint32(2 ** (bits - 1)) >> jnp.uint32(i))
@@ -118,13 +118,13 @@ PRINTED = 6  # paths in the printed pipeline, and in a message
 def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
     """Trains only the layers where `mask` is True; the rest get no gradient, no noise and no update.
 
-    Optax transforms placed after it, in `dpx.chain`, see only the trainable layers. So weight decay and momentum do not
-    move the frozen layers, which have no optimizer state either.
+    The transforms of a `dpx.chain` around it see only the trainable layers. So weight decay and momentum do not move
+    the frozen layers, which have no optimizer state either.
 
     mask: a pytree prefix of the parameters, with Python bools; or a function that says whether a path is trainable,
-        such as `lambda path: "lora" in path` for the path "encoder/layer_0/lora_a/kernel". Use this instead of
-        optax.masked, which would let raw per-example gradients of the masked layers through.
-    Raises ValueError for values that are not Python bools, if none is True, and (by `init`) if it is not a prefix.
+        such as `lambda path: "lora" in path` for the path "encoder/layer_0/lora_a/kernel".
+    Raises ValueError for values that are not Python bools, if none is True, and (by `init`) unless they are a prefix.
+    Do not use optax.masked instead: it lets raw per-example gradients of the masked layers through.
     """
     by_path = callable(mask) and jax.tree_util.all_leaves([mask])
     words = "those whose path the given function accepts"
@@ -135,7 +135,7 @@ def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
     all_kept = not by_path and all(jax.tree.leaves(mask))
 
     def trainable_flags(tree: Tree) -> Tree:
-        """A tree like `tree`, True where a leaf is trainable."""
+        """Returns a tree like `tree`, True where a leaf is trainable."""
         if by_path:
             flags = jax.tree_util.tree_map_with_path(lambda path, _: mask(leaf_path(path)), tree)
             _require_one_trained(flags)

@@ -30,7 +30,7 @@ TOLERANCE = 1e-5  # relative, between the precisions of a state and its mechanis
 
 
 def release_state(state: Tree) -> ReleaseState:
-    """Returns the one ReleaseState in an optimizer state, where the mechanism must come first and be unwrapped.
+    """Returns the one ReleaseState in an optimizer state. The mechanism must come first, and nothing may wrap it.
 
     state: the state of a mechanism, of `dpx.chain` or `optax.chain`, or of `optax.lookahead`, or an object that holds
         one, such as flax's TrainState or nnx.Optimizer. Raises ValueError if it holds none or several, or if a
@@ -74,7 +74,7 @@ def _find_release_states(node: Tree, holders: tuple) -> list[tuple[ReleaseState,
 
 
 def _require_unwrapped(node: Any, key: Any) -> None:
-    """Raises ValueError if `node`, which holds the mechanism's state at `key`, is of a wrapper or another chain."""
+    """Raises ValueError if a wrapper, or a chain that the mechanism does not begin, holds its state at `node[key]`."""
     holder = type(node)
     if hasattr(node, "_fields") and holder.__module__.split(".")[0] == "optax" and not _is_lookahead(node):
         raise ValueError(
@@ -128,17 +128,17 @@ def steps_taken(state: Tree) -> int:
 class RunFacts(NamedTuple):
     """The facts about a run, read from a number of steps or from an optimizer state.
 
-    steps: int, how many steps the cost covers; made: int, how many were made. planned: whether a plan says that the run
-        ends there, or later.
+    steps: int, how many steps the cost covers. made: int, how many were made. planned: whether a plan says that the run
+        ends after these steps, or later.
     numbers: int, the most values in one release; None if unknown. in_integers: whether a TPU drew the noise.
     batch_key, unit: ints, the marks of the key that drew the batches and of the privacy unit; 0 if unknown.
     state: the optimizer state; None if a number of steps was given.
 
-    The decision to end a run may depend on the data, because a callback or a person may look at the releases. Then no
-    proof covers only the steps that were made, but one covers all steps that the run could make, because the run is a
-    function of their releases. So a run costs its plan, which with a budget is the whole budget, because someone could
-    plan fewer steps, look, and then plan more. Without a plan, nobody knows where the run could have ended, and it
-    costs the steps that were made.
+    A callback or a person may look at the releases, and then decide to end the run. No proof covers a number of steps
+    that is chosen so, but one covers all steps that the run could make, because the run is a function of their
+    releases. So a run costs its whole plan. With a budget, that is the whole budget, because someone could plan fewer
+    steps, look, and then plan more. Without a plan, nobody knows where the run could have ended, so it costs the steps
+    that were made.
     """
 
     steps: int
@@ -277,14 +277,14 @@ def publishable_state(state: Tree) -> Tree:
 
 
 def _public_part_of_container(key: Any, part: Tree, kind: type) -> Tree:
-    """The public part of an element of a container that jax knows; jax numbers the elements that have no names."""
+    """Returns the public part of an element of a container that jax knows. Raises ValueError if it has no name."""
     if isinstance(key, jax.tree_util.FlattenedIndexKey):
         raise ValueError(f"state must name its parts: register {kind} with jax.tree_util.register_pytree_with_keys")
     return _public_part(key, part)
 
 
 def _public_part(name: Any, part: Tree) -> Tree:
-    """The public part of a value that is stored under `name`."""
+    """Returns the public part of a value that is stored under `name`."""
     if _names_unreleased_value(name):
         return None
     if any(word in str(name).lower() for word in ("key", "rng")):
@@ -298,7 +298,7 @@ def _may_be_raw_keys(leaf: Any) -> bool:
 
 
 def _publishable_leaf(state: Any) -> Any:
-    """Returns an array or a number; None for typed PRNG keys."""
+    """Returns an array or a number as it is, and None for typed PRNG keys. Raises ValueError for other objects."""
     if isinstance(state, jax.Array) and jnp.issubdtype(state.dtype, jax.dtypes.prng_key):
         return None
     if isinstance(state, np.ndarray | np.generic) and (state.dtype.hasobject or state.dtype.names):

@@ -1,7 +1,7 @@
 """The record of the releases that a state has made, and the checks before each release.
 
-It stores samplings and events as fingerprints of their identities, which are plain values: two records are the same if
-their identities are equal, however they print.
+Samplings and events are stored as fingerprints of their identities. An identity consists of plain values: two objects
+are the same if their identities are equal, however they print.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class DrawRecord(NamedTuple):
     """How a batch was drawn, as the sampling states it. Fields are uint32 (), or (steps,) for the draws of many steps.
 
     step:      how many steps came before the one for which the batch was drawn.
-    rows:      how many of its rows count.
+    rows:      how many of its rows are included.
     key:       the mark of the key that drew it (`keys.mark_of_key`).
     first_row: 0; for a chunk of a batch, how many rows the chunks before it have.
     sampling:  a fingerprint of the sampling.
@@ -85,8 +85,8 @@ class ReleaseState(NamedTuple):
     version:         RECORD_VERSION.
     sampling, event: fingerprints of the sampling record, and of the event without its noise multipliers.
     planned_steps:   the steps of the budget that the noise was calibrated for; 0 without a budget.
-    plan:            the steps that the run planned, which all count (`reading.RunFacts`); 0 if nobody planned any, or
-                     if public information alone decides where the run ends.
+    plan:            the steps that the run planned, all of which cost (`reading.RunFacts`); 0 if nobody planned any,
+                     or if public information alone decides where the run ends.
     numbers:         the largest number of values in a release that the cost assumes; 0 means 2^32.
     in_integers:     1 after a release whose noise was drawn in integers, as on a TPU; otherwise 0.
     order:           the sum of `noise_order_hash` over the releases, which depends on the order of the multipliers.
@@ -102,13 +102,13 @@ class ReleaseState(NamedTuple):
 
     @classmethod
     def empty_record(cls, params: Tree = None) -> "ReleaseState":
-        """The record before the first release. `Mechanism.init` sets the fingerprints and the planned steps.
+        """Returns the record before the first release. `Mechanism.init` sets the fingerprints and the planned steps.
 
-        params: pytree shaped like what a release will hold; None if unknown, which costs 2^32 values. Every array has
-            its own buffer, because a jitted step that donates the state cannot donate one buffer twice.
+        params: pytree shaped like what a release will hold. If it is None, the cost assumes 2^32 values. Every array
+            has its own buffer, because a jitted step that donates the state cannot donate one buffer twice.
         """
         shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
-        known = {"version": RECORD_VERSION, "numbers": _as_uint32(count_numbers_with_cost(shapes)) if shapes else 0}
+        known = {"version": RECORD_VERSION, "numbers": _stored_count(count_numbers_with_cost(shapes)) if shapes else 0}
         with jax.ensure_compile_time_eval():  # so that the facts are known inside of jit too
             facts = jnp.array([known.get(name, 0) for name in FACTS], jnp.uint32)
         return cls(jnp.zeros((), jnp.int32), jnp.zeros(2, jnp.float32), facts)
@@ -123,7 +123,7 @@ class ReleaseState(NamedTuple):
         return jax.lax.index_in_dim(self.facts, place, axis=-1, keepdims=False)
 
     def with_facts_on_host(self) -> "ReleaseState":
-        """The record with its facts in NumPy, so that reading one runs no program."""
+        """Returns the record with its facts in NumPy, so that reading a fact runs no program."""
         return self._replace(facts=np.asarray(self.facts))
 
     def with_fields(self, **changed: Any) -> "ReleaseState":
@@ -156,15 +156,15 @@ class ReleaseState(NamedTuple):
 
 
 def noise_order_hash(bits: Any, step: Any) -> Any:
-    """What a release adds to `ReleaseState.order`, modulo 2^32: its noise multiplier times a weight of its step.
+    """Returns what a release adds to `ReleaseState.order`, modulo 2^32: its noise multiplier times the step's weight.
 
-    bits: uint32 (...), the bits of the float32 noise multiplier. They grow about as its logarithm, by 2^23 for a factor
-        of 2. The last 6 are dropped, so a relative change of 2^-18, or 64 roundings, changes the rest by at most 1.
+    bits: uint32 (...), the bits of the float32 noise multiplier. They grow roughly like its logarithm, by 2^23 for a
+        factor of 2. The last 6 are dropped: a relative change of 2^-18, or 64 roundings, moves the rest by at most 1.
     step: int32 (...). Both are arrays of numpy or of jax.
 
-    The weight of a step is +-(128 .. 255), mixed from its bits. So the same multipliers in another order have another
-    sum. If all multipliers agree up to rounding, the sums of T steps differ by at most 255 T, and by at most 255
-    sqrt(36 T) except with probability 1e-7 (Hoeffding's inequality).
+    The weight of a step, from -255 to -128 or from 128 to 255, is a hash of the step. So the same multipliers in
+    another order have another sum. If all multipliers agree up to rounding, the sums of T steps differ by at most
+    255 T, and by at most 255 sqrt(36 T) except with probability 1e-7 (Hoeffding's inequality).
     """
     mixed = step.astype(np.uint32) * np.uint32(0x9E3779B1)
     mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x85EBCA77)
@@ -188,7 +188,7 @@ def stamp_fingerprints(state: Tree, fingerprints: np.ndarray, budget: Any) -> Tr
             return node.with_fields(**stamp)
         if not isinstance(node.facts, jax.core.Tracer):
             _require_numbers_within_budget(int(node.with_facts_on_host().numbers), numbers)
-        return node.with_fields(**stamp, numbers=_as_uint32(numbers))
+        return node.with_fields(**stamp, numbers=_stored_count(numbers))
 
     state = map_nodes_of_type(stamp_one, state, ReleaseState)
     return set_run_plan(state, 0 if budget is None or budget.public_stop else steps)
@@ -211,7 +211,7 @@ def _require_numbers_within_budget(own: int, numbers: int) -> None:
 def release_and_count_draws(release: Callable, *given: Any, budget: Any) -> tuple[Tree, Tree]:
     """Returns the updates and state from `release(*given)`. The state's count of values grows if more were drawn.
 
-    Values that an earlier trace drew are not seen: if fewer are counted than the state knows, or none, 2^32 are
+    What an earlier trace drew is not seen. So if fewer values are counted than the state knows, or none, 2^32 are
     recorded. budget and errors: as for `stamp_fingerprints`.
     """
     with collect_release_sizes() as drawn:
@@ -230,8 +230,8 @@ def release_and_count_draws(release: Callable, *given: Any, budget: Any) -> tupl
     return updates, map_nodes_of_type(of_release, state, ReleaseState)
 
 
-def _as_uint32(numbers: int) -> np.uint32:
-    """Stores 2^32 as 0."""
+def _stored_count(numbers: int) -> np.uint32:
+    """Returns the form in which a number of values is stored, in which 0 means 2^32 or more."""
     return np.uint32(min(numbers, 2**32) % 2**32)
 
 
@@ -240,8 +240,8 @@ def check_batch(
 ) -> Tree:
     """Checks a batch against what the mechanism's cost assumes. If it does not fit, marks the state as having no cost.
 
-    sums: the sums of the batch. rows: int (), how many of its rows count. ordered: bool (), whether the sums are those
-        of the chunks of one batch, each once and in order, under this state.
+    sums: the sums of the batch. rows: int (), how many of its rows are included. ordered: bool (), whether the sums
+        come from the chunks of one batch, each added once and in order, under this state.
     """
     sampling, own, noise_key = mechanism.sampling, mechanism.fingerprints, mechanism.noise_key
     most = int(min(sampling.most_rows, 2**31 - 1))
@@ -287,7 +287,7 @@ def check_batch(
 def _shares_noise(noise: jax.Array) -> jax.Array:
     """Whether another run under `jax.vmap` has the same noise, bool (...). noise: uint32 (..., n), which identifies it.
 
-    If the data of the runs choose a branch, every run gets a copy of one key, so this shows only while they run."""
+    If a branch depends on the data of the runs, every run gets a copy of one key, so this shows only at run time."""
     return jnp.zeros(noise.shape[:-1], bool)
 
 
@@ -301,7 +301,7 @@ def _share_noise_of_runs(count, _, noise):
 
 
 def _noise_is_repeated(axes: tuple[str, ...], noise: jax.Array, sums: Tree) -> jax.Array:
-    """Whether another device along these axes has the same noise for other sums, bool (). noise: as above."""
+    """Whether another device along these axes has the same noise for different sums, bool (). noise: as above."""
 
     def checksum(x):
         bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32).reshape(-1)
@@ -313,7 +313,7 @@ def _noise_is_repeated(axes: tuple[str, ...], noise: jax.Array, sums: Tree) -> j
 
 
 def _marks_differ(known: jax.Array, mark: Any) -> jax.Array:
-    """Whether a mark, uint32 (), differs from the known one; a known mark of 0 is unknown and never differs."""
+    """Whether a mark, uint32 (), differs from the known one. If that is 0, it is not yet known: False."""
     return (known != 0) & (known != mark)
 
 
@@ -328,7 +328,7 @@ def unit_mark(unit: str) -> int:
 
 
 def fingerprint_sampling_and_event(event: DpEvent, sampling: Any) -> np.ndarray:
-    """Fingerprints of a sampling record and of the event of one step without its noise multipliers, uint32 (2,)."""
+    """Returns the fingerprints, uint32 (2,), of a sampling and of one step's event without its noise multipliers."""
     return np.array([fingerprint(sampling), fingerprint(event, without="noise_multiplier")], np.uint32)
 
 
@@ -364,7 +364,7 @@ def identity_of(value: Any, *, without: str = "") -> Any:
 
 
 def identity_by_fields(record: Any, *, without: str = "") -> tuple:
-    """The identity of a dataclass or an event: the name of its type and its fields, except for the one left out."""
+    """Returns the identity of a dataclass or an event: the name of its type, and its fields but the one left out."""
     kind = type(record)
     fields = attrs.fields(kind) if attrs.has(kind) else dataclasses.fields(record)
     names = [field.name for field in fields if field.name != without]
@@ -372,6 +372,6 @@ def identity_by_fields(record: Any, *, without: str = "") -> tuple:
 
 
 def fingerprint(value: Any, *, without: str = "") -> int:
-    """A number in [2^31, 2^32), which differs for values of different identities except with probability 2^-31."""
+    """Returns a number in [2^31, 2^32) that differs between two identities, except with probability 2^-31."""
     words = json.dumps(identity_of(value, without=without))
     return zlib.crc32(words.encode()) | 2**31  # neither 0, which is unknown, nor 1
