@@ -18,13 +18,13 @@ import dpx
 from dpx.audit import ContractReport, Line, check_contract
 from dpx.audit.contract import cost, require_equal_jaxprs
 from dpx.audit.contract.draws import (
-    in_units_of_maps,
     require_independent_columns,
-    require_no_repeats,
+    require_no_repeated_noise,
     require_standard_normals,
+    solve_for_normals,
 )
-from dpx.audit.contract.subject import BrokenLine, NotChecked
-from dpx.audit.contract.trial import Trial
+from dpx.audit.contract.subject import NotChecked, Violation
+from dpx.audit.contract.trial import MechanismUnderTest
 from dpx.audit.stand_ins import quick_noise, replacing_key_functions, without_grid
 from dpx.sums.rounding import ETA
 from dpx.xla.jaxprs import propagate_marks
@@ -129,7 +129,7 @@ def test_rounding_in_small_derivatives_is_no_fault(batch_size, examples, clip_no
     for noise_multiplier in (0.6, 1.17883):
         options = {"clip_norm": clip_norm, "noise_multiplier": noise_multiplier, "sampling": sampling}
         mechanism = dpx.chain(dpx.dp_sgd(**options, key=jax.random.key(7)), optax.adam(1e-2))
-        release = Trial(mechanism, PARAMS, draws=500, seed=0).release(0)
+        release = MechanismUnderTest(mechanism, PARAMS, draws=500, seed=0).release(0)
         assert not release.flat and release.uncovered < 1e-5
         np.testing.assert_allclose(
             release.exchange,
@@ -214,11 +214,11 @@ def until(mechanism, last):
 )
 def test_an_event_of_other_batches_fails(mechanism, event, words):
     """Also where it has a kind of its own; all of them are as they are billed themselves."""
-    trial = Trial(mechanism.replace(event=event.event), PARAMS, draws=500, seed=0)
-    with pytest.raises(BrokenLine, match=words):
+    trial = MechanismUnderTest(mechanism.replace(event=event.event), PARAMS, draws=500, seed=0)
+    with pytest.raises(Violation, match=words):
         cost.check_counted_releases(trial)
     with contextlib.suppress(NotChecked):
-        cost.check_counted_releases(Trial(mechanism, PARAMS, draws=500, seed=0))
+        cost.check_counted_releases(MechanismUnderTest(mechanism, PARAMS, draws=500, seed=0))
 
 
 def no_noise(key):
@@ -236,7 +236,7 @@ def heavy_noise(key):
 @pytest.mark.long_cases("heavy_noise", "uniform_noise")
 def test_noise_that_is_not_gaussian_is_soon_seen(make, monkeypatch):
     """Before any draw under other keys, which takes a minute; and the lines that need the noise say why."""
-    monkeypatch.setattr(Trial, "noise", property(lambda trial: pytest.fail("draws many times")))
+    monkeypatch.setattr(MechanismUnderTest, "noise", property(lambda trial: pytest.fail("draws many times")))
     mechanism = make(KEY) if make in (heavy_noise, no_noise) else make(KEY)
     report = check_contract(mechanism, params=PARAMS, lines=["bounded", "adjacent", "noise"])
     bounded, adjacent, noise = report.lines
@@ -262,7 +262,7 @@ GAUSSIAN = {
 @pytest.mark.parametrize("name", GAUSSIAN)
 @pytest.mark.long_cases("with coordinates", "of one number")
 def test_gaussian_noise_is_not_soon_refused(name, promoting):
-    assert Trial(GAUSSIAN[name](), PARAMS, draws=500, seed=0).obvious_fault == ""
+    assert MechanismUnderTest(GAUSSIAN[name](), PARAMS, draws=500, seed=0).obvious_noise_fault == ""
 
 
 def own(total, step):
@@ -271,7 +271,7 @@ def own(total, step):
 
 def test_an_event_without_sampling_needs_a_proof_of_its_own():
     """It costs more than what is drawn."""
-    trial = Trial(plain(FIXED).replace(event=plain(WHOLE).event), PARAMS, draws=500, seed=0)
+    trial = MechanismUnderTest(plain(FIXED).replace(event=plain(WHOLE).event), PARAMS, draws=500, seed=0)
     with pytest.raises(NotChecked, match="GaussianDpEvent is not an event of the sampling"):
         cost.check_counted_releases(trial)
 
@@ -306,7 +306,7 @@ def test_noise_with_a_heavy_tail():
     """Its mean and its variance are those of a standard normal, and its tail is not cut."""
     rng, shape = np.random.default_rng(0), (1000, 20)
     require_standard_normals(rng.normal(size=shape))
-    with pytest.raises(BrokenLine, match="the noise is not normal"):
+    with pytest.raises(Violation, match="the noise is not normal"):
         require_standard_normals(rng.laplace(scale=0.5**0.5, size=shape))
 
 
@@ -314,7 +314,7 @@ def test_noise_with_a_correlation():
     rng = np.random.default_rng(0)
     draws = rng.normal(size=(1000, 20))
     draws[:, 7] = 0.3 * draws[:, 3] + 0.91**0.5 * draws[:, 7]
-    with pytest.raises(BrokenLine, match="has the correlation"):
+    with pytest.raises(Violation, match="has the correlation"):
         require_standard_normals(draws)
 
 
@@ -325,12 +325,12 @@ def test_noise_with_a_pattern():
     require_independent_columns(draws, triples=True)
     same_size = draws.copy()
     same_size[:, 7] = np.abs(draws[:, 3]) * rng.choice([-1, 1], 1000)
-    with pytest.raises(BrokenLine, match="two places"):
+    with pytest.raises(Violation, match="two places"):
         require_independent_columns(same_size, triples=True)
     same_sign = draws.copy()
     same_sign[:, 7] = np.abs(draws[:, 7]) * np.sign(draws[:, 3] * draws[:, 5])
     require_independent_columns(same_sign)
-    with pytest.raises(BrokenLine, match="three places"):
+    with pytest.raises(Violation, match="three places"):
         require_independent_columns(same_sign, triples=True)
 
 
@@ -338,22 +338,22 @@ def test_noise_that_repeats():
     """Row 7 of every 10 has a number of the row 5 rows before, on one column; then two rows share four numbers."""
     rng = np.random.default_rng(0)
     noise = rng.normal(size=(1000, 20))
-    require_no_repeats(noise, "repeats")
+    require_no_repeated_noise(noise, "repeats")
     one_column, two_rows = noise.copy(), noise.copy()
     one_column[7::10, 3] = -noise[2::10, 3]
     two_rows[900, [1, 4, 5, 9]] = -noise[17, [1, 4, 5, 9]]
     for repeating in (one_column, two_rows):
-        with pytest.raises(BrokenLine, match="repeats"):
-            require_no_repeats(repeating, "repeats")
+        with pytest.raises(Violation, match="repeats"):
+            require_no_repeated_noise(repeating, "repeats")
 
 
 def test_noise_that_is_correlated_with_its_coordinates():
     rng = np.random.default_rng(0)
     maps, normals = rng.normal(size=(1000, 5, 3)), rng.normal(size=(1000, 3))
-    draws = in_units_of_maps(np.einsum("nom,nm->no", maps, normals), maps)
+    draws = solve_for_normals(np.einsum("nom,nm->no", maps, normals), maps)
     np.testing.assert_allclose(np.cov(draws, rowvar=False), np.eye(3), atol=0.2)
-    with pytest.raises(BrokenLine, match="shares their key"):
-        in_units_of_maps(np.einsum("nom,nm->no", maps, np.abs(normals) * np.sign(maps[:, 0])), maps)
+    with pytest.raises(Violation, match="shares their key"):
+        solve_for_normals(np.einsum("nom,nm->no", maps, np.abs(normals) * np.sign(maps[:, 0])), maps)
 
 
 def test_marks_pass_branches_and_rounds_of_loops():
@@ -377,7 +377,7 @@ def test_a_constant_inside_of_a_function_is_part_of_the_program():
         return jax.make_jaxpr(jax.jit(lambda x: x + numbers))(numbers)
 
     require_equal_jaxprs(made(0), made(0))
-    with pytest.raises(BrokenLine, match="another program"):
+    with pytest.raises(Violation, match="another program"):
         require_equal_jaxprs(made(0), made(1))
 
 

@@ -26,9 +26,9 @@ from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 import dpx
 from dpx import catalog, keys
 from dpx.audit.contract import LINES, inputs, require_equal_jaxprs
-from dpx.audit.contract.noise import NUMBERS, _require_no_repeats
-from dpx.audit.contract.subject import STEPS, BrokenLine, NotChecked
-from dpx.audit.contract.trial import Trial
+from dpx.audit.contract.noise import NUMBERS, _require_noise_never_repeats
+from dpx.audit.contract.subject import STEPS, NotChecked, Violation
+from dpx.audit.contract.trial import MechanismUnderTest
 from dpx.audit.stand_ins import with_quick_noise
 from dpx.mechanism import masks
 from dpx.papers.dice_sgd.cost import ERROR
@@ -48,23 +48,27 @@ RESTS = {  # lines that cannot be checked without facts: the words that the repo
     # tests/test_sparse_embeddings.py has the sums of `ada_fest` by brute force, and the noise of its step.
     "ada_fest": {"adjacent": "on the sums", "divisor": "not a linear function"},
     "frequent_rows": {"adjacent": "on the sums", "divisor": "not a linear function"},
-    "signs": {"adjacent": "on the sums", "divisor": "not a linear function", "noise": "`check_secrecy` alone sees its"},
+    "signs": {
+        "adjacent": "on the sums",
+        "divisor": "not a linear function",
+        "noise": "the line `secrecy` alone sees its",
+    },
 }
 
 
-class TrialForUsers(Trial):
+class TrialForUsers(MechanismUnderTest):
     """The programs that the bound is tested on are compiled as XLA compiles for a user: tests/compiling.py."""
 
-    def compiled(self, of_one):
+    def compile_over_rows(self, of_one):
         return jax.jit(jax.vmap(of_one, (0, None)), compiler_options=EMITTERS)
 
 
 def test_the_bound_is_tested_as_xla_compiles_for_a_user():
-    assert TrialForUsers.compiled is not Trial.compiled
+    assert TrialForUsers.compile_over_rows is not MechanismUnderTest.compile_over_rows
 
 
 @functools.cache
-def trial(case: Case) -> Trial:
+def trial(case: Case) -> MechanismUnderTest:
     """The mechanism of a case on trial, also on the paths that only dpx's own tests know."""
     found = TrialForUsers(case.mechanism, PARAMS, draws=DRAWS, seed=11, rebuild=case.make)
     found.problems[0].paths.update({name: jax.jit(with_quick_noise(path)) for name, path in more_paths(case).items()})
@@ -119,7 +123,7 @@ def facts_of_bounded(case: Case):
     seen = {name: rows[name] for name in PARAMS if name not in case.frozen}
     finite = np.isfinite(inputs.flattened_leaves(seen, 1)).all(1)
     for step in STEPS:
-        for sums in found.contributions(step).values():
+        for sums in found.contributions_by_path(step).values():
             released = norms(sums if case.withheld is None else sums[0])
             np.testing.assert_array_less(released, case.clip(step) * (1 + 1e-6) + 1e-45)
             assert case.withheld is None or (norms(sums[1]) <= case.withheld * (1 + 1e-6)).all()
@@ -141,7 +145,7 @@ def facts_of_noise(case: Case):
     """
     found = trial(case)
     for step in STEPS if case.linear else ():
-        state, release = found.state(step), found.release(step)
+        state, release = found.state_after(step), found.release(step)
         noised = exchange_by_hand(case, step)
         carries = np.abs(release.exchange).max(0) > 0
         noise = release.noise[: release.updates]
@@ -163,17 +167,17 @@ def facts_of_noise(case: Case):
 def exchange_by_hand(case: Case, step: int) -> np.ndarray:
     """The noise that makes up for one unit of each number of the sums: that of `case.noised`, divided by sigma C."""
     found = trial(case)
-    like = found.sums_like[0]
+    like = found.shapes_of_sums[0]
     size = sum(leaf.size for leaf in jax.tree.leaves(like))
     units = inputs.unflatten_vectors(np.eye(size, dtype=np.float32), like)
-    noised = jax.vmap(lambda total: case.noised(total, found.state(step)))(units)
+    noised = jax.vmap(lambda total: case.noised(total, found.state_after(step)))(units)
     columns = inputs.flattened_leaves(noised, 1).T / deviation(case, step)
     return np.pad(columns, ((0, 0), (0, found.traced.numbers - size)))
 
 
 def sums_of(case: Case, step: int):
     """The sums of some gradients that are clipped."""
-    of_each = tuple(as_pair(total).high for total in trial(case).contributions(step)["update"])
+    of_each = tuple(as_pair(total).high for total in trial(case).contributions_by_path(step)["update"])
     return jax.tree.map(lambda leaf: np.asarray(leaf)[: inputs.RANDOM].sum(0), of_each)
 
 
@@ -181,8 +185,8 @@ def facts_of_resume(case: Case):
     """The mechanism, made again from the same key, is the same program, with the same noise. Line 5."""
     made_again = case._replace(name=f"{case.name}, made again")
     assert made_again.mechanism is not case.mechanism
-    again = Trial(made_again.mechanism, PARAMS, draws=DRAWS, seed=11)
-    require_equal_jaxprs(trial(case).program_of_update, again.trace(state=trial(case).state(0)))
+    again = MechanismUnderTest(made_again.mechanism, PARAMS, draws=DRAWS, seed=11)
+    require_equal_jaxprs(trial(case).program_of_update, again.trace_update(state=trial(case).state_after(0)))
 
 
 def facts_of_cost(case: Case):
@@ -202,7 +206,7 @@ def facts_of_cost(case: Case):
         assert len(billed) == len(expected)
         for one, other in zip(billed, sorted(expected, key=in_order), strict=True):
             assert flat(one) == pytest.approx(flat(other), rel=1e-6)
-    state = jax.tree.map(np.asarray, trial(case).state(4))  # as from a checkpoint
+    state = jax.tree.map(np.asarray, trial(case).state_after(4))  # as from a checkpoint
     planned = dpx.epsilon(mechanism, 4, delta=1e-5, numbers=read_run_facts(state).numbers)
     assert dpx.epsilon(case.make(mechanism.key), state, delta=1e-5) == planned
     counted = sum(float(np.float32(case.multiplier(t))) ** -2 for t in range(4))
@@ -263,7 +267,7 @@ def flat(event) -> dict:
 
 def facts_of_secrecy(case: Case):
     """Unreleased state may enter later releases: only an event of its own can bill that. Line 7."""
-    state = trial(case).state(2)
+    state = trial(case).state_after(2)
     if case.event is None:
         assert jax.tree.structure(dpx.publishable_state(state)) == jax.tree.structure(state)
 
@@ -273,9 +277,9 @@ def facts_of_padding(case: Case):
     found = trial(case)
     if case.name not in ("dp_sgd", "dice_sgd", "adaptive_clipping", "dp2_sgd", "ada_dpigu, top third"):
         return
-    state, none = found.state(1), np.zeros(0, bool)
+    state, none = found.state_after(1), np.zeros(0, bool)
     rows = inputs.normal_gradients(PARAMS, 3, rows=0)
-    zeros = inputs.zeros_like(found.sums_like)
+    zeros = inputs.zeros_like(found.shapes_of_sums)
     noise = jax.jit(with_quick_noise(case.mechanism.release))(zeros, state, PARAMS)
     for path in found.problems[0].paths.values():
         inputs.require_close(path(rows, state, none), noise)
@@ -429,7 +433,7 @@ def test_noise_that_repeats_is_seen_but_not_where_a_gpu_keeps_few_bits_of_it(siz
     class Draws:
         words, count = np.zeros((1, 2), np.uint32), 8
 
-        def public_floats(self, *given):
+        def draw_public_floats(self, *given):
             return rows
 
         def __call__(self, step):
@@ -438,10 +442,10 @@ def test_noise_that_repeats_is_seen_but_not_where_a_gpu_keeps_few_bits_of_it(siz
     release = types.SimpleNamespace(updates=8, offset=np.zeros(8))
     of_one = types.SimpleNamespace(noise_multiplier=1.0)
     fake: Any = types.SimpleNamespace(
-        noise=Draws(), mechanism=of_one, state=lambda step: None, release=lambda step: release
+        noise=Draws(), mechanism=of_one, state_after=lambda step: None, release=lambda step: release
     )
-    with pytest.raises(BrokenLine, match="share noise") if size == 1 else contextlib.nullcontext():
-        _require_no_repeats(fake, fake.release(0))
+    with pytest.raises(Violation, match="share noise") if size == 1 else contextlib.nullcontext():
+        _require_noise_never_repeats(fake, fake.release(0))
 
 
 @pytest.mark.long
@@ -472,7 +476,7 @@ def test_a_last_step_that_is_not_linear_is_left_to_the_chain(line):
 )
 @pytest.mark.long_cases("no_clip-bounded", "one_noise", "two_thirds")
 def test_a_broken_line_of_the_catalog_fails(change, line):
-    with pytest.raises(BrokenLine):
+    with pytest.raises(Violation):
         LINES[line](trial(signs_case(change)))
 
 
@@ -483,7 +487,7 @@ def test_docs_list_the_catalog():
 
 @pytest.mark.parametrize("case", ALL)
 def test_the_stated_bound_is_the_largest_contribution(case):
-    state = trial(case).state(0)
+    state = trial(case).state_after(0)
     bound = jnp.stack(jax.tree.leaves(jax.jit(case.mechanism.bound)(state)))
     contribute = jax.jit(lambda grad: case.mechanism.contribute(grad, state)[1:])
     for scale in (0.0, 1.0, 2.0**50):

@@ -19,8 +19,8 @@ from dpx.accounting.flat_event import from_event
 from dpx.accounting.gdp import epsilon as gaussian_epsilon
 from dpx.audit.contract.cost import require_costed_sensitivity
 from dpx.audit.contract.noise import require_noise_covariance
-from dpx.audit.contract.subject import BrokenLine
-from dpx.audit.contract.trial import Trial
+from dpx.audit.contract.subject import Violation
+from dpx.audit.contract.trial import MechanismUnderTest
 from dpx.keys.noise import GRID
 from dpx.papers.correlated_noise.cost import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, rounding_shift_bound
 from dpx.sums.rounding import ETA, as_float64, released_minus_total, split_float64
@@ -446,7 +446,7 @@ TINY = {"w": jnp.zeros(3)}
 
 
 def on_trial(mechanism):
-    return Trial(mechanism, TINY, draws=500, seed=3)
+    return MechanismUnderTest(mechanism, TINY, draws=500, seed=3)
 
 
 @ALL
@@ -455,7 +455,7 @@ def test_the_contract_sees_the_covariance_over_steps(strategy):
     mechanism = made(strategy)
     assert "covariance C^-1 C^-T" in require_noise_covariance(on_trial(mechanism))
     other = strategies.Strategy(coefficients=(1.0, 0.6, 0.3, -0.1))
-    with pytest.raises(BrokenLine, match="is not C\\^-1 z for the stated C"):
+    with pytest.raises(Violation, match="is not C\\^-1 z for the stated C"):
         require_noise_covariance(on_trial(mechanism.replace(correlated=other)))
 
 
@@ -476,11 +476,11 @@ def test_the_contract_tries_all_patterns_of_steps(strategy, sampling):
         return attrs.evolve(event, **change)
 
     ratio = found_share(mechanism)
-    with pytest.raises(BrokenLine, match="are paid for"):
+    with pytest.raises(Violation, match="are paid for"):
         require_costed_sensitivity(on_trial(mechanism.replace(event=less)))
     if sampling is CYCLIC:
         one_turn = mechanism.replace(event=lambda steps: mechanism.event(1))
-        with pytest.raises(BrokenLine, match="turns"):
+        with pytest.raises(Violation, match="turns"):
             require_costed_sensitivity(on_trial(one_turn))
 
 

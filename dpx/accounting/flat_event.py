@@ -71,7 +71,7 @@ class FlatEvent:
         return all(map(holds, self.counts))
 
     @property
-    def events(self) -> dict[DpEvent, int]:
+    def event_counts(self) -> dict[DpEvent, int]:
         """Counts how often the event of each release occurs."""
         events: dict[DpEvent, int] = defaultdict(int)
         for loss, count in self.counts.items():

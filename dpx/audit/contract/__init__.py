@@ -1,6 +1,6 @@
 """The privacy contract of docs/design.md as one call, for any mechanism.
 
-The check of a line returns words, or raises BrokenLine if the line does not hold and NotChecked if it cannot tell. This
+The check of a line returns words, or raises Violation if the line does not hold and NotChecked if it cannot tell. This
 file checks what one example, padding and microbatches do to a release.
 """
 
@@ -21,13 +21,13 @@ from dpx.audit.contract.subject import (
     AT_STEPS,
     STEPS,
     AuditProblem,
-    BrokenLine,
     NotChecked,
+    Violation,
     all_but_one,
     all_included,
     numbers_as_text,
 )
-from dpx.audit.contract.trial import Trial
+from dpx.audit.contract.trial import MechanismUnderTest
 from dpx.keys import is_key
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.mechanism.guards import require_key_used
@@ -100,23 +100,23 @@ TOLERANCE = 1e-5  # relative, for the norm of a contribution
 GARBAGE = (0, 3, inputs.ROWS - 2)  # positions of the first of two rows of padding
 
 
-def check_bounded(trial: Trial) -> str:
+def check_bounded(trial: MechanismUnderTest) -> str:
     """No gradient of any size or dtype contributes more than a very large one, and nonfinite ones contribute zero."""
     rows, replacements = 0, [trial.with_loud(tree) for tree in trial.hostile[1:]]
     for step in STEPS:
-        clip_norm, state = trial.clip_norm(step), trial.state(step)
-        for name, sums in trial.contributions(step).items():
-            norms = trial.norms(step, sums)
+        clip_norm, state = trial.clip_norm(step), trial.state_after(step)
+        for name, sums in trial.contributions_by_path(step).items():
+            norms = trial.released_norms(step, sums)
             rows += len(norms)
             _require_at_most(norms, clip_norm, f"{name}, step {step}")
         if step not in FULLY:
             continue
-        replaced = [trial.alone(tree, state) for tree in replacements]
-        for name, sums in trial.contributions(step).items():
+        replaced = [trial.sums_of_each_row(tree, state) for tree in replacements]
+        for name, sums in trial.contributions_by_path(step).items():
             _require_nonfinite_ignored(trial, sums, replaced, f"{name}, step {step}")
         for problem in trial.problems[1:]:
             for name, of_each in problem.sums.items():
-                norms = trial.norms(step, of_each(problem.hostile, state))
+                norms = trial.released_norms(step, of_each(problem.hostile, state))
                 rows += len(norms)
                 _require_at_most(norms, clip_norm, f"{name} of the loss, step {step}")
     norms = numbers_as_text([trial.clip_norm(step) for step in STEPS])
@@ -125,27 +125,27 @@ def check_bounded(trial: Trial) -> str:
 
 def _require_at_most(norms: np.ndarray, clip_norm: float, where: str):
     if not np.isfinite(norms).all():
-        raise BrokenLine(f"an example contributes {norms[~np.isfinite(norms)][0]} ({where})")
+        raise Violation(f"an example contributes {norms[~np.isfinite(norms)][0]} ({where})")
     if norms.max() > clip_norm * (1 + TOLERANCE) + 1e-45:
-        raise BrokenLine(f"an example contributes norm {norms.max():.7g}, other large ones {clip_norm:.7g} ({where})")
+        raise Violation(f"an example contributes norm {norms.max():.7g}, other large ones {clip_norm:.7g} ({where})")
 
 
-def _require_nonfinite_ignored(trial: Trial, sums, replaced, where: str):
+def _require_nonfinite_ignored(trial: MechanismUnderTest, sums, replaced, where: str):
     """Requires that a nonfinite row contributes zero, or that its nonfinite values do not affect its contribution."""
     broken = ~np.isfinite(inputs.flattened_leaves(trial.with_loud(trial.hostile[0]), 1)).all(1)
     found, by_zero, by_one = (inputs.flattened_leaves(tree, 1) for tree in (sums, *replaced))
     scale = np.abs(by_zero).max(1) * 1e-5
     unread = (np.abs(by_zero - by_one).max(1) <= scale) & (np.abs(found - by_zero).max(1) <= scale)
     if (np.abs(found).max(1) > 0)[broken & ~unread].any():
-        raise BrokenLine(f"an example that is not finite contributes ({where})")
+        raise Violation(f"an example that is not finite contributes ({where})")
 
 
-def check_float32(trial: Trial) -> str:
+def check_float32(trial: MechanismUnderTest) -> str:
     """Neither the noise nor the sums, from gradients of any dtype, are computed in less than float32.
 
     A value that depends on both comes after the noise, so an optimizer may keep its state in bfloat16.
     """
-    for closed in (trial.program_of_update, *map(trial.trace, inputs.LOW)):
+    for closed in (trial.program_of_update, *map(trial.trace_update, inputs.LOW)):
         found = set()
 
         def visit(equation, marks, control, found=found):
@@ -156,7 +156,7 @@ def check_float32(trial: Trial) -> str:
         marks = raw + [0] * (len(closed.jaxpr.invars) - len(raw))
         propagate_marks(closed, marks, visit, [KEY if is_key(leaf) else 0 for leaf in closed.consts])
         if found:
-            raise BrokenLine(f"computes in less than 32 bits: {', '.join(sorted(found))}")
+            raise Violation(f"computes in less than 32 bits: {', '.join(sorted(found))}")
     return "sums and noise have no arithmetic in less than 32 bits, on gradients in float32, float16 and bfloat16"
 
 
@@ -176,25 +176,25 @@ def _low_precision_in_words(equation: core.JaxprEqn) -> set[str]:
     return {f"{equation.primitive.name} in {dtype}" for dtype in low}
 
 
-def check_adjacent(trial: Trial) -> str:
+def check_sensitivity(trial: MechanismUnderTest) -> str:
     """On every path, one example moves the update by at most what the cost assumes, whatever the other rows are."""
     trial.require_noise()
     largest, tried = 0.0, 0
     for step in STEPS:
-        if not trial.release(step).linear:
+        if not trial.release(step).is_linear:
             _require_adjacent_sums(trial, step)
-        release = trial.require_linear(step, f"on the sums of step {step} alone, not on updates")
+        release = trial.require_linear_release(step, f"on the sums of step {step} alone, not on updates")
         most = trial.largest_contribution(step) * (1 + 10 * release.tolerance)
         for problem in trial.problems:
             rows = _with_a_loud_row(trial, problem)
             for name, path in list(problem.paths.items())[: None if step in FULLY else 1]:
-                everyones, _ = path(rows, trial.state(step), all_included())
+                everyones, _ = path(rows, trial.state_after(step), all_included())
                 for missing in range(inputs.ROWS):
-                    others, _ = path(rows, trial.state(step), all_but_one(missing))
+                    others, _ = path(rows, trial.state_after(step), all_but_one(missing))
                     change = inputs.flattened_leaves(everyones) - inputs.flattened_leaves(others)
                     size = release.change_of_update_in_noise(change)
                     if not size <= most:
-                        raise BrokenLine(
+                        raise Violation(
                             f"one example moves the update by {size:.6g} standard deviations of the noise, and "
                             f"{trial.largest_contribution(step):.6g} are paid for ({name}, {problem.name}, step {step})"
                         )
@@ -203,21 +203,21 @@ def check_adjacent(trial: Trial) -> str:
     return f"{words}; {require_rows_alone(trial)}"
 
 
-def _require_adjacent_sums(trial: Trial, step: int) -> None:
-    """Raises BrokenLine if leaving out one example moves the released sums by more than the clip norm."""
-    state, rows = trial.state(step), _with_a_loud_row(trial, trial.problems[0])
+def _require_adjacent_sums(trial: MechanismUnderTest, step: int) -> None:
+    """Raises Violation if leaving out one example moves the released sums by more than the clip norm."""
+    state, rows = trial.state_after(step), _with_a_loud_row(trial, trial.problems[0])
     everyones = trial.sums(rows, state, all_included())
     for missing in range(inputs.ROWS):
         others = trial.sums(rows, state, all_but_one(missing))
         change = jax.tree.map(lambda a, b: np.asarray(a)[None] - np.asarray(b)[None], everyones, others)
-        (norm,) = trial.norms(step, change)
+        (norm,) = trial.released_norms(step, change)
         if not norm <= trial.clip_norm(step) * (1 + 1e-5):
-            raise BrokenLine(
+            raise Violation(
                 f"one example moves the sum by {norm:.7g}, and the clip norm is {trial.clip_norm(step):.7g}"
             )
 
 
-def _with_a_loud_row(trial: Trial, problem: AuditProblem):
+def _with_a_loud_row(trial: MechanismUnderTest, problem: AuditProblem):
     """Returns the rows. If they are gradients, multiplies one of them by 10^6."""
     if problem is not trial.problems[0]:
         return problem.rows
@@ -225,55 +225,57 @@ def _with_a_loud_row(trial: Trial, problem: AuditProblem):
     return jax.tree.map(lambda g: g * scale.reshape(-1, *[1] * (g.ndim - 1)), problem.rows)
 
 
-def check_padding(trial: Trial) -> str:
+def check_padding(trial: MechanismUnderTest) -> str:
     """Rows that do not count change nothing, in any position. If none counts, the step is pure noise."""
     nobody = np.zeros(inputs.ROWS, bool)
     for problem in trial.problems:
-        state, stacked = trial.state(1), next(iter(problem.paths.values()))
+        state, stacked = trial.state_after(1), next(iter(problem.paths.values()))
         noise = stacked(inputs.zeros_like(problem.rows), state, nobody)
         for name, path in problem.paths.items():
             for position in (0, 1, 2):
-                found = path(inputs.with_garbage(problem.rows, position), state, nobody)
+                found = path(inputs.with_garbage_row(problem.rows, position), state, nobody)
                 _require_same(found, noise, f"rows move a step in which none of them counts ({name})")
         real = inputs.take_rows(problem.rows, np.arange(inputs.ROWS - 2))
-        state = trial.state(4)
+        state = trial.state_after(4)
         expected = stacked(real, state, np.ones(inputs.ROWS - 2, bool))
         for name, path in problem.paths.items():
             for first in GARBAGE:
                 order = np.insert(np.arange(inputs.ROWS - 2), first, [inputs.ROWS - 2, inputs.ROWS - 1])
                 padded = inputs.take_rows(problem.rows, order)
                 for position in (first, first + 1):
-                    padded = inputs.with_garbage(padded, position)
+                    padded = inputs.with_garbage_row(padded, position)
                 found = path(padded, state, order < inputs.ROWS - 2)
                 _require_same(found, expected, f"padding at row {first} changes the step ({name})", problem)
     return f"NaN, 1e30 and -inf in rows that do not count, at {len(GARBAGE)} positions: the same step"
 
 
-def check_additive(trial: Trial) -> str:
+def check_paths_agree(trial: MechanismUnderTest) -> str:
     """Every path gives the same step."""
     names = []
     for problem in trial.problems:
         names += [f"{name} of {problem.name}" for name in problem.paths]
         for step in STEPS:
-            first, *others = [path(problem.rows, trial.state(step), all_but_one(2)) for path in problem.paths.values()]
+            first, *others = [
+                path(problem.rows, trial.state_after(step), all_but_one(2)) for path in problem.paths.values()
+            ]
             for name, found in zip(list(problem.paths)[1:], others, strict=True):
                 _require_same(found, first, f"{name} and update differ at step {step}", problem)
     return f"the same step by {', '.join(names)}"
 
 
 def _require_same(found, expected, words: str, problem: AuditProblem | None = None):
-    """Raises BrokenLine with these words if two steps differ. A loss's gradients may differ by more rounding."""
+    """Raises Violation with these words if two steps differ. A loss's gradients may differ by more rounding."""
     loose = problem is not None and problem.name == "loss"
     try:
         inputs.require_close(found, expected, 1e-4 if loose else 2e-6)
     except AssertionError as error:
-        raise BrokenLine(f"{words}: {error}") from None
+        raise Violation(f"{words}: {error}") from None
 
 
-def divisor(trial: Trial) -> str:
+def check_constant_divisor(trial: MechanismUnderTest) -> str:
     """k copies of an example move the update k times as far, so the update is divided by a constant."""
-    trial.require_linear(0, "not on updates")
-    state, tried = trial.state(0), []
+    trial.require_linear_release(0, "not on updates")
+    state, tried = trial.state_after(0), []
     one = jax.tree.map(lambda g: np.concatenate([0.01 * g[:1]] * inputs.ROWS), trial.problems[0].rows)
     for name, path in trial.problems[0].paths.items():
         silent = inputs.flattened_leaves(path(one, state, np.zeros(inputs.ROWS, bool))[0])
@@ -284,25 +286,25 @@ def divisor(trial: Trial) -> str:
             tried.append((inputs.flattened_leaves(updates) - silent) / copies)
             if not np.abs(tried[-1] - tried[0]).max() <= 1e-3 * np.abs(tried[0]).max():
                 times = f"{copies} copies of an example in {rows} rows do not move the update {copies} times as far"
-                raise BrokenLine(f"{times} ({name})")
+                raise Violation(f"{times} ({name})")
     return f"the signal of an example is the same in {len(tried)} batches of other sizes"
 
 
-def check_resume(trial: Trial) -> str:
+def check_resume(trial: MechanismUnderTest) -> str:
     """The step is a function of its arguments, so a run from a restored state continues with the same noise."""
-    state = trial.state(4)
+    state = trial.state_after(4)
     restored = jax.tree.map(lambda leaf: leaf if is_key(leaf) else np.asarray(leaf), state)
     rows = trial.problems[0].rows
     found, expected = (trial.update(rows, given, all_but_one()) for given in (restored, state))
     _require_same(found, expected, "a state that was stored and restored makes another step")
-    require_equal_jaxprs(trial.program_of_update, trial.trace())
+    require_equal_jaxprs(trial.program_of_update, trial.trace_update())
     return "the same step from a restored state; the same program when it is traced again"
 
 
 def require_equal_jaxprs(first: core.ClosedJaxpr, second: core.ClosedJaxpr) -> None:
-    """Raises BrokenLine if two closed jaxprs of a step differ in an equation or in a constant."""
+    """Raises Violation if two closed jaxprs of a step differ in an equation or in a constant."""
     if identity_of_program(first) != identity_of_program(second) or not _same_constants(first, second):
-        raise BrokenLine("the step is another program when it is traced again: something outside the state enters it")
+        raise Violation("the step is another program when it is traced again: something outside the state enters it")
 
 
 def _same_constants(first, second) -> bool:
@@ -311,20 +313,20 @@ def _same_constants(first, second) -> bool:
     return [*next(words)] == [*next(words)]
 
 
-LINES: dict[str, Callable[[Trial], str]] = {
+LINES: dict[str, Callable[[MechanismUnderTest], str]] = {
     "bounded": check_bounded,
     "float32": check_float32,
-    "adjacent": check_adjacent,
+    "adjacent": check_sensitivity,
     "padding": check_padding,
-    "additive": check_additive,
-    "divisor": divisor,
+    "additive": check_paths_agree,
+    "divisor": check_constant_divisor,
     "noise": noise.check_noise,
-    "bits": secrecy.check_bits,
+    "bits": secrecy.check_released_bits,
     "resume": check_resume,
     "cost": cost.check_cost,
     "sampling": cost.check_sampling,
-    "secrecy": secrecy.check_secrecy,
-    "branches": secrecy.check_branches,
+    "secrecy": secrecy.check_no_data_leaks,
+    "branches": secrecy.check_no_data_branches,
 }
 # A union bound for one call: ten tests of draws at 4e-6 each; at 1e-6 each, two of signs and sizes, eleven of the
 # coordinates, three of repeats, one of larger parameters, one of an obvious fault in the noise and four of batches. The
@@ -388,14 +390,14 @@ def check_contract(
         require_key_used("rebuild", require_function("rebuild", rebuild, "key"))
     draws, seed = require_whole("draws", draws, minimum=500), require_whole("seed", seed, minimum=0)
     with full_precision():
-        trial = Trial(mechanism, params, loss, examples, draws=draws, seed=seed, rebuild=rebuild)
+        trial = MechanismUnderTest(mechanism, params, loss, examples, draws=draws, seed=seed, rebuild=rebuild)
         return ContractReport(tuple(_check_contract_line(trial, name) for name in names), FALSE_ALARMS)
 
 
-def _check_contract_line(trial: Trial, name: str) -> Line:
+def _check_contract_line(trial: MechanismUnderTest, name: str) -> Line:
     try:
         return Line(name, "pass", LINES[name](trial))
-    except BrokenLine as broken:
+    except Violation as broken:
         return Line(name, "fail", str(broken))
     except NotChecked as reason:
         return Line(name, "not checked", str(reason))

@@ -24,8 +24,8 @@ from scipy import linalg, special, stats
 from dpx.accounting.flat_event import from_event
 from dpx.accounting.groups import GroupGaussianDpEvent
 from dpx.audit.contract.draws import reduced_chi_square_quantile
-from dpx.audit.contract.subject import BrokenLine, NotChecked
-from dpx.audit.contract.trial import Trial, name_of_own_event
+from dpx.audit.contract.subject import NotChecked, Violation
+from dpx.audit.contract.trial import MechanismUnderTest, names_of_special_events
 from dpx.sampling.batch import Draw
 from dpx.sampling.schemes import FixedOrder, FullBatch, Sampling, ShuffledEpochs
 from dpx.sampling.varying import CyclicPoissonSampling, RandomAllocationDpEvent
@@ -47,20 +47,20 @@ OF_SAMPLINGS = (  # events that assume a certain sampling
 _PROBABILITY = "sampling_probability"
 
 
-def check_cost(trial: Trial) -> str:
+def check_cost(trial: MechanismUnderTest) -> str:
     """The event counts every release at the noise multiplier that the mechanism used, and the state counts them."""
-    release = release_state(trial.state(TAKEN))
+    release = release_state(trial.state_after(TAKEN))
     if int(release.step) != TAKEN:
-        raise BrokenLine(f"the state counts {int(release.step)} releases after {TAKEN}")
+        raise Violation(f"the state counts {int(release.step)} releases after {TAKEN}")
     used = trial.multipliers[:TAKEN]
     precision = float(release.precision[0]) - float(release.precision[1])
     if (used > 0).all() and not math.isclose(precision, float(np.sum(used**-2.0)), rel_tol=1e-5):
-        raise BrokenLine(f"the state records other noise multipliers than {used.tolist()}, which the cost counts")
+        raise Violation(f"the state records other noise multipliers than {used.tolist()}, which the cost counts")
     return check_counted_releases(trial)
 
 
-def check_counted_releases(trial: Trial) -> str:
-    """Describes what the events of runs of many lengths count. Raises BrokenLine if they count too few releases."""
+def check_counted_releases(trial: MechanismUnderTest) -> str:
+    """Describes what the events of runs of many lengths count. Raises Violation if they count too few releases."""
     mechanism = trial.mechanism
     own, more, last = "", False, 0
     all_steps = RUN_LENGTHS if callable(mechanism.noise_multiplier) else (*RUN_LENGTHS, LONGEST_WITHOUT_SCHEDULE)
@@ -75,12 +75,12 @@ def check_counted_releases(trial: Trial) -> str:
         last = steps
         if mechanism.correlated is None and _are_equal(event, expected):
             continue  # nothing is missing, and reading each release of a long schedule takes seconds
-        name = name_of_own_event(event, mechanism.sampling)
+        name = names_of_special_events(event, mechanism.sampling)
         if name or mechanism.correlated is not None:
             _require_plausible_event(event, trial.multipliers[:steps], mechanism.sampling)
             own = own or name
         else:
-            more |= _require_count_not_reset(expected, event, steps)
+            more |= _require_all_releases_counted(expected, event, steps)
     if mechanism.correlated is not None:
         return require_costed_sensitivity(trial)
     if own:
@@ -97,16 +97,16 @@ def _are_equal(event: DpEvent, expected: DpEvent) -> bool:
         return False
 
 
-def _require_count_not_reset(expected: DpEvent, event: DpEvent, steps: int) -> bool:
-    """Whether the event has more releases than expected. Raises BrokenLine if it lacks one."""
-    wanted, offered = from_event(expected).events, from_event(event).events
-    if missing := _missing_release(wanted, offered):
-        raise BrokenLine(f"{steps} steps do not count {missing}, of noise multiplier and sampling of the mechanism")
+def _require_all_releases_counted(expected: DpEvent, event: DpEvent, steps: int) -> bool:
+    """Whether the event has more releases than expected. Raises Violation if it lacks one."""
+    wanted, offered = from_event(expected).event_counts, from_event(event).event_counts
+    if missing := _find_missing_release(wanted, offered):
+        raise Violation(f"{steps} steps do not count {missing}, of noise multiplier and sampling of the mechanism")
     return sum(offered.values()) > sum(wanted.values())
 
 
 def _require_plausible_event(event: DpEvent, multipliers: np.ndarray, sampling: Sampling) -> None:
-    """Raises BrokenLine if an event assumes another sampling than the one that draws, or counts too little.
+    """Raises Violation if an event assumes another sampling than the one that draws, or counts too little.
 
     A special event, such as error feedback's, needs a proof, which cannot be checked here. But it must have the
     sampling that draws, at least its rate, all releases, and noise of at most the mechanism's largest multiplier.
@@ -115,21 +115,21 @@ def _require_plausible_event(event: DpEvent, multipliers: np.ndarray, sampling: 
     if foreign := sorted(
         {type(part).__name__ for part in parts if isinstance(part, OF_SAMPLINGS)} - _sampling_types(sampling)
     ):
-        raise BrokenLine(
+        raise Violation(
             f"{steps} steps count {', '.join(foreign)}, which is not of the sampling that draws, {sampling}"
         )
     drawn = (getattr(part, _PROBABILITY, None) for part in _releases_of(sampling.event(np.ones(1))))
     rate = max((rate for rate in drawn if rate is not None), default=1.0)
     for part in parts:
         if getattr(part, _PROBABILITY, 1.0) < rate * (1 - 1e-6):
-            raise BrokenLine(f"{steps} steps count {part}, of a lower rate than the sampling that draws, {sampling}")
+            raise Violation(f"{steps} steps count {part}, of a lower rate than the sampling that draws, {sampling}")
         if identity_of(getattr(part, "sampling", sampling)) != identity_of(sampling):
-            raise BrokenLine(f"{steps} steps count {part}, of another sampling than the one that draws, {sampling}")
+            raise Violation(f"{steps} steps count {part}, of another sampling than the one that draws, {sampling}")
         noise = getattr(part, "noise_multiplier", 0.0)
         if isinstance(noise, int | float) and noise > multipliers.max(initial=0) * (1 + 1e-6):
-            raise BrokenLine(f"{steps} steps count {part}, of more noise than the largest multiplier of the mechanism")
+            raise Violation(f"{steps} steps count {part}, of more noise than the largest multiplier of the mechanism")
     if (flat := from_event(event)).costed_by_dpx and (most := flat.release_count.most) < steps:
-        raise BrokenLine(f"{steps} steps are counted as {most} releases of noisy numbers")
+        raise Violation(f"{steps} steps are counted as {most} releases of noisy numbers")
 
 
 def _sampling_types(sampling: Sampling) -> set[str]:
@@ -138,13 +138,13 @@ def _sampling_types(sampling: Sampling) -> set[str]:
 
 def _releases_of(event: DpEvent) -> Iterator[DpEvent]:
     """Yields the releases of an event, and the events inside their sampling."""
-    for release in from_event(event).events:
+    for release in from_event(event).event_counts:
         while release is not None:
             yield release
             release = getattr(release, "event", None)
 
 
-def _missing_release(expected: dict[DpEvent, int], counted: dict[DpEvent, int]) -> DpEvent | None:
+def _find_missing_release(expected: dict[DpEvent, int], counted: dict[DpEvent, int]) -> DpEvent | None:
     """A release that is expected more often than the event has it, or None. Values may differ by 1e-6.
 
     Equal events are counted together. The rest are compared in sorted order.
@@ -191,7 +191,7 @@ SHORT, MOST_PATTERNS = 10, 4096  # steps of a run whose patterns are all tried, 
 COST_SLACK = 1e-3  # relative slack, because costs are rounded
 
 
-def require_costed_sensitivity(trial: Trial) -> str:
+def require_costed_sensitivity(trial: MechanismUnderTest) -> str:
     """The cost of a short run covers the largest move over all patterns of steps."""
     mechanism, shown = trial.mechanism, 0.0
     tried = 0
@@ -206,10 +206,10 @@ def require_costed_sensitivity(trial: Trial) -> str:
         moved = trial.multiplier(0) / min(loss.noise_multiplier for loss in counted)
         if not moved >= largest * (1 - COST_SLACK):
             words = f"an example moves C G by {largest:.6g} clip norms in {steps} steps"
-            raise BrokenLine(f"{words}, and {moved:.6g} are paid for")
+            raise Violation(f"{words}, and {moved:.6g} are paid for")
         turns = math.ceil(steps / getattr(mechanism.sampling, "bands", steps))
         if sum(counted.values()) < turns:
-            raise BrokenLine(f"{steps} steps are counted as {sum(counted.values())} turns, and are {turns}")
+            raise Violation(f"{steps} steps are counted as {sum(counted.values())} turns, and are {turns}")
         shown = max(shown, largest / moved)
     return f"{tried} patterns and signs of up to {SHORT} steps move C G by at most {shown:.4g} of what the cost counts"
 
@@ -236,16 +236,16 @@ FAR = 10.0  # standard deviations of a sum of squares, whose tails are heavier t
 BATCH_RATE = 1e-6  # false-alarm rate of each test of the batches
 
 
-def check_sampling(trial: Trial) -> str:
+def check_sampling(trial: MechanismUnderTest) -> str:
     """The batches that the sampling draws have the distribution that the event assumes."""
     record = trial.mechanism.sampling
-    releases = from_event(record.event(np.ones(1))).events
+    releases = from_event(record.event(np.ones(1))).event_counts
     if (count := sum(releases.values())) != 1 or record.examples > EXAMPLES:
         raise NotChecked(f"no batches are drawn of {record.examples} examples with {count} events a step")
     key = jax.random.key(trial.seed + 1)
     batches = [_drawn_examples(record.draw(key, step)) for step in range(DRAWN)]
     if any(len(np.unique(batch)) < len(batch) for batch in batches):
-        raise BrokenLine("a batch holds an example twice")
+        raise Violation("a batch holds an example twice")
     (event,) = releases
     _require_sensitivity_of_relation(event, record)
     if isinstance(event, PoissonSampledDpEvent):
@@ -279,7 +279,7 @@ def _drawn_examples(draw: Draw) -> np.ndarray:
 
 
 def _require_sensitivity_of_relation(event: DpEvent, record: Sampling):
-    """Raises BrokenLine if the event of noise multiplier 1 has more than 1, or 1/2 where an example is exchanged."""
+    """Raises Violation if the event of noise multiplier 1 has more than 1, or 1/2 where an example is exchanged."""
     inner = getattr(event, "event", event)
     most = 0.5 if record.relation == "replace_one" else 1.0
     stated = getattr(inner, "noise_multiplier", 0.0)
@@ -287,7 +287,7 @@ def _require_sensitivity_of_relation(event: DpEvent, record: Sampling):
         stated = max(sigma for sigma, _ in inner.noise_multiplier)
     if stated > most:
         words = f"at most {most:g} is true under the relation {record.relation!r}"
-        raise BrokenLine(f"the event of noise multiplier 1 has {stated:g}, and {words}")
+        raise Violation(f"the event of noise multiplier 1 has {stated:g}, and {words}")
 
 
 def _require_poisson(batches: list[np.ndarray], examples: int, rate: float):
@@ -309,7 +309,7 @@ def _require_cyclic(draw: Callable[[int], Draw], examples: int, bands: int, rate
     batches = [_drawn_examples(draw(step)) for step in range(turns * bands)]
     taken = np.array([np.bincount(np.concatenate(batches[g::bands]), minlength=examples) for g in range(bands)])
     if ((taken > 0).sum(axis=0) > 1).any():
-        raise BrokenLine("an example takes part in the steps of two groups, and the cost counts those of one")
+        raise Violation("an example takes part in the steps of two groups, and the cost counts those of one")
     if rate == 1:
         return len(batches)
     pairs = [(first + g, first + g + bands) for first in range(0, len(batches), 2 * bands) for g in range(bands)]
@@ -326,7 +326,7 @@ def _require_equal_rates(taken: np.ndarray, trials: int, rate: float):
     variance = trials * rate * (1 - rate)
     scatter = float(((taken - trials * rate) ** 2).sum()) / variance
     if scatter > len(taken) + FAR * math.sqrt(len(taken) * (2 + 1 / variance)):
-        raise BrokenLine(
+        raise Violation(
             f"some examples take part more often than others: {scatter / len(taken):.3g} times the variance"
         )
 
@@ -334,7 +334,7 @@ def _require_equal_rates(taken: np.ndarray, trials: int, rate: float):
 def _require_weighted_poisson(batches: list[np.ndarray], rates: np.ndarray, stated: float):
     """Counts of low-rate and high-rate examples, and of those shared with the next batch, fit independent coins."""
     if rates.max() > stated * (1 + 1e-12):
-        raise BrokenLine(f"an example takes part at rate {rates.max():.6g}, and {stated:.6g} is paid for")
+        raise Violation(f"an example takes part at rate {rates.max():.6g}, and {stated:.6g} is paid for")
     taken = np.bincount(np.concatenate(batches), minlength=len(rates))
     pairs = list(zip(batches[:-1:2], batches[1::2], strict=True))
     for number, group in enumerate(np.array_split(np.argsort(rates, kind="stable"), 4), start=1):
@@ -353,19 +353,19 @@ def _require_counts_fit_rates(count: int, rates: np.ndarray, words: str):
     """Bernstein's inequality for independent coins."""
     mean, variance, log = rates.sum(), float((rates * (1 - rates)).sum()), math.log(2 / BATCH_RATE)
     if abs(count - mean) > log / 3 + math.sqrt(log**2 / 9 + 2 * log * variance) + 1e-9 * mean:
-        raise BrokenLine(f"batches hold {count} {words}, where coins of the stated rates hold {mean:.1f}")
+        raise Violation(f"batches hold {count} {words}, where coins of the stated rates hold {mean:.1f}")
 
 
 def _require_binomial(count: int, trials: int, probability: float, words: str):
     if min(special.bdtr(count, trials, probability), special.bdtrc(count - 1, trials, probability)) < BATCH_RATE / 2:
-        raise BrokenLine(f"{count} {words} says {trials * probability:.1f}")
+        raise Violation(f"{count} {words} says {trials * probability:.1f}")
 
 
 def _require_variance(sizes: np.ndarray, variance: float):
     ratio = sizes.var(ddof=1) / variance  # as the binomial's, by a normal approximation with slack for its tails
     low, high = (reduced_chi_square_quantile(p, len(sizes) - 1) for p in (BATCH_RATE / 10, 1 - BATCH_RATE / 10))
     if not low * 0.9 <= ratio <= high * (1.1 + 3 / variance):
-        raise BrokenLine(f"the variance of the sizes of batches is {ratio:.3g} times that of independent examples")
+        raise Violation(f"the variance of the sizes of batches is {ratio:.3g} times that of independent examples")
 
 
 def _require_truncated_poisson(batches: list[np.ndarray], examples: int, event: TruncatedSubsampledGaussianDpEvent):
@@ -373,7 +373,7 @@ def _require_truncated_poisson(batches: list[np.ndarray], examples: int, event: 
     rate, most = event.sampling_probability, event.truncated_batch_size
     sizes = np.array([len(batch) for batch in batches])
     if sizes.max() > most or examples != event.dataset_size:
-        raise BrokenLine(f"batches of up to {sizes.max()} of {examples} examples do not fit {event}")
+        raise Violation(f"batches of up to {sizes.max()} of {examples} examples do not fit {event}")
     for quantile in (0.25, 0.5, 0.75, 1.0):
         limit = min(most, int(stats.binom.ppf(min(quantile, 0.999), examples, rate))) - 1
         words = f"of {len(sizes)} batches have at most {limit} examples; rate {rate:.4g}"
@@ -386,18 +386,18 @@ def _require_truncated_poisson(batches: list[np.ndarray], examples: int, event: 
         ("shared with the next", shared, overlap, sizes[::2].sum()),
     ):  # given the sizes, the variance is at most a binomial's (Hoeffding)
         if abs(count - mean) > math.sqrt(trials * math.log(2 / BATCH_RATE) / 2):
-            raise BrokenLine(f"batches hold {count} examples {words}, where independent random ones hold {mean:.1f}")
+            raise Violation(f"batches hold {count} examples {words}, where independent random ones hold {mean:.1f}")
 
 
 def _require_uniform_subsets(batches: list[np.ndarray], examples: int, event: SampledWithoutReplacementDpEvent):
     sizes = {len(batch) for batch in batches}
     if sizes != {event.sample_size} or examples != event.source_dataset_size:
-        raise BrokenLine(f"batches of {sorted(sizes)} of {examples} examples do not fit {event}")
+        raise Violation(f"batches of {sorted(sizes)} of {examples} examples do not fit {event}")
     shared = sum(len(np.intersect1d(a, b)) for a, b in zip(batches[:-1:2], batches[1::2], strict=True))
     mean = len(batches) // 2 * event.sample_size**2 / examples
     trials = len(batches) // 2 * event.sample_size  # the variance is at most a binomial's (Hoeffding)
     if abs(shared - mean) > math.sqrt(trials * math.log(2 / BATCH_RATE) / 2):
-        raise BrokenLine(f"batches share {shared} examples with the next, where independent subsets share {mean:.1f}")
+        raise Violation(f"batches share {shared} examples with the next, where independent subsets share {mean:.1f}")
 
 
 def _require_random_allocation(draw: Callable[[int], Draw], examples: int, steps: int):
@@ -406,7 +406,7 @@ def _require_random_allocation(draw: Callable[[int], Draw], examples: int, steps
     epochs = [[_drawn_examples(draw(epoch * steps + place)) for place in range(number)] for epoch in (0, 1)]
     for taken in (np.bincount(np.concatenate(batches), minlength=examples) for batches in epochs):
         if taken.max() > 1 or (number == steps and taken.min() < 1):
-            raise BrokenLine(
+            raise Violation(
                 f"an example is in {taken.max()} of {number} steps of an epoch, another one in {taken.min()}"
             )
     sizes = np.array([len(batch) for batches in epochs for batch in batches])
@@ -425,4 +425,4 @@ def _require_participations_counted(batches: list[np.ndarray], record: Sampling)
     taken = np.bincount(np.concatenate(batches), minlength=record.examples).max()
     counted = sum(from_event(record.event(np.ones(len(batches)))).counts.values())
     if taken > counted:
-        raise BrokenLine(f"an example takes part in {taken} of {len(batches)} steps, and {counted} are paid for")
+        raise Violation(f"an example takes part in {taken} of {len(batches)} steps, and {counted} are paid for")

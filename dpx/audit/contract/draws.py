@@ -19,7 +19,7 @@ from jax.extend import core
 from scipy import special
 
 from dpx.audit.contract import inputs
-from dpx.audit.contract.subject import SMALL, BrokenLine, Release, ReleaseFunction
+from dpx.audit.contract.subject import SMALL, Release, ReleaseFunction, Violation
 from dpx.audit.stand_ins import without_grid
 from dpx.keys import is_key
 from dpx.mechanism import Mechanism
@@ -52,11 +52,11 @@ class NoiseDraws:
         assert len(subject.step_counter_mask)  # known before anything is traced
 
         def empty_step(mechanism, state, step, params):
-            state = subject.at_step(state, step)
+            state = subject.state_at_step(state, step)
             updates, after = mechanism.update(grads, state, params, included=jnp.zeros(1, bool))
-            return inputs.public_floats((updates, publishable_state(after)))
+            return inputs.wide_floats((updates, publishable_state(after)))
 
-        arguments = subject.state(0), np.int32(0), subject.params
+        arguments = subject.state_after(0), np.int32(0), subject.params
         # Without the grid, because numbers on it repeat by chance.
         run, self.has_keys = with_other_keys(without_grid(empty_step), subject.mechanism, rebuild, arguments)
         program = jax.vmap(lambda words, *given: run(jax.random.wrap_key_data(words), given), (0, None, 0, None))
@@ -70,10 +70,12 @@ class NoiseDraws:
         if (step, others) not in self._found:
             count = self.count if step in FULLY and not others else AT_LEAST
             steps, params = np.full(count, step), self.subject.others if others else self.subject.params
-            self._found[step, others] = self.public_floats(self.words[:count], self.subject.state(step), steps, params)
+            self._found[step, others] = self.draw_public_floats(
+                self.words[:count], self.subject.state_after(step), steps, params
+            )
         return self._found[step, others]
 
-    def public_floats(self, words: np.ndarray, state: Tree, steps: np.ndarray, params: Tree = None) -> np.ndarray:
+    def draw_public_floats(self, words: np.ndarray, state: Tree, steps: np.ndarray, params: Tree = None) -> np.ndarray:
         """The public floats of empty steps, float64 (count, o). words: key data, uint32 (count, 2). steps: (count,)."""
         count, found = len(steps), []
         places = np.arange(-(-count // TOGETHER) * TOGETHER) % count  # the last part is filled up
@@ -89,13 +91,13 @@ class NoiseDraws:
 
         For noise that is not dpx's, how the sums move them, (count, o, k). None without random coordinates.
         """
-        traced, state = self.traced, self.subject.state(0)
+        traced, state = self.traced, self.subject.state_after(0)
         zeros = jnp.zeros(traced.numbers), jnp.zeros(traced.normals)
         vector = zeros[1] if traced.normals else zeros[0]
 
         def floats(mechanism, state, vector):
             both = (zeros[0], vector) if traced.normals else (vector, zeros[1])
-            return traced.public(*both, state, self.subject.params, mechanism)[0]
+            return traced.public_outputs(*both, state, self.subject.params, mechanism)[0]
 
         def moved_by_noise(mechanism, state):
             return jax.jvp(lambda v: floats(mechanism, state, v), (vector,), (vector,))[1]
@@ -117,7 +119,7 @@ def _maps_of(run: Callable, vector: jax.Array) -> Callable:
     return jax.jit(lambda keys, state: jax.lax.map(lambda key: of_key(key, state), keys, batch_size=TOGETHER))
 
 
-def obvious_fault(traced: ReleaseFunction) -> str:
+def find_noise_fault(traced: ReleaseFunction) -> str:
     """Describes an obvious fault in noise that is not dpx's, from a program of the release alone; "" if none is found.
 
     It finds nothing if steps differ by more than their noise, or if only a state changes the noise.
@@ -128,10 +130,10 @@ def obvious_fault(traced: ReleaseFunction) -> str:
     )
 
     def at_step(step):
-        state = map_nodes_of_type(lambda node: node._replace(step=step), subject.state(0), ReleaseState)
+        state = map_nodes_of_type(lambda node: node._replace(step=step), subject.state_after(0), ReleaseState)
         run = without_grid(subject.mechanism.release)
-        both = [run(unflatten_vectors(each, traced.sums_like), state, subject.params)[0] for each in sums]
-        return [inputs.public_floats(updates) for updates in both]
+        both = [run(unflatten_vectors(each, traced.shapes_of_sums), state, subject.params)[0] for each in sums]
+        return [inputs.wide_floats(updates) for updates in both]
 
     # This level keeps the program fast even if jax is told not to optimize.
     program = jax.jit(jax.vmap(at_step), compiler_options={"xla_backend_optimization_level": 1})
@@ -174,14 +176,14 @@ def whitened_draws(draws: NoiseDraws, step: int, release: Release) -> np.ndarray
         large = sizes > SMALL * sizes[0]
         return (found - release.offset[rows]) @ (left[:, large] / sizes[large])
     keys = draws.keys[: len(found)]
-    noise, offset = (np.asarray(a, np.float64) for a in maps(keys, draws.subject.state(step)))
-    return in_units_of_maps(found - offset[:, rows], noise[:, rows])
+    noise, offset = (np.asarray(a, np.float64) for a in maps(keys, draws.subject.state_after(step)))
+    return solve_for_normals(found - offset[:, rows], noise[:, rows])
 
 
-def in_units_of_maps(change: np.ndarray, maps: np.ndarray) -> np.ndarray:
+def solve_for_normals(change: np.ndarray, maps: np.ndarray) -> np.ndarray:
     """Solves change[i] = maps[i] @ normals[i], of shapes (count, o) and (count, o, m): the normals in r directions.
 
-    Raises BrokenLine if they are correlated with an entry of the maps, because then the noise shares the maps' key.
+    Raises Violation if they are correlated with an entry of the maps, because then the noise shares the maps' key.
     """
     left, sizes, right = np.linalg.svd(maps, full_matrices=False)
     large = sizes > SMALL * sizes[:, :1]
@@ -193,18 +195,18 @@ def in_units_of_maps(change: np.ndarray, maps: np.ndarray) -> np.ndarray:
     scaled = [(a - a.mean(0)) / np.maximum(a.std(0), 1e-30) for a in (normals, entries)]
     correlation = np.abs(scaled[0].T @ scaled[1]).max(initial=0) / math.sqrt(len(maps))
     if correlation > 1 - special.ndtri(SHARED_KEY_RATE / max(2 * normals.shape[1] * entries.shape[1], 1)):
-        raise BrokenLine("the noise is correlated with the random coordinates, so it shares their key")
+        raise Violation("the noise is correlated with the random coordinates, so it shares their key")
     return standard
 
 
-def whitened_by_itself(draws: NoiseDraws, step: int, release: Release) -> np.ndarray:
+def whitened_by_sample_covariance(draws: NoiseDraws, step: int, release: Release) -> np.ndarray:
     """Draws of noise that is not dpx's, along directions where their deviation is 1; float64 (count, r)."""
     found = draws(step)[:, : release.updates]
     maps = draws.noise_maps
     if maps is None:
         return _decorrelated(found)
-    own = np.asarray(maps(draws.keys[: len(found)], draws.subject.state(step))[0], np.float64)
-    standard = in_units_of_maps(found - found.mean(0), own[:, : release.updates])
+    own = np.asarray(maps(draws.keys[: len(found)], draws.subject.state_after(step))[0], np.float64)
+    standard = solve_for_normals(found - found.mean(0), own[:, : release.updates])
     return standard / standard.std(0)
 
 
@@ -212,7 +214,7 @@ def _decorrelated(draws: np.ndarray) -> np.ndarray:
     """Transforms draws, float64 (count, o), to uncorrelated directions of deviation 1, near coordinates if possible."""
     draws = draws[:, draws.std(0) > 0] - draws.mean(0)[draws.std(0) > 0]
     if not draws.shape[1]:
-        raise BrokenLine("a step of an empty batch has no noise")
+        raise Violation("a step of an empty batch has no noise")
     values, vectors = np.linalg.eigh(np.atleast_2d(np.cov(draws, rowvar=False)))
     large = values > 1e-8 * values[-1]
     uncorrelated = draws @ (vectors[:, large] / np.sqrt(values[large]))
@@ -228,8 +230,8 @@ def measured_release(release: Release, draws: NoiseDraws, step: int, *, others: 
     """
     found = draws(step, others=others)[:, : release.updates]
     if not np.isfinite(found).all():
-        raise BrokenLine(f"the noise is not finite at step {step}")
-    state, params = draws.subject.state(step), draws.subject.others if others else draws.subject.params
+        raise Violation(f"the noise is not finite at step {step}")
+    state, params = draws.subject.state_after(step), draws.subject.others if others else draws.subject.params
     traced = draws.traced
     _, _, (by_sums, _) = traced.derivatives_at(
         [(inputs.oscillating_values(traced.numbers, 1.0), np.zeros(0, np.float32))], state, params
@@ -242,7 +244,7 @@ def measured_release(release: Release, draws: NoiseDraws, step: int, *, others: 
         noise = vectors[:, large] * np.sqrt(values[large])
     else:
         own = np.asarray(maps(draws.keys[: len(found)], state)[0], np.float64)[:, : release.updates]
-        noise = data * in_units_of_maps(found - found.mean(0), own).std(0).min()
+        noise = data * solve_for_normals(found - found.mean(0), own).std(0).min()
     exchange, *_ = np.linalg.lstsq(noise, data, rcond=SMALL)
     uncovered = np.abs(noise @ exchange - data).max(initial=0) / max(np.abs(data).max(initial=0), 1e-30)
     padded = np.zeros((len(release.offset), noise.shape[1]))
@@ -287,14 +289,14 @@ def _with_key_argument(function: Callable, mechanism: Mechanism, arguments: tupl
     marks = [np.uint32(zlib.crc32(of_key)) for of_key in words]
 
     def run(key, arguments):
-        constants = [_other_key(key, leaf, mark) for leaf, mark in zip(closed.consts, marks, strict=True)]
-        given = [_other_key(key, leaf) for leaf in jax.tree.leaves(arguments)]
+        constants = [_replace_if_key(key, leaf, mark) for leaf, mark in zip(closed.consts, marks, strict=True)]
+        given = [_replace_if_key(key, leaf) for leaf in jax.tree.leaves(arguments)]
         return core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, constants))(*given)[0]
 
     return run
 
 
-def _other_key(key: jax.Array, leaf: Any, mark: Any = None) -> Any:
+def _replace_if_key(key: jax.Array, leaf: Any, mark: Any = None) -> Any:
     """Returns `leaf`, or if it is a key, another key made from `key`. mark: the leaf's, or None in the state."""
     if not is_key(leaf):
         return leaf
@@ -313,34 +315,34 @@ PLACES = 5  # and so do two columns that agree in this many places, at one dista
 
 
 def require_standard_normals(draws: np.ndarray):
-    """Raises BrokenLine unless the columns of `draws`, float64 (count, columns), are independent standard normals."""
+    """Raises Violation unless the columns of `draws`, float64 (count, columns), are independent standard normals."""
     if not np.isfinite(draws).all():
-        raise BrokenLine("a draw of the noise is not finite")
+        raise Violation("a draw of the noise is not finite")
     count, columns = draws.shape
     means = np.abs(draws.mean(0)) * math.sqrt(count)
     if means.max() > -special.ndtri(RATE / (2 * columns)):
-        raise BrokenLine(f"the mean of the noise is {means.max() / math.sqrt(count):.3g} standard deviations from 0")
+        raise Violation(f"the mean of the noise is {means.max() / math.sqrt(count):.3g} standard deviations from 0")
     low, high = (reduced_chi_square_quantile(p, count - 1) for p in (RATE / (2 * columns), 1 - RATE / (2 * columns)))
     variances = draws.var(0, ddof=1)
     if variances.min() < low or variances.max() > high:
         worst = math.sqrt(variances.min() if variances.min() < low else variances.max())
-        raise BrokenLine(f"the noise is drawn at {worst:.4g} times its stated size in some direction")
+        raise Violation(f"the noise is drawn at {worst:.4g} times its stated size in some direction")
     if columns > 1:
         correlations = np.corrcoef(draws, rowvar=False) - np.eye(columns)
         most = np.abs(np.arctanh(np.clip(correlations, -1 + 1e-12, 1 - 1e-12))).max() * math.sqrt(count - 3)
         if most > -special.ndtri(RATE / (columns * (columns - 1))):
-            raise BrokenLine(f"noise of two coordinates or steps has the correlation {np.abs(correlations).max():.3g}")
+            raise Violation(f"noise of two coordinates or steps has the correlation {np.abs(correlations).max():.3g}")
     ordered = np.sort(draws.ravel())
     distance = np.abs(special.ndtr(ordered) - (np.arange(len(ordered)) + 0.5) / len(ordered)).max()
     if distance > math.sqrt(math.log(2 / RATE) / (2 * len(ordered))) + 0.5 / len(ordered):
-        raise BrokenLine(f"the noise is not normal: its distribution function is {distance:.2g} away")
+        raise Violation(f"the noise is not normal: its distribution function is {distance:.2g} away")
     largest, expected = np.abs(ordered[[0, -1]]).max(), special.ndtri((1 + RATE ** (1 / len(ordered))) / 2)
     if largest < expected:
-        raise BrokenLine(f"the tail of the noise is cut: of {len(ordered)} draws, the largest is {largest:.3g}")
+        raise Violation(f"the tail of the noise is cut: of {len(ordered)} draws, the largest is {largest:.3g}")
 
 
 def require_independent_columns(draws: np.ndarray, *, triples: bool = False):
-    """Raises BrokenLine if the signs and sizes of two columns of `draws`, float64 (count, columns), are dependent.
+    """Raises Violation if the signs and sizes of two columns of `draws`, float64 (count, columns), are dependent.
 
     triples: whether to test triples of MOST_COINS coins too. Each column of independent standard normals gives two
         independent fair coins: its sign, and whether |z| is above the median. A product of two or three coins is a fair
@@ -356,17 +358,17 @@ def require_independent_columns(draws: np.ndarray, *, triples: bool = False):
     pairs = np.abs(coins.T @ coins) / count
     np.fill_diagonal(pairs, 0)
     if pairs.max(initial=0) > limit:
-        raise BrokenLine(f"signs and sizes of noise at two places are dependent, at {pairs.max():.3g} of 1")
+        raise Violation(f"signs and sizes of noise at two places are dependent, at {pairs.max():.3g} of 1")
     for number, coin in enumerate(some.T) if triples else ():
         before = some[:, :number]
         products = np.abs((before * coin[:, None]).T @ before) / count
         np.fill_diagonal(products, 0)
         if products.max(initial=0) > limit:
-            raise BrokenLine(f"signs and sizes of noise at three places are dependent, at {products.max():.3g} of 1")
+            raise Violation(f"signs and sizes of noise at three places are dependent, at {products.max():.3g} of 1")
 
 
-def require_no_repeats(noise: np.ndarray, words: str):
-    """Raises BrokenLine with these words if two rows of `check_noise`, float64 (rows, columns), repeat each other.
+def require_no_repeated_noise(noise: np.ndarray, words: str):
+    """Raises Violation with these words if two rows of `check_noise`, float64 (rows, columns), repeat each other.
 
     Signs do not count. Two rows repeat each other if COLUMNS of their numbers are equal. Two columns do, or a column
     itself, if PLACES of their numbers are, with one distance between the rows. Zeros do not count.
@@ -380,23 +382,23 @@ def require_no_repeats(noise: np.ndarray, words: str):
     rows, columns = noise.shape
     with np.errstate(divide="ignore"):
         bins = np.round(np.log(np.abs(noise)) / WIDTH)
-    same = [_adjacent_equal(column) for column in bins.T]
+    same = [_positions_of_equals(column) for column in bins.T]
     pairs = np.concatenate([one * rows + other for one, other in same])
-    if _largest_count(pairs) >= COLUMNS:
-        raise BrokenLine(words)
-    first, second = _adjacent_equal(bins.ravel())
+    if _count_of_most_frequent(pairs) >= COLUMNS:
+        raise Violation(words)
+    first, second = _positions_of_equals(bins.ravel())
     distances, places = second // columns - first // columns, (first % columns) * columns + second % columns
-    if _largest_count(distances * columns**2 + places) >= PLACES:
-        raise BrokenLine(words)
+    if _count_of_most_frequent(distances * columns**2 + places) >= PLACES:
+        raise Violation(words)
 
 
-def _adjacent_equal(bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _positions_of_equals(bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The positions in `bins`, float64 (n,), of equal finite numbers that are neighbors when sorted."""
     order = np.argsort(bins, kind="stable")
     equal = (bins[order][1:] == bins[order][:-1]) & np.isfinite(bins[order][1:])
     return order[:-1][equal], order[1:][equal]
 
 
-def _largest_count(numbers: np.ndarray) -> int:
+def _count_of_most_frequent(numbers: np.ndarray) -> int:
     """How often the most frequent number occurs."""
     return int(np.unique(numbers, return_counts=True)[1].max(initial=0))

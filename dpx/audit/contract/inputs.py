@@ -85,7 +85,7 @@ def hostile_examples(examples: Tree) -> Tree:
     )
 
 
-def with_garbage(rows: Tree, position: int) -> Tree:
+def with_garbage_row(rows: Tree, position: int) -> Tree:
     """Replaces the floats of the row at `position` by NaN, 1e30 or -inf. Integers stay unchanged."""
     value = (math.nan, 1e30, -math.inf)[position % 3]
 
@@ -98,15 +98,15 @@ def with_garbage(rows: Tree, position: int) -> Tree:
     return jax.tree.map(replace_leaf, rows)
 
 
-def loss_of_products(params: Tree, example: Tree) -> jax.Array:
+def matrix_product_loss(params: Tree, example: Tree) -> jax.Array:
     """A loss whose gradient is the one in the example, by products that ghost norms support: A^T B with A = 1."""
     ones, grad = example
     parts = jax.tree.map(lambda p, a, g: jnp.sum((a @ as_matrix(p)) * as_matrix(g)), params, ones, grad)
     return jnp.asarray(sum(jax.tree.leaves(parts)))
 
 
-def product_examples(params: Tree, grads: Tree) -> Tree:
-    """Converts gradients (B, ...) to examples of `loss_of_products`."""
+def matrix_product_examples(params: Tree, grads: Tree) -> Tree:
+    """Converts gradients (B, ...) to examples of `matrix_product_loss`."""
     rows = len(jax.tree.leaves(grads)[0])
     ones = jax.tree.map(lambda p: jnp.eye(as_matrix(p).shape[0]), params)
     return jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, *a.shape)), ones), grads
@@ -155,7 +155,7 @@ def keys_as_bits(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if is_key(leaf) else leaf, tree)
 
 
-def public_floats(tree: Tree) -> jax.Array:
+def wide_floats(tree: Tree) -> jax.Array:
     """All floats of at least 32 bits in a tree, float32 (o,)."""
     leaves = [leaf.astype(jnp.float32).reshape(-1) for leaf in jax.tree.leaves(tree) if is_wide_float(leaf)]
     return jnp.concatenate(leaves)

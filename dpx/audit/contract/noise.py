@@ -22,14 +22,14 @@ from dpx.audit.contract.draws import (
     FULLY,
     TOGETHER,
     require_independent_columns,
-    require_no_repeats,
+    require_no_repeated_noise,
     require_standard_normals,
-    whitened_by_itself,
+    whitened_by_sample_covariance,
     whitened_draws,
     with_other_keys,
 )
-from dpx.audit.contract.subject import AT_STEPS, SMALL, STEPS, BrokenLine, NotChecked, Release, numbers_as_text
-from dpx.audit.contract.trial import Trial
+from dpx.audit.contract.subject import AT_STEPS, SMALL, STEPS, NotChecked, Release, Violation, numbers_as_text
+from dpx.audit.contract.trial import MechanismUnderTest
 from dpx.audit.stand_ins import drawing_normals_by, without_grid
 from dpx.mechanism import Mechanism
 from dpx.schedules import value_at
@@ -40,11 +40,11 @@ FAR = (99, 1_000, 10_006, 50_020)  # steps beyond STEPS, the last ones of some r
 WITH_OTHERS = (1, 50)  # steps at which the parameters have other values, too
 
 
-def check_noise(trial: Trial) -> str:
+def check_noise(trial: MechanismUnderTest) -> str:
     """In every direction, the noise is at least the stated multiple of what one example moves."""
     trial.require_noise()
-    if trial.obvious_fault:
-        raise BrokenLine(trial.obvious_fault)
+    if trial.obvious_noise_fault:
+        raise Violation(trial.obvious_noise_fault)
     more_words = [require_distinct_noise(trial)]
     used = [_multiplier_from_derivatives(trial, step) for step in STEPS]
     for step in WITH_OTHERS:
@@ -57,7 +57,7 @@ def check_noise(trial: Trial) -> str:
     if trial.mechanism.correlated is not None:
         more_words.append(require_noise_covariance(trial))
     if len(found) < len(used):
-        missing.append("`check_secrecy` alone sees its size, because no derivative passes the update")
+        missing.append("the line `secrecy` alone sees its size, because no derivative passes the update")
     elif not trial.has_stated_sensitivity:
         missing.append("its size is not compared, because the event counts more than a multiplier")
     if not drawn:
@@ -71,7 +71,7 @@ def check_noise(trial: Trial) -> str:
     return "; ".join([words, *["more noise than the cost counts"] * more, *more_words])
 
 
-def _has_noise_at(trial: Trial, step: int) -> bool:
+def _has_noise_at(trial: MechanismUnderTest, step: int) -> bool:
     """Whether a run may reach this step and has noise there."""
     try:
         trial.event(step + 1)
@@ -80,29 +80,29 @@ def _has_noise_at(trial: Trial, step: int) -> bool:
     return trial.multiplier(step) > 0
 
 
-def _multiplier_from_derivatives(trial: Trial, step: int, *, others: bool = False) -> float | None:
-    """The noise multiplier of the release; None if no derivative tells it. Raises BrokenLine if it is too small."""
+def _multiplier_from_derivatives(trial: MechanismUnderTest, step: int, *, others: bool = False) -> float | None:
+    """The noise multiplier of the release; None if no derivative tells it. Raises Violation if it is too small."""
     release, stated = trial.release(step, others=others), trial.multiplier(step)
     if release.flat:
         return None
     where = f"step {step}{', with other values of the parameters' * others}"
     if release.uncovered > max(1e-3, release.tolerance):
-        raise BrokenLine(f"data moves a public value that no noise moves so, at {where}")
-    largest = max(float(release.change_of_sums_in_noise(sums).max()) for sums in trial.contributions(step).values())
-    used = 1 / max(largest, 1e-30)
+        raise Violation(f"data moves a public value that no noise moves so, at {where}")
+    sizes = [release.change_of_sums_in_noise(sums).max() for sums in trial.contributions_by_path(step).values()]
+    used = 1 / max(*map(float, sizes), 1e-30)
     if trial.has_stated_sensitivity and not used >= stated * (1 - release.tolerance):
-        raise BrokenLine(f"the noise multiplier is {used:.6g} at {where}, and {stated:.6g} is paid for")
+        raise Violation(f"the noise multiplier is {used:.6g} at {where}, and {stated:.6g} is paid for")
     return used
 
 
-def _check_draws(trial: Trial) -> str:
+def _check_draws(trial: MechanismUnderTest) -> str:
     """Tests the draws; "" if there is nothing to test. A test fails for a sound mechanism with probability RATE."""
     if not trial.noise.has_keys:
-        raise BrokenLine("the step holds no PRNG key, so its noise is not secret, or it adds none")
+        raise Violation("the step holds no PRNG key, so its noise is not secret, or it adds none")
     columns: dict[int, np.ndarray] = {}
     steps = STEPS if trial.noise.noise_maps is None else FULLY  # random coordinates take long
     for step in steps:
-        standard = whitened_draws if trial.draws_noise_by_dpx else whitened_by_itself
+        standard = whitened_draws if trial.draws_noise_by_dpx else whitened_by_sample_covariance
         columns[step] = standard(trial.noise, step, trial.release(step))
     directions = max(found.shape[1] for found in columns.values())
     if not directions:
@@ -116,17 +116,17 @@ def _check_draws(trial: Trial) -> str:
     return f"{trial.noise.count} draws of {directions} directions are independent standard normals"
 
 
-def _require_noise_ignores_parameters(trial: Trial) -> None:
-    """Raises BrokenLine if other values of the parameters change the noise, where that shows in the updates."""
+def _require_noise_ignores_parameters(trial: MechanismUnderTest) -> None:
+    """Raises Violation if other values of the parameters change the noise, where that shows in the updates."""
     step = WITH_OTHERS[0]
     releases = trial.release(step), trial.release(step, others=True)
-    if not all(release.linear for release in releases):
+    if not all(release.is_linear for release in releases):
         return
     own, other = (trial.noise(step, others=others)[:AT_LEAST, : releases[0].updates] for others in (False, True))
     own, other = own - own.mean(0), other - other.mean(0)
     sizes = np.linalg.norm(own, axis=0) * np.linalg.norm(other, axis=0)
     if ((own * other).sum(0) < 0.99 * sizes).any():
-        raise BrokenLine("the noise depends on the values of the parameters")
+        raise Violation("the noise depends on the values of the parameters")
 
 
 MANY_ROWS = 257
@@ -152,7 +152,7 @@ class LargeBatchProbe:
     o).
     """
 
-    def __init__(self, trial: Trial):
+    def __init__(self, trial: MechanismUnderTest):
         self.trial = trial
         try:
             self._take(jax.tree.map(lambda leaf: np.empty(*leaf), LARGE, is_leaf=lambda node: isinstance(node, tuple)))
@@ -176,15 +176,15 @@ class LargeBatchProbe:
 
         @without_grid
         def step(grads, state, included):
-            if self.trial.release(0).linear:
+            if self.trial.release(0).is_linear:
                 return mechanism.update(grads, state, params, included=included)[0]
-            return self.trial.released(0, sum_contributions(mechanism, grads, state, included)[0])
+            return self.trial.released_sums(0, sum_contributions(mechanism, grads, state, included)[0])
 
         of_sets = jax.vmap(step, (None, None, 0))  # which writes every row in its coordinates once
         self.program = jax.jit(of_sets, compiler_options={"xla_backend_optimization_level": 0})  # compiles faster
         self.silent, *alone = self.run(self.grads, [], *([position] for position in POSITIONS))
         self.changes = np.stack(alone) - self.silent
-        if not self.trial.release(0).linear:
+        if not self.trial.release(0).is_linear:
             self.rounding = np.float64(1e-6)
 
     def run(self, grads: Tree, *sets: Sequence[int]) -> np.ndarray:
@@ -198,8 +198,8 @@ class LargeBatchProbe:
 large = functools.lru_cache(maxsize=1)(LargeBatchProbe)  # compiled once for a trial
 
 
-def require_rows_alone(trial: Trial) -> str:
-    """Raises BrokenLine if a row's contribution depends on its position or on other rows. Returns words."""
+def require_rows_alone(trial: MechanismUnderTest) -> str:
+    """Raises Violation if a row's contribution depends on its position or on other rows. Returns words."""
     found = large(trial)
     rows = range(MANY_ROWS)
     everyone, *others = found.run(found.grads, rows, *([row for row in rows if row != one] for one in POSITIONS))
@@ -210,29 +210,29 @@ def require_rows_alone(trial: Trial) -> str:
         largest = np.abs(change).max()
         for other, words in zip(found_there, ("beside other rows", "at another position"), strict=True):
             if not (np.abs(other - change) <= 1e-3 * largest + 8 * found.rounding * size).all():
-                raise BrokenLine(f"row {position} of {MANY_ROWS} does not add the same alone and {words}")
+                raise Violation(f"row {position} of {MANY_ROWS} does not add the same alone and {words}")
     return f"{len(POSITIONS)} of {MANY_ROWS} rows add the same alone, beside the others and at other positions"
 
 
-def require_noise_covers_rows(trial: Trial) -> str:
-    """Raises BrokenLine if the noise of larger parameters does not cover rows, or repeats; words, "" if not tried."""
+def require_noise_covers_rows(trial: MechanismUnderTest) -> str:
+    """Raises Violation if the noise of larger parameters does not cover rows, or repeats; words, "" if not tried."""
     release = trial.release(0)
-    if not release.linear:
+    if not release.is_linear:
         return ""
     found = large(trial)
     if ((np.abs(found.changes).max(0) > 0) & (found.silent == 0)).any():
-        raise BrokenLine("data moves an update that has no noise, in larger parameters")
+        raise Violation("data moves an update that has no noise, in larger parameters")
     if not has_independent_noise(release):
         return ""
     _require_noise_scale(trial, found)
     exact = np.abs(found.silent[(found.rounding < 1e-6) & (found.silent != 0)])
     if len(exact) - len(np.unique(exact)) > REPEATED * len(exact) and len(exact) >= MANY:
-        raise BrokenLine(f"of {len(exact)} numbers of the noise, only {len(np.unique(exact))} have other sizes")
+        raise Violation(f"of {len(exact)} numbers of the noise, only {len(np.unique(exact))} have other sizes")
     return f"{len(exact)} numbers of one draw have other sizes"
 
 
-def _require_noise_scale(trial: Trial, found: LargeBatchProbe) -> None:
-    """Raises BrokenLine if the noise is smaller than stated, or not normal, on the leaves of at least MANY numbers."""
+def _require_noise_scale(trial: MechanismUnderTest, found: LargeBatchProbe) -> None:
+    """Raises Violation if the noise is smaller than stated, or not normal, on the leaves of at least MANY numbers."""
     noise, changes = (unflatten_vectors(part, found.params) for part in (found.silent, found.changes))
     sizes, standard = np.zeros(len(POSITIONS)), []
     for drawn, moved in zip(*map(jax.tree.leaves, (noise, changes)), strict=True):
@@ -241,15 +241,15 @@ def _require_noise_scale(trial: Trial, found: LargeBatchProbe) -> None:
             sizes += (moved.reshape(len(moved), -1) ** 2).sum(1) / deviation**2
             standard.append(drawn.ravel() / deviation)
     used = 1 / max(float(np.sqrt(sizes.max())), 1e-30)
-    if trial.billed_by_multiplier and not used >= trial.multiplier(0) * (1 - SLACK):
-        raise BrokenLine(
+    if trial.costed_by_multiplier and not used >= trial.multiplier(0) * (1 - SLACK):
+        raise Violation(
             f"the noise multiplier is {used:.3g} in larger parameters; {trial.multiplier(0):.6g} is paid for"
         )
     if standard:
         ordered = np.sort(np.concatenate(standard))
         distance = np.abs(special.ndtr(ordered) - (np.arange(len(ordered)) + 0.5) / len(ordered)).max()
         if distance > np.sqrt(np.log(2 / NORMAL_RATE) / (2 * len(ordered))) + 0.5 / len(ordered):
-            raise BrokenLine(f"the noise of larger parameters is not normal: its distribution is {distance:.2g} away")
+            raise Violation(f"the noise of larger parameters is not normal: its distribution is {distance:.2g} away")
 
 
 IN_A_ROW = 1030  # steps from 0 on, for periods up to about 1,000
@@ -259,14 +259,14 @@ NUMBERS = np.concatenate([np.arange(IN_A_ROW), *[np.arange(BLOCK) + start for st
 LAST = 50  # the step from whose state the counters are set
 
 
-def require_distinct_noise(trial: Trial) -> str:
-    """Raises BrokenLine if two of NUMBERS have the same noise. Words; "" if this cannot be seen."""
+def require_distinct_noise(trial: MechanismUnderTest) -> str:
+    """Raises Violation if two of NUMBERS have the same noise. Words; "" if this cannot be seen."""
     seen = []
-    if trial.draws_noise_by_dpx and _require_other_keys(trial):
+    if trial.draws_noise_by_dpx and _require_distinct_keys(trial):
         seen.append("keys")
     release = trial.release(LAST)
-    if release.linear and has_independent_noise(release):
-        _require_no_repeats(trial, release)
+    if release.is_linear and has_independent_noise(release):
+        _require_noise_never_repeats(trial, release)
         seen.append("noise")
     return f"other {' and '.join(seen)} at {len(NUMBERS)} steps up to 2^31" if seen else ""
 
@@ -280,10 +280,12 @@ def has_independent_noise(release: Release) -> bool:
     return bool((others <= max(release.tolerance, 1e-4) * np.outer(sizes, sizes)).all()) and bool((sizes > 0).any())
 
 
-def _require_no_repeats(trial: Trial, release: Release) -> None:
-    """Raises BrokenLine if the noise repeats: from step to step, or from draw to draw under other keys."""
-    draws, state = trial.noise, trial.state(LAST)
-    found = draws.public_floats(np.repeat(draws.words[:1], len(NUMBERS), axis=0), state, NUMBERS)[:, : release.updates]
+def _require_noise_never_repeats(trial: MechanismUnderTest, release: Release) -> None:
+    """Raises Violation if the noise repeats: from step to step, or from draw to draw under other keys."""
+    draws, state = trial.noise, trial.state_after(LAST)
+    found = draws.draw_public_floats(np.repeat(draws.words[:1], len(NUMBERS), axis=0), state, NUMBERS)[
+        :, : release.updates
+    ]
     found = found - release.offset[: release.updates]
     # A CPU's denormal numbers are 0. A GPU's have few bits, and repeat by chance, where a schedule ends near 0.
     found[np.abs(found) < np.finfo(np.float32).tiny] = 0
@@ -295,14 +297,14 @@ def _require_no_repeats(trial: Trial, release: Release) -> None:
         standard = found / np.asarray(multipliers, np.float64)[:, None]
         ratios = found[:, :-1] / found[:, 1:]
     for noise in (standard, ratios):
-        require_no_repeats(noise, f"two of {len(NUMBERS)} steps up to 2^31 share noise")
+        require_no_repeated_noise(noise, f"two of {len(NUMBERS)} steps up to 2^31 share noise")
     by_key = trial.noise(STEPS[0])[:, : release.updates] - trial.release(STEPS[0]).offset[: release.updates]
-    require_no_repeats(by_key, f"two of {trial.noise.count} keys share noise")
+    require_no_repeated_noise(by_key, f"two of {trial.noise.count} keys share noise")
 
 
-def _require_other_keys(trial: Trial) -> bool:
-    """Whether all keys given to `keys.normal_like` can be read. Raises BrokenLine if two draws share key and step."""
-    zeros, state, elsewhere = inputs.zeros_like(trial.sums_like), trial.state(LAST), []
+def _require_distinct_keys(trial: MechanismUnderTest) -> bool:
+    """Whether all keys given to `keys.normal_like` can be read. Raises Violation if two draws share key and step."""
+    zeros, state, elsewhere = inputs.zeros_like(trial.shapes_of_sums), trial.state_after(LAST), []
 
     def noise_at_step(step):
         drawn, here = [], trace_state(convention="flax")
@@ -314,26 +316,26 @@ def _require_other_keys(trial: Trial) -> bool:
             return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), tree)
 
         with drawing_normals_by(record):
-            trial.mechanism.release(zeros, trial.at_step(state, step), trial.params)
+            trial.mechanism.release(zeros, trial.state_at_step(state, step), trial.params)
         return drawn
 
     drawn = jax.jit(jax.vmap(noise_at_step))(NUMBERS)
     for words in map(np.asarray, drawn):
         if len(np.unique(words, axis=0)) < len(words):
-            raise BrokenLine(f"two of {len(NUMBERS)} steps up to 2^31 draw their noise from the same key and step")
+            raise Violation(f"two of {len(NUMBERS)} steps up to 2^31 draw their noise from the same key and step")
     for one, other in itertools.combinations(map(np.asarray, drawn), 2):
         if (one == other).all(axis=-1).any():
-            raise BrokenLine("a release draws twice from one key and step, such as for its noise and for random signs")
+            raise Violation("a release draws twice from one key and step, such as for its noise and for random signs")
     return not elsewhere
 
 
 STEPS_OF_RUN, RUNS, DIRECTIONS = 9, 2000, 8
 
 
-def require_noise_covariance(trial: Trial) -> str:
+def require_noise_covariance(trial: MechanismUnderTest) -> str:
     """The noise of the first steps of a run has the covariance C^-1 C^-T; "" if its draws cannot be whitened."""
     release = trial.release(0)
-    if not release.linear or trial.noise.noise_maps is not None:
+    if not release.is_linear or trial.noise.noise_maps is not None:
         return ""
     left, sizes, _ = np.linalg.svd(release.noise[: release.updates], full_matrices=False)
     large = np.flatnonzero(sizes > SMALL * sizes[0])[:DIRECTIONS]
@@ -345,25 +347,25 @@ def require_noise_covariance(trial: Trial) -> str:
         require_standard_normals(fresh.reshape(len(fresh), -1))
         # All directions together see smaller correlations.
         require_standard_normals(np.moveaxis(fresh, 1, 2).reshape(-1, STEPS_OF_RUN))
-    except BrokenLine as error:
-        raise BrokenLine(
+    except Violation as error:
+        raise Violation(
             f"the noise of {STEPS_OF_RUN} steps is not C^-1 z for the stated C: of C times it, {error}"
         ) from None
     return f"{RUNS} runs of {STEPS_OF_RUN} steps have the covariance C^-1 C^-T of the stated C"
 
 
-def _updates_of_runs(trial: Trial) -> np.ndarray:
+def _updates_of_runs(trial: MechanismUnderTest) -> np.ndarray:
     """The updates of the first steps of runs of empty batches, under other keys, float64 (runs, steps, o)."""
     grads = inputs.normal_gradients(trial.params, 0, rows=1)
 
     def run(mechanism: Mechanism, state: Tree, params: Tree) -> jax.Array:
         def step(state: Tree, _: None) -> tuple[Tree, jax.Array]:
             updates, state = mechanism.update(grads, state, params, included=jnp.zeros(1, bool))
-            return state, inputs.public_floats(updates)
+            return state, inputs.wide_floats(updates)
 
         return jax.lax.scan(step, state, length=STEPS_OF_RUN)[1]
 
-    arguments = trial.state(0), trial.params
+    arguments = trial.state_after(0), trial.params
     replay, _ = with_other_keys(without_grid(run), trial.mechanism, trial.rebuild, arguments)
     program = jax.jit(jax.vmap(lambda words: replay(jax.random.wrap_key_data(words), arguments)))
     words = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(trial.seed + 2), RUNS)))

@@ -23,8 +23,8 @@ import numpy as np
 from jax.extend import core
 
 from dpx.audit.contract import inputs
-from dpx.audit.contract.subject import STEPS, BrokenLine, NotChecked, all_but_one, all_included
-from dpx.audit.contract.trial import Trial
+from dpx.audit.contract.subject import STEPS, NotChecked, Violation, all_but_one, all_included
+from dpx.audit.contract.trial import MechanismUnderTest
 from dpx.audit.stand_ins import replacing_key_functions
 from dpx.states.reading import publishable_state
 from dpx.sums.rounding import ETA, FloatPair, as_pair, with_low_part
@@ -35,34 +35,36 @@ RAW, KEY = 1, 2  # marks
 SHIFT = 16.0  # how far the data is moved, in standard deviations of the noise
 
 
-def check_secrecy(trial: Trial) -> str:
+def check_no_data_leaks(trial: MechanismUnderTest) -> str:
     """Two datasets with the same noisy sums give the same public values: the noise offsets the change of the data."""
     trial.require_noise()
     _require_own_event_for_unreleased(trial)
     if not trial.draws_noise_by_dpx:
         return _require_state_ignores_data(trial)
     for step in STEPS:
-        sums = inputs.take_rows(trial.contributions(step)["update"], slice(inputs.RANDOM))  # some loud gradients
+        sums = inputs.take_rows(
+            trial.contributions_by_path(step)["update"], slice(inputs.RANDOM)
+        )  # some loud gradients
         sums = inputs.flattened_leaves(jax.tree.map(lambda rows: rows.sum(0), sums)).astype(np.float32)
         change = inputs.oscillating_values(trial.traced.numbers, 1.0, 0.3)
-        exchange = _noise_cancelling_change(trial, step)
+        exchange = _noise_change_offsetting_sums(trial, step)
         if exchange is None:
             raise NotChecked("the update has no derivative, and its noise has another shape than the sums")
         change *= np.float32(SHIFT / max(np.abs(exchange @ change).max(), 1e-30))
         noise = 1 + inputs.oscillating_values(trial.traced.normals, 0.01)  # all differ, so rounding decides nothing
         other_noise = (noise - exchange @ change).astype(np.float32)
-        state = trial.state(step)
+        state = trial.state_after(step)
         pair = trial.traced.derivatives_at([(sums, noise), (sums + change, other_noise)], state, trial.params)[:2]
         expected, found = (jax.tree.map(lambda leaf, place=place: leaf[place], pair) for place in (0, 1))
         try:
             inputs.require_close(found, expected, 3e-5)
         except AssertionError as error:
             words = f"two data sets with the same noisy sums differ in public values, at step {step}"
-            raise BrokenLine(f"{words} ({error})") from None
+            raise Violation(f"{words} ({error})") from None
     return f"data moved by {SHIFT:g} deviations and the noise back: the same public values at {len(STEPS)} steps"
 
 
-def _noise_cancelling_change(trial: Trial, step: int) -> np.ndarray | None:
+def _noise_change_offsetting_sums(trial: MechanismUnderTest, step: int) -> np.ndarray | None:
     """X, such that the change -X z of the noise offsets a change z of the sums. Where there is no derivative, as for a
     number that only selects among the others, the entries of X come from the stated multiplier."""
     release = trial.release(step)
@@ -72,11 +74,11 @@ def _noise_cancelling_change(trial: Trial, step: int) -> np.ndarray | None:
     return stated if release.flat else release.exchange + stated * ~release.exchange.any(0)
 
 
-def _require_state_ignores_data(trial: Trial) -> str:
+def _require_state_ignores_data(trial: MechanismUnderTest) -> str:
     """For noise that is not dpx's, requires that the public state does not depend on the data at all."""
     rows = trial.problems[0].rows
     for step in STEPS:
-        both = [trial.update(rows, trial.state(step), given) for given in (all_included(), all_but_one(2))]
+        both = [trial.update(rows, trial.state_after(step), given) for given in (all_included(), all_but_one(2))]
         states = [public_part(result)[1] for result in both]
         try:
             inputs.require_close(*states)
@@ -88,10 +90,10 @@ def _require_state_ignores_data(trial: Trial) -> str:
     return "the public state does not depend on the data; no update was exchanged, because the noise is not dpx's"
 
 
-def _require_own_event_for_unreleased(trial: Trial):
-    """Raises BrokenLine if unreleased state moves a release, but the event counts each release as if it stood alone."""
-    state = trial.state(4)
-    if jax.tree.structure(publishable_state(state)) == jax.tree.structure(state) or not trial.billed_by_multiplier:
+def _require_own_event_for_unreleased(trial: MechanismUnderTest):
+    """Raises Violation if unreleased state moves a release, but the event counts each release as if it stood alone."""
+    state = trial.state_after(4)
+    if jax.tree.structure(publishable_state(state)) == jax.tree.structure(state) or not trial.costed_by_multiplier:
         return
     shown = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(publishable_state(state))}
 
@@ -106,7 +108,7 @@ def _require_own_event_for_unreleased(trial: Trial):
     try:
         inputs.require_close(found, expected)
     except AssertionError:
-        raise BrokenLine("unreleased state enters a release, and the event counts each as if it stood alone") from None
+        raise Violation("unreleased state enters a release, and the event counts each as if it stood alone") from None
 
 
 def public_part(result: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
@@ -114,12 +116,12 @@ def public_part(result: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
     return updates, publishable_state(state)
 
 
-def check_branches(trial: Trial) -> str:
+def check_no_data_branches(trial: MechanismUnderTest) -> str:
     """No conditional or loop on any path depends on raw data."""
     names = []
     for problem in trial.problems:
         for name, path in problem.paths.items():
-            arguments = problem.rows, trial.state(0), all_but_one()
+            arguments = problem.rows, trial.state_after(0), all_but_one()
             closed = jax.make_jaxpr(path)(*arguments)
             raw = [RAW] * len(jax.tree.leaves(problem.rows))
             marks, found = raw + [0] * (len(closed.jaxpr.invars) - len(raw)), set()
@@ -129,21 +131,23 @@ def check_branches(trial: Trial) -> str:
 
             propagate_marks(closed, marks, visit)
             if found:
-                raise BrokenLine(f"{', '.join(sorted(found))} depends on raw data ({name} of {problem.name})")
+                raise Violation(f"{', '.join(sorted(found))} depends on raw data ({name} of {problem.name})")
             names.append(f"{name} of {problem.name}")
     return f"no cond and no while depends on raw data in {', '.join(names)}"
 
 
-def check_bits(trial: Trial) -> str:
+def check_released_bits(trial: MechanismUnderTest) -> str:
     """All public values are functions of public values and of what `keys.release` returns for exact sums."""
     closed, names = _program_without_releases(trial)
     grads = len(jax.tree.leaves(trial.params))
-    shown = {jax.tree_util.keystr(path) for path, _ in _paths_of_leaves(publishable_state(trial.state(STEPS[0])))}
-    state = [0 if jax.tree_util.keystr(path) in shown else RAW for path, _ in _paths_of_leaves(trial.state(STEPS[0]))]
+    shown = {jax.tree_util.keystr(path) for path, _ in _paths_of_leaves(publishable_state(trial.state_after(STEPS[0])))}
+    state = [
+        0 if jax.tree_util.keystr(path) in shown else RAW for path, _ in _paths_of_leaves(trial.state_after(STEPS[0]))
+    ]
     marks = propagate_marks(closed, [RAW] * grads + state + [0], lambda *_: None)
     raw = [name for name, mark in zip(names, marks, strict=True) if mark & RAW]
     if raw:
-        raise BrokenLine(
+        raise Violation(
             f"{raw[0]} depends on raw data by another way than `dpx.keys.release`, so its bits may show the data, "
             "whatever epsilon is for real numbers"
         )
@@ -152,7 +156,7 @@ def check_bits(trial: Trial) -> str:
     return "; ".join(filter(None, [words, require_small_rounding(trial)]))
 
 
-def _program_without_releases(trial: Trial) -> tuple[core.ClosedJaxpr, list[str]]:
+def _program_without_releases(trial: MechanismUnderTest) -> tuple[core.ClosedJaxpr, list[str]]:
     """The jaxpr of a step with constants for its releases, and the names of the public arrays that it returns."""
 
     def constant(key, step, total, deviation, **_):
@@ -165,7 +169,7 @@ def _program_without_releases(trial: Trial) -> tuple[core.ClosedJaxpr, list[str]
 
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((len(all_included()), *p.shape), p.dtype), trial.params)
     with replacing_key_functions(release=constant):
-        closed, shapes = jax.make_jaxpr(public, return_shape=True)(grads, trial.state(STEPS[0]), all_included())
+        closed, shapes = jax.make_jaxpr(public, return_shape=True)(grads, trial.state_after(STEPS[0]), all_included())
     return closed, [jax.tree_util.keystr(path) for path, _ in _paths_of_leaves(shapes)]
 
 
@@ -188,10 +192,10 @@ class ReleaseArguments(NamedTuple):
     deviation: float
 
 
-def require_low_parts_read(trial: Trial) -> None:
-    """Raises BrokenLine if a release reads the high numbers of a sum but not the low ones."""
-    state, release = trial.state(0), with_recorded_releases(trial.mechanism.release)
-    like = [as_pair(one).high for one in trial.sums_like]
+def require_low_parts_read(trial: MechanismUnderTest) -> None:
+    """Raises Violation if a release reads the high numbers of a sum but not the low ones."""
+    state, release = trial.state_after(0), with_recorded_releases(trial.mechanism.release)
+    like = [as_pair(one).high for one in trial.shapes_of_sums]
 
     def with_changed_sum(number: int = -1, high: float = 0, low: float = 0) -> list[ReleaseArguments]:
         """The release's arguments when the high and low numbers of one sum are changed."""
@@ -210,19 +214,19 @@ def require_low_parts_read(trial: Trial) -> None:
             expected, found = (large.total - one.total) * (LOW / HIGH), small.total - one.total
             moved = np.abs(expected) > 1e-3 * np.abs(expected).max(initial=0)
             if not (np.abs(found - expected) <= 0.5 * np.abs(expected))[moved].all():
-                raise BrokenLine(
+                raise Violation(
                     "a release reads the high numbers of a sum, and not the low ones: hand the "
                     "`dpx.sums.rounding.FloatPair` to `dpx.keys.release`, because a float32 sum of many rows moves "
                     "by more than the clip norm"
                 )
 
 
-def require_small_rounding(trial: Trial) -> str:
-    """Raises BrokenLine if a row moves a long sum by over ETA more than it moves an empty one. "" if not tried."""
+def require_small_rounding(trial: MechanismUnderTest) -> str:
+    """Raises Violation if a row moves a long sum by over ETA more than it moves an empty one. "" if not tried."""
     multiplier = trial.multiplier(0)
     if not multiplier > 0:
         return ""
-    rows, state = _cancelling_gradients(trial), trial.state(0)
+    rows, state = _gradients_lost_to_rounding(trial), trial.state_after(0)
 
     def update(grads, included):
         return trial.mechanism.update(grads, state, trial.params, included=included)
@@ -237,7 +241,7 @@ def require_small_rounding(trial: Trial) -> str:
     ]
     excess = multiplier * math.sqrt(sum(squares)) / ETA
     if not excess <= 1:
-        raise BrokenLine(
+        raise Violation(
             f"one of {LONG} rows moves the sum by {excess * ETA:.3g} clip norms more than it moves an empty one, and "
             f"{ETA:.3g} is in the cost: the rounding of the others depends on it"
         )
@@ -283,7 +287,7 @@ def _record_arguments(number, high, low, deviation):
     _seen[number] = ReleaseArguments(inputs.flattened_leaves(high) + inputs.flattened_leaves(low), float(deviation))
 
 
-def _cancelling_gradients(trial: Trial) -> Tree:
+def _gradients_lost_to_rounding(trial: MechanismUnderTest) -> Tree:
     """Gradients, float32 (LONG, ...). In every coordinate, the first ones sum to slightly more than a power of two, and
     to less if one is removed. Some others are below half a unit of a sum above that power, so they round away. In a sum
     below it, each counts (Casacuberta et al. 2022, https://arxiv.org/abs/2207.10635)."""

@@ -32,7 +32,7 @@ COUNTED = (0, 4, 50)  # a leaf that equals the step number at all of these is it
 AT_STEPS = f"at steps {', '.join(map(str, STEPS))}"
 
 
-class BrokenLine(AssertionError):
+class Violation(AssertionError):
     """A line of the contract does not hold. The message says where."""
 
 
@@ -66,13 +66,13 @@ class Subject:
         self.mechanism = mechanism
         self.params = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params)
         self.others = inputs.extreme_values_like(self.params, first=2)
-        self.problems = [audit_problem_of_gradients(mechanism, self.params, self.compiled)]
+        self.problems = [audit_problem_of_gradients(mechanism, self.params, self.compile_over_rows)]
         if loss is not None:
-            self.problems.append(audit_problem_of_loss(mechanism, self.params, loss, examples, self.compiled))
+            self.problems.append(audit_problem_of_loss(mechanism, self.params, loss, examples, self.compile_over_rows))
         self.sums = jax.jit(lambda *rows: sum_contributions(mechanism, *rows)[0])
         self._states: dict[int, Tree] = {}
 
-    def compiled(self, of_one: Callable) -> Callable:
+    def compile_over_rows(self, of_one: Callable) -> Callable:
         """Compiles `of_one(row, state)`, vectorized over the rows on axis 0."""
         return jax.jit(jax.vmap(of_one, (0, None)))
 
@@ -80,22 +80,22 @@ class Subject:
         """`Mechanism.update`, compiled."""
         return next(iter(self.problems[0].paths.values()))(grads, state, included)
 
-    def state(self, step: int) -> Tree:
+    def state_after(self, step: int) -> Tree:
         """The state after `step` releases. Beyond the last of STEPS, only the counters are set to `step`."""
         if step not in self._states:
             if step > STEPS[-1]:
-                self._states[step] = self.at_step(self.state(STEPS[-1]), step)
+                self._states[step] = self.state_at_step(self.state_after(STEPS[-1]), step)
             elif step == 0:
                 self._states[0] = jax.jit(self.mechanism.init)(self.params)
             else:
                 grads = inputs.normal_gradients(self.params, 100 + step)
-                self._states[step] = self.update(grads, self.state(step - 1), all_included())[1]
+                self._states[step] = self.update(grads, self.state_after(step - 1), all_included())[1]
         return self._states[step]
 
     @functools.cached_property
     def step_counter_mask(self) -> list[bool]:
         """For each leaf of a state, whether it counts the steps, as one in the ReleaseState or in Adam does."""
-        states = [jax.tree.leaves(self.state(step)) for step in COUNTED]
+        states = [jax.tree.leaves(self.state_after(step)) for step in COUNTED]
 
         def counts(values):
             whole = all(jnp.issubdtype(v.dtype, jnp.integer) and v.shape == () for v in values)
@@ -103,36 +103,36 @@ class Subject:
 
         return [counts(values) for values in zip(*states, strict=True)]
 
-    def at_step(self, state: Tree, step: jax.typing.ArrayLike) -> Tree:
+    def state_at_step(self, state: Tree, step: jax.typing.ArrayLike) -> Tree:
         """Returns `state` with all counters set to `step`, an int32 scalar."""
         leaves, structure = jax.tree.flatten(state)
         pairs = zip(leaves, self.step_counter_mask, strict=True)
         return structure.unflatten([jnp.asarray(step, v.dtype) if counts else v for v, counts in pairs])
 
-    def alone(self, rows: Tree, state: Tree) -> tuple[Tree, ...]:
+    def sums_of_each_row(self, rows: Tree, state: Tree) -> tuple[Tree, ...]:
         """The sums of each row of gradients alone, on the stacked path."""
         return next(iter(self.problems[0].sums.values()))(rows, state)
 
     @functools.cached_property
-    def sums_like(self) -> tuple[Tree, ...]:
+    def shapes_of_sums(self) -> tuple[Tree, ...]:
         """The shapes and dtypes of the sums, one for each factor."""
         return jax.eval_shape(
-            self.sums, inputs.normal_gradients(self.params, 0, rows=1), self.state(0), jnp.ones(1, bool)
+            self.sums, inputs.normal_gradients(self.params, 0, rows=1), self.state_after(0), jnp.ones(1, bool)
         )
 
     @functools.cached_property
     def program_of_update(self) -> core.ClosedJaxpr:
         """The closed jaxpr of `Mechanism.update` on a batch of float32 gradients."""
-        return self.trace()
+        return self.trace_update()
 
-    def trace(self, dtype: Any = jnp.float32, state: Tree = None) -> core.ClosedJaxpr:
+    def trace_update(self, dtype: Any = jnp.float32, state: Tree = None) -> core.ClosedJaxpr:
         """The closed jaxpr of `Mechanism.update` on gradients of this dtype, traced anew. state: None is the first."""
         grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((inputs.ROWS, *p.shape), dtype), self.params)
 
         def update(grads, state, included):
             return self.mechanism.update(grads, state, self.params, included=included)
 
-        return jax.make_jaxpr(update)(grads, self.state(0) if state is None else state, all_included())
+        return jax.make_jaxpr(update)(grads, self.state_after(0) if state is None else state, all_included())
 
 
 def all_included() -> np.ndarray:
@@ -143,10 +143,10 @@ def all_but_one(*missing: int) -> np.ndarray:
     return np.array([row not in missing for row in range(inputs.ROWS)])
 
 
-def audit_problem_of_gradients(mechanism: Mechanism, params: Tree, compiled: Callable) -> AuditProblem:
+def audit_problem_of_gradients(mechanism: Mechanism, params: Tree, compile_over_rows: Callable) -> AuditProblem:
     """The problem whose data are gradients: `Mechanism.update`, and `private_updates` of a loss with these gradients.
 
-    compiled: `Subject.compiled`.
+    compile_over_rows: `Subject.compile_over_rows`.
     """
 
     def stacked(grads, state, included):
@@ -161,18 +161,18 @@ def audit_problem_of_gradients(mechanism: Mechanism, params: Tree, compiled: Cal
         return step(params, Batch(grads, included), state)[:2]
 
     def by_ghost_norms(grads, state, included):
-        step = private_updates(inputs.loss_of_products, mechanism, norms="ghost", microbatch_size=4)
-        return step(params, Batch(inputs.product_examples(params, grads), included), state)[:2]
+        step = private_updates(inputs.matrix_product_loss, mechanism, norms="ghost", microbatch_size=4)
+        return step(params, Batch(inputs.matrix_product_examples(params, grads), included), state)[:2]
 
-    paths, sums = {"update": stacked}, {"update": compiled(alone)}
+    paths, sums = {"update": stacked}, {"update": compile_over_rows(alone)}
     if mechanism.supports_ghost_norms:
-        of_row = sum_gradients(inputs.loss_of_products, mechanism, microbatch_size=1, norms="ghost", has_aux=False)
+        of_row = sum_gradients(inputs.matrix_product_loss, mechanism, microbatch_size=1, norms="ghost", has_aux=False)
 
         def ghost_alone(grad, state):
-            row = inputs.product_examples(params, jax.tree.map(lambda g: g[None], grad))
+            row = inputs.matrix_product_examples(params, jax.tree.map(lambda g: g[None], grad))
             return of_row(params, state, (row,), jnp.ones(1, bool))[0]
 
-        paths["ghost norms"], sums["ghost norms"] = by_ghost_norms, compiled(ghost_alone)
+        paths["ghost norms"], sums["ghost norms"] = by_ghost_norms, compile_over_rows(ghost_alone)
     else:
         paths["microbatches"] = in_microbatches
     rows, (extreme, _, _) = inputs.normal_gradients(params, 2, 3.0), inputs.hostile_gradients(params)
@@ -181,7 +181,7 @@ def audit_problem_of_gradients(mechanism: Mechanism, params: Tree, compiled: Cal
 
 
 def audit_problem_of_loss(
-    mechanism: Mechanism, params: Tree, loss: Callable, examples: Tree, compiled: Callable
+    mechanism: Mechanism, params: Tree, loss: Callable, examples: Tree, compile_over_rows: Callable
 ) -> AuditProblem:
     """The examples of a loss as the data: `Mechanism.update` of its stacked gradients, and `private_updates`."""
 
@@ -199,7 +199,7 @@ def audit_problem_of_loss(
         def of_one(row, state):
             return of_row(params, state, (jax.tree.map(lambda x: x[None], row),), jnp.ones(1, bool))[0]
 
-        return compiled(of_one)
+        return compile_over_rows(of_one)
 
     paths = {
         "update": stacked,
@@ -244,7 +244,7 @@ class Release(NamedTuple):
     tolerance: float = 1e-5
 
     @property
-    def linear(self) -> bool:
+    def is_linear(self) -> bool:
         """Whether all updates are linear functions of the noise."""
         return bool(self.affine[: self.updates].all())
 
@@ -264,7 +264,7 @@ class ReleaseFunction:
     """The release of a mechanism as a function of its sums and its noise."""
 
     def __init__(self, subject: Subject):
-        self.subject, self.sums_like = subject, subject.sums_like
+        self.subject, self.shapes_of_sums = subject, subject.shapes_of_sums
         self.drawn: list[Tree] = []
 
         def record(key, step, tree):
@@ -272,23 +272,23 @@ class ReleaseFunction:
             return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), tree)
 
         with drawing_normals_by(record):
-            like = jax.eval_shape(self._run, self.sums_like, subject.state(0), subject.params)
+            like = jax.eval_shape(self._run, self.shapes_of_sums, subject.state_after(0), subject.params)
         self.updates = sum(np.prod(leaf.shape, dtype=int) for leaf in jax.tree.leaves(like[0]))
-        self.numbers = sum(np.prod(leaf.shape, dtype=int) for leaf in jax.tree.leaves(self.sums_like))
+        self.numbers = sum(np.prod(leaf.shape, dtype=int) for leaf in jax.tree.leaves(self.shapes_of_sums))
         self.normals = sum(np.prod(leaf.shape, dtype=int) for leaf in jax.tree.leaves(self.drawn))
         # Many points in one call, because the call itself takes longer than a point.
         floats = sum(np.prod(leaf.shape, dtype=int) for leaf in jax.tree.leaves(like))
         size = floats * (self.numbers + self.normals)
         self.together = int(max(2, min((2 + POINTS) * (1 + NEARBY), MOST // max(size, 1))))
         self._together = jax.jit(
-            lambda points, *given: jax.lax.map(lambda one: self._derivatives(*one, *given), points)
+            lambda points, *given: jax.lax.map(lambda one: self._floats_and_derivatives(*one, *given), points)
         )
 
     def _run(self, sums, state, params, mechanism=None):
         updates, after = (mechanism or self.subject.mechanism).release(sums, state, params)
         return updates, inputs.keys_as_bits(publishable_state(after))
 
-    def public(
+    def public_outputs(
         self, sums: jax.Array, normals: jax.Array, state: Tree, params: Tree, mechanism: Mechanism | None = None
     ) -> tuple[jax.Array, Tree]:
         """Returns all public floats, float32 (o,), the updates first, and the other public leaves.
@@ -303,26 +303,26 @@ class ReleaseFunction:
             return jax.tree.map(lambda _, n: n, tree, noise[call])
 
         with drawing_normals_by(draw):
-            leaves = jax.tree.leaves(self._run(unflatten_vectors(sums, self.sums_like), state, params, mechanism))
-        return inputs.public_floats(leaves), [leaf for leaf in leaves if not inputs.is_wide_float(leaf)]
+            leaves = jax.tree.leaves(self._run(unflatten_vectors(sums, self.shapes_of_sums), state, params, mechanism))
+        return inputs.wide_floats(leaves), [leaf for leaf in leaves if not inputs.is_wide_float(leaf)]
 
-    def _derivatives(self, sums, normals, state, params):
+    def _floats_and_derivatives(self, sums, normals, state, params):
         """The public floats, the others, and the derivatives by sums and by noise, float32 (o, k) and (o, m)."""
 
         def floats(sums, normals):
-            found, others = self.public(sums, normals, state, params)
+            found, others = self.public_outputs(sums, normals, state, params)
             return found, (found, others)
 
         derivatives, (found, others) = jax.jacfwd(floats, (0, 1), has_aux=True)(sums, normals)
         return found, others, derivatives
 
     def derivatives_at(self, points: Sequence[Sequence[np.ndarray]], state: Tree, params: Tree) -> tuple:
-        """`_derivatives` at up to `together` points (sums, normals). The points are on axis 0 of the results."""
+        """`_floats_and_derivatives` at up to `together` points (sums, normals), which are on axis 0 of the results."""
         filled = [*points, *[points[0]] * (self.together - len(points))]
         found = self._together(tuple(map(np.stack, zip(*filled, strict=True))), state, params)
         return jax.tree.map(lambda leaf: np.asarray(leaf)[: len(points)], found)
 
-    def _slopes(self, points: Sequence[Sequence[np.ndarray]], *given: Tree) -> Iterator[tuple]:
+    def _point_slopes(self, points: Sequence[Sequence[np.ndarray]], *given: Tree) -> Iterator[tuple]:
         """Yields for each point the o public floats, and their derivatives by k sums, (o, k), and m normals, (o, m)."""
         for start in range(0, len(points), self.together):
             found, _, slopes = self.derivatives_at(points[start : start + self.together], *given)
@@ -330,8 +330,10 @@ class ReleaseFunction:
 
     def release_at(self, state: Tree, params: Tree) -> Release:
         """The release after this state."""
-        points = [(np.zeros(self.numbers, np.float32), np.zeros(self.normals, np.float32)), *self._evaluation_points()]
-        every = self._slopes([near for one in points for near in (one, *_points_within_rounding(*one))], state, params)
+        points = [(np.zeros(self.numbers, np.float32), np.zeros(self.normals, np.float32)), *self._derivative_points()]
+        every = self._point_slopes(
+            [near for one in points for near in (one, *_rounding_neighbors(*one))], state, params
+        )
         first, first_sums, first_noise = origin = next(every)
         affine, data, noise = np.ones(len(first), bool), [], []
         # A transform that clips has zero slope at some points, so the derivatives at several points are joined.
@@ -356,11 +358,11 @@ class ReleaseFunction:
         if not flat:
             exchange, *_ = np.linalg.lstsq(noise, data, rcond=SMALL)
             uncovered = float(np.abs(noise @ exchange - data).max(initial=0))
-        moved = unflatten_vectors(np.abs(data).max(0, initial=0), self.sums_like)
+        moved = unflatten_vectors(np.abs(data).max(0, initial=0), self.shapes_of_sums)
         seen = tuple(flat or any(np.any(leaf > 0) for leaf in jax.tree.leaves(tree)) for tree in moved)
         return Release(first, first_noise, affine, self.updates, exchange, uncovered, flat, seen)
 
-    def _evaluation_points(self) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _derivative_points(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Sums and normals at which the derivatives are taken: oscillating values and random ones."""
         random = np.random.default_rng(0)
         waves = inputs.oscillating_values(self.numbers, 1.0), inputs.oscillating_values(self.normals, 0.7, 2.0)
@@ -373,7 +375,7 @@ def _derivative_magnitudes(by_sums: np.ndarray, by_noise: np.ndarray) -> np.ndar
     return np.abs(by_sums).max(1, initial=0) + np.abs(by_noise).max(1, initial=0)
 
 
-def _points_within_rounding(*point: np.ndarray) -> list[list[np.ndarray]]:
+def _rounding_neighbors(*point: np.ndarray) -> list[list[np.ndarray]]:
     """Points so near that results differ only by rounding. Each coordinate changes separately, to show rounding."""
     random = np.random.default_rng(1)
     return [[x * (1 + random.uniform(-NEAR, NEAR, x.shape)).astype(np.float32) for x in point] for _ in range(NEARBY)]
