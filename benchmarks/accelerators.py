@@ -215,7 +215,7 @@ def leave_out_the_proof() -> None:
             return one_by_one(sites, groups, shape, records, factors)
         a, b = jax.vmap(sites[0].matrices)(*records[0])
         total = jnp.einsum("nkti,nkto->kio", a, b * factors[:, None, None, None])
-        return weighted_sums.transpose(sites[0].arrange, shape, total)
+        return weighted_sums.apply_transpose(sites[0].arrange, shape, total)
 
     patched: Any = jax.lax, rounding, MatrixUnit, weighted_sums
     patched[0].optimization_barrier = lambda tree: tree

@@ -9,7 +9,7 @@ from jax.extend import core
 
 import dpx
 from dpx.gradients.clipped_gradients import hides_convolutions
-from dpx.xla.jaxprs import inner_bodies
+from dpx.xla.jaxprs import open_jaxprs
 from dpx.xla.rewrites import with_reordered_convolutions
 from tests.problems import on_a_cpu
 from tests.test_dp_sgd import dp_sgd
@@ -42,7 +42,7 @@ def test_any_order_of_axes_has_the_same_result_and_gradients(options):
 def orders(jaxpr):
     """The orders of axes of all convolutions."""
     own = [tuple(e.params["dimension_numbers"]) for e in jaxpr.eqns if e.primitive.name == "conv_general_dilated"]
-    return sum((orders(body) for equation in jaxpr.eqns for body in inner_bodies(equation)), own)
+    return sum((orders(body) for equation in jaxpr.eqns for body in open_jaxprs(equation)), own)
 
 
 def small_loss(params, x):

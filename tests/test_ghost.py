@@ -865,7 +865,7 @@ def test_a_large_table_is_planned_without_its_memory():
     def loss(table, t):
         return score(table[t[0]] * jnp.tanh(table[t]).sum(axis=0))
 
-    with mock.patch.object(algorithms._Elements, "numbers", property(lambda self: 1 / 0)):
+    with mock.patch.object(algorithms._ElementsByUse, "numbers", property(lambda self: 1 / 0)):
         state = jax.eval_shape(mechanism().init, table)
         traced = trace_loss(lambda table, t: (loss(table, t), None), table, tokens[0])
         plan = make_ghost_plan(traced, mechanism(), table, state, force=True)

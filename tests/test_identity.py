@@ -11,7 +11,7 @@ import pytest
 from dp_accounting import DpEvent
 
 import dpx
-from dpx.gradients.private_updates import _fingerprint
+from dpx.gradients.private_updates import _fingerprint_of_mechanism
 from dpx.states.record import fingerprint, identity_of
 from tests.mechanisms import PARAMS
 
@@ -36,7 +36,7 @@ def marks():
     """Everything by which states, batches, chunks and runs are told apart, for every sampling and two clip norms."""
     found = []
     for mechanism in (*map(made, SAMPLINGS), made(SAMPLINGS[0], 2.0)):
-        chunk = _fingerprint(mechanism, PARAMS, mechanism.init(PARAMS))
+        chunk = _fingerprint_of_mechanism(mechanism, PARAMS, mechanism.init(PARAMS))
         found.append((*mechanism.fingerprints.tolist(), int(chunk), fingerprint(mechanism.event(7))))
     return found
 
@@ -66,7 +66,7 @@ def test_no_printed_word_decides(monkeypatch):
         with pytest.raises(ValueError, match="another sampling"):
             dpx.epsilon(other, state, delta=1e-3)
     renamed = first.replace(stages=("words",))
-    assert _fingerprint(renamed, PARAMS, state) == _fingerprint(first, PARAMS, state)
+    assert _fingerprint_of_mechanism(renamed, PARAMS, state) == _fingerprint_of_mechanism(first, PARAMS, state)
     with pytest.warns(UserWarning, match="the state has taken no step"):
         assert dpx.epsilon(renamed, state, delta=1e-3) == 0
 

@@ -20,7 +20,7 @@ from dpx.papers.d2p2_sgd.methods import _project_sum
 from dpx.sums import rounding as bounds
 from dpx.sums.clipped_sum import sum_contributions, sum_over_microbatches
 from dpx.sums.rounding import ETA, MOST_ROWS, RESERVE, FloatPair
-from dpx.xla.jaxprs import inner_bodies
+from dpx.xla.jaxprs import open_jaxprs
 from tests.problems import on_a_cpu
 
 RNG = np.random.default_rng(0)
@@ -202,7 +202,7 @@ def test_no_product_begins_with_the_sum_of_the_microbatches_before(unroll):
         made = {v: equation.primitive.name for equation in jaxpr.eqns for v in equation.outvars}
         added = [e for e in jaxpr.eqns if e.primitive.name == "add" and e.outvars[0].aval.shape == (3, 3)]
         found = ["optimization_barrier" in map(made.get, equation.invars) for equation in added]
-        return found + [x for equation in jaxpr.eqns for body in inner_bodies(equation) for x in read_barriers(body)]
+        return found + [x for equation in jaxpr.eqns for body in open_jaxprs(equation) for x in read_barriers(body)]
 
     found = read_barriers(jaxpr.jaxpr)
     assert found and all(found)

@@ -100,7 +100,7 @@ def test_keeps_the_carries_alone():
 
 def test_the_memory_decides_how_many_passes_there_are():
     """Two where one pass over the fewest examples would not fit in half of it; the sums are the same."""
-    plan, cost = dpx.private_updates(layers, mechanism(), norms="ghost").row_sum.plan(*GIVEN)
+    plan, cost = dpx.private_updates(layers, mechanism(), norms="ghost").row_sum.plan_and_cost(*GIVEN)
 
     def chosen(memory, **options):
         return choose_microbatches(cost, plan, PARAMS, BATCH, Place("cpu", 1, memory=memory), **options)
@@ -126,10 +126,10 @@ def test_what_a_scan_keeps_of_its_layers_decides_what_fits():
 
     params, rows, of_example = {"w": normal(1, 3, 20, 20)}, normal(2, BATCH, 2, 20), 4 * 3 * 2 * (20 + 20)
     given = params, mechanism().init(params), (rows,)
-    plan, cost = dpx.private_updates(products, mechanism(), norms="ghost").row_sum.plan(*given)
+    plan, cost = dpx.private_updates(products, mechanism(), norms="ghost").row_sum.plan_and_cost(*given)
     places = (Place("cpu", 1, memory=2 * BATCH * of_example - less) for less in (0, 1))
     assert [choose_microbatches(cost, plan, params, BATCH, place).size for place in places] == [BATCH, 2]
-    assert 4 * plan.captured_elements() == of_example and plan.captured_elements({0}) == 0
+    assert 4 * plan.count_captured_elements() == of_example and plan.count_captured_elements({0}) == 0
 
 
 def test_one_pass_where_two_would_save_nothing():
@@ -208,7 +208,7 @@ def sums_after(norms, inputs=INPUTS):
 
 
 def _plan() -> GhostPlan:
-    plan, _ = dpx.private_updates(layers, mechanism(), norms="ghost").row_sum.plan(*GIVEN)
+    plan, _ = dpx.private_updates(layers, mechanism(), norms="ghost").row_sum.plan_and_cost(*GIVEN)
     assert isinstance(plan, GhostPlan)
     return plan
 

@@ -23,7 +23,7 @@ from dpx.xla import matrix_units
 from dpx.xla.jaxprs import equations
 from dpx.xla.matrix_units import BFLOAT16, FLOAT32, FUSED, OF_A_TPU, TF32, MatrixUnit
 from dpx.xla.place import Place, current_place, full_precision, tracing_for_place
-from dpx.xla.rewrites import stacking_unfilled
+from dpx.xla.rewrites import with_uninitialized_stacks
 from tests.ghost import QUICK, mechanism
 from tests.test_ghost_zoo import ZOO
 
@@ -163,7 +163,7 @@ def test_a_float32_unit_leaves_numbers_alone():
 
 def test_the_unit_follows_the_platform_and_the_precision_of_jax():
     def unit(platform):
-        return Place(platform, 1).unit
+        return Place(platform, 1).matrix_unit
 
     found = {platform: unit(platform) for platform in ("cpu", "gpu", "cuda", "rocm", "tpu")}
     assert found == {"cpu": FLOAT32, "gpu": TF32, "cuda": TF32, "rocm": FLOAT32, "tpu": OF_A_TPU}
@@ -276,7 +276,7 @@ def test_a_tpu_adds_rows_and_squares_in_parts(shape):
     factors = np.random.default_rng(1).uniform(0.5, 1, len(data)).astype(np.float32)
     exact, factors[-1], data[-1] = data.astype(np.float64), 0, np.nan
     with tracing_for_place(platform="tpu"):
-        assert len(sums._parts_of_rows(factors, data)) == (math.gcd(len(data), 16) if len(data) > 8 else 1)
+        assert len(sums._split_for_tpu(factors, data)) == (math.gcd(len(data), 16) if len(data) > 8 else 1)
         total = jax.jit(sums.weighted_sum)(factors, data)
         of_rows = jax.jit(jax.vmap(lambda x: norms.norm([x])))(exact.astype(np.float32))
         of_scaled = jax.jit(jax.vmap(lambda x: norms.norm([x], [jnp.full_like(x, 3)])))(exact.astype(np.float32))
@@ -286,7 +286,7 @@ def test_a_tpu_adds_rows_and_squares_in_parts(shape):
     for found, scale in ((of_rows, 1), (of_scaled, 3), (of_both, 5)):
         assert np.all(scale * sizes <= found) and np.all(found <= scale * sizes * (1 + 2.0**-14))
     with tracing_for_place(platform="cpu"):
-        assert len(sums._parts_of_rows(factors, data)) == norms._count_parts_on_tpu(shape) == 1
+        assert len(sums._split_for_tpu(factors, data)) == norms._count_parts_on_tpu(shape) == 1
 
 
 def test_large_gradients_are_finished_in_turn(monkeypatch):
@@ -352,7 +352,7 @@ def test_a_cpu_rounds_nothing():
     lines = products_of("cpu", "transformer")
     assert not any("reduce_precision" in line or "algorithm" in line for line in lines)
     with tracing_for_place(platform="cpu"):
-        assert current_place().unit == FLOAT32 and math.isclose(FLOAT32.rounding_factor, 1)
+        assert current_place().matrix_unit == FLOAT32 and math.isclose(FLOAT32.rounding_factor, 1)
 
 
 @pytest.mark.parametrize(("platform", "dtype"), [("tpu", jnp.bfloat16), ("cuda", jnp.float32)])
@@ -409,7 +409,7 @@ def test_a_scan_that_stacks_into_unfilled_memory_finds_the_same(reverse):
 
     tree = {"w": jax.random.normal(jax.random.key(0), (3, 3)), "x": jax.random.normal(jax.random.key(1), (5, 2, 3))}
     with mock.patch.object(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan).astype(dtype)):
-        made = jax.jit(stacking_unfilled(function))
+        made = jax.jit(with_uninitialized_stacks(function))
         program = list(equations(jax.make_jaxpr(made)(tree).jaxpr))
         jax.tree.map(np.testing.assert_array_equal, made(tree), jax.jit(function)(tree))
     assert not any(one.params["reverse"] for one in program if one.primitive.name == "scan")
@@ -460,7 +460,7 @@ def test_gradients_of_a_tied_table_are_those_of_all_uses_on_a_tpu(monkeypatch, d
 @pytest.mark.parametrize(("platform", "numbers", "loops"), [("tpu", 2**18, 1), ("cuda", 2**18, 0), ("cuda", 2**22, 1)])
 def test_few_blocks_are_made_at_once_where_a_turn_of_a_loop_takes_longer(platform, numbers, loops):
     def summed(rows):
-        return sum_in_blocks(lambda some: jnp.sum(some, 0), rows, numbers, current_place().unit)
+        return sum_in_blocks(lambda some: jnp.sum(some, 0), rows, numbers, current_place().matrix_unit)
 
     with tracing_for_place(platform=platform, devices=1):
         program = jax.make_jaxpr(summed)(jax.ShapeDtypeStruct((512, 3), jnp.float32))
@@ -469,9 +469,9 @@ def test_few_blocks_are_made_at_once_where_a_turn_of_a_loop_takes_longer(platfor
 
 def test_programs_that_are_compared_have_float32_products():
     with tracing_for_place(platform="cuda", devices=1):
-        assert current_place().unit == TF32
+        assert current_place().matrix_unit == TF32
         with full_precision():
-            assert current_place().unit == FLOAT32
+            assert current_place().matrix_unit == FLOAT32
 
 
 @pytest.mark.parametrize(

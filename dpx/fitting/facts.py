@@ -23,7 +23,7 @@ from dpx.mechanism import Mechanism
 from dpx.reports.report import version_of
 from dpx.states.record import RECORD_VERSION, ReleaseState, fingerprint
 from dpx.values import Tree, as_local_array
-from dpx.xla.jaxprs import constants, identity_of_program
+from dpx.xla.jaxprs import closure_arrays, identity_of_program
 from dpx.xla.place import current_place, tracing_for_place
 
 RECORD = "record of the releases"  # names a fact: the version of the record and the fields of a run's states
@@ -154,7 +154,7 @@ def fingerprint_of_loss(
 
     with adding_note("loss", lambda: row[0]):
         closed = jax.make_jaxpr(of_example)(shapes, row)
-    found = [jax.random.key_data(array) if keys.is_key(array) else array for array in constants(closed)]
+    found = [jax.random.key_data(array) if keys.is_key(array) else array for array in closure_arrays(closed)]
     return fingerprint((identity_of_program(closed), list(map(bytes_of, found))))
 
 
@@ -167,7 +167,7 @@ def _fingerprint_of_program(optimizer: Mechanism, carry: Carry) -> int:
         closed = jax.make_jaxpr(
             lambda grads, carry, included: optimizer.update(grads, *carry[::-1], included=included)
         )(grads, shapes, included)
-    of_constants = [bytes_of(constant) for constant in constants(closed) if not keys.is_key(constant)]
+    of_constants = [bytes_of(constant) for constant in closure_arrays(closed) if not keys.is_key(constant)]
     return fingerprint((identity_of_program(closed), of_constants))
 
 

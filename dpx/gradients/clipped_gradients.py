@@ -31,7 +31,7 @@ from dpx.mechanism import Mechanism, require_mechanism
 from dpx.mechanism.guards import require_real_arrays
 from dpx.sums.clipped_sum import sum_contributions, sum_over_microbatches
 from dpx.values import Tree, described, require_whole
-from dpx.xla.jaxprs import convolves, inner_bodies
+from dpx.xla.jaxprs import convolves, open_jaxprs
 from dpx.xla.place import PLATFORMS, Place, current_place, tracing_for_place
 from dpx.xla.rewrites import CALLS, multiplies_matrices, with_fast_products, with_reordered_convolutions
 from dpx.xla.rows_apart import may_mix_rows, with_rows_apart
@@ -52,7 +52,7 @@ FAST_BYTES = 2**26  # of an array, so that two fit into the 128 MiB of a v5e's o
 EQUATION_BYTES = 2**21  # that it could read in the time of the kernels of an equation and its backward pass
 
 
-Plan = ghost.GhostPlan | ghost.ForwardPlan | str  # a string is the reason for per-example gradients
+Plan = ghost.GhostPlan | ghost.ForwardModePlan | str  # a string is the reason for per-example gradients
 
 
 class ForwardCost(NamedTuple):
@@ -87,7 +87,7 @@ def forward_cost(jaxpr: core.Jaxpr, leaves: int) -> ForwardCost:
         may_mix_rows(jaxpr),
         multiplies_matrices(jaxpr),
         _count_equations(jaxpr),
-        tuple(_arrays_outside_loops(jaxpr, set(jaxpr.invars[leaves:]))),
+        tuple(_bytes_outside_loops(jaxpr, set(jaxpr.invars[leaves:]))),
     )
 
 
@@ -101,8 +101,8 @@ class Microbatches(NamedTuple):
     why: str = ""
 
     @property
-    def words(self) -> tuple[str, str]:
-        """Both reasons, for `ghost.explain`; "" where there is none."""
+    def reasons_in_words(self) -> tuple[str, str]:
+        """Both reasons, for `ghost.explain_plan`; "" where there is none."""
         at_once = self.reason and f"microbatches of {self.size} examples: {self.reason}"
         return at_once, self.why and f"two backward passes: {self.why}"
 
@@ -166,7 +166,7 @@ def _held_bytes(written: tuple[int, int], plan: Plan) -> tuple[int, int]:
     if not isinstance(plan, ghost.GhostPlan):
         return written
     without = frozenset(), ghost.second_pass_leaves(plan)[0]
-    one, two = (max(n, 4 * plan.captured_elements(of)) for n, of in zip(written, without, strict=True))
+    one, two = (max(n, 4 * plan.count_captured_elements(of)) for n, of in zip(written, without, strict=True))
     return one, two
 
 
@@ -203,7 +203,7 @@ def _count_intermediate_numbers(jaxpr, again: tuple[str, ...] = ()) -> tuple[int
     largest of these bodies defines. The body of a loop counts once for each iteration."""
     total = largest = 0
     for equation in jaxpr.eqns:
-        found = [_count_intermediate_numbers(body, again) for body in inner_bodies(equation)]
+        found = [_count_intermediate_numbers(body, again) for body in open_jaxprs(equation)]
         inside, of_body = sum(numbers for numbers, _ in found), max((one for _, one in found), default=0)
         if equation.primitive.name in again:
             inside, of_body = 0, inside + of_body
@@ -215,25 +215,25 @@ def _count_intermediate_numbers(jaxpr, again: tuple[str, ...] = ()) -> tuple[int
 def _count_equations(jaxpr: core.Jaxpr) -> int:
     """How many equations are computed; the body of a loop counts once for each iteration."""
     return sum(
-        equation.params.get("length", 1) * sum(map(_count_equations, inner_bodies(equation))) or 1
+        equation.params.get("length", 1) * sum(map(_count_equations, open_jaxprs(equation))) or 1
         for equation in jaxpr.eqns
     )
 
 
-def _arrays_outside_loops(jaxpr: core.Jaxpr, moving: set) -> list[int]:
+def _bytes_outside_loops(jaxpr: core.Jaxpr, moving: set) -> list[int]:
     """The bytes of the arrays that depend on the variables `moving`, to which it adds theirs."""
     found: list[int] = []
     for equation in jaxpr.eqns:
         if moving.isdisjoint(v for v in equation.invars if not isinstance(v, core.Literal)):
             continue
         moving |= set(equation.outvars)
-        if not (bodies := list(inner_bodies(equation))):
+        if not (bodies := list(open_jaxprs(equation))):
             made: list[Any] = [v.aval for v in equation.outvars]
             found += [x.size * x.dtype.itemsize for x in made]
         elif equation.primitive.name not in ("scan", "while"):
             for body in bodies:
                 inside = zip(body.invars[::-1], equation.invars[::-1], strict=False)  # a branch has no predicate
-                found += _arrays_outside_loops(
+                found += _bytes_outside_loops(
                     body, {v for v, outer in inside if not isinstance(outer, core.Literal) and outer in moving}
                 )
     return found
@@ -244,7 +244,7 @@ def hides_convolutions(jaxpr: core.Jaxpr) -> bool:
 
     def holds_convolution(equation):
         inside = hides_convolutions if equation.primitive.name in CALLS else convolves
-        return any(map(inside, inner_bodies(equation)))
+        return any(map(inside, open_jaxprs(equation)))
 
     return any(map(holds_convolution, jaxpr.eqns))
 
@@ -284,7 +284,7 @@ class RowSum:
         if axes := axes_that_vary(jax.tree.leaves(rows)):  # otherwise jax.grad sums over the devices of a shard_map
             params = jax.tree.map(lambda x: jax.lax.pcast(x, (*axes - axes_that_vary([x]),), to="varying"), params)
         with self.placed():
-            plan, cost = self.plan(params, state, rows)
+            plan, cost = self.plan_and_cost(params, state, rows)
             at_once = self.microbatches_for(plan, cost, params, included.shape[0])
 
             def microbatch(ordered, rows):
@@ -302,7 +302,7 @@ class RowSum:
     def with_note_on_errors(self, row: Callable[[], tuple]) -> Any:
         return adding_note("update" if self.norms == "update" else "loss", lambda: row()[0])
 
-    def plan(self, params: Tree, state: Tree, rows: tuple) -> tuple[Plan, ForwardCost]:
+    def plan_and_cost(self, params: Tree, state: Tree, rows: tuple) -> tuple[Plan, ForwardCost]:
         """How to compute the norms, or why only per-example gradients can; and a row's cost. Shapes are enough."""
         row = shapes_of_row(rows)
         called = "update" if self.norms == "update" else "loss"
@@ -316,7 +316,7 @@ class RowSum:
         if self.norms == "vmap":
             return 'norms="vmap" was asked for', cost
         if self.norms == "auto" and self.optimizer.forward is not None:
-            return ghost.ForwardPlan(len(jax.tree.leaves(params))), cost
+            return ghost.ForwardModePlan(len(jax.tree.leaves(params))), cost
         return ghost.make_ghost_plan(traced, self.optimizer, params, state, force=self.norms == "ghost"), cost
 
     def microbatches_for(self, plan: Plan, cost: ForwardCost, params: Tree, size: int) -> Microbatches:
@@ -329,12 +329,12 @@ class RowSum:
     ):
         """The sums of the contributions of one microbatch, and the losses, norms and aux of its rows."""
         apart = with_rows_apart if cost.mixes else lambda function: function
-        if isinstance(plan, ghost.GhostPlan) and plan.followed:
+        if isinstance(plan, ghost.GhostPlan) and plan.followed_leaves:
             how = {"backward_passes": passes, "apart": apart}
             return ghost.sum_by_plan(plan, self.optimizer, params, rows, state, included, **how)
-        optimizer, of_row = self.optimizer, self.gradient
-        if isinstance(plan, ghost.ForwardPlan):
-            optimizer, of_row = optimizer.replace(encode=lambda encoded, state: encoded), self.derivatives(state)
+        optimizer, of_row = self.optimizer, self.gradient_of_row
+        if isinstance(plan, ghost.ForwardModePlan):
+            optimizer, of_row = optimizer.replace(encode=lambda encoded, state: encoded), self.forward_gradient(state)
         of_rows = jax.vmap(apart(of_row), (None, 0))
         if cost.multiplies and self.platform == "cpu":
             of_rows = with_fast_products(of_rows)
@@ -342,13 +342,13 @@ class RowSum:
         sums, norms = sum_contributions(optimizer, grads, state, included)
         return sums, (losses, norms, aux)
 
-    def derivatives(self, state: Tree) -> Callable[[Tree, tuple], tuple[tuple[Tree, Tree], Tree]]:
-        """Like `gradient`, but its second result is the encoded gradient, in the coordinates of this state."""
+    def forward_gradient(self, state: Tree) -> Callable[[Tree, tuple], tuple[tuple[Tree, Tree], Tree]]:
+        """Like `gradient_of_row`, but its second result is the encoded gradient, in the coordinates of this state."""
         forward = self.optimizer.forward
         assert forward is not None  # see `plan`
         return lambda params, row: forward(lambda params: self.of_row(params, row), params, state)
 
-    def gradient(self, params: Tree, row: tuple) -> tuple[tuple[Tree, Tree], Tree]:
+    def gradient_of_row(self, params: Tree, row: tuple) -> tuple[tuple[Tree, Tree], Tree]:
         """Returns ((loss, aux), gradient) for one row; ((None, aux), update) if the row computes its own update."""
         if self.norms == "update":
             update, aux = self.of_row(params, row)

@@ -161,7 +161,7 @@ def warn_of_constants(closed: Any, params: Tree, row: tuple) -> None:
     """Warns if the loss closes over large arrays, because the program of a step would hold them as constants. closed:
     the closed jaxpr of the loss, in which arguments of an outer `jax.jit` are not constants."""
     del params, row
-    found = [array for array in jaxprs.constants(closed) if not isinstance(array, jax.core.Tracer)]
+    found = [array for array in jaxprs.closure_arrays(closed) if not isinstance(array, jax.core.Tracer)]
     size = sum(getattr(array, "nbytes", 0) for array in found)
     if size >= LARGE_CONSTANTS:
         words = f"the loss closes over {size / 2**20:.0f} MiB of arrays, which become constants of every program of it"

@@ -22,7 +22,7 @@ from dpx.mechanism.guards import checked_params
 from dpx.sampling.batch import Batch, included_rows, require_batch
 from dpx.sampling.data import batch_size
 from dpx.states.record import DrawRecord, ReleaseState, fingerprint
-from dpx.sums.clipped_sum import in_range
+from dpx.sums.clipped_sum import norms_in_range
 from dpx.sums.rounding import FloatPair, add_pairs, with_low_part
 from dpx.values import (
     Tree,
@@ -59,7 +59,7 @@ class Unreleased(NamedTuple):
 
     def in_range(self) -> jax.Array:
         """Which examples have a gradient that counts, bool (B,): no NaN, and no norm above 2^63."""
-        return in_range(self.norms)
+        return norms_in_range(self.norms)
 
 
 class PrivateUpdates(NamedTuple):
@@ -211,7 +211,7 @@ def explain_norms(
     with_key: bool = False,
     has_aux: bool = False,
     platform: str | None = None,
-) -> ghost.Explanation:
+) -> ghost.NormExplanation:
     """A printable table of how `private_updates` computes the norms of each parameter, and why.
 
     docs/speed.md says what each line means.
@@ -230,9 +230,9 @@ def explain_norms(
     examples = require_batch(batch).examples
     rows = jax.eval_shape(functools.partial(rows_with_keys, optimizer, with_key=with_key), state, examples)
     with row_sum.placed():
-        plan, cost = row_sum.plan(params, state, rows)
+        plan, cost = row_sum.plan_and_cost(params, state, rows)
         at_once = row_sum.microbatches_for(plan, cost, params, batch_size(examples))
-    return ghost.explain(plan, params, *at_once.words)
+    return ghost.explain_plan(plan, params, *at_once.reasons_in_words)
 
 
 @explain_misuse
@@ -347,7 +347,7 @@ class PrivateChunks:
                 raise ValueError("all chunks of a batch must have `drawn`, or none of them; got some of each")
             sums = sums._replace(unreleased=None)  # left by the chunk before
 
-        def place(params_on, chunk_on, state_on, sums_on):
+        def shardings_of_sums(params_on, chunk_on, state_on, sums_on):
             """Shards the sums like the parameters if the encoded gradient has their structure; else replicates them."""
             rows = sharding_along_examples(chunk_on.examples)
             one: Any = NamedSharding(rows.mesh, PartitionSpec())
@@ -357,7 +357,7 @@ class PrivateChunks:
             sums = (FloatPair(params_on, params_on),) * len(factors) if shapes == expected else one
             return AccumulatedSums(sums, one, one, rows, one, one, one, one, one)
 
-        return call_with_auto_axes(self._add, (params, chunk, state, sums), place)
+        return call_with_auto_axes(self._add, (params, chunk, state, sums), shardings_of_sums)
 
     def release(self, params: Tree, sums: AccumulatedSums, state: Tree) -> tuple[Tree, Tree]:
         """Returns (updates, state) for the whole batch: private updates, like `params`, and the next state."""
@@ -381,7 +381,7 @@ class PrivateChunks:
             unreleased=Unreleased(*of_each),
             unreleased_rows=jnp.int32(size),
             step=_step_of(state),
-            mechanism=_fingerprint(self.optimizer, params, state),
+            mechanism=_fingerprint_of_mechanism(self.optimizer, params, state),
             clipping=_clip_bounds(self.optimizer, state),
             ordered=jnp.bool_(True) if drawn is None else drawn.first_row == first.astype(jnp.uint32),
         )
@@ -389,7 +389,7 @@ class PrivateChunks:
 
     def _release(self, params, sums, state):
         ordered = sums.ordered & (sums.step == _step_of(state))
-        ordered &= sums.mechanism == _fingerprint(self.optimizer, params, state)
+        ordered &= sums.mechanism == _fingerprint_of_mechanism(self.optimizer, params, state)
         ordered &= _equal_up_to_rounding(sums.clipping, _clip_bounds(self.optimizer, state))
         total, count, drawn = sums.unreleased_sums, sums.unreleased_count, sums.unreleased_drawn
         with self.row_sum.placed():  # as in `PrivateStep`
@@ -441,7 +441,7 @@ def _step_of(state: Tree) -> jax.Array:
     return find_only_node(state, ReleaseState, "mechanism's state").step
 
 
-def _fingerprint(mechanism: Mechanism, params: Tree, state: Tree) -> jax.Array:
+def _fingerprint_of_mechanism(mechanism: Mechanism, params: Tree, state: Tree) -> jax.Array:
     """A fingerprint, uint32 (), of what a mechanism adds and costs; it changes with the clip norm."""
     program = jax.make_jaxpr(mechanism.contribute)(*_shapes_of_sums(params, state))
     return jnp.uint32(fingerprint((identity_of_program(program), mechanism.fingerprints)))

@@ -256,7 +256,7 @@ class PrivateRowStep:
         one after another, wherever they are, but the rounding of a matrix product may depend on the positions, beyond
         what `dpx.sums.rounding` proves."""
         with self.row_sum.placed():
-            plan, _ = self.row_sum.plan(*given)
+            plan, _ = self.row_sum.plan_and_cost(*given)
         if isinstance(plan, str):
             raise ValueError(f"loss must be one that ghost norms follow, got one where {plan}")
 

@@ -59,7 +59,7 @@ def sum_contributions(
         grads, included = rows
 
         encoded, norms, factors = jax.vmap(mechanism.contribute, (0, None))(grads, state)
-        included &= in_range(norms)
+        included &= norms_in_range(norms)
 
         def sum_group(factor, rows):
             factor = zero_excluded(factor, included)
@@ -113,7 +113,7 @@ def weighted_sum(factors: jax.Array, rows: jax.Array, *, apart: bool = False) ->
             return jnp.sum(
                 functools.reduce(
                     jnp.add,
-                    [scaled_rows(f, rows_with_excluded_zeroed(f, x)) for f, x in _parts_of_rows(*some, apart=apart)],
+                    [scaled_rows(f, rows_with_excluded_zeroed(f, x)) for f, x in _split_for_tpu(*some, apart=apart)],
                 ),
                 0,
             )
@@ -133,7 +133,7 @@ def weighted_sum(factors: jax.Array, rows: jax.Array, *, apart: bool = False) ->
     return jnp.sum(jax.lax.optimization_barrier(parts), 0)
 
 
-def _parts_of_rows(factors: jax.Array, rows: jax.Array, *, apart: bool = False) -> list[tuple[jax.Array, jax.Array]]:
+def _split_for_tpu(factors: jax.Array, rows: jax.Array, *, apart: bool = False) -> list[tuple[jax.Array, jax.Array]]:
     """Splits the factors and rows of a block into parts of equal size, which a TPU adds elementwise, because it reads
     several arrays at a time: a sum along the rows alone takes 2.6 times the cycles. Rows that fit into one register may
     lie there side by side, unless they are `apart`; reading one row then takes as long as reading all."""
@@ -151,7 +151,7 @@ def scaled_rows(factors: jax.Array, rows: jax.Array) -> jax.Array:
     return jax.lax.clamp(np.finfo(np.float32).min, product, np.finfo(np.float32).max)
 
 
-def in_range(norms: Tree) -> jax.Array:
+def norms_in_range(norms: Tree) -> jax.Array:
     """Which examples may contribute, bool (B,): all their norms, float32 (B,) in each leaf, are at most LARGEST."""
     return functools.reduce(jnp.logical_and, [norm <= LARGEST for norm in jax.tree.leaves(norms)])
 
@@ -160,7 +160,8 @@ def count_devices_of_rows(rows: int) -> int:
     """The number of devices over which the rows may be evenly sharded; 1 if they are not, or if there are too many."""
     place = current_place()
     devices = place.row_devices or place.devices
-    return devices if devices > 1 and rows % devices == 0 and most_float32_rows(devices, place.unit) >= devices else 1
+    even = devices > 1 and rows % devices == 0
+    return devices if even and most_float32_rows(devices, place.matrix_unit) >= devices else 1
 
 
 def total_of_rows(sum_few: Callable[[Tree], Tree], rows: Tree) -> FloatPair:
@@ -168,7 +169,7 @@ def total_of_rows(sum_few: Callable[[Tree], Tree], rows: Tree) -> FloatPair:
     More rows are added part by part, with equally many from every device, so that no row moves between devices."""
     size = jax.tree.leaves(rows)[0].shape[0]
     devices = count_devices_of_rows(size)
-    most = most_float32_rows(devices, current_place().unit)
+    most = most_float32_rows(devices, current_place().matrix_unit)
     if size <= most:
         return FloatPair(sum_few(rows))
     each = size // devices
@@ -214,10 +215,10 @@ def sum_in_blocks(sum_block: Callable[[Tree], Any], rows: Tree, numbers: int, un
     the float32 sum of up to `MOST_ROWS` rows, in any order, with the additions of `unit`."""
     size = jax.tree.leaves(rows)[0].shape[0]
     devices = count_devices_of_rows(size)
-    blocks, small = count_blocks(size, devices, unit), AT_ONCE if unit.rounds else SMALL_SUMS
-    if unit.rounds and current_place().platform in ("gpu", "cuda"):
+    blocks, small = count_blocks(size, devices, unit), AT_ONCE if unit.rounds_operands else SMALL_SUMS
+    if unit.rounds_operands and current_place().platform in ("gpu", "cuda"):
         small = AT_ONCE_ON_A_GPU
-    if unit.rounds and 2 * blocks * numbers <= small:
+    if unit.rounds_operands and 2 * blocks * numbers <= small:
         blocks = count_blocks(size, devices, unit, more=2.0)
     if blocks == 1:
         return sum_block(rows)
@@ -228,15 +229,15 @@ def sum_in_blocks(sum_block: Callable[[Tree], Any], rows: Tree, numbers: int, un
     # of the parameters more, and fresh memory takes longer than the additions (benchmarks/step.py).
     width = size // blocks
     first = size - width * (blocks - 1)
-    if not current_place().unit.rounds:
-        return add_part_by_part(sum_block, rows, first, width, plus_finished)
+    if not current_place().matrix_unit.rounds_operands:
+        return add_part_by_part(sum_block, rows, first, width, add_behind_barrier)
     # A matrix unit could start a block's product from the total, but not if the product is then multiplied. That
     # multiplication, by 1 for every element, and the addition form one kernel, which reads and writes the total once.
     one = jnp.where(opaque_false(jax.tree.leaves(rows)[-1]), jnp.float32(2), jnp.float32(1))
     return add_part_by_part(sum_block, rows, first, width, lambda *sums: jax.tree.map(lambda x, y: x + one * y, *sums))
 
 
-def plus_finished(total: Tree, more: Tree) -> Tree:
+def add_behind_barrier(total: Tree, more: Tree) -> Tree:
     """Adds two trees of float32 arrays; the barrier keeps a matrix product in `more` from adding onto `total`."""
     return jax.tree.map(jnp.add, total, jax.lax.optimization_barrier(more))
 
@@ -269,7 +270,7 @@ def sum_over_microbatches(
     full = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((microbatch_size, *leaf.shape[1:]), leaf.dtype), rows)
     traced, shapes = jax.make_jaxpr(lambda rows: function(lambda tree: tree, rows), return_shape=True)(full)
     outputs = [jax.tree.map(lambda leaf: jnp.zeros((0, *leaf.shape[1:]), leaf.dtype), shapes[1])]
-    unit = current_place().unit
+    unit = current_place().matrix_unit
     group = most_float32_turns(microbatch_size, unit)
 
     def add_microbatch(groups, start):
@@ -279,13 +280,13 @@ def sum_over_microbatches(
         outputs.append(output)
         if groups and groups[-1][0] < group:
             count, before = groups[-1]
-            return [*groups[:-1], (count + 1, plus_finished(before, sums))]
-        return [*_sum_of_groups(groups), (1, sums)]
+            return [*groups[:-1], (count + 1, add_behind_barrier(before, sums))]
+        return [*_merge_groups(groups), (1, sums)]
 
     def add_in_loop(sums, rows):
         results = in_loop(traced)(*jax.tree.leaves(rows))  # traced once, for the shapes and for the loop
         more, output = jax.tree.unflatten(jax.tree.structure(shapes), results)
-        return plus_finished(sums, more), output
+        return add_behind_barrier(sums, more), output
 
     def add_group(add, sums, rows):
         more, output = _scan_from_zeros(add_in_loop, shapes[0], rows, like)
@@ -303,7 +304,7 @@ def sum_over_microbatches(
         if each == whole:
             sums, stacked = _scan_from_zeros(add_in_loop, shapes[0], head, like)
         elif may_add_in_float32(microbatch_size, loops=(each, whole // each), unit=unit):
-            sums, stacked = _scan_from_zeros(functools.partial(add_group, plus_finished), shapes[0], head, like)
+            sums, stacked = _scan_from_zeros(functools.partial(add_group, add_behind_barrier), shapes[0], head, like)
         else:
             sums, stacked = _scan_from_zeros(
                 functools.partial(add_group, _plus_pairs), _with_low_parts(shapes[0]), head, like
@@ -313,7 +314,7 @@ def sum_over_microbatches(
     for start in range(stop, size, microbatch_size):
         groups = add_microbatch(groups, start)
     none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[0])
-    sums = _sum_of_groups(groups)[0][1] if groups else none
+    sums = _merge_groups(groups)[0][1] if groups else none
     return sums, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *outputs)
 
 
@@ -325,12 +326,12 @@ def _scan_from_zeros(
     for path, leaf in jax.tree_util.tree_leaves_with_path(like):
         alike.setdefault((leaf.shape, leaf.dtype), []).append((path, leaf))
 
-    def first(path, x):
+    def parameter_of_sum(path, x):
         """Picks, among parameters of one shape, the one that is summed, because they may be sharded differently."""
         fitting = alike.get((x.shape, x.dtype), [((), jnp.zeros(x.shape, x.dtype))])
         return next((leaf for of, leaf in fitting if path[len(path) - len(of) :] == of), fitting[0][1])
 
-    begin = jax.tree_util.tree_map_with_path(first, shapes)
+    begin = jax.tree_util.tree_map_with_path(parameter_of_sum, shapes)
 
     def body(carry, rows):
         begun, sums = carry
@@ -341,7 +342,7 @@ def _scan_from_zeros(
     return sums, outputs
 
 
-def _sum_of_groups(groups: list) -> list:
+def _merge_groups(groups: list) -> list:
     """Merges all groups into one group, to which no microbatch is added."""
     return groups if len(groups) < 2 else [(math.inf, _plus_pairs(groups[0][1], groups[1][1]))]
 

@@ -49,9 +49,9 @@ def norm(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.
             x = lax.convert_element_type(x, np.float32)
             width, axis = _row_width(x.size)
             # Without the barrier, XLA squares before it reshapes, and the sum is ten times slower on a CPU.
-            rows = _in_rows(x, width) if on_tpu else lax.optimization_barrier(_in_rows(x, width))
+            rows = _padded_rows(x, width) if on_tpu else lax.optimization_barrier(_padded_rows(x, width))
             if scales is not None:
-                rows = rows * _in_rows(scales[number], width)
+                rows = rows * _padded_rows(scales[number], width)
             parts.append(lax.reduce_sum(lax.square(rows), (axis,)))
             roundings = max(roundings, rows.shape[axis])
     if not parts:
@@ -60,7 +60,7 @@ def norm(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.
         parts, roundings = [functools.reduce(lax.add, parts)], roundings + len(parts)
     sums = lax.concatenate(parts, 0) if len(parts) > 1 else parts[0]
     while sums.size > WIDTH:
-        sums = lax.reduce_sum(_in_rows(lax.optimization_barrier(sums), WIDTH), (1,))
+        sums = lax.reduce_sum(_padded_rows(lax.optimization_barrier(sums), WIDTH), (1,))
         roundings += WIDTH
     roundings += sums.size
     # The barrier also keeps XLA from joining the norms of all arrays, and what they are computed from, into one large
@@ -137,7 +137,7 @@ def _row_width(size: int) -> tuple[int, int]:
     return next((width for width in widths if size % width == 0), WIDTH), 1
 
 
-def _in_rows(x: jax.Array, width: int) -> jax.Array:
+def _padded_rows(x: jax.Array, width: int) -> jax.Array:
     """Reshapes `x` into rows, (n, width), padded with zeros."""
     missing = -x.size % width
     flat = lax.reshape(x, (x.size,))

@@ -240,9 +240,9 @@ def norm_of_pair(total: FloatPair) -> jax.Array:
     """The 2-norm of a `FloatPair`, as a float64 scalar."""
     parts = [jnp.zeros(1, jnp.float64)]
     for high, low in zip(*map(jax.tree.leaves, total), strict=True):
-        rows, rest = zip(*(_in_rows(x.reshape(-1), FIRST) for x in (high, low)), strict=True)
+        rows, rest = zip(*(_split_into_rows(x.reshape(-1), FIRST) for x in (high, low)), strict=True)
         # Barriers as in norms.py: rows before squares, for speed, and short sums, for precision.
-        sums, more = _in_rows(jnp.sum(_squares(*jax.lax.optimization_barrier(rows)), -1), SECOND)
+        sums, more = _split_into_rows(jnp.sum(_squares(*jax.lax.optimization_barrier(rows)), -1), SECOND)
         parts += [jnp.sum(jax.lax.optimization_barrier(sums), -1), more, _squares(*rest)]
     sums = jnp.concatenate(parts)
     while sums.size > NEXT:
@@ -251,7 +251,7 @@ def norm_of_pair(total: FloatPair) -> jax.Array:
     return jnp.sqrt(jnp.sum(jax.lax.optimization_barrier(sums)))
 
 
-def _in_rows(x: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+def _split_into_rows(x: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
     """Splits a vector into rows, (n, width), and the remaining elements."""
     whole = x.size - x.size % width
     return x[:whole].reshape(-1, width), x[whole:]

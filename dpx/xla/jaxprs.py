@@ -19,7 +19,7 @@ def inner_jaxprs(equation: core.JaxprEqn) -> Iterator[Any]:
             yield value
 
 
-def inner_bodies(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
+def open_jaxprs(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
     """`inner_jaxprs` without the constants that they close over."""
     return (getattr(each, "jaxpr", each) for each in inner_jaxprs(equation))
 
@@ -32,38 +32,38 @@ def equations(jaxpr: Any) -> Iterator[core.JaxprEqn]:
             yield from equations(body)
 
 
-def constants(jaxpr: Any) -> Iterator[Any]:
+def closure_arrays(jaxpr: Any) -> Iterator[Any]:
     """Yields the arrays that a jaxpr and its inner jaxprs close over, which its text does not show."""
     yield from getattr(jaxpr, "consts", ())
     for equation in jaxpr.eqns:
         yield from (v.val for v in equation.invars if isinstance(v, core.Literal) and np.ndim(v.val))
         for body in inner_jaxprs(equation):
-            yield from constants(body)
+            yield from closure_arrays(body)
 
 
 def identity_of_program(jaxpr: Any) -> tuple:
     """Returns what a jaxpr computes, as plain values that are equal for two traces of one function. Leaves out large
-    constants (see `constants`) and the values of keys."""
+    constants (see `closure_arrays`) and the values of keys."""
     jaxpr, places = getattr(jaxpr, "jaxpr", jaxpr), {}
 
     def operand(v: Any) -> Any:
         if isinstance(v, core.Literal):
-            return "literal", *type_of(v), _plain_value(v.val if np.ndim(v.val) == 0 else None)
+            return "literal", *type_of_variable(v), _plain_value(v.val if np.ndim(v.val) == 0 else None)
         return places.setdefault(v, len(places))
 
-    inputs = [(operand(v), *type_of(v)) for v in (*jaxpr.constvars, *jaxpr.invars)]
+    inputs = [(operand(v), *type_of_variable(v)) for v in (*jaxpr.constvars, *jaxpr.invars)]
     steps = [(identity_of_equation(e), *map(operand, (*e.invars, *e.outvars))) for e in jaxpr.eqns]
     return (*inputs, *steps, *map(operand, jaxpr.outvars))
 
 
 def identity_of_equation(equation: core.JaxprEqn) -> tuple:
     """Describes an equation by plain values, without the names of its variables and of the function that it calls."""
-    types = tuple(type_of(v) for v in (*equation.invars, *equation.outvars))
+    types = tuple(type_of_variable(v) for v in (*equation.invars, *equation.outvars))
     params = {name: value for name, value in equation.params.items() if name != "name"}
     return equation.primitive.name, types, _plain_value(params)
 
 
-def type_of(variable: Any) -> tuple:
+def type_of_variable(variable: Any) -> tuple:
     """The dtype and shape of a variable, and whether its dtype is weak."""
     aval = variable.aval
     return (
@@ -118,7 +118,7 @@ def constants_and_carry_of_scan(params: dict[str, Any]) -> tuple[int, int]:
     return constants, carried
 
 
-def evaluate(jaxpr: core.Jaxpr, constants, arguments, results: Callable) -> list[jax.Array]:
+def evaluate_jaxpr(jaxpr: core.Jaxpr, constants, arguments, results: Callable) -> list[jax.Array]:
     """Evaluates a jaxpr. results: (equation, operands) -> the outputs of the equation."""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True))
 
@@ -152,13 +152,13 @@ def replace_equations(function: Callable, changes: Callable[[core.JaxprEqn], boo
         jaxpr, constants = getattr(value, "jaxpr", value), getattr(value, "consts", ())
         avals: list[Any] = [variable.aval for variable in jaxpr.invars]
         inputs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
-        made = jax.make_jaxpr(lambda *given: evaluate(jaxpr, constants, given, outputs))(*inputs)
+        made = jax.make_jaxpr(lambda *given: evaluate_jaxpr(jaxpr, constants, given, outputs))(*inputs)
         return made if isinstance(value, core.ClosedJaxpr) else made.jaxpr
 
     def changed(*arguments):
         # A new function, because for the same one JAX may return an earlier jaxpr that closes over earlier values.
         closed, shapes = jax.make_jaxpr(lambda *given: function(*given), return_shape=True)(*arguments)
-        made = evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(arguments), outputs)
+        made = evaluate_jaxpr(closed.jaxpr, closed.consts, jax.tree.leaves(arguments), outputs)
         return jax.tree.unflatten(jax.tree.structure(shapes), made)
 
     return changed
@@ -218,7 +218,7 @@ def _marks_after_equation(equation: core.JaxprEqn, inputs: list[int], visit: Vis
             params["jaxpr"], inputs[:constants], inputs[constants:carried], inputs[carried:], visit
         ), 0
     called, outputs = params.get("jaxpr", params.get("call_jaxpr")), [join_marks(inputs)] * len(equation.outvars)
-    for body in inner_bodies(equation):
+    for body in open_jaxprs(equation):
         if len(body.invars) == len(inputs):
             found = propagate_marks(body, inputs, visit)
             outputs = found if body is getattr(called, "jaxpr", called) else outputs

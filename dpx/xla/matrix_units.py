@@ -83,7 +83,7 @@ class MatrixUnit:
     rounding_factor: float = 1.0
 
     @property
-    def rounds(self) -> bool:
+    def rounds_operands(self) -> bool:
         """Whether this unit multiplies exactly only operands that were rounded before."""
         return self.fraction < FLOAT32_FRACTION
 
@@ -91,11 +91,11 @@ class MatrixUnit:
         """Rounds `x`, of any real dtype, to the nearest float32 values that this unit multiplies exactly."""
         bfloat16, x = x.dtype == jnp.bfloat16, x.astype(jnp.float32)
         # XLA keeps a reduce_precision, but removes two conversions that undo each other.
-        return x if bfloat16 or not self.rounds else lax.reduce_precision(x, 8, self.fraction)
+        return x if bfloat16 or not self.rounds_operands else lax.reduce_precision(x, 8, self.fraction)
 
     def round_to_store(self, x: jax.Array) -> jax.Array:
         """Returns integers as they are, and other real arrays rounded, in the smallest dtype that holds the result."""
-        if not self.rounds or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == jnp.bfloat16:
+        if not self.rounds_operands or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == jnp.bfloat16:
             return x
         return self.round_operand(x).astype(jnp.bfloat16 if self.fraction == 7 else jnp.float32)
 
@@ -105,7 +105,7 @@ class MatrixUnit:
 
     def truncate_operand(self, x: jax.Array) -> jax.Array:
         """Truncates `x`, float32 (...), toward 0 to values that this unit multiplies exactly."""
-        if not self.rounds:
+        if not self.rounds_operands:
             return x
         kept = np.uint32(2**32 - 2 ** (FLOAT32_FRACTION - self.fraction))
         return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) & kept, jnp.float32)

@@ -37,7 +37,7 @@ class Place:
     memory: int | None | Literal["own"] = "own"
 
     @property
-    def unit(self) -> MatrixUnit:
+    def matrix_unit(self) -> MatrixUnit:
         """The unit that multiplies matrices there."""
         return matrix_unit_of(self.platform)
 
@@ -70,7 +70,8 @@ def tracing_for_place(**changes: Any) -> contextlib.AbstractContextManager[None]
 def full_precision() -> contextlib.AbstractContextManager[None]:
     """A context in which matrix units compute float32 products, for programs that are compared with each other: GPU
     kernels that round differ from program to program, by up to 1e-3 of a gradient."""
-    return jax.default_matmul_precision("highest") if current_place().unit.rounds else contextlib.nullcontext()
+    rounds = current_place().matrix_unit.rounds_operands
+    return jax.default_matmul_precision("highest") if rounds else contextlib.nullcontext()
 
 
 def float64(what: str) -> contextlib.AbstractContextManager[None]:
@@ -114,14 +115,14 @@ def refuse_to_compile_for_tpu(x: jax.Array) -> jax.Array:
 
 def require_exact_math() -> None:
     """Raises ValueError if the environment makes XLA compile with fast math for a CPU, and the place is one."""
-    if current_place().platform == "cpu" and fast_math(os.environ.get("XLA_FLAGS", "")):
+    if current_place().platform == "cpu" and has_fast_math_flag(os.environ.get("XLA_FLAGS", "")):
         raise ValueError(
             "XLA_FLAGS must not have xla_cpu_enable_fast_math=true: XLA then removes the second float32 number of a "
             "sum, so an example can move it by more than the cost counts (docs/exact.md). Leave this flag out"
         )
 
 
-def fast_math(flags: str) -> bool:
+def has_fast_math_flag(flags: str) -> bool:
     """Whether these XLA_FLAGS turn on fast math on a CPU; the last of several counts."""
     on = False
     for flag in flags.split():

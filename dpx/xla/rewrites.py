@@ -30,7 +30,14 @@ from jax import lax
 from jax.extend import core
 
 from dpx.values import Tree
-from dpx.xla.jaxprs import bind_equation, constants_and_carry_of_scan, convolves, equations, evaluate, replace_equations
+from dpx.xla.jaxprs import (
+    bind_equation,
+    constants_and_carry_of_scan,
+    convolves,
+    equations,
+    evaluate_jaxpr,
+    replace_equations,
+)
 from dpx.xla.place import current_place
 
 FEWEST, MOST_PER_OUTPUT = 4, 32  # numbers of positions for which the fast kernel saves more than the transpose takes
@@ -53,12 +60,12 @@ def with_fast_products(function: Callable) -> Callable:
     """Gives `function` of pytrees of arrays, such as the gradients of a batch under `jax.vmap`, fast products."""
     made: dict[int, tuple] = {}  # for each product: itself, so that no other array gets its id, and how to compute it
 
-    def product(equation, operands, turns: int) -> list[jax.Array]:
+    def product_after_transposes(equation, operands, turns: int) -> list[jax.Array]:
         """A^T B as it is, after one turn B^T A, and after two the original equation: [(..., I, O)] or [(..., O, I)]."""
         ((axes, others), (batch, batches)) = equation.params["dimension_numbers"]
         if turns == 2:  # XLA has already transposed the first matrix
             return bind_equation(equation, operands, equation.params)
-        a, b = (_in_order(*of) for of in zip(operands, (batch, batches), (axes, others), strict=True))
+        a, b = (_merge_position_axes(*of) for of in zip(operands, (batch, batches), (axes, others), strict=True))
         first, second = (a, b) if turns == 0 else (b, a)
         how = equation.params["precision"], equation.params["preferred_element_type"]
         result = sum_of_outer_products(first, second, *how)
@@ -67,12 +74,12 @@ def with_fast_products(function: Callable) -> Callable:
 
     def results(equation, operands):
         if _adds_outer_products(equation):
-            return product(equation, operands, 0)
+            return product_after_transposes(equation, operands, 0)
         if equation.primitive.name == "transpose" and id(operands[0]) in made:
             _, of, factors, turns = made[id(operands[0])]
             count = operands[0].ndim
             if equation.params["permutation"] == (*range(count - 2), count - 1, count - 2):
-                return product(of, factors, turns + 1)
+                return product_after_transposes(of, factors, turns + 1)
         return None
 
     return replace_equations(function, _adds_outer_products, results)
@@ -101,7 +108,7 @@ def _adds_outer_products(equation: core.JaxprEqn) -> bool:
     return bool(batch and axes) and has_rows_last(*of_a) and has_rows_last(*of_b)
 
 
-def _in_order(x: jax.Array, batch: tuple[int, ...], positions: tuple[int, ...]) -> jax.Array:
+def _merge_position_axes(x: jax.Array, batch: tuple[int, ...], positions: tuple[int, ...]) -> jax.Array:
     """Reshapes a batch of matrices, whose positions may be several axes, to (..., T, last axis)."""
     x = x.transpose(*batch, *positions, x.ndim - 1)
     return x.reshape(*x.shape[: len(batch)], -1, x.shape[-1])
@@ -118,7 +125,7 @@ def with_reordered_convolutions(closed: core.ClosedJaxpr) -> Callable:
             return jax.jit(with_reordered_convolutions(params["jaxpr"]))(*operands)
         return bind_equation(equation, operands, params)
 
-    return lambda *arguments: evaluate(closed.jaxpr, closed.consts, arguments, results)
+    return lambda *arguments: evaluate_jaxpr(closed.jaxpr, closed.consts, arguments, results)
 
 
 def _convolution_in_fast_order(data: jax.Array, kernel: jax.Array, *, dimension_numbers, **params) -> jax.Array:
@@ -132,7 +139,7 @@ def _convolution_in_fast_order(data: jax.Array, kernel: jax.Array, *, dimension_
     return made.transpose(np.argsort(order))
 
 
-def stacking_unfilled(function: Callable[[Tree], Tree]) -> Callable[[Tree], Tree]:
+def with_uninitialized_stacks(function: Callable[[Tree], Tree]) -> Callable[[Tree], Tree]:
     """Makes the outer backward scans of `function` stack into uninitialized memory."""
 
     def results(equation, operands):

@@ -64,7 +64,7 @@ def may_mix_rows(jaxpr: Any, *, tangents: bool = True) -> bool:
             return groups > 1 or _rows_are_sharded()
         if name == "custom_jvp_call":  # such as jax.nn.relu: look at its own derivative
             return tangents and _may_mix_tangents(equation)
-        return _needs_turns(equation) or name.startswith("custom_vjp_call")  # its derivative may hold anything
+        return _needs_row_loop(equation) or name.startswith("custom_vjp_call")  # its derivative may hold anything
 
     return any(map(may_mix, equations(jaxpr)))
 
@@ -87,7 +87,7 @@ def _may_join_groups(equation: core.JaxprEqn) -> bool:
     return any(str(aval.dtype) not in GROUPS_APART for aval in avals)
 
 
-def _needs_turns(equation: core.JaxprEqn) -> bool:
+def _needs_row_loop(equation: core.JaxprEqn) -> bool:
     """Whether an equation must be computed for one row after another."""
     return loops_until_all_converge(equation) or _may_join_groups(equation) or _draws_from_first_key(equation)
 
@@ -120,7 +120,7 @@ def _may_mix_tangents(equation: core.JaxprEqn) -> bool:
 def _rewritten_apart(equation: core.JaxprEqn, operands: list) -> list[jax.Array] | None:
     if equation.primitive.name == "conv_general_dilated" and not _may_join_groups(equation):
         return [_convolution_apart(*operands, **equation.params)]
-    if _needs_turns(equation):
+    if _needs_row_loop(equation):
         in_turn = jax.custom_batching.sequential_vmap(
             lambda *given: bind_equation(equation, list(given), equation.params)
         )
@@ -130,7 +130,8 @@ def _rewritten_apart(equation: core.JaxprEqn, operands: list) -> list[jax.Array]
 
 def _mixes_rows(equation: core.JaxprEqn) -> bool:
     convolves = equation.primitive.name == "conv_general_dilated"
-    return _needs_turns(equation) or (convolves and (equation.params["batch_group_count"] > 1 or _rows_are_sharded()))
+    joins = convolves and (equation.params["batch_group_count"] > 1 or _rows_are_sharded())
+    return _needs_row_loop(equation) or joins
 
 
 def _convolution_apart(data: jax.Array, kernel: jax.Array, **params) -> jax.Array:
@@ -141,13 +142,13 @@ def _convolution_apart(data: jax.Array, kernel: jax.Array, **params) -> jax.Arra
 
     @batched.def_vmap
     def convolve_rows(_, mapped, data, kernel):
-        of_row = functools.partial(_features_in_front, convolve) if mapped[1] else convolve
+        of_row = functools.partial(_convolve_features_first, convolve) if mapped[1] else convolve
         return jax.vmap(of_row, [0 if each else None for each in mapped])(data, kernel), True
 
     return batched(data, kernel)
 
 
-def _features_in_front(convolve: functools.partial, data: jax.Array, kernel: jax.Array) -> jax.Array:
+def _convolve_features_first(convolve: functools.partial, data: jax.Array, kernel: jax.Array) -> jax.Array:
     """Computes `convolve(data, kernel)` with the axes of batch and features before the spatial ones."""
     of_data, of_kernel, of_result = convolve.keywords["dimension_numbers"]
     numbers = lax.ConvDimensionNumbers(*[tuple(range(data.ndim))] * 3)

@@ -33,7 +33,7 @@ from dpx.mechanism import Mechanism, require_mechanism
 from dpx.mechanism.guards import require_key_used
 from dpx.sampling.data import batch_size
 from dpx.values import Tree, described, explain_misuse, require_function, require_whole
-from dpx.xla.jaxprs import constants, identity_of_program, join_marks, propagate_marks
+from dpx.xla.jaxprs import closure_arrays, identity_of_program, join_marks, propagate_marks
 from dpx.xla.place import full_precision
 
 Outcome = Literal["pass", "fail", "not checked"]
@@ -309,7 +309,9 @@ def require_equal_jaxprs(first: core.ClosedJaxpr, second: core.ClosedJaxpr) -> N
 
 def _same_constants(first, second) -> bool:
     """Whether the constants are bitwise equal, including those in functions that a program calls."""
-    words = ([np.asarray(c).tobytes() for c in inputs.keys_as_bits([*constants(closed)])] for closed in (first, second))
+    words = (
+        [np.asarray(c).tobytes() for c in inputs.keys_as_bits([*closure_arrays(closed)])] for closed in (first, second)
+    )
     return [*next(words)] == [*next(words)]
 
 

@@ -23,7 +23,7 @@ from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch
 from dpx.sampling.data import batch_size
 from dpx.schedules import values_over
-from dpx.sums.clipped_sum import LARGEST, in_range, sum_contributions, sum_over_microbatches
+from dpx.sums.clipped_sum import LARGEST, norms_in_range, sum_contributions, sum_over_microbatches
 from dpx.sums.rounding import as_pair
 from dpx.values import Tree, leaf_path, list_first_few
 from dpx.xla.jaxprs import equations
@@ -83,7 +83,7 @@ def measure_row_gradients(
             sums, norms = sum_contributions(mechanism, grads, state, included)
             shares = jax.vmap(contributions)(grads) / jnp.where(some == 0, jnp.inf, some)[None]
             sizes = jax.vmap(lambda grad: _largest_of_leaves(grad, flags))(grads)
-            counts = included & in_range(norms)
+            counts = included & norms_in_range(norms)
             of_each = losses, jax.vmap(optax.tree.norm)(norms), counts, jnp.max(shares, axis=1, initial=0), sizes
             return sums[0], of_each
 

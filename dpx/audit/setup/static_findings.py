@@ -229,7 +229,7 @@ def trace_or_finding(loss: Callable, params: Tree, example: Tree) -> core.Closed
 def find_closed_over_arrays(closed: core.ClosedJaxpr, example: Tree, rows: int, examples: int) -> Finding:
     """Finds arrays in the loss's closure that may be training data. rows: batch size. examples: dataset size."""
     shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(example)}
-    found = [(jnp.shape(array), _bytes_of(array)) for array in jaxprs.constants(closed)]
+    found = [(jnp.shape(array), _bytes_of(array)) for array in jaxprs.closure_arrays(closed)]
     suspects = [shape for shape, _ in found if _may_hold_data(shape, shapes, rows, examples)]
     size = sum(size for _, size in found)
     numbers = {"arrays": len(found), "bytes": size, "suspects": len(suspects)}
@@ -329,7 +329,7 @@ def _unread_averages(jaxpr: core.Jaxpr, wanted: list[bool]) -> Iterator[core.Jax
             needed |= {v for v in operands if not (begins and averaged(v) & set(operands))}
         if equation.primitive.name == "add" and not any(reached) and abs(sum(map(share, operands)) - 1) < 1e-3:
             yield equation
-        for body in jaxprs.inner_bodies(equation):
+        for body in jaxprs.open_jaxprs(equation):
             alike = len(body.outvars) == len(reached)
             yield from _unread_averages(body, reached if alike else [True] * len(body.outvars))
 

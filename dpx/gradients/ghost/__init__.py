@@ -20,9 +20,9 @@ cotangent of a layer, or an input whose cotangent is not 0, is above 2^63, even 
 
 from dpx.gradients.ghost.engine import sum_by_plan as sum_by_plan
 from dpx.gradients.ghost.hooks import second_pass_leaves as second_pass_leaves
-from dpx.gradients.ghost.plan import Explanation as Explanation
-from dpx.gradients.ghost.plan import ForwardPlan as ForwardPlan
+from dpx.gradients.ghost.plan import ForwardModePlan as ForwardModePlan
 from dpx.gradients.ghost.plan import GhostPlan as GhostPlan
-from dpx.gradients.ghost.plan import explain as explain
+from dpx.gradients.ghost.plan import NormExplanation as NormExplanation
+from dpx.gradients.ghost.plan import explain_plan as explain_plan
 from dpx.gradients.ghost.plan import make_ghost_plan as make_ghost_plan
 from dpx.gradients.ghost.trace import trace_loss as trace_loss

@@ -18,7 +18,8 @@ import numpy as np
 from dpx.gradients.ghost import norms, weighted_sums
 from dpx.gradients.ghost.norms import (
     TINY,
-    Products,
+    BoundedProducts,
+    Matrices,
     bound_inner_products,
     error_of_inner_products,
     inner_products,
@@ -30,8 +31,6 @@ from dpx.gradients.ghost.norms import (
 from dpx.gradients.ghost.rules import Site
 from dpx.sums.clipped_sum import repeat_to_shape, weighted_sum
 from dpx.xla.place import current_place
-
-Matrices = list[tuple[jax.Array, jax.Array]]  # A and B of every use, or of every group of uses
 
 
 class ElementOverlap(enum.Enum):
@@ -45,7 +44,7 @@ class ElementOverlap(enum.Enum):
 class UseGroup(NamedTuple):
     """Uses whose A^T B hold a parameter's elements in the same order, so they count as one use with more positions.
 
-    sites: the indices of the uses in `Uses.sites`. sizes: (K, T, I, O), as in a `Site`, with the sum of their T
+    sites: indices of `ParameterUses.sites`. sizes: (K, T, I, O), as in a `Site`, with the sum of their T
     lookup: bool, True if the uses look up rows of the parameter
     """
 
@@ -73,11 +72,11 @@ class ElementSharing(NamedTuple):
 
 def find_element_sharing(sites: tuple[Site, ...], shape: tuple[int, ...]) -> ElementSharing | str:
     """How the uses of a parameter of this shape see its elements, or why it cannot be followed."""
-    seen = _Elements(sites, shape)
+    seen = _ElementsByUse(sites, shape)
     by_view: list[list[int]] = []
     for number, site in enumerate(sites):
         alike = (numbers for numbers in by_view if sites[numbers[0]].lookup == site.lookup)
-        group = next((numbers for numbers in alike if seen.equal(numbers[0], number)), None)
+        group = next((numbers for numbers in alike if seen.see_same_order(numbers[0], number)), None)
         if group is None:
             by_view.append(group := [])
         group.append(number)
@@ -95,7 +94,7 @@ def find_element_sharing(sites: tuple[Site, ...], shape: tuple[int, ...]) -> Ele
     return ElementSharing(tuple(use_groups), relations)
 
 
-class _Elements:
+class _ElementsByUse:
     """The elements of a parameter of this shape as its uses see them, in the order of A^T B."""
 
     def __init__(self, sites: tuple[Site, ...], shape: tuple[int, ...]):
@@ -110,16 +109,16 @@ class _Elements:
     def numbers(self) -> list[np.ndarray]:
         return self.seen(np.arange(math.prod(self.shape), dtype=np.int32).reshape(self.shape))
 
-    def equal(self, i: int, j: int, axes: tuple[int, ...] = (0, 1, 2)) -> bool:
+    def see_same_order(self, i: int, j: int, axes: tuple[int, ...] = (0, 1, 2)) -> bool:
         """Whether use i sees the elements in the same order as use j with its axes permuted to `axes`."""
         if self.views[i].__array_interface__ == self.views[j].transpose(axes).__array_interface__:
             return True
         return np.array_equal(self.numbers[i], self.numbers[j].transpose(axes))
 
     def element_overlap(self, i: int, j: int) -> ElementOverlap | None:
-        if self.equal(i, j):
+        if self.see_same_order(i, j):
             return ElementOverlap.SAME
-        if self.equal(i, j, (0, 2, 1)):
+        if self.see_same_order(i, j, (0, 2, 1)):
             return ElementOverlap.TRANSPOSED
         return ElementOverlap.DISJOINT if np.intersect1d(self.numbers[i], self.numbers[j]).size == 0 else None
 
@@ -140,9 +139,9 @@ def gram_flops(sharing: ElementSharing) -> float:
 
 def _norm_of_uses(sharing: ElementSharing, matrices: Matrices, positions: list[int]) -> jax.Array:
     """|sum_u A_u^T B_u| for one example, float32 (), with bounds on rounding as in `norms.gram_norm`. matrices: A_u and
-    B_u of every use, from `Site.matrices`. positions: as in `Uses`."""
+    B_u of every use, from `Site.matrices`. positions: as in `ParameterUses`."""
     sides, size = _group_matrices(sharing, matrices), jnp.float32(1)
-    if not current_place().unit.rounds:
+    if not current_place().matrix_unit.rounds_operands:
         sides, size = _rescaled_matrices(sharing, sides)
     add = functools.partial(sum_upper_bound, more=len(sides) ** 2)
     measured = [[(x, _products_among_rows(x)) for x in side] for side in sides]
@@ -157,18 +156,20 @@ def _norm_of_uses(sharing: ElementSharing, matrices: Matrices, positions: list[i
     return size * norm_with_sum_error(squared, lengths, *positions)
 
 
-def _products_among_rows(x: jax.Array) -> Products:
+def _products_among_rows(x: jax.Array) -> BoundedProducts:
     """The inner products of rows with each other; `_gram` says what rows are. Those of indices are exact."""
     if x.ndim > 1:
         return bound_inner_products(_gram(x, x), x)
     ones = jnp.ones((1, len(x)), jnp.float32)
-    return Products(_gram(x, x), (ones, ones), 0.0)
+    return BoundedProducts(_gram(x, x), (ones, ones), 0.0)
 
 
-def _products_between_rows(left: jax.Array, of_left: Products, right: jax.Array, of_right: Products) -> Products:
+def _products_between_rows(
+    left: jax.Array, of_left: BoundedProducts, right: jax.Array, of_right: BoundedProducts
+) -> BoundedProducts:
     """The inner products of rows with other rows. One with a one-hot row picks a single number, which is exact."""
     error = error_of_inner_products(left, right) if left.ndim == right.ndim > 1 else 0.0
-    return Products(_gram(left, right), (of_left.lengths[0], of_right.lengths[0]), error)
+    return BoundedProducts(_gram(left, right), (of_left.lengths[0], of_right.lengths[0]), error)
 
 
 def _group_matrices(sharing: ElementSharing, matrices: Matrices) -> Matrices:
@@ -183,7 +184,7 @@ def _group_matrices(sharing: ElementSharing, matrices: Matrices) -> Matrices:
 
 
 def _rescaled_matrices(sharing: ElementSharing, sides: Matrices):
-    """A and B of every group, divided by a common size as in `norms.rescale_factors`, and this size, float32 ()."""
+    """A and B of every group, divided by a common size as in `norms.rescale_matrix_pair`, and this size, float32 ()."""
     measured = []
     for group, (a, b) in zip(sharing.use_groups, sides, strict=True):
         b, size = split_off_scale(b)
@@ -226,7 +227,7 @@ MOST_UNROUNDED = 2**22  # elements, 16 MiB, that fit a TPU's fast memory, where 
 SMALL_TABLE = 2**20  # bytes; for smaller tables, the kernels of `tied_gradients` are slower than the backward pass
 
 
-class Uses(NamedTuple):
+class ParameterUses(NamedTuple):
     """Where the loss uses a parameter, or each of several equal slices of it.
 
     sites: one for each use; empty if the parameter is not followed. slices: int, the number of slices, which are
@@ -240,28 +241,28 @@ class Uses(NamedTuple):
     shape: tuple[int, ...] = ()
 
     @property
-    def groups(self) -> list[tuple[int, ...]]:
+    def site_groups(self) -> list[tuple[int, ...]]:
         """The indices of `sites`, grouped by the order in which A^T B holds the parameter's elements."""
         return [group.sites for group in self.sharing.use_groups] if self.sharing else [(0,)]
 
     @property
-    def positions(self) -> list[int]:
+    def position_counts(self) -> list[int]:
         """The number of positions in each of the sums that add up to the gradient; a group's lookups form one sum."""
         found = []
-        for numbers in self.groups:
+        for numbers in self.site_groups:
             counts = [self.sites[number].sizes[1] for number in numbers]
             found += [sum(counts)] if self.sites[numbers[0]].lookup else counts
         return found
 
     @property
-    def positions_together(self) -> int:
+    def positions_compared(self) -> int:
         """How many positions Gram matrices compare. Lookups, whose rows are one-hot, count separately."""
         return max(sum(site.sizes[1] for site in self.sites if site.lookup == lookup) for lookup in (False, True))
 
     @property
     def has_few_positions(self) -> bool:
         """Whether there are so few positions that bounds on rounding hardly raise the norm from Gram matrices."""
-        return self.positions_together <= norms.MOST_POSITIONS
+        return self.positions_compared <= norms.MOST_POSITIONS
 
     @property
     def tied_table_sites(self) -> tuple[tuple[int, ...], int, bool] | None:
@@ -283,13 +284,13 @@ class Uses(NamedTuple):
 
 
 # [(inputs, cotangents) for each site], or the gradients, float32, if there are no sites; the B examples are on axis 0.
-Captured = Any
+Records = Any
 
 
 class NormAlgorithm(NamedTuple):
     """How to compute, for one parameter, the norms of its per-example gradients and their sum with clip factors.
 
-    words: for `explain`
+    words: for `explain_plan`
     cost: (uses, scaled) -> operations for one example, norm and sum; None if this algorithm does not apply. scaled:
         bool, whether the mechanism scales the coordinates of the parameter
     norm: (uses, scale, records) -> (gradients, norms) of B examples. scale: float32, of the parameter's shape, or None.
@@ -303,14 +304,14 @@ class NormAlgorithm(NamedTuple):
     """
 
     words: str
-    cost: Callable[[Uses, bool], float | None]
-    norm: Callable[[Uses, jax.Array | None, Captured], tuple[Any, jax.Array]]
-    weighted_sum: Callable[[Uses, tuple[int, ...], Captured, jax.Array], jax.Array]
+    cost: Callable[[ParameterUses, bool], float | None]
+    norm: Callable[[ParameterUses, jax.Array | None, Records], tuple[Any, jax.Array]]
+    weighted_sum: Callable[[ParameterUses, tuple[int, ...], Records, jax.Array], jax.Array]
     keeps_gradients: bool = False
-    increase: Callable[[Uses], float] = lambda uses: 0.0
+    increase: Callable[[ParameterUses], float] = lambda uses: 0.0
 
 
-def _outer_cost(uses: Uses, scaled: bool) -> float | None:
+def _outer_cost(uses: ParameterUses, scaled: bool) -> float | None:
     site = _only_dense_site(uses)
     if site is None or site.sizes[1] != 1:
         return None
@@ -318,13 +319,13 @@ def _outer_cost(uses: Uses, scaled: bool) -> float | None:
     return _product_flops(site) + (_parameter_size(site) if scaled else groups * (fan_in + fan_out)) * 2.0
 
 
-def _outer_norm(uses: Uses, scale: jax.Array | None, records: Captured):
+def _outer_norm(uses: ParameterUses, scale: jax.Array | None, records: Records):
     (site,), (record,) = uses.sites, records
     scale = None if scale is None else site.arrange(scale)
     return None, jax.vmap(lambda inputs, dy: norms.outer_norm(*site.matrices(inputs, dy), scale=scale))(*record)
 
 
-def _gram_cost(uses: Uses, scaled: bool) -> float | None:
+def _gram_cost(uses: ParameterUses, scaled: bool) -> float | None:
     site = _only_dense_site(uses)
     if site is None or scaled or not uses.has_few_positions:
         return None
@@ -335,17 +336,17 @@ def _gram_cost(uses: Uses, scaled: bool) -> float | None:
     return operations + OPERATIONS_PER_BYTE * bytes_written + _product_flops(site) + _if_on_cpu(OPERATIONS_PER_TURN)
 
 
-def _gram_norm(uses: Uses, scale: jax.Array | None, records: Captured):
+def _gram_norm(uses: ParameterUses, scale: jax.Array | None, records: Records):
     (site,), (record,) = uses.sites, records  # no scale: see the cost
     return None, jax.vmap(lambda inputs, dy: norms.gram_norm(*site.matrices(inputs, dy)))(*record)
 
 
-def _gram_increase(uses: Uses) -> float:
+def _gram_increase(uses: ParameterUses) -> float:
     widest = max(size for site in uses.sites for size in site.sizes[3 if site.lookup else 2 :])
-    return norms.share_raised_by_rounding(widest, uses.positions_together) + norms.sum_error(*uses.positions)
+    return norms.share_raised_by_rounding(widest, uses.positions_compared) + norms.sum_error(*uses.position_counts)
 
 
-def _product_cost(uses: Uses, scaled: bool) -> float | None:
+def _product_cost(uses: ParameterUses, scaled: bool) -> float | None:
     site = _only_dense_site(uses)
     if site is None or not (site.expands or site.sizes[1] > 1):
         return None
@@ -353,15 +354,15 @@ def _product_cost(uses: Uses, scaled: bool) -> float | None:
     return _product_flops(site) + _gradient_memory_cost(site, uses.slices) + products
 
 
-def kept_gradients(uses: Uses, records: Captured) -> jax.Array:
+def kept_gradients(uses: ParameterUses, records: Records) -> jax.Array:
     """The gradients, (B, K, I, O), that norms and sums read."""
     (site,), (record,) = uses.sites, records
     products = site.products(*record)
     few = uses.slices == 1 and products.size <= MOST_UNROUNDED and current_place().platform == "tpu"
-    return products if few else current_place().unit.round_gradient(products)
+    return products if few else current_place().matrix_unit.round_gradient(products)
 
 
-def _product_norm(uses: Uses, scale: jax.Array | None, records: Captured):
+def _product_norm(uses: ParameterUses, scale: jax.Array | None, records: Records):
     taken = isinstance(records, jax.Array)  # whether a hook has taken the gradients
     grads = records if taken else jax.lax.optimization_barrier(kept_gradients(uses, records))  # norm and sum read these
     # The barrier makes XLA rearrange the scale once instead of once for every example.
@@ -369,12 +370,12 @@ def _product_norm(uses: Uses, scale: jax.Array | None, records: Captured):
     return None if taken else grads, _scaled_gradient_norms(grads, scale)
 
 
-def _product_sum(uses: Uses, shape: tuple[int, ...], records: jax.Array, factors: jax.Array) -> jax.Array:
+def _product_sum(uses: ParameterUses, shape: tuple[int, ...], records: jax.Array, factors: jax.Array) -> jax.Array:
     total = weighted_sum(factors, records, apart=True)
-    return weighted_sums.transpose(uses.sites[0].arrange, shape, total)
+    return weighted_sums.apply_transpose(uses.sites[0].arrange, shape, total)
 
 
-def _norm_by_rows_cost(uses: Uses, scaled: bool) -> float | None:
+def _norm_by_rows_cost(uses: ParameterUses, scaled: bool) -> float | None:
     if not uses.are_one_lookup:
         return None
     positions, numbers = (sum(site.sizes[1] * by for site in uses.sites) for by in (1, uses.sites[0].sizes[3]))
@@ -386,7 +387,7 @@ def _rows_are_distinct(sites: tuple[Site, ...]) -> bool:
     return len(sites) == 1 and sites[0].distinct
 
 
-def _gradient_rows_of_lookups(sites: tuple[Site, ...], records: Captured) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _gradient_rows_of_lookups(sites: tuple[Site, ...], records: Records) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The indices of one group of lookups, int32 (B, T), and the results of `norms.gradient_rows_of_lookup`."""
 
     def of_one_example(record):
@@ -397,18 +398,18 @@ def _gradient_rows_of_lookups(sites: tuple[Site, ...], records: Captured) -> tup
     return jax.vmap(of_one_example)(records)
 
 
-def _norm_by_rows(uses: Uses, scale: jax.Array | None, records: Captured):
+def _norm_by_rows(uses: ParameterUses, scale: jax.Array | None, records: Records):
     indices, rows, inside = _gradient_rows_of_lookups(uses.sites, records)
     rows = jax.lax.optimization_barrier(rows)
     of_rows = 1 if scale is None else uses.sites[0].arrange(scale)[0][jnp.maximum(indices, 0)]
     return (indices, rows), jnp.where(inside, _scaled_gradient_norms(rows * of_rows, None), jnp.inf)
 
 
-def _rows_sum(uses: Uses, shape: tuple[int, ...], records: Any, factors: jax.Array) -> jax.Array:
+def _rows_sum(uses: ParameterUses, shape: tuple[int, ...], records: Any, factors: jax.Array) -> jax.Array:
     return weighted_sums.sum_of_table_rows(uses.sites[0], shape, records, factors)
 
 
-def _tied_cost(uses: Uses, scaled: bool) -> float | None:
+def _tied_cost(uses: ParameterUses, scaled: bool) -> float | None:
     if scaled or not uses.tied_table_sites or current_place().platform != "tpu":
         return None
     product = uses.sites[uses.tied_table_sites[1]]
@@ -417,12 +418,12 @@ def _tied_cost(uses: Uses, scaled: bool) -> float | None:
     return sum(map(gradient_flops, uses.sites)) + _gradient_memory_cost(product, uses.slices)
 
 
-def tied_gradients(uses: Uses, records: Captured) -> jax.Array:
+def tied_gradients(uses: ParameterUses, records: Records) -> jax.Array:
     """The gradients, (B, V', D), of a table of V rows in a TPU's memory. Norm and sum read only these, so nothing else
     is rounded. Zeros after the rows make V' a multiple of TILE. So all examples form one array of rows without a copy,
     and the rows that each example looked up are added to its part of it. On several devices, tables stay separate."""
     assert uses.tied_table_sites
-    (lookups, number, transposed), unit = uses.tied_table_sites, current_place().unit
+    (lookups, number, transposed), unit = uses.tied_table_sites, current_place().matrix_unit
     of_product = jax.vmap(uses.sites[number].matrices)(*records[number])
     rows, columns = (x[:, 0] for x in (of_product[::-1] if transposed else of_product))
     count = -(-rows.shape[-1] // TILE) * TILE
@@ -449,41 +450,42 @@ def tied_gradients(uses: Uses, records: Captured) -> jax.Array:
     return with_lookups(of_all, place, found).reshape(tables.shape)
 
 
-def _tied_sum(uses: Uses, shape: tuple[int, ...], records: jax.Array, factors: jax.Array) -> jax.Array:
+def _tied_sum(uses: ParameterUses, shape: tuple[int, ...], records: jax.Array, factors: jax.Array) -> jax.Array:
     assert uses.tied_table_sites
     site = uses.sites[uses.tied_table_sites[0][0]]
     # Without the barrier, XLA drops the padding inside the sum, which then takes 3 kernels and 2.7 times the cycles.
     total = jax.lax.optimization_barrier(weighted_sum(factors, records, apart=True))[: site.sizes[2]]
-    return weighted_sums.transpose(site.arrange, shape, total[None])
+    return weighted_sums.apply_transpose(site.arrange, shape, total[None])
 
 
-def _shared_cost(uses: Uses, scaled: bool) -> float | None:
+def _shared_cost(uses: ParameterUses, scaled: bool) -> float | None:
     if uses.sharing is None or scaled or uses.are_one_lookup or not uses.has_few_positions:
         return None
     operations = gram_flops(uses.sharing) * GRAM_SLOWDOWN + sum(map(gradient_flops, uses.sites))
     return operations + _if_on_cpu(OPERATIONS_PER_TURN)
 
 
-def _shared_norm(uses: Uses, scale: jax.Array | None, records: Captured):
+def _shared_norm(uses: ParameterUses, scale: jax.Array | None, records: Records):
     def of_one_example(record):
         assert uses.sharing is not None  # and no scale: see the cost
         matrices = [site.matrices(*row) for site, row in zip(uses.sites, record, strict=True)]
-        return _norm_of_uses(uses.sharing, matrices, uses.positions)
+        return _norm_of_uses(uses.sharing, matrices, uses.position_counts)
 
     return None, jax.vmap(of_one_example)(records)
 
 
-def _recomputation_cost(uses: Uses, scaled: bool) -> float | None:
+def _recomputation_cost(uses: ParameterUses, scaled: bool) -> float | None:
     if scaled or uses.are_one_lookup or uses.has_few_positions:
         return None
     return 2 * sum(map(gradient_flops, uses.sites)) + OPERATIONS_PER_BYTE * 4 * 2 * math.prod(uses.shape)
 
 
-def _recomputed_norm(uses: Uses, scale: jax.Array | None, records: Captured):
+def _recomputed_norm(uses: ParameterUses, scale: jax.Array | None, records: Records):
     def of_one_example(record):  # no scale: see the cost
-        gradient = weighted_sums.example_gradient(uses.sites, uses.groups, uses.shape, record, jnp.float32(1))
+        gradient = weighted_sums.example_gradient(uses.sites, uses.site_groups, uses.shape, record, jnp.float32(1))
         matrices = [site.matrices(*row) for site, row in zip(uses.sites, record, strict=True)]
-        return norms.norm_of_computed(gradient, [_with_lookup_as_column(*each) for each in matrices], *uses.positions)
+        columns = [_with_lookup_as_column(*each) for each in matrices]
+        return norms.norm_of_computed_gradient(gradient, columns, *uses.position_counts)
 
     return None, weighted_sums.map_sequentially(of_one_example, records)
 
@@ -496,16 +498,16 @@ def _with_lookup_as_column(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.A
     return taken.astype(jnp.float32)[None], jnp.where(taken, b, 0)[None]
 
 
-def _site_sum(uses: Uses, shape: tuple[int, ...], records: list, factors: jax.Array) -> jax.Array:
+def _site_sum(uses: ParameterUses, shape: tuple[int, ...], records: list, factors: jax.Array) -> jax.Array:
     (site,), (record,) = uses.sites, records
     return weighted_sums.sum_at_site(site, shape, record, factors)
 
 
-def _sum_of_examples(uses: Uses, shape: tuple[int, ...], records: list, factors: jax.Array) -> jax.Array:
-    return weighted_sums.sum_gradients_one_by_one(uses.sites, uses.groups, shape, records, factors)
+def _sum_of_examples(uses: ParameterUses, shape: tuple[int, ...], records: list, factors: jax.Array) -> jax.Array:
+    return weighted_sums.sum_gradients_one_by_one(uses.sites, uses.site_groups, shape, records, factors)
 
 
-def gradient_cost(uses: Uses) -> float:
+def gradient_cost(uses: ParameterUses) -> float:
     """The cost of the backward pass, the norm and the sum of one example's gradient."""
 
     def at(site):
@@ -524,7 +526,7 @@ def gradient_flops(site: Site) -> float:
     return 2.0 * site.sizes[1] * site.sizes[3] if site.lookup else _product_flops(site)
 
 
-def _only_dense_site(uses: Uses) -> Site | None:
+def _only_dense_site(uses: ParameterUses) -> Site | None:
     """The site of a parameter that is used once and not in a lookup, or None."""
     site = uses.sites[0]
     return site if len(uses.sites) == 1 and not site.lookup else None
@@ -584,7 +586,7 @@ RECOMPUTED = NormAlgorithm(
     _recomputation_cost,
     _recomputed_norm,
     _sum_of_examples,
-    increase=lambda uses: 2 * norms.sum_error(*uses.positions),
+    increase=lambda uses: 2 * norms.sum_error(*uses.position_counts),
 )
 GRADIENT = NormAlgorithm(
     "per-example gradients",

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from dpx.gradients.ghost import interpreter, kernels
 from dpx.gradients.ghost.hooks import (
     EXAMPLES,
-    Captured,
-    Hook,
+    BackwardHook,
+    CapturedArrays,
     Part,
+    compute_tied_gradients,
     convolutions_of_small_data,
     equations_of_tied_tables,
-    fill_unread_operands,
     hooked_equations,
     hooks_take_gradients,
     join_part_sums,
@@ -27,19 +27,19 @@ from dpx.gradients.ghost.hooks import (
     norm_of_parts,
     part_norm,
     part_sum,
+    replace_captured,
     round_captured,
     slots_for_gradients,
-    take_tied_gradients,
 )
 from dpx.gradients.ghost.plan import GhostPlan
 from dpx.gradients.ghost.program import assemble_parts
 from dpx.mechanism import Mechanism
-from dpx.sums.clipped_sum import in_range, zero_excluded
+from dpx.sums.clipped_sum import norms_in_range, zero_excluded
 from dpx.sums.rounding import FloatPair, pair_of_trees
 from dpx.values import Tree
 from dpx.xla.ordering import compute_after, compute_after_each, opaque_false
 from dpx.xla.place import current_place
-from dpx.xla.rewrites import stacking_unfilled, with_fast_products
+from dpx.xla.rewrites import with_fast_products, with_uninitialized_stacks
 
 
 def sum_by_plan(
@@ -63,19 +63,20 @@ def sum_by_plan(
     """
     leaves = jax.tree.leaves(params)
     reads = frozenset(number for site in plan.sites for number in site.reads)
-    values = interpreter.public_values(plan.program, leaves, reads)
+    values = interpreter.compute_public_values(plan.program, leaves, reads)
     scales = _coordinate_scales(plan, mechanism, params, state, values)
     once, twice = hooked_equations(plan, backward_passes)
     take_kept = make_gradient_hooks if hooks_take_gradients() else functools.partial(make_norm_hooks, keep=True)
     hooks = take_kept(plan, once, included.shape[0]) | make_norm_hooks(plan, twice, included.shape[0], keep=False)
     hooks |= make_capture_hooks(plan, hooks, included.shape[0])
     losses, aux, captured, found = _backward_pass(plan, leaves, examples, hooks, apart)
-    captured = fill_unread_operands(plan, merge_captured(plan, once, captured, found), values)
-    captured = round_captured(take_tied_gradients(plan, captured))
-    backwards = [(kernels.backward(group, plan.program, leaves, scales), keep) for group, keep in plan.kernel_groups]
-    leaf_norms, captured = _norms(plan, leaves, captured, scales, found, backwards)
+    captured = replace_captured(plan, merge_captured(plan, once, captured, found), values)
+    captured = round_captured(compute_tied_gradients(plan, captured))
+    rest = plan.program, leaves, scales
+    backwards = [(kernels.gradients_through_kernels(group, *rest), keep) for group, keep in plan.kernel_groups]
+    leaf_norms, captured = _norms_by_leaf(plan, leaves, captured, scales, found, backwards)
     norms, factors = _norms_and_factors(plan, mechanism, leaf_norms, state, included.shape[0])
-    included &= in_range(norms)
+    included &= norms_in_range(norms)
     of_leaves = [_factors_of_leaves(plan, factor, included) for factor in factors]
     sums: tuple[dict[Part, FloatPair], ...] = ()
     without = frozenset(part for choices in twice.values() for part in choices)
@@ -117,32 +118,32 @@ def _backward_pass(
     plan: GhostPlan,
     leaves: list[jax.Array],
     examples: Tree,
-    hooks: dict[int, Hook],
+    hooks: dict[int, BackwardHook],
     apart: Callable,
     *,
     only_hooks: bool = False,
-) -> tuple[jax.Array, Tree, Captured, dict[Part, Any]]:
+) -> tuple[jax.Array, Tree, CapturedArrays, dict[Part, Any]]:
     """Runs one backward pass. Returns the losses, (B,), their auxiliary results, what was captured, and what the hooks
     computed. only_hooks: capture nothing else."""
-    pieces = {leaf: plan.choices[leaf][0].pieces for leaf in plan.differentiated if not only_hooks}
+    pieces = {leaf: plan.choices[leaf][0].pieces for leaf in plan.differentiated_leaves if not only_hooks}
     differentiated = {leaf: leaves[leaf] for leaf in pieces if not pieces[leaf]}
     sliced = [equation for of_leaf in pieces.values() for _, equations in of_leaf for equation in equations]
     kept = [] if only_hooks else [site.use.equation for site in plan.sites if site.use.equation not in hooks]
-    products = {} if only_hooks else plan.products
-    outputs = {equation: plan.program.output(equation) for equation in [*kept, *sliced] if equation not in products}
+    products = {} if only_hooks else plan.product_shapes
+    outputs = {n: plan.program.output_shape(n) for n in [*kept, *sliced] if n not in products}
     outputs |= products
     exact = {*sliced, *equations_of_tied_tables(plan)}
     fixed = {number: leaf for number, leaf in enumerate(leaves) if number not in differentiated}
     instruments = interpreter.InterpreterHooks(
         plan.unread_operands | {equation: {0} for equation in sliced},
-        {equation: hook.at for equation, hook in hooks.items()},
+        {equation: hook.attach_to_output for equation, hook in hooks.items()},
         interpreter.slice_starts(plan.program, fixed),
         interpreter.cotangents_to_compute_once(plan.program, kept),
         frozenset(products),
         frozenset(exact | convolutions_of_small_data(plan, len(jax.tree.leaves(examples)[0]))),
     )
 
-    def gradient_of(leaf, cotangents):
+    def assemble_sliced_gradient(leaf, cotangents):
         """Assembles a parameter's gradient from its slices; otherwise each would be padded to full size and added."""
         found = [
             functools.reduce(jnp.add, [cotangents[n].astype(jnp.float32) for n in each]) for _, each in pieces[leaf]
@@ -159,35 +160,35 @@ def _backward_pass(
 
         added: dict[int, Any] = {equation: hook.added for equation, hook in hooks.items()}
         zeros = jax.tree.map(lambda output: jnp.zeros(output.shape, output.dtype), outputs)
-        stored = current_place().unit.round_to_store
+        stored = current_place().matrix_unit.round_to_store
         added |= {
             equation: zero if equation in exact else jax.tree.map(stored, zero) for equation, zero in zeros.items()
         }
         value, pullback, (aux, inputs) = jax.vjp(loss, differentiated, added, has_aux=True)
         grads, cotangents = pullback(jnp.ones_like(value))
         gradients = {(leaf, 0): grad.astype(jnp.float32) for leaf, grad in grads.items()}
-        gradients |= {(leaf, 0): gradient_of(leaf, cotangents) for leaf in pieces if pieces[leaf]}
+        gradients |= {(leaf, 0): assemble_sliced_gradient(leaf, cotangents) for leaf in pieces if pieces[leaf]}
         found = {part: sums for equation in hooks for part, sums in cotangents[equation][0].items()}
         inputs, cotangents = ({n: array[n] for n in axis} for array in (inputs, cotangents))
-        return value, aux, Captured(gradients, inputs, cotangents), found
+        return value, aux, CapturedArrays(gradients, inputs, cotangents), found
 
     axis: Any = {equation: len(plan.program.equations[equation].counts) for equation in kept}
-    axes = (0, 0, Captured(cast(Any, 0), axis, axis), None)
+    axes = (0, 0, CapturedArrays(cast(Any, 0), axis, axis), None)
     of_all: Callable = jax.vmap(apart(of_one_example), out_axes=axes, axis_name=EXAMPLES)
     if current_place().platform == "cpu" and any(leaf.ndim > 1 for leaf in differentiated.values()):
         of_all = with_fast_products(of_all)
-    of_all = stacking_unfilled(of_all) if hooks_take_gradients() else of_all
+    of_all = with_uninitialized_stacks(of_all) if hooks_take_gradients() else of_all
     losses, aux, captured, found = of_all(examples)
     return losses, aux, captured, found
 
 
-KernelPasses = list[tuple[kernels.KernelBackward, bool]]  # for each group of kernels: (pass, whether to keep gradients)
+KernelPasses = list[tuple[kernels.GradientsThroughKernels, bool]]  # of each group, and whether to keep gradients
 
 
-def _norms(
+def _norms_by_leaf(
     plan: GhostPlan,
     leaves: list[jax.Array],
-    captured: Captured,
+    captured: CapturedArrays,
     scales: dict[Part, jax.Array],
     found: dict,
     backwards: KernelPasses,
@@ -195,13 +196,13 @@ def _norms(
     """Returns the norms of the parameters' per-example gradients, float32 (B,), by leaf, and `captured` with the kept
     gradients. found: kept gradients, (..., B, ...), and norms, (..., B), of the parts with hooks."""
     norms, gradients = {}, {}
-    of_part = _shared_programs(plan, leaves, scales, lambda choice, shape, *of: part_norm(choice, *of))
+    of_part = _share_traces(plan, leaves, scales, lambda choice, shape, *of: part_norm(choice, *of))
     for backward, keep in backwards:
         first, *_ = of_group = backward.made.leaves
         records = captured.captured_arrays(first, 0, plan.choices[first][0])
         gradients[first, 0], of_leaves = kernels.measure_gradients(backward, records, keep=keep)
         norms |= dict(zip(of_group, of_leaves, strict=True))
-    for leaf in (*plan.followed, *plan.differentiated):
+    for leaf in (*plan.followed_leaves, *plan.differentiated_leaves):
         if leaf in norms:
             continue
         of_parts = []
@@ -218,13 +219,13 @@ def _norms(
     return norms, captured._replace(gradients=captured.gradients | gradients)
 
 
-def _shared_programs(plan: GhostPlan, leaves: list[jax.Array], scales: dict[Part, jax.Array], function: Callable):
+def _share_traces(plan: GhostPlan, leaves: list[jax.Array], scales: dict[Part, jax.Array], function: Callable):
     """Returns (leaf, number) -> `function(choice, shape, scale, ...)`; parts with one `program_key` share its trace."""
     programs: dict[tuple, Callable] = {}
 
     def of_part(leaf: int, number: int) -> Callable:
         choice = plan.choices[leaf][number]
-        shape, scale = choice.view.shape(leaves[leaf].shape), scales.get((leaf, number))
+        shape, scale = choice.view.shape_at_use(leaves[leaf].shape), scales.get((leaf, number))
         if scale is not None:
             return functools.partial(function, choice, shape, scale)
         key, of_batch = plan.program_key(choice, shape), functools.partial(function, choice, shape, None)
@@ -255,7 +256,7 @@ def _factors_of_leaves(plan: GhostPlan, factor: Tree, included: jax.Array) -> di
 def _weighted_sums(
     plan: GhostPlan,
     leaves,
-    captured: Captured,
+    captured: CapturedArrays,
     factor: dict[int, jax.Array],
     scales,
     without: frozenset[Part],
@@ -264,7 +265,7 @@ def _weighted_sums(
     """Computes sum_i f_i z_i for one factor f from what was captured, by part of a parameter, except the parts in
     `without`. On several devices, parts outside scans come last, because a device may hold a whole sum before it is
     sharded, and the sum of an embedding is large."""
-    sums, of_part = {}, _shared_programs(plan, leaves, scales, part_sum)
+    sums, of_part = {}, _share_traces(plan, leaves, scales, part_sum)
     for backward, keep in backwards:
         of_group = backward.made.leaves
         kept, factors = captured.gradients[of_group[0], 0], [factor[leaf] for leaf in of_group]
@@ -272,7 +273,7 @@ def _weighted_sums(
         sums.update(zip(((leaf, 0) for leaf in of_group), found, strict=True))
     wanted = [(one.leaf, number) for one in plan.encoded for number in range(len(plan.choices[one.leaf]))]
     wanted = [part for part in wanted if part not in without and part not in sums]
-    stacked = [part for part in wanted if plan.choices[part[0]][part[1]].view.slices]
+    stacked = [part for part in wanted if plan.choices[part[0]][part[1]].view.slice_counts]
     for leaf, number in [*stacked, *(part for part in wanted if part not in stacked)]:
         of_leaf = factor[leaf]
         if current_place().devices > 1 and (leaf, number) not in stacked:
@@ -298,12 +299,13 @@ def _coordinate_scales(
     """The factors of all coordinates, float32, by part: the mechanism's scale times the slopes of the kernel that the
     loss makes from the part. values: public values, by index."""
     scales: dict[Part, jax.Array] = {}
+    choices = plan.part_choices
     if any(encoded.scaled for encoded in plan.encoded):
         ones = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.float32), params)
         found = zip(plan.encoded, jax.tree.leaves(mechanism.encode(ones, state)), strict=True)
         of_leaf = {encoded.leaf: scale for encoded, scale in found if encoded.scaled}
-        scales = {part: each.view.apply_to(of_leaf[part[0]]) for part, each in plan.parts.items() if part[0] in of_leaf}
-    for part, choice in plan.parts.items():
+        scales = {part: one.view.apply_steps(of_leaf[part[0]]) for part, one in choices.items() if part[0] in of_leaf}
+    for part, choice in choices.items():
         for slopes in (site.slopes(values) for site in choice.uses.sites if site.slopes):  # at most one: see the plan
-            scales[part] = scales.get(part, 1) * jnp.broadcast_to(slopes, (*choice.view.slices, *slopes.shape))
+            scales[part] = scales.get(part, 1) * jnp.broadcast_to(slopes, (*choice.view.slice_counts, *slopes.shape))
     return scales

@@ -34,8 +34,8 @@ import jax.numpy as jnp
 
 from dpx.gradients.ghost import norms
 from dpx.gradients.ghost.algorithms import MOST_UNROUNDED, PRODUCT, TIED, kept_gradients, tied_gradients
-from dpx.gradients.ghost.plan import Choice, GhostPlan
-from dpx.gradients.ghost.program import REMAT, View, assemble_parts
+from dpx.gradients.ghost.plan import GhostPlan, NormChoice
+from dpx.gradients.ghost.program import REMAT, ParameterView, assemble_parts
 from dpx.gradients.ghost.weighted_sums import shortening_factors
 from dpx.sums.clipped_sum import AT_ONCE, total_of_rows
 from dpx.sums.rounding import FloatPair, with_low_part
@@ -43,7 +43,7 @@ from dpx.values import Tree
 from dpx.xla.place import current_place
 
 
-def part_norm(choice: Choice, scale: jax.Array | None, records: Any) -> tuple[Any, jax.Array]:
+def part_norm(choice: NormChoice, scale: jax.Array | None, records: Any) -> tuple[Any, jax.Array]:
     """The kept gradients of a part, or None, and the norms of its per-example gradients, float32 (B,). records: as in
     `NormAlgorithm`, but, like the kept gradients, with an axis for each scan that slices the part before the axis of
     the B examples. scale: float32, of the part's shape, or None."""
@@ -52,7 +52,7 @@ def part_norm(choice: Choice, scale: jax.Array | None, records: Any) -> tuple[An
         scale, records = rows
         return choice.algorithm.norm(choice.uses, scale, records)
 
-    kept, found = _map_over_slices(of_slice, choice, at_once=_at_once(choice, records))((scale, records))
+    kept, found = _map_over_slices(of_slice, choice, at_once=_norms_computed_at_once(choice, records))((scale, records))
     return kept, norm_of_parts(found.reshape(-1, found.shape[-1]))
 
 
@@ -62,23 +62,23 @@ def norm_of_parts(of_parts: jax.Array) -> jax.Array:
 
 
 def part_sum(
-    choice: Choice, shape: tuple[int, ...], scale: jax.Array | None, records: Any, factors: jax.Array
+    choice: NormChoice, shape: tuple[int, ...], scale: jax.Array | None, records: Any, factors: jax.Array
 ) -> FloatPair:
     """Computes sum_i f_i z_i for a part of this shape. records: as in `part_norm`. factors: float32 (B,)."""
-    inside = shape[len(choice.view.slices) :]
+    inside = shape[len(choice.view.slice_counts) :]
 
     def of_slice(rows):
         scale, records = rows
 
         def of_few(rows):
-            return _scaled(choice.algorithm.weighted_sum(choice.uses, inside, *rows), scale)
+            return _scaled_sum(choice.algorithm.weighted_sum(choice.uses, inside, *rows), scale)
 
         return total_of_rows(of_few, (records, factors))
 
     return _map_over_slices(of_slice, choice, at_once=_are_gradients_on_tpu(records))((scale, records))
 
 
-def join_part_sums(of_views: list[View], totals: list[FloatPair], shape: tuple[int, ...]) -> FloatPair:
+def join_part_sums(of_views: list[ParameterView], totals: list[FloatPair], shape: tuple[int, ...]) -> FloatPair:
     """Joins the sums of a parameter's parts into the sum of the whole parameter, of this shape."""
     if any(total.low is not None for total in totals):
         totals = [with_low_part(total) for total in totals]
@@ -87,15 +87,16 @@ def join_part_sums(of_views: list[View], totals: list[FloatPair], shape: tuple[i
     return FloatPair(high, assemble_parts(of_views, low, shape) if low else None)
 
 
-def _at_once(choice: Choice, records: Any) -> bool:
+def _norms_computed_at_once(choice: NormChoice, records: Any) -> bool:
     """Whether the norms of all slices are computed at once: those of gradients kept on a TPU, or on a matrix unit that
     rounds, if the Gram matrices of all slices and examples together are small."""
     if _are_gradients_on_tpu(records):
         return True
-    if choice.algorithm.keeps_gradients or not (choice.uses.has_few_positions and current_place().unit.rounds):
+    rounds = current_place().matrix_unit.rounds_operands
+    if choice.algorithm.keeps_gradients or not (choice.uses.has_few_positions and rounds):
         return False
-    rows = jax.tree.leaves(records)[0].shape[: len(choice.view.slices) + 1]
-    return math.prod(rows) * choice.uses.positions_together**2 <= AT_ONCE
+    rows = jax.tree.leaves(records)[0].shape[: len(choice.view.slice_counts) + 1]
+    return math.prod(rows) * choice.uses.positions_compared**2 <= AT_ONCE
 
 
 def _are_gradients_on_tpu(records: Any) -> bool:
@@ -103,9 +104,9 @@ def _are_gradients_on_tpu(records: Any) -> bool:
     return isinstance(records, jax.Array) and current_place().platform == "tpu"
 
 
-def _map_over_slices(function: Callable, choice: Choice, *, at_once: bool = False) -> Callable:
+def _map_over_slices(function: Callable, choice: NormChoice, *, at_once: bool = False) -> Callable:
     """Maps `function`, which takes the arrays of one slice, over all slices of a part, at once or in a loop."""
-    for _ in choice.view.slices:
+    for _ in choice.view.slice_counts:
 
         def function(rows, inner=function):
             return jax.vmap(inner)(rows) if at_once else jax.lax.map(inner, rows)
@@ -113,13 +114,13 @@ def _map_over_slices(function: Callable, choice: Choice, *, at_once: bool = Fals
     return function
 
 
-def _scaled(total: jax.Array, scale: jax.Array | None) -> jax.Array:
+def _scaled_sum(total: jax.Array, scale: jax.Array | None) -> jax.Array:
     """Returns `total` times `scale`. A coordinate with scale 0 becomes 0, because no norm counts it, so it may have
     overflowed. One with a nonfinite scale becomes 0 too: then no norm is finite, and no example contributes."""
     return total if scale is None else jnp.where((scale == 0) | ~jnp.isfinite(scale), 0, total * scale)
 
 
-class Captured(NamedTuple):
+class CapturedArrays(NamedTuple):
     """The arrays from which norms and contributions are computed, with the B examples on axis 0.
 
     gradients: by index of the parameter leaf and of its part, the per-example gradients that its `NormAlgorithm`
@@ -135,24 +136,24 @@ class Captured(NamedTuple):
     inputs: dict[int, tuple[jax.Array, ...]]
     cotangents: dict[int, jax.Array]
 
-    def captured_arrays(self, leaf: int, part: int, choice: Choice):
+    def captured_arrays(self, leaf: int, part: int, choice: NormChoice):
         """What was captured for one part of a parameter leaf, in the form that `part_norm` reads."""
         if (leaf, part) in self.gradients:
             return self.gradients[leaf, part]
 
         def examples_after_slices(site):
             repeats = len(site.use.view.scan_repeats)
-            axis = len(choice.view.slices)
+            axis = len(choice.view.slice_counts)
             record = self.inputs[site.use.equation], self.cotangents[site.use.equation]
             return jax.tree.map(lambda x: jnp.moveaxis(x, axis + repeats, axis), record) if repeats else record
 
         return [examples_after_slices(site) for site in choice.uses.sites]
 
 
-def round_captured(captured: Captured) -> Captured:
+def round_captured(captured: CapturedArrays) -> CapturedArrays:
     """Returns `captured` with gradients, and replaced inputs and cotangents, rounded like captured ones, all behind a
     barrier: norms and sums must read the same numbers, but XLA might otherwise round for only one of them."""
-    unit = current_place().unit
+    unit = current_place().matrix_unit
     gradients = {
         part: unit.round_gradient(x) if isinstance(x, jax.Array) else jax.tree.map(unit.round_to_store, x)
         for part, x in captured.gradients.items()
@@ -171,8 +172,8 @@ def round_captured(captured: Captured) -> Captured:
     return structure.unflatten(found[id(x)] for x in leaves)
 
 
-def fill_unread_operands(plan: GhostPlan, captured: Captured, values: Mapping[int, jax.Array]) -> Captured:
-    """Returns `captured` with inputs and cotangents replaced as in `CapturedInputs`; drops what nothing else reads."""
+def replace_captured(plan: GhostPlan, captured: CapturedArrays, values: Mapping[int, jax.Array]) -> CapturedArrays:
+    """Replaces inputs and cotangents as `CaptureReplacements` says, and drops arrays that nothing else reads."""
     gradients, plain = dict(captured.gradients), set()
     made: dict[tuple, Any] = {}
 
@@ -188,8 +189,8 @@ def fill_unread_operands(plan: GhostPlan, captured: Captured, values: Mapping[in
             made[key] = of_all(site.record.inputs)
         return made[key] if site.record.inputs else inputs, of_all(site.record.cotangents)
 
-    for part, choice in plan.parts.items():
-        sites, depth = choice.uses.sites, len(choice.view.slices) + 1
+    for part, choice in plan.part_choices.items():
+        sites, depth = choice.uses.sites, len(choice.view.slice_counts) + 1
         if any(site.record for site in sites):
             records = zip(sites, captured.captured_arrays(*part, choice), strict=True)
             gradients[part] = [record(site, depth, *each) for site, each in records]
@@ -197,26 +198,26 @@ def fill_unread_operands(plan: GhostPlan, captured: Captured, values: Mapping[in
             plain.update(site.use.equation for site in sites)
     inputs = {equation: x for equation, x in captured.inputs.items() if equation in plain}
     cotangents = {equation: x for equation, x in captured.cotangents.items() if equation in plain}
-    return Captured(gradients, inputs, cotangents)
+    return CapturedArrays(gradients, inputs, cotangents)
 
 
-def take_tied_gradients(plan: GhostPlan, captured: Captured) -> Captured:
+def compute_tied_gradients(plan: GhostPlan, captured: CapturedArrays) -> CapturedArrays:
     """Returns `captured` with the gradients of tied tables, and drops the arrays that nothing else reads."""
     found, alone = dict(captured.gradients), equations_of_tied_tables(plan)
-    for part, choice in plan.parts.items():
+    for part, choice in plan.part_choices.items():
         if choice.algorithm is TIED:
             of_all = functools.partial(tied_gradients, choice.uses)
-            of_all = functools.reduce(lambda function, _: jax.vmap(function), choice.view.slices, of_all)
+            of_all = functools.reduce(lambda function, _: jax.vmap(function), choice.view.slice_counts, of_all)
             found[part] = of_all(captured.captured_arrays(*part, choice))
     inputs = {equation: x for equation, x in captured.inputs.items() if equation not in alone}
     cotangents = {equation: x for equation, x in captured.cotangents.items() if equation not in alone}
-    return Captured(found, inputs, cotangents)
+    return CapturedArrays(found, inputs, cotangents)
 
 
 def equations_of_tied_tables(plan: GhostPlan) -> set[int]:
     """The equations whose inputs and cotangents only the gradients of tied tables read."""
     by_way: dict[bool, set[int]] = {True: set(), False: set()}
-    for choice in plan.parts.values():
+    for choice in plan.part_choices.values():
         by_way[choice.algorithm is TIED].update(site.use.equation for site in choice.uses.sites)
     return by_way[True] - by_way[False]
 
@@ -225,7 +226,7 @@ def convolutions_of_small_data(plan: GhostPlan, size: int) -> set[int]:
     """The convolutions on one TPU whose data, of `size` examples, is small and read only for the patches of kept
     gradients. Making patches rounds what it reads, and a kernel that rounds it earlier would take as long."""
     of_equation: dict[int, set[tuple]] = {}
-    for choice in plan.parts.values():
+    for choice in plan.part_choices.values():
         for site in choice.uses.sites:
             of_equation.setdefault(site.use.equation, set()).add((choice.algorithm, site.expands > 0))
 
@@ -243,7 +244,7 @@ Part = tuple[int, int]  # the numbers of a parameter leaf and of its part
 CAPTURED = -1  # in place of a leaf's number: the second number is an equation, and the value what is captured there
 
 
-class Hook(NamedTuple):
+class BackwardHook(NamedTuple):
     """What is computed at one equation during the backward pass.
 
     compute: (captured, given) -> found. captured: the inputs and cotangents of all B examples, (B, ...)
@@ -260,7 +261,7 @@ class Hook(NamedTuple):
     def added(self) -> tuple[Tree, Tree]:
         return self.slot, self.given
 
-    def at(self, output: jax.Array, operands: tuple, added: tuple[Tree, Tree]) -> tuple[jax.Array, list]:
+    def attach_to_output(self, output: jax.Array, operands: tuple, added: tuple[Tree, Tree]) -> tuple[jax.Array, list]:
         """Returns `output` and the shared operands. The gradient of the slot in `added` is the result of `compute`.
 
         Later equations must read the returned operands. Otherwise nothing would be captured if only a later equation
@@ -284,11 +285,11 @@ class Hook(NamedTuple):
         return hook(output, operands, added)
 
 
-def slots_for_gradients(hooks: dict[int, Hook]) -> dict[Part, Tree]:
+def slots_for_gradients(hooks: dict[int, BackwardHook]) -> dict[Part, Tree]:
     return {part: slot for hook in hooks.values() for part, slot in hook.slot.items()}
 
 
-Hooked = dict[int, dict[Part, Choice]]  # by index of an equation, the parts that it uses and their choices
+Hooked = dict[int, dict[Part, NormChoice]]  # by index of an equation, the parts that it uses and their choices
 
 
 def hooked_equations(plan: GhostPlan, backward_passes: int) -> tuple[Hooked, Hooked]:
@@ -302,17 +303,17 @@ def hooked_equations(plan: GhostPlan, backward_passes: int) -> tuple[Hooked, Hoo
     place = current_place()
     all_kept = backward_passes == 1 and hooks_take_gradients()
     found: Hooked = {}
-    for part, choice in plan.parts.items():
+    for part, choice in plan.part_choices.items():
         for site in choice.uses.sites:
             found.setdefault(site.use.equation, {})[part] = choice
-    outside, scaled = set(plan.program.block.equations), plan.scaled
+    outside, scaled = set(plan.program.block.equations), plan.scaled_parts
 
-    def fits(part: Part, choice: Choice) -> bool:
+    def fits(part: Part, choice: NormChoice) -> bool:
         (site, *others) = choice.uses.sites
         alone = not (others or choice.made or site.use.view.scan_repeats)
         return alone and not site.record and part not in scaled
 
-    def small(choice: Choice) -> bool:
+    def small(choice: NormChoice) -> bool:
         _, positions, fan_in, fan_out = choice.uses.sites[0].sizes
         return choice.algorithm.keeps_gradients and (all_kept or 2 * min(fan_in, fan_out) <= positions)
 
@@ -340,21 +341,21 @@ def hooks_take_gradients() -> bool:
     return place.platform == "tpu" and place.devices == 1
 
 
-def make_norm_hooks(plan: GhostPlan, equations: Hooked, size: int, *, keep: bool) -> dict[int, Hook]:
+def make_norm_hooks(plan: GhostPlan, equations: Hooked, size: int, *, keep: bool) -> dict[int, BackwardHook]:
     """Hooks that compute, for each part, the norms of the gradients of `size` examples, float32 (B,), and return them
     with the gradients that `part_norm` keeps if `keep`, otherwise with None."""
 
     def compute(choices, captured, given):
-        found = {part: part_norm(_slice_choice(choice), None, [captured]) for part, choice in choices.items()}
+        found = {part: part_norm(_choice_for_slice(choice), None, [captured]) for part, choice in choices.items()}
         return {part: (kept if keep else None, norms) for part, (kept, norms) in found.items()}
 
     return {
-        equation: _hook(plan, equation, functools.partial(compute, choices), (), size)
+        equation: _hook_at_equation(plan, equation, functools.partial(compute, choices), (), size)
         for equation, choices in equations.items()
     }
 
 
-def make_gradient_hooks(plan: GhostPlan, equations: Hooked, size: int) -> dict[int, Hook]:
+def make_gradient_hooks(plan: GhostPlan, equations: Hooked, size: int) -> dict[int, BackwardHook]:
     """Hooks that compute the gradients of `size` examples. Norms and sums read only these, so nothing else is rounded.
     XLA writes them where the scan stacks them, and the norms are computed after it."""
 
@@ -362,21 +363,21 @@ def make_gradient_hooks(plan: GhostPlan, equations: Hooked, size: int) -> dict[i
         return {part: kept_gradients(choice.uses, [captured]) for part, choice in choices.items()}
 
     return {
-        equation: _hook(plan, equation, functools.partial(compute, choices), (), size, rounds=False)
+        equation: _hook_at_equation(plan, equation, functools.partial(compute, choices), (), size, rounds=False)
         for equation, choices in equations.items()
     }
 
 
-def make_capture_hooks(plan: GhostPlan, hooks: dict[int, Hook], size: int) -> dict[int, Hook]:
+def make_capture_hooks(plan: GhostPlan, hooks: dict[int, BackwardHook], size: int) -> dict[int, BackwardHook]:
     """Hooks that capture the inputs and cotangents of `size` examples at equations in checkpoints that have no hook in
     `hooks`. If several equations read a value, the first captures it."""
-    inside = _rematerialized_sites(plan) - set(hooks) - set(plan.products)
+    inside = _rematerialized_sites(plan) - set(hooks) - set(plan.product_shapes)
     equations = {equation for equation in inside if _captures_only_reals(plan, equation)}
     places_of = _captured_operands(plan, equations)
     first = {value: place for place, value in reversed(places_of.items())}
     again = {value for (equation, _), value in places_of.items() if first[value][0] != equation}
 
-    def hook(equation: int) -> Hook:
+    def hook(equation: int) -> BackwardHook:
         def compute(captured, given):
             operands, cotangent = captured
             places = first.values()
@@ -384,12 +385,12 @@ def make_capture_hooks(plan: GhostPlan, hooks: dict[int, Hook], size: int) -> di
             return {(CAPTURED, equation): (own, cotangent)}
 
         shared = frozenset(first[value][1] for value in again if first[value][0] == equation)
-        return _hook(plan, equation, compute, (), size)._replace(shared=shared)
+        return _hook_at_equation(plan, equation, compute, (), size)._replace(shared=shared)
 
     return {equation: hook(equation) for equation in equations}
 
 
-def merge_captured(plan: GhostPlan, once: Hooked, captured: Captured, found: dict[Part, Any]) -> Captured:
+def merge_captured(plan: GhostPlan, once: Hooked, captured: CapturedArrays, found: dict[Part, Any]) -> CapturedArrays:
     """Moves what norms and sums read from `found` to `captured`: what capturing hooks found, and the gradients from
     hooks at the equations `once`, if these take only gradients."""
     parts_taken = [part for choices in once.values() for part in choices] if hooks_take_gradients() else []
@@ -404,7 +405,7 @@ def merge_captured(plan: GhostPlan, once: Hooked, captured: Captured, found: dic
         for equation, (own, _) in by_equation.items()
     }
     cotangents = {equation: cotangent for equation, (_, cotangent) in by_equation.items()}
-    return Captured(captured.gradients | gradients, captured.inputs | inputs, captured.cotangents | cotangents)
+    return CapturedArrays(captured.gradients | gradients, captured.inputs | inputs, captured.cotangents | cotangents)
 
 
 def _rematerialized_sites(plan: GhostPlan) -> set[int]:
@@ -438,48 +439,52 @@ def make_sum_hooks(
     leaves: list[jax.Array],
     norms: dict[Part, jax.Array],
     factors: dict[int, list[jax.Array]],
-) -> dict[int, Hook]:
+) -> dict[int, BackwardHook]:
     """Hooks that compute the sums of each part. norms: by part, of `make_norm_hooks`. factors: by leaf, float32 (B,)"""
 
-    def hook(equation: int, choices: dict[Part, Choice]) -> Hook:
+    def hook(equation: int, choices: dict[Part, NormChoice]) -> BackwardHook:
         counts = plan.program.equations[equation].counts
         shapes = {
-            part: choice.view.shape(leaves[part[0]].shape)[len(choice.view.slices) :]
+            part: choice.view.shape_at_use(leaves[part[0]].shape)[len(choice.view.slice_counts) :]
             for part, choice in choices.items()
         }
 
         def compute(captured, given):
-            return {part: _sums(choice, shapes[part], [captured], *given[part]) for part, choice in choices.items()}
+            return {part: _shortened_sums(c, shapes[part], [captured], *given[part]) for part, c in choices.items()}
 
         def repeated(x):
             return jnp.broadcast_to(x, (*counts, *x.shape))
 
         given = {part: (norms[part], [repeated(f) for f in factors[part[0]]]) for part in choices}
         (size,) = {norms[part].shape[-1] for part in choices}
-        return _hook(plan, equation, compute, given, size)
+        return _hook_at_equation(plan, equation, compute, given, size)
 
     return {equation: hook(equation, choices) for equation, choices in equations.items()}
 
 
-def _sums(choice: Choice, shape: tuple[int, ...], captured: Any, norms: jax.Array, factors: list) -> list[FloatPair]:
+def _shortened_sums(
+    choice: NormChoice, shape: tuple[int, ...], captured: Any, norms: jax.Array, factors: list
+) -> list[FloatPair]:
     """The sums of a part's contributions, each shortened to at most its factor times its norm, float32 (B,)."""
-    choice = _slice_choice(choice)
+    choice = _choice_for_slice(choice)
     kept, found = part_norm(choice, None, captured)
     shorter = shortening_factors(found, norms)
     return [part_sum(choice, shape, None, captured if kept is None else kept, f * shorter) for f in factors]
 
 
-def _slice_choice(choice: Choice) -> Choice:
+def _choice_for_slice(choice: NormChoice) -> NormChoice:
     """The choice for one slice of a part, as the body of a scan sees it."""
-    return choice._replace(view=View())
+    return choice._replace(view=ParameterView())
 
 
-def _hook(plan: GhostPlan, equation: int, compute: Callable, given: Tree, size: int, *, rounds: bool = True) -> Hook:
+def _hook_at_equation(
+    plan: GhostPlan, equation: int, compute: Callable, given: Tree, size: int, *, rounds: bool = True
+) -> BackwardHook:
     """The hook at an equation that calls `compute` for `size` examples. rounds: bool, whether several computations read
     what is captured, and so must read the same rounded numbers."""
 
     def of_rounded(captured, given, compute=compute):
-        captured = jax.tree.map(current_place().unit.round_to_store, captured)
+        captured = jax.tree.map(current_place().matrix_unit.round_to_store, captured)
         return compute(jax.lax.optimization_barrier(captured), given)
 
     found: Any = plan.program.equations[equation]
@@ -492,4 +497,4 @@ def _hook(plan: GhostPlan, equation: int, compute: Callable, given: Tree, size: 
     of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[len(counts) :], x.dtype), given)
     compute = of_rounded if rounds else compute
     slot = jax.eval_shape(compute, (operands, shape(found.jaxpr.outvars[0])), of_one)
-    return Hook(compute, jax.tree.map(lambda x: jnp.zeros((*counts, *x.shape), x.dtype), slot), given)
+    return BackwardHook(compute, jax.tree.map(lambda x: jnp.zeros((*counts, *x.shape), x.dtype), slot), given)

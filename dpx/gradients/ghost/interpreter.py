@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx.gradients.ghost import own_backward
-from dpx.gradients.ghost.program import Constant, Equation, EquationBlock, Program, count_scan_operands
+from dpx.gradients.ghost.program import Constant, Equation, EquationBlock, LossProgram, count_scan_operands
 from dpx.values import Tree
 from dpx.xla.ordering import opaque_false, with_cotangent_computed_once
 from dpx.xla.place import current_place
@@ -26,11 +26,11 @@ Seen = dict[int, tuple]  # by index of an equation, its operands; None for those
 
 class InterpreterHooks(NamedTuple):
     """unread: by index of an equation, the operands that nothing reads. hooks: by index of an equation, a function of
-    its output, operands and added arrays that replaces the addition; see `hooks.Hook.at`. starts: by index of an
-    equation that slices a parameter, where the slice begins; see `slice_starts`. once: the equations whose cotangent is
-    computed once for both the record and the backward pass. products: the equations that return A and B as gradients
-    with respect to the added arrays; see `own_backward`. exact: the equations whose operands are returned unrounded;
-    each product rounds them, so XLA gathers what several products read only once."""
+    its output, operands and added arrays that replaces the addition; see `BackwardHook.attach_to_output`. starts: by
+    index of an equation that slices a parameter, where the slice begins; see `slice_starts`. once: the equations whose
+    cotangent is computed once for both the record and the backward pass. products: the equations that return A and B as
+    gradients with respect to the added arrays; see `own_backward`. exact: the equations whose operands are returned
+    unrounded; each product rounds them, so XLA gathers what several products read only once."""
 
     unread: Mapping[int, set[int]]
     hooks: Mapping[int, Callable] = {}
@@ -40,7 +40,7 @@ class InterpreterHooks(NamedTuple):
     exact: Set[int] = frozenset()
 
 
-def slice_starts(program: Program, leaves: dict[int, jax.Array]) -> dict[int, list[jax.Array]]:
+def slice_starts(program: LossProgram, leaves: dict[int, jax.Array]) -> dict[int, list[jax.Array]]:
     """Where slices of parameters begin, int32 () for each axis, by index of the equation. leaves: by index, the
     parameters whose slices pass no gradient on.
 
@@ -64,7 +64,7 @@ def slice_starts(program: Program, leaves: dict[int, jax.Array]) -> dict[int, li
     return {number: [found[start] for start in starts] for number, starts in slices.items()}
 
 
-def cotangents_to_compute_once(program: Program, recorded: list[int]) -> frozenset[int]:
+def cotangents_to_compute_once(program: LossProgram, recorded: list[int]) -> frozenset[int]:
     """The `once` of `InterpreterHooks`: on several devices, the recorded equations outside scans. XLA would keep the
     terms of their cotangents, such as those of logits, during the backward pass of a scan. An equation whose output
     another one reads, such as the layer of a bias, is left out, because both share one cotangent."""
@@ -75,27 +75,26 @@ def cotangents_to_compute_once(program: Program, recorded: list[int]) -> frozens
     return frozenset(n for n, one in equations.items() if not one.counts and read.isdisjoint(one.outputs))
 
 
-def public_values(program: Program, leaves: list[jax.Array], wanted: Set[int]) -> dict[int, jax.Array]:
+def compute_public_values(program: LossProgram, leaves: list[jax.Array], wanted: Set[int]) -> dict[int, jax.Array]:
     """Computes public values once for all examples, and returns them by index. Values that are public in each
     iteration are computed for all iterations, with an axis for each loop over which they vary."""
     needed, equations = list(wanted), set()
     while needed:
-        origin = program.slice(needed.pop()).origin
+        origin = program.public_origin(needed.pop()).origin
         if isinstance(origin, int) and origin not in equations:
             equations.add(origin)
-            needed += [
-                whole for whole in map(program.whole, program.equations[origin].inputs) if isinstance(whole, int)
-            ]
+            operands = map(program.unsliced_index, program.equations[origin].inputs)
+            needed += [value for value in operands if isinstance(value, int)]
     values: dict[int, jax.Array] = dict(enumerate(leaves))
     for equation in (program.equations[number] for number in sorted(equations)):
-        wholes = map(program.whole, equation.inputs)
+        wholes = map(program.unsliced_index, equation.inputs)
         operands = [whole.value if isinstance(whole, Constant) else values[whole] for whole in wholes]
         values.update(zip(equation.outputs, _bind_in_all_iterations(program, equation, operands), strict=True))
     return {number: values[number] for number in wanted}
 
 
-def _bind_in_all_iterations(program: Program, equation: Equation, operands: list) -> list[jax.Array]:
-    of_operands = [program.slice(each).loops if isinstance(each, int) else () for each in equation.inputs]
+def _bind_in_all_iterations(program: LossProgram, equation: Equation, operands: list) -> list[jax.Array]:
+    of_operands = [program.public_origin(each).loops if isinstance(each, int) else () for each in equation.inputs]
     bind: Callable = equation.bind
     for loop in sorted(set().union(*of_operands), reverse=True):
         bind = jax.vmap(bind, [0 if loop in loops else None for loops in of_operands])
@@ -107,7 +106,7 @@ def _params(equation: Equation) -> dict[str, Any]:
     return equation.jaxpr.params
 
 
-def _slice_at(equation: Equation, operand: jax.Array, starts: list[jax.Array]) -> list[jax.Array]:
+def _slice_at_starts(equation: Equation, operand: jax.Array, starts: list[jax.Array]) -> list[jax.Array]:
     params = _params(equation)
     ends = zip(params["start_indices"], params["limit_indices"], strict=True)
     sizes = [end - start for start, end in ends]
@@ -115,7 +114,7 @@ def _slice_at(equation: Equation, operand: jax.Array, starts: list[jax.Array]) -
 
 
 def eval_program(
-    program: Program, inputs: list, added: dict[int, Tree], instruments: InterpreterHooks
+    program: LossProgram, inputs: list, added: dict[int, Tree], instruments: InterpreterHooks
 ) -> tuple[jax.Array, Tree, Seen]:
     """Returns the loss, its auxiliary results, and the operands of those equations in `added` that have no hook.
 
@@ -127,10 +126,11 @@ def eval_program(
 
 
 def _run(
-    program: Program, instruments: InterpreterHooks, block: EquationBlock, inputs, added: dict
+    program: LossProgram, instruments: InterpreterHooks, block: EquationBlock, inputs, added: dict
 ) -> tuple[list, Seen]:
     values: dict[int, Any] = dict(zip(block.inputs, inputs, strict=True))
     seen: Seen = {}
+    unit = current_place().matrix_unit
 
     def read(number):
         return number.value if isinstance(number, Constant) else values[number]
@@ -147,7 +147,7 @@ def _run(
             seen.update(more)
         else:
             if number in instruments.starts:
-                outputs = _slice_at(equation, operands[0], instruments.starts[number])
+                outputs = _slice_at_starts(equation, operands[0], instruments.starts[number])
             elif number in instruments.products:
                 outputs, seen[number] = own_backward.bind_with_slots(equation.jaxpr, operands, added[number]), ()
             else:
@@ -162,9 +162,9 @@ def _run(
                 values.update({i: x for i, x in later if isinstance(i, int) and x is not None})
             else:
                 seen[number] = wanted
-                if current_place().unit.rounds and number not in instruments.exact:
+                if unit.rounds_operands and number not in instruments.exact:
                     # Rounds them here already, because a scan stacks them, in half the memory if they are bfloat16.
-                    seen[number] = jax.tree.map(lambda x: current_place().unit.round_to_store(jnp.asarray(x)), wanted)
+                    seen[number] = jax.tree.map(lambda x: unit.round_to_store(jnp.asarray(x)), wanted)
                 outputs = [_plus_zero_probe(outputs[0], added[number], not rounds)]
             if number in instruments.once:
                 outputs = [with_cotangent_computed_once(outputs[0])]
@@ -192,7 +192,7 @@ def _with_rounded_cotangent(x: jax.Array) -> jax.Array:
 
 
 def _round_cotangent(_, cotangent: jax.Array) -> tuple[jax.Array]:
-    return (jax.lax.optimization_barrier(current_place().unit.round_to_store(cotangent)).astype(jnp.float32),)
+    return (jax.lax.optimization_barrier(current_place().matrix_unit.round_to_store(cotangent)).astype(jnp.float32),)
 
 
 _with_rounded_cotangent.defvjp(lambda x: (x, None), _round_cotangent)
@@ -207,8 +207,8 @@ def _plus_zero_probe(output: jax.Array, added: jax.Array, rounds: bool) -> jax.A
 
 @_plus_zero_probe.defjvp
 def _probe_derivative(rounds, values, derivatives):
-    unit, slope = current_place().unit, derivatives[1].astype(derivatives[0].dtype)
-    if rounds and unit.rounds and slope.dtype == jnp.float32:  # XLA might elide two plain conversions
+    unit, slope = current_place().matrix_unit, derivatives[1].astype(derivatives[0].dtype)
+    if rounds and unit.rounds_operands and slope.dtype == jnp.float32:  # XLA might elide two plain conversions
         slope = unit.round_operand(slope)
     return values[0], derivatives[0] + slope
 

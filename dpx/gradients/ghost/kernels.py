@@ -25,21 +25,21 @@ import numpy as np
 from jax.extend import core
 
 from dpx.gradients.ghost import algorithms, interpreter, norms, rules, weighted_sums
-from dpx.gradients.ghost.algorithms import OPERATIONS_PER_BYTE, NormAlgorithm, Uses
+from dpx.gradients.ghost.algorithms import OPERATIONS_PER_BYTE, NormAlgorithm, ParameterUses
 from dpx.gradients.ghost.program import (
     CALLS,
     ELEMENTWISE,
     Constant,
     ElementwiseStep,
     Equation,
+    LossProgram,
     MadeKernel,
-    Program,
+    ParameterUse,
+    ParameterView,
     ScanStep,
-    Use,
-    View,
 )
-from dpx.gradients.ghost.rules import CapturedInputs, Site
-from dpx.sums.clipped_sum import plus_finished, total_of_rows, weighted_sum
+from dpx.gradients.ghost.rules import CaptureReplacements, Site
+from dpx.sums.clipped_sum import add_behind_barrier, total_of_rows, weighted_sum
 from dpx.sums.clipped_sum import repeat_to_shape as spread
 from dpx.sums.rounding import FloatPair
 from dpx.xla import jaxprs
@@ -62,7 +62,7 @@ class ElementwiseSlopes(NamedTuple):
     multiply: Callable[[Any, Values], jax.Array]
 
 
-def parameter_site_in_kernel(site: Site, use: Use, shape: tuple[int, ...], program: Program) -> Site | str:
+def parameter_site_in_kernel(site: Site, use: ParameterUse, shape: tuple[int, ...], program: LossProgram) -> Site | str:
     """The site of a parameter of this shape that is part of a kernel, or why it is not followed. site: the kernel's
     site. use: the use of the parameter through the kernel."""
     if site.lookup or site.record:
@@ -80,27 +80,27 @@ def parameter_site_in_kernel(site: Site, use: Use, shape: tuple[int, ...], progr
     by_input, by_output = (bool((labels != first).any()) for first in (labels[:, :1], labels[:, :, :1]))
     is_complex = rules.is_complex(program.equations[use.equation])
 
-    def of_kernel(values: Values) -> jax.Array:
+    def slopes_in_kernel(values: Values) -> jax.Array:
         """The slopes, arranged as (K, I, O)."""
         ones = jnp.ones(shape, jnp.float32)
-        return site.arrange(view.apply_to(ones, lambda step, x: slopes[id(step)].multiply(x, values)))[box]
+        return site.arrange(view.apply_steps(ones, lambda step, x: slopes[id(step)].multiply(x, values)))[box]
 
     moved = site._replace(
         use=use,
-        apply=lambda inputs, w: linear(inputs, view.apply_to(w)),
-        arrange=lambda w: site.arrange(view.apply_to(w))[box],
+        apply=lambda inputs, w: linear(inputs, view.apply_steps(w)),
+        arrange=lambda w: site.arrange(view.apply_steps(w))[box],
         reads=reads,
     )
     if by_input and by_output:
         if is_complex:
             return "used in a complex kernel whose numbers have different slopes"
         place = jax.linear_transpose(moved.arrange, jax.ShapeDtypeStruct(shape, jnp.float32))
-        moved = moved._replace(slopes=lambda values: place(of_kernel(values).astype(jnp.float32))[0])
-    of_a = (lambda values: of_kernel(values)[:, None, :, 0]) if by_input and not by_output else None
-    of_b = (lambda values: of_kernel(values)[:, :1]) if steps and not by_input else None
+        moved = moved._replace(slopes=lambda values: place(slopes_in_kernel(values).astype(jnp.float32))[0])
+    of_a = (lambda values: slopes_in_kernel(values)[:, None, :, 0]) if by_input and not by_output else None
+    of_b = (lambda values: slopes_in_kernel(values)[:, :1]) if steps and not by_input else None
     if box != (ALL, ALL, ALL) or is_complex or of_a:
         return _site_of_block(moved, labels.shape, box, of_a, of_b, is_complex=is_complex)
-    return moved if of_b is None else moved._replace(record=CapturedInputs(None, _scaled_cotangents(site, of_b)))
+    return moved if of_b is None else moved._replace(record=CaptureReplacements(None, _scaled_cotangents(site, of_b)))
 
 
 def _site_of_block(site: Site, sizes: tuple[int, int, int], box: tuple, of_a, of_b, *, is_complex: bool) -> Site:
@@ -135,14 +135,14 @@ def _scaled_cotangents(site: Site, of_b: Callable) -> Callable:
     return right
 
 
-def _slopes_of_step(step: ElementwiseStep, program: Program) -> ElementwiseSlopes | None:
+def _slopes_of_step(step: ElementwiseStep, program: LossProgram) -> ElementwiseSlopes | None:
     """The slopes of a step; None if they are not public, or if an element of its result may depend on others."""
     equations = [program.equations[number] for number in step.equations]
     base, avals = step.base, {}
     made = {base, *(output for equation in equations for output in equation.outputs)}
     for equation in equations:
         for value, variable in zip(equation.inputs, _jaxpr(equation).invars, strict=True):
-            key = program.source(value)
+            key = program.original_index(value)
             avals.setdefault(id(key) if isinstance(key, Constant) else key, (key, variable.aval))
     others = [(key, aval) for key, aval in avals.values() if isinstance(key, Constant) or key not in made]
     of_base = avals[base][1]
@@ -153,7 +153,7 @@ def _slopes_of_step(step: ElementwiseStep, program: Program) -> ElementwiseSlope
         def function(base_value):
             found = known | {base: base_value}
             for equation in equations:
-                keys = map(program.source, equation.inputs)
+                keys = map(program.original_index, equation.inputs)
                 operands = [found[id(key) if isinstance(key, Constant) else key] for key in keys]
                 found.update(zip(equation.outputs, equation.bind(*operands), strict=True))
             return found[equations[-1].outputs[0]]
@@ -169,7 +169,7 @@ def _slopes_of_step(step: ElementwiseStep, program: Program) -> ElementwiseSlope
         return None
     differ = set(range(len(of_base.shape))) if read[0] else set()
     for (key, aval), is_read in zip(others, read[1:], strict=True):
-        differ |= _varying_axes(key, aval.shape, program) if is_read else set()
+        differ |= _nonconstant_axes(key, aval.shape, program) if is_read else set()
 
     def multiply(x, values):
         def value(key, shape):
@@ -188,7 +188,7 @@ def _jaxpr(equation: Equation) -> Any:
     return equation.jaxpr
 
 
-def _varying_axes(value: int | Constant, shape: tuple[int, ...], program: Program) -> set[int]:
+def _nonconstant_axes(value: int | Constant, shape: tuple[int, ...], program: LossProgram) -> set[int]:
     """The axes along which a public value may vary."""
     origin = None if isinstance(value, Constant) else program.public.get(value)
     if isinstance(origin, int) and (made := _jaxpr(program.equations[origin])).primitive.name == "broadcast_in_dim":
@@ -206,7 +206,7 @@ def _is_elementwise_program(jaxpr: core.Jaxpr, moving: set, shape: tuple[int, ..
         if not among:
             continue
         if equation.primitive.name in CALLS:
-            (body,) = jaxprs.inner_bodies(equation)
+            (body,) = jaxprs.open_jaxprs(equation)
             inside = {body.invars[i] for i in among}
             if not _is_elementwise_program(body, inside, shape):
                 return False
@@ -218,7 +218,9 @@ def _is_elementwise_program(jaxpr: core.Jaxpr, moving: set, shape: tuple[int, ..
     return True
 
 
-def _slope_labels(site: Site, view: View, shape: tuple[int, ...], slopes: dict[int, ElementwiseSlopes]) -> np.ndarray:
+def _slope_labels(
+    site: Site, view: ParameterView, shape: tuple[int, ...], slopes: dict[int, ElementwiseSlopes]
+) -> np.ndarray:
     """Labels the places of a kernel, (K, I, O): 0 where it has no element of the parameter; other labels are equal only
     where the slopes are equal."""
 
@@ -231,7 +233,7 @@ def _slope_labels(site: Site, view: View, shape: tuple[int, ...], slopes: dict[i
         return jnp.where(x > 0, x * count + np.arange(count, dtype=np.int32).reshape(sizes), 0)
 
     with jax.ensure_compile_time_eval():
-        return np.asarray(site.arrange(view.apply_to(jnp.ones(shape, np.int32 if slopes else np.int8), label)))
+        return np.asarray(site.arrange(view.apply_steps(jnp.ones(shape, np.int32 if slopes else np.int8), label)))
 
 
 def _bounding_box(found: np.ndarray) -> tuple[slice, slice, slice] | None:
@@ -257,13 +259,13 @@ class MadeKernelGroup(NamedTuple):
     """
 
     leaves: tuple[int, ...]
-    kernels: tuple[tuple[int, Uses], ...]
+    kernels: tuple[tuple[int, ParameterUses], ...]
 
     @property
-    def uses(self) -> Uses:
-        return Uses(tuple(site for _, uses in self.kernels for site in uses.sites))
+    def uses(self) -> ParameterUses:
+        return ParameterUses(tuple(site for _, uses in self.kernels for site in uses.sites))
 
-    def cheapest(self, shapes: list[tuple[int, ...]], *, force: bool) -> NormAlgorithm | None:
+    def cheapest_algorithm(self, shapes: list[tuple[int, ...]], *, force: bool) -> NormAlgorithm | None:
         """The cheapest way to compute norms and sums; None if the gradients of the backward pass are cheaper, unless
         `force`. shapes: those of all parameters."""
         of_leaves = sum(math.prod(shapes[leaf]) for leaf in self.leaves)
@@ -278,10 +280,10 @@ class MadeKernelGroup(NamedTuple):
 
 
 def find_made_kernels(
-    program: Program, wanted: set[int], made: Mapping[Any, Equation], shapes: list[tuple[int, ...]]
+    program: LossProgram, wanted: set[int], made: Mapping[Any, Equation], shapes: list[tuple[int, ...]]
 ) -> list[MadeKernelGroup]:
     """The kernels of every `wanted` parameter whose kernels can all be followed, in groups that share no parameter.
-    made: as in `rules.recognize`. shapes: those of all parameters."""
+    made: as in `rules.find_site`. shapes: those of all parameters."""
     uses = {kernel: _kernel_uses(kernel, program, made, shapes) for kernel in program.kernels if kernel.leaves & wanted}
     known = wanted.difference(*(kernel.leaves for kernel, found in uses.items() if found is None))
     groups: list[MadeKernelGroup] = []
@@ -295,52 +297,53 @@ def find_made_kernels(
 
 
 def _kernel_uses(
-    kernel: MadeKernel, program: Program, made: Mapping[Any, Equation], shapes: list[tuple[int, ...]]
-) -> Uses | None:
+    kernel: MadeKernel, program: LossProgram, made: Mapping[Any, Equation], shapes: list[tuple[int, ...]]
+) -> ParameterUses | None:
     """The uses of a kernel; None if some use cannot be followed."""
-    sites = [_site(use, program, made) for use in kernel.uses]
+    sites = [_site_of_kernel_use(use, program, made) for use in kernel.uses]
     if None in sites:
         return None
-    number, loops = program.slice(kernel.value)
+    number, loops = program.public_origin(kernel.value)
     if not isinstance(number, int):
-        return Uses(tuple(filter(None, sites)), shape=shapes[kernel.value])
+        return ParameterUses(tuple(filter(None, sites)), shape=shapes[kernel.value])
     equation: Any = program.equations[number]
     aval = equation.jaxpr.outvars[equation.outputs.index(kernel.value)].aval
-    return Uses(tuple(filter(None, sites)), shape=(*(equation.counts[loop] for loop in loops), *aval.shape))
+    return ParameterUses(tuple(filter(None, sites)), shape=(*(equation.counts[loop] for loop in loops), *aval.shape))
 
 
-def _site(use: Use, program: Program, made: Mapping[Any, Equation]) -> Site | None:
+def _site_of_kernel_use(use: ParameterUse, program: LossProgram, made: Mapping[Any, Equation]) -> Site | None:
     """The site of a whole kernel at one of its uses, or None."""
     loops = [(place, step) for place, step in enumerate(use.view.steps, 1) if isinstance(step, ScanStep)]
     end = max((place for place, step in loops if step.sliced), default=0)
-    begin, rest = View(use.view.steps[:end]), View(use.view.steps[end:])
-    site = rules.recognize(use._replace(view=rest), program, made)
-    if isinstance(site, str) or begin.scan_repeats or 0 in begin.slices or (end and (site.lookup or site.record)):
+    begin, rest = ParameterView(use.view.steps[:end]), ParameterView(use.view.steps[end:])
+    site = rules.find_site(use._replace(view=rest), program, made)
+    if isinstance(site, str) or begin.scan_repeats or 0 in begin.slice_counts or (end and (site.lookup or site.record)):
         return None
     if rules.is_complex(program.equations[use.equation]):
         return None
-    around = View(tuple(loop._replace(sliced=False) for _, loop in loops))
-    return (_site_of_slices(site, begin) if end else site)._replace(use=use._replace(view=around))
+    around = ParameterView(tuple(loop._replace(sliced=False) for _, loop in loops))
+    return (_merge_kernel_slices(site, begin) if end else site)._replace(use=use._replace(view=around))
 
 
-def _site_of_slices(site: Site, view: View) -> Site:
+def _merge_kernel_slices(site: Site, view: ParameterView) -> Site:
     """The site of a whole kernel, from that of one slice; each slice gets its own groups. view: makes the slices."""
     kernels, positions, fan_in, fan_out = site.sizes
-    slices = math.prod(view.slices)
+    slices = math.prod(view.slice_counts)
 
     def matrices(inputs, dy):
-        flat = jax.tree.map(lambda x: x.reshape(slices, *x.shape[len(view.slices) :]), (inputs, dy))
+        flat = jax.tree.map(lambda x: x.reshape(slices, *x.shape[len(view.slice_counts) :]), (inputs, dy))
         return tuple(x.reshape(slices * kernels, *x.shape[2:]) for x in jax.vmap(site.matrices)(*flat))
 
     def arrange(w):
-        w = view.apply_to(w)
-        return jax.vmap(site.arrange)(w.reshape(slices, *w.shape[len(view.slices) :])).reshape(-1, fan_in, fan_out)
+        w = view.apply_steps(w)
+        w = w.reshape(slices, *w.shape[len(view.slice_counts) :])
+        return jax.vmap(site.arrange)(w).reshape(-1, fan_in, fan_out)
 
     sizes = slices * kernels, positions, fan_in, fan_out
     return site._replace(sizes=sizes, matrices=matrices, arrange=arrange, apply=None)
 
 
-class KernelBackward(NamedTuple):
+class GradientsThroughKernels(NamedTuple):
     """Computes the gradients of one example with respect to the parameters of a `MadeKernelGroup`.
 
     pullback: maps gradients with respect to kernels, by index of the value, to those by leaf. scales: the mechanism's
@@ -350,7 +353,7 @@ class KernelBackward(NamedTuple):
     pullback: Callable[[dict[int, jax.Array]], dict[int, jax.Array]]
     scales: Mapping[int, jax.Array]
 
-    def gradients(self, records: list) -> tuple[list[jax.Array], list[jax.Array]]:
+    def gradients_and_norms(self, records: list) -> tuple[list[jax.Array], list[jax.Array]]:
         """The gradients of one example, float32, and their norms. records: the inputs and cotangents at each site."""
         left, cotangents = iter(records), {}
         for value, uses in self.made.kernels:
@@ -363,28 +366,29 @@ class KernelBackward(NamedTuple):
         return grads, list(map(norms.frobenius, grads))
 
 
-def backward(
-    made: MadeKernelGroup, program: Program, leaves: list[jax.Array], scales: Mapping[tuple[int, int], jax.Array]
-) -> KernelBackward:
-    """The `KernelBackward` of a group. leaves: all parameters. scales: by index of the leaf and of its only part."""
+def gradients_through_kernels(
+    made: MadeKernelGroup, program: LossProgram, leaves: list[jax.Array], scales: Mapping[tuple[int, int], jax.Array]
+) -> GradientsThroughKernels:
+    """Builds the `GradientsThroughKernels` of a group. leaves: all parameters. scales: by leaf and its only part."""
 
     def kernels(some):
         every = [some.get(number, leaf) for number, leaf in enumerate(leaves)]
-        return interpreter.public_values(program, every, {value for value, _ in made.kernels})
+        return interpreter.compute_public_values(program, every, {value for value, _ in made.kernels})
 
     values, pullback = jax.vjp(kernels, {leaf: leaves[leaf] for leaf in made.leaves})
 
     def of_kernels(cotangents):
         return pullback({value: x.astype(values[value].dtype) for value, x in cotangents.items()})[0]
 
-    return KernelBackward(made, of_kernels, {leaf: scales[leaf, 0] for leaf in made.leaves if (leaf, 0) in scales})
+    own = {leaf: scales[leaf, 0] for leaf in made.leaves if (leaf, 0) in scales}
+    return GradientsThroughKernels(made, of_kernels, own)
 
 
-def measure_gradients(backward: KernelBackward, records: list, *, keep: bool) -> tuple[Any, list[jax.Array]]:
+def measure_gradients(backward: GradientsThroughKernels, records: list, *, keep: bool) -> tuple[Any, list[jax.Array]]:
     """What `sum_kernel_gradients` needs for B examples, and the norms of their gradients, (B,), by parameter."""
 
     def of_example(record):
-        grads, found = backward.gradients(record)
+        grads, found = backward.gradients_and_norms(record)
         return grads if keep else [], found
 
     grads, found = weighted_sums.map_sequentially(of_example, records)
@@ -392,7 +396,7 @@ def measure_gradients(backward: KernelBackward, records: list, *, keep: bool) ->
 
 
 def sum_kernel_gradients(
-    backward: KernelBackward, kept: Any, factors: list[jax.Array], *, keep: bool
+    backward: GradientsThroughKernels, kept: Any, factors: list[jax.Array], *, keep: bool
 ) -> list[FloatPair]:
     """Computes sum_i f_i z_i for each parameter. kept: from `measure_gradients`. factors: float32 (B,), for each."""
     if keep:
@@ -401,16 +405,17 @@ def sum_kernel_gradients(
     def sum_block(rows):
         def add(number, totals):
             (record, first), factors = weighted_sums.take_row(rows, number)
-            grads, found = backward.gradients(record)
+            grads, found = backward.gradients_and_norms(record)
             factors = [
                 f * weighted_sums.shortening_factors(*norms) for f, *norms in zip(factors, found, first, strict=True)
             ]
             more = [jnp.where(spread(f, z.shape) != 0, f * z, 0) for f, z in zip(factors, grads, strict=True)]
-            return plus_finished(totals, more)
+            return add_behind_barrier(totals, more)
 
         return jax.lax.fori_loop(0, len(rows[1][0]), add, begin)
 
-    shapes = jax.eval_shape(lambda record: backward.gradients(record)[0], jax.tree.map(lambda x: x[0], kept[0]))
+    first = jax.tree.map(lambda x: x[0], kept[0])
+    shapes = jax.eval_shape(lambda record: backward.gradients_and_norms(record)[0], first)
     begin = [jnp.zeros(shape.shape, jnp.float32) for shape in shapes]
     numbers = sum(shape.size for shape in shapes)
     total = total_of_rows(lambda rows: weighted_sums.sum_in_blocks(sum_block, rows, numbers), (kept, factors))

@@ -3,15 +3,15 @@
 A, float32 (K, T, I), is the input of a layer, and B, float32 (K, T, O), the cotangent of its output, for K groups and T
 positions. G is (K, I, O). `scale`, float32 (K, I, O), multiplies G element by element.
 
-An underestimated norm would break the clip bound. So each position is rescaled first (`rescale_factors`), which keeps
-squares from under- and overflowing (on matrix units, the bound includes these losses instead), and a sum that is long
+An underestimated norm would break the clip bound. So each position is rescaled first (`rescale_matrix_pair`), so
+squares neither under- nor overflow (on matrix units, the bound includes these losses instead), and a sum that is long
 or can cancel gets a bound on its rounding error.
 
 Such a bound raises the norm, so clipping removes more signal. A bound in proportion to the square of the sum of all
 |a_t| |b_t| would raise it by 1 % at 100 positions and by 70 % at 2,000. So Gram matrices use short sums, get a separate
 bound for each product (`sum_upper_bound`), and serve up to MOST_POSITIONS. With more positions, the gradient is
-computed, measured and discarded (`norm_of_computed`), because its rounding grows only with the root of the sum of
-squares.
+computed, measured and discarded (`norm_of_computed_gradient`), because its rounding grows only with the root of the
+sum of squares.
 
 A norm is infinite, so that the example contributes zero, if any of these is above LARGEST = 2^63: a cotangent, the
 product of an input and its cotangent, or an input whose cotangent is not 0. There are two reasons. First, XLA divides
@@ -49,6 +49,8 @@ LONGEST_SUM, SHORTEST_SUM = 1024, 128  # terms; longer sums are cut, because rou
 MOST_SUMS = 16  # the most sums of an inner product that are added at a time; more would compile too slowly
 MOST_SEGMENTS = 8  # the most segments of an inner product on several devices
 
+Matrices = list[tuple[jax.Array, jax.Array]]  # A and B of every use, or of every group of uses
+
 
 def outer_norm(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> jax.Array:
     """|G|, float32 (), for T = 1: |a b^T| = |a| |b|, and |scale * a b^T|^2 = (a a)^T (scale scale) (b b)."""
@@ -56,12 +58,12 @@ def outer_norm(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> ja
         # Drops axes of length 1 as the sum does; XLA would compile the array with and without them separately.
         alone = [axis for axis in (0, 1) if a.shape[axis] == 1]
         a, b = lax.squeeze(a, alone), lax.squeeze(b, alone)
-        if current_place().unit.rounds:
+        if current_place().matrix_unit.rounds_operands:
             return _row_norms_from_above(_row_norms_from_above(a) * _row_norms_from_above(b))[0]
         if a.ndim == 1:  # there is only one position, so nothing to balance
             (a, size_a), (b, size_b) = split_off_scale(a), split_off_scale(b)
             return product_or_infinity(size_a, size_b) * (frobenius(a) * frobenius(b))
-        a, b, size = rescale_factors(a, b)
+        a, b, size = rescale_matrix_pair(a, b)
         of_groups = [jax.vmap(frobenius)(x.reshape(-1, x.shape[-1])) for x in (a, b)]
         return size * frobenius(of_groups[0] * of_groups[1])
     # Elements that only frozen coordinates read may be huge. They become 0, because otherwise rescaling would round the
@@ -92,7 +94,7 @@ def _trained_columns(x: jax.Array, scale: jax.Array, *, axis: int) -> jax.Array:
 def gram_norm(a: jax.Array, b: jax.Array) -> jax.Array:
     """|G|, float32 (), by |G|^2 = sum_st (a_s . a_t)(b_s . b_t), with bounds on the rounding of both factors. Except on
     a CPU, rows are not rescaled, because that takes as long as their products."""
-    a, b, size = (a, b, jnp.float32(1)) if current_place().unit.rounds else rescale_factors(a, b)
+    a, b, size = (a, b, jnp.float32(1)) if current_place().matrix_unit.rounds_operands else rescale_matrix_pair(a, b)
     groups, positions, _ = a.shape
     # If rows are sharded, they are usually the longer ones. The sum over their segments, for which devices must
     # communicate, comes last, when each segment is a scalar and not a matrix.
@@ -103,7 +105,7 @@ def gram_norm(a: jax.Array, b: jax.Array) -> jax.Array:
     return size * norm_with_sum_error(squared, products_of_row_norms(first, second), positions)
 
 
-class Products(NamedTuple):
+class BoundedProducts(NamedTuple):
     """Computed inner products of rows, float32 (..., S, T).
 
     lengths: upper bounds on the lengths of the rows, float32 (..., S) and (..., T)
@@ -115,13 +117,13 @@ class Products(NamedTuple):
     error: float
 
     @property
-    def largest(self) -> jax.Array:
+    def absolute_bounds(self) -> jax.Array:
         """Upper bounds on the absolute values of the true products."""
         left, right = self.lengths
         return jnp.abs(self.values) + self.error * left[..., :, None] * right[..., None, :]
 
 
-def bound_inner_products(values: jax.Array, rows: jax.Array) -> Products:
+def bound_inner_products(values: jax.Array, rows: jax.Array) -> BoundedProducts:
     """Bounds the inner products, float32 (K, ..., T, T), that `inner_products` computes from `rows`, float32 (K, T, n).
 
     Rows for a matrix unit are not rescaled, so terms below 2^-126, or with a factor below it, may be lost: in all up to
@@ -130,29 +132,29 @@ def bound_inner_products(values: jax.Array, rows: jax.Array) -> Products:
     """
     error = error_of_inner_products(rows, rows)
     lengths = jnp.sqrt(diagonal(values)) * (1 + error)
-    if current_place().unit.rounds:
+    if current_place().matrix_unit.rounds_operands:
         lengths += math.sqrt(rows.shape[-1]) * LOST_OF_LENGTH
-    return Products(values, (lengths, lengths), error)
+    return BoundedProducts(values, (lengths, lengths), error)
 
 
-def products_of_row_norms(first: Products, second: Products) -> jax.Array:
+def products_of_row_norms(first: BoundedProducts, second: BoundedProducts) -> jax.Array:
     """Upper bounds on |a_t| |b_t| of all positions, float32; on a matrix unit, infinite where one is out of range."""
     a, b = first.lengths[0], second.lengths[0]
-    return product_or_infinity(*jnp.broadcast_arrays(a, b)) if current_place().unit.rounds else a * b
+    return product_or_infinity(*jnp.broadcast_arrays(a, b)) if current_place().matrix_unit.rounds_operands else a * b
 
 
-def sum_upper_bound(first: Products, second: Products, more: int = 0) -> jax.Array:
+def sum_upper_bound(first: BoundedProducts, second: BoundedProducts, more: int = 0) -> jax.Array:
     """An upper bound on the sum over all axes of x y, float32 (), for the true products x of `first` and y of `second`.
 
     x is within `first.error` of the computed p, and y within `second.error` of q. So x y is at most
-    p q - |p q| + P Q, with P and Q the `largest`, because x y - p q = p (y - q) + q (x - p) + (x - p) (y - q). No such
-    term is larger than P Q, so 2^-24 P Q covers each of its roundings; the caller adds `more` of them. On a matrix
-    unit, a term may lose three numbers below 2^-126.
+    p q - |p q| + P Q, with P and Q the `absolute_bounds`, because x y - p q = p (y - q) + q (x - p) + (x - p) (y - q).
+    No such term is larger than P Q, so 2^-24 P Q covers each of its roundings; the caller adds `more` of them. On a
+    matrix unit, a term may lose three numbers below 2^-126.
     """
     terms = first.values * second.values
-    lost = terms.size * LOST_OF_TERM if current_place().unit.rounds else 0
+    lost = terms.size * LOST_OF_TERM if current_place().matrix_unit.rounds_operands else 0
     roundings = sum(terms.shape) + TERM + more + (lost > 0)
-    terms = 2 * jnp.minimum(terms, 0) + first.largest * second.largest * (1 + roundings * ROUNDING)
+    terms = 2 * jnp.minimum(terms, 0) + first.absolute_bounds * second.absolute_bounds * (1 + roundings * ROUNDING)
     for _ in range(terms.ndim):  # one axis after another, because XLA would merge several into one long sum
         terms = jnp.sum(lax.optimization_barrier(terms), -1)
     return terms + lost if lost else terms
@@ -166,7 +168,7 @@ def norm_with_sum_error(squared: jax.Array, lengths: jax.Array, *positions: int)
     return norm_raised_for_rounding(jnp.sqrt(jnp.maximum(squared, 0)) + sum_error(*positions) * frobenius(lengths), 0)
 
 
-def norm_of_computed(gradient: jax.Array, records: list[tuple[jax.Array, jax.Array]], *positions: int) -> jax.Array:
+def norm_of_computed_gradient(gradient: jax.Array, records: Matrices, *positions: int) -> jax.Array:
     """The norm of a gradient as the weighted sum adds it, float32 (), from `gradient`, the sum of all A^T B of an
     example computed in the same way: each may be off by `sum_error`. records: A and B, as in this file."""
     lengths = frobenius(jnp.stack([outer_norm(a, b) for a, b in records]))
@@ -184,12 +186,12 @@ def sum_error(*positions: int) -> float:
     sqrt(sum D^2) is up to `rounding_factor` times as large (`dpx.xla.matrix_units`).
     """
     roots = (
-        _sum_depths(count, _count_segments(count)) + (len(positions) - 1) * math.sqrt(count) for count in positions
+        _rounding_depth(count, _count_segments(count)) + (len(positions) - 1) * math.sqrt(count) for count in positions
     )
-    return math.hypot(*roots) * ROUNDING * current_place().unit.rounding_factor
+    return math.hypot(*roots) * ROUNDING * current_place().matrix_unit.rounding_factor
 
 
-def _sum_depths(positions: int, segments: int) -> float:
+def _rounding_depth(positions: int, segments: int) -> float:
     """An upper bound on sqrt(sum D^2) for a sum in segments, attained by chains; see `dpx.sums.rounding`."""
     width = math.ceil(positions / segments)
     within, across = error_of_chained_sum(width, PRODUCTS), error_of_chained_sum(segments, 0)
@@ -199,7 +201,7 @@ def _sum_depths(positions: int, segments: int) -> float:
 def _count_segments(positions: int) -> int:
     """The least number of segments in which the positions of an example can be added accurately enough."""
     fine = (
-        count for count in range(1, math.isqrt(positions)) if _sum_depths(positions, count) * ROUNDING <= MOST_ERROR
+        count for count in range(1, math.isqrt(positions)) if _rounding_depth(positions, count) * ROUNDING <= MOST_ERROR
     )
     return next(fine, max(1, math.isqrt(positions)))
 
@@ -210,10 +212,10 @@ def einsum_by_segments(by: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
     def product(rows):
         # The barrier prevents a matrix product from being accumulated onto the previous sum.
-        return lax.optimization_barrier(jnp.einsum(by, *rows, precision=current_place().unit.precision))
+        return lax.optimization_barrier(jnp.einsum(by, *rows, precision=current_place().matrix_unit.precision))
 
     if width == a.shape[1]:
-        return jnp.einsum(by, a, b, precision=current_place().unit.precision)
+        return jnp.einsum(by, a, b, precision=current_place().matrix_unit.precision)
     return add_part_by_part(product, (a, b), width, width, jnp.add, axis=1)
 
 
@@ -231,8 +233,8 @@ def inner_products_of_segments(left: jax.Array, right: jax.Array) -> jax.Array:
     Up to MOST_SUMS short sums are added at a time, and their results are added as pairs of float32 numbers.
     """
     groups, positions, size = left.shape[0], max(left.shape[1], right.shape[1]), left.shape[-1]
-    precision = current_place().unit.precision
-    count, width, rows = _segments(size), longest_sum(positions), [left] if left is right else [left, right]
+    precision = current_place().matrix_unit.precision
+    count, width, rows = _segments(size), terms_per_sum(positions), [left] if left is right else [left, right]
     if count > 1:
         rows, by = [jnp.pad(x, ((0, 0), (0, 0), (0, -size % count))) for x in rows], "ksci,ktci->kcst"
         rows = [x.reshape(*x.shape[:2], count, -1) for x in rows]
@@ -260,7 +262,7 @@ def diagonal(matrices: jax.Array) -> jax.Array:
     return lax.slice_in_dim(rows, 0, size * size, size + 1, axis=rows.ndim - 1)
 
 
-def longest_sum(positions: int) -> int:
+def terms_per_sum(positions: int) -> int:
     """The number of terms of an inner product that are added in one sum. More positions can cancel more, and call for
     shorter sums, whose rounding errors are smaller; but short sums are slow."""
     return min(LONGEST_SUM, max(SHORTEST_SUM, 2 ** int(math.log2(16 * LONGEST_SUM / positions))))
@@ -274,14 +276,14 @@ def share_raised_by_rounding(size: int, positions: int) -> float:
 
 
 def error_of_inner_products(left: jax.Array, right: jax.Array) -> float:
-    """The `Products.error` of `inner_products` of these rows. Four of its roundings are those of the lengths."""
+    """The `BoundedProducts.error` of `inner_products` of these rows. Four of its roundings are those of the lengths."""
     return _gram_rounding_error(left.shape[-1], max(left.shape[1], right.shape[1]))
 
 
 def _gram_rounding_error(size: int, positions: int) -> float:
     count = _segments(size)
-    size, width = math.ceil(size / count), longest_sum(positions)
-    return (min(size, width + MOST_SUMS) + count + 5) * ROUNDING * current_place().unit.rounding_factor
+    size, width = math.ceil(size / count), terms_per_sum(positions)
+    return (min(size, width + MOST_SUMS) + count + 5) * ROUNDING * current_place().matrix_unit.rounding_factor
 
 
 def _segments(size: int) -> int:
@@ -291,7 +293,7 @@ def _segments(size: int) -> int:
 def gradient_matrices(a: jax.Array, b: jax.Array) -> jax.Array:
     """The matrices G of all examples, float32 (N, K, I, O). a: A, (N, K, T, I). b: B, (N, K, T, O). Rounding needs no
     bound, because the norm and the sum both read the rounded result."""
-    return sum_of_outer_products(a, b, current_place().unit.precision)
+    return sum_of_outer_products(a, b, current_place().matrix_unit.precision)
 
 
 def gradient_rows_of_lookup(indices: jax.Array, b: jax.Array, *, distinct: bool = False) -> tuple[jax.Array, jax.Array]:
@@ -308,7 +310,7 @@ def gradient_rows_of_lookup(indices: jax.Array, b: jax.Array, *, distinct: bool 
     same = (indices[:, None] == indices[None, :]) & (indices >= 0)[:, None]
     place = lax.broadcasted_iota(jnp.int32, same.shape, 1)
     repeated_before = jnp.any(same & (place < lax.broadcasted_iota(jnp.int32, same.shape, 0)), -1)
-    precision = current_place().unit.precision
+    precision = current_place().matrix_unit.precision
     sums = jnp.where(repeated_before[:, None], 0, jnp.matmul(same.astype(jnp.float32), b, precision=precision))
     return sums, jnp.all(jnp.abs(b) <= LARGEST)
 
@@ -321,32 +323,32 @@ def frobenius(x: jax.Array) -> jax.Array:
 def split_off_scale(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Splits x, float32 (..., n), into units, (..., n), of magnitude at most 1, and sizes, (...): x = units * sizes.
     If a matrix unit takes rounded numbers, sizes are powers of two, because other quotients have more digits."""
-    size = _largest(lax.abs(x), [x.ndim - 1])
+    size = _largest_along_axes(lax.abs(x), [x.ndim - 1])
     at_least = lax.max(size, lax.full_like(size, TINY))
-    if current_place().unit.rounds:
-        at_least = 2 * power_of_two(at_least)  # the nearest power may be smaller
-        units = x * repeat_to_shape(power_of_two(1 / at_least), x.shape)  # a GPU's quotient is not exact
+    if current_place().matrix_unit.rounds_operands:
+        at_least = 2 * round_to_power_of_two(at_least)  # the nearest power may be smaller
+        units = x * repeat_to_shape(round_to_power_of_two(1 / at_least), x.shape)  # a GPU's quotient is not exact
     else:
         units = lax.div(x, repeat_to_shape(at_least, x.shape))
     return units, lax.select(lax.gt(size, lax.full_like(size, 0)), at_least, size)
 
 
-def power_of_two(x: jax.Array) -> jax.Array:
+def round_to_power_of_two(x: jax.Array) -> jax.Array:
     """Rounds x, float32 and at least 0, to the nearest power of two if a matrix unit takes rounded numbers."""
-    return lax.reduce_precision(x, 8, 0) if current_place().unit.rounds else x
+    return lax.reduce_precision(x, 8, 0) if current_place().matrix_unit.rounds_operands else x
 
 
-def _largest(x: jax.Array, axes) -> jax.Array:
+def _largest_along_axes(x: jax.Array, axes) -> jax.Array:
     """The largest number along these axes; 0 if there is none above 0."""
     return lax.reduce(x, np.float32(0), lax.max, tuple(axes))
 
 
-def rescale_factors(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def rescale_matrix_pair(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns A', B' and `size` () with A^T B = size * A'^T B', such that the largest |a'_t| |b'_t| of a position t is
     about 1. Squares that still underflow are then below 1e-18 of the norm, whatever the sizes of A and B."""
     (a, size_a), (b, size_b) = split_off_scale(a), split_off_scale(b)
     sizes = product_or_infinity(size_a, size_b)
-    size = jnp.maximum(_largest(sizes, range(sizes.ndim)), TINY)
+    size = jnp.maximum(_largest_along_axes(sizes, range(sizes.ndim)), TINY)
     return a, b * repeat_to_shape(sizes / size, b.shape), size
 
 

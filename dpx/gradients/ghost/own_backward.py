@@ -23,7 +23,7 @@ NAMES = ("custom_vjp_call", "custom_vjp_call_jaxpr")
 _MOVES = ("reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "copy")  # all are invertible
 
 
-class Product(NamedTuple):
+class GradientProduct(NamedTuple):
     """How a backward pass computes a gradient: A^T B, then `moves`, listed last to first, and scalar factors.
 
     equation: the product. sizes: (K, T, I, O), as in a `Site`. left, right: map the operands of the product to A and B
@@ -39,7 +39,7 @@ class Product(NamedTuple):
     moves: tuple[core.JaxprEqn, ...]
     factors: tuple[tuple[core.JaxprEqn, int | None], ...]
 
-    def arrange(self, w: Any) -> Any:
+    def arrange_parameter(self, w: Any) -> Any:
         """Arranges the parameter's elements as (K, I, O)."""
         for move in self.moves:
             if move.primitive.name == "transpose":
@@ -50,7 +50,7 @@ class Product(NamedTuple):
         return w.transpose(self.order).reshape(groups, fan_in, fan_out)
 
 
-def product_of(equation: core.JaxprEqn, operand: int) -> Product | None:
+def find_gradient_product(equation: core.JaxprEqn, operand: int) -> GradientProduct | None:
     """The product by which the backward pass computes an operand's gradient; None if it is not one product."""
     if operand not in (places := _differentiated(equation)):
         return None
@@ -58,7 +58,7 @@ def product_of(equation: core.JaxprEqn, operand: int) -> Product | None:
     dtypes = [_dtype(v) if jnp.issubdtype(_dtype(v), jnp.inexact) else jax.dtypes.float0 for v in equation.outvars]
     cotangents = [jax.ShapeDtypeStruct(_shape(v), dtype) for v, dtype in zip(equation.outvars, dtypes, strict=True)]
     try:
-        closed = _pullback_jaxpr(jax.eval_shape(lambda values: _pullback(equation, values)[1], operands), cotangents)
+        closed = _pullback_jaxpr(jax.eval_shape(lambda x: _equation_vjp(equation, x)[1], operands), cotangents)
     except Exception:  # it has no derivative: see `trace.custom_derivatives_usable`
         return None
     return _find_product(closed.jaxpr, closed.jaxpr.outvars[places.index(operand)])
@@ -72,7 +72,7 @@ def bind_with_slots(equation: Any, operands: list, slots: dict[int, tuple]) -> l
         return _bind(equation, operands)
 
     def forward(operands, slots):
-        return _pullback(equation, operands)
+        return _equation_vjp(equation, operands)
 
     def backward(pullback, cotangents):
         closed, seen = _pullback_jaxpr(pullback, cotangents), {}
@@ -81,13 +81,13 @@ def bind_with_slots(equation: Any, operands: list, slots: dict[int, tuple]) -> l
             seen[id(each)] = values
             return jaxprs.bind_equation(each, values, each.params)
 
-        gradients = jaxprs.evaluate(closed.jaxpr, closed.consts, jax.tree.leaves((pullback, cotangents)), results)
+        gradients = jaxprs.evaluate_jaxpr(closed.jaxpr, closed.consts, jax.tree.leaves((pullback, cotangents)), results)
         places, found = _differentiated(equation), {}
         for operand in slots:
             product = _find_product(closed.jaxpr, closed.jaxpr.outvars[places.index(operand)])
-            assert product is not None  # see `product_of`
+            assert product is not None  # see `find_gradient_product`
             a, b = (x.astype(jnp.float32) for x in seen[id(product.equation)])
-            found[operand] = product.left(a), _scaled(product.right(b), product, seen)
+            found[operand] = product.left(a), _times_factors(product.right(b), product, seen)
         gradients = dict(zip(places, gradients, strict=True))
         return [gradients.get(i) for i in range(len(equation.invars))], found
 
@@ -95,7 +95,7 @@ def bind_with_slots(equation: Any, operands: list, slots: dict[int, tuple]) -> l
     return call(operands, slots)
 
 
-def _scaled(b: jax.Array, product: Product, seen: dict[int, list]) -> jax.Array:
+def _times_factors(b: jax.Array, product: GradientProduct, seen: dict[int, list]) -> jax.Array:
     for each, operand in product.factors:
         if operand is None:
             b = -b
@@ -105,7 +105,7 @@ def _scaled(b: jax.Array, product: Product, seen: dict[int, list]) -> jax.Array:
     return b
 
 
-def _find_product(jaxpr: core.Jaxpr, result: Any) -> Product | None:
+def _find_product(jaxpr: core.Jaxpr, result: Any) -> GradientProduct | None:
     made = {output: equation for equation in jaxpr.eqns for output in equation.outvars}
     moves: list[core.JaxprEqn] = []
     factors: list[tuple[core.JaxprEqn, int | None]] = []
@@ -115,7 +115,7 @@ def _find_product(jaxpr: core.Jaxpr, result: Any) -> Product | None:
         if not all(map(_is_wide_real, (*equation.invars, *equation.outvars))):  # a conversion would change the values
             return None
         name, on = equation.primitive.name, 0
-        differ = [_axes(v, made) for v in equation.invars]
+        differ = [_nonconstant_axes(v, made) for v in equation.invars]
         if name in _MOVES and not summed and not equation.params.get("dimensions"):
             moves.append(equation)
         elif name == "reduce_sum" and not summed:  # `jax.vmap` adds the gradients of rows
@@ -126,16 +126,18 @@ def _find_product(jaxpr: core.Jaxpr, result: Any) -> Product | None:
             on = 0 if not differ[1] else 1
             factors.append((equation, 1 - on))
         elif name in ("dot_general", "mul"):
-            return _product_from(equation, differ, summed, tuple(moves), tuple(factors))
+            return _product_from_equation(equation, differ, summed, tuple(moves), tuple(factors))
         elif not (name in STILL and summed):
             return None
         result = equation.invars[on]
     return None
 
 
-def _product_from(equation: core.JaxprEqn, differ: list[set[int]], summed: set[int], moves, factors) -> Product | None:
-    """The `Product` of a dot_general, or of an elementwise mul of arrays that vary along different axes and a later
-    sum. differ: the axes along which each operand may vary. summed: the axes of the result that are summed later."""
+def _product_from_equation(
+    equation: core.JaxprEqn, differ: list[set[int]], summed: set[int], moves, factors
+) -> GradientProduct | None:
+    """The `GradientProduct` of a dot_general, or of an elementwise mul of arrays that vary along different axes and a
+    later sum. differ: the axes along which each operand may vary. summed: the axes of the result that it sums."""
     shapes, shape = [_shape(v) for v in equation.invars], _shape(equation.outvars[0])
     axes = range(len(shape))
     if equation.primitive.name == "dot_general":
@@ -173,10 +175,10 @@ def _product_from(equation: core.JaxprEqn, differ: list[set[int]], summed: set[i
 
         return of_operand
 
-    return Product(equation, sizes, side(0), side(1), order, moves, factors)
+    return GradientProduct(equation, sizes, side(0), side(1), order, moves, factors)
 
 
-def _axes(atom: Any, made: dict) -> set[int]:
+def _nonconstant_axes(atom: Any, made: dict) -> set[int]:
     """The axes along which a value may vary."""
     equation = None if isinstance(atom, core.Literal) else made.get(atom)
     if equation is not None and equation.primitive.name == "broadcast_in_dim":
@@ -209,7 +211,7 @@ def _bind(equation: core.JaxprEqn, operands: list) -> list[jax.Array]:
         return jaxprs.bind_equation(equation, operands, equation.params)
 
 
-def _pullback(equation: core.JaxprEqn, operands: list) -> tuple[list[jax.Array], Callable]:
+def _equation_vjp(equation: core.JaxprEqn, operands: list) -> tuple[list[jax.Array], Callable]:
     """Evaluates an equation, and returns its outputs and the pullback to the operands that have gradients."""
     places = _differentiated(equation)
 
@@ -225,9 +227,9 @@ def _pullback_jaxpr(pullback: Callable, cotangents: list) -> core.ClosedJaxpr:
 
     def results(equation, operands):
         if (body := equation.params.get(CALLS.get(equation.primitive.name, ""))) is not None:
-            return jaxprs.evaluate(body.jaxpr, body.consts, operands, results)
+            return jaxprs.evaluate_jaxpr(body.jaxpr, body.consts, operands, results)
         return jaxprs.bind_equation(equation, operands, equation.params)
 
     closed = jax.make_jaxpr(lambda pullback, cotangents: pullback(cotangents))(pullback, cotangents)
     flat = jax.tree.leaves((pullback, cotangents))
-    return jax.make_jaxpr(lambda *flat: jaxprs.evaluate(closed.jaxpr, closed.consts, flat, results))(*flat)
+    return jax.make_jaxpr(lambda *flat: jaxprs.evaluate_jaxpr(closed.jaxpr, closed.consts, flat, results))(*flat)

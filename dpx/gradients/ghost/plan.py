@@ -10,16 +10,16 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from dpx.gradients.ghost import algorithms, own_backward, rules, trace
-from dpx.gradients.ghost.algorithms import NormAlgorithm, Uses
+from dpx.gradients.ghost.algorithms import NormAlgorithm, ParameterUses
 from dpx.gradients.ghost.kernels import MadeKernelGroup, find_made_kernels, parameter_site_in_kernel
 from dpx.gradients.ghost.program import (
     Equation,
+    LossProgram,
     ParameterPart,
-    Program,
+    ParameterUse,
+    ParameterView,
     RearrangeStep,
     ScanStep,
-    Use,
-    View,
     moves_nothing,
     parts_of_parameter,
 )
@@ -53,7 +53,7 @@ class LeafOfEncodedGradient(NamedTuple):
     scaled: bool
 
 
-class Choice(NamedTuple):
+class NormChoice(NamedTuple):
     """How the norms and the clipped sum of one parameter, or of one part of it, are computed, and why.
 
     algorithm: computes them. reason: in words, or "" if there is nothing to add
@@ -67,9 +67,9 @@ class Choice(NamedTuple):
 
     algorithm: NormAlgorithm
     reason: str = ""
-    uses: Uses = Uses()
-    view: View = View()
-    pieces: tuple[tuple[View, tuple[int, ...]], ...] = ()
+    uses: ParameterUses = ParameterUses()
+    view: ParameterView = ParameterView()
+    pieces: tuple[tuple[ParameterView, tuple[int, ...]], ...] = ()
     made: MadeKernelGroup | None = None
     saved: float = 0.0
 
@@ -81,29 +81,29 @@ class GhostPlan(NamedTuple):
     encoded: the leaves of the mechanism's encoded gradient. structure: its treedef.
     """
 
-    program: Program
-    choices: tuple[tuple[Choice, ...], ...]
+    program: LossProgram
+    choices: tuple[tuple[NormChoice, ...], ...]
     encoded: tuple[LeafOfEncodedGradient, ...]
     structure: Any
 
     @property
-    def parts(self) -> dict[tuple[int, int], Choice]:
+    def part_choices(self) -> dict[tuple[int, int], NormChoice]:
         """The choices by index of the parameter leaf and index of its part."""
         return {(leaf, number): choice for leaf, each in enumerate(self.choices) for number, choice in enumerate(each)}
 
     @property
     def sites(self) -> list[rules.Site]:
-        return [site for choice in self.parts.values() for site in choice.uses.sites]
+        return [site for choice in self.part_choices.values() for site in choice.uses.sites]
 
     @property
-    def followed(self) -> list[int]:
+    def followed_leaves(self) -> list[int]:
         """The leaves whose norms are computed from inputs and cotangents."""
         return [leaf for leaf, choices in enumerate(self.choices) if any(choice.uses.sites for choice in choices)]
 
     @property
-    def differentiated(self) -> list[int]:
+    def differentiated_leaves(self) -> list[int]:
         """The leaves whose per-example gradients the backward pass computes."""
-        return [leaf for leaf in range(len(self.choices)) if self.keeps_gradients(leaf) and leaf not in self.followed]
+        return [n for n in range(len(self.choices)) if self.keeps_gradients(n) and n not in self.followed_leaves]
 
     @property
     def unread_operands(self) -> dict[int, set[int]]:
@@ -113,7 +113,7 @@ class GhostPlan(NamedTuple):
             followed.setdefault(site.use.equation, set(site.unread)).intersection_update(site.unread)
         return followed
 
-    def captured_elements(self, without: Set[int] = frozenset()) -> int:
+    def count_captured_elements(self, without: Set[int] = frozenset()) -> int:
         """The number of elements kept for one example: the inputs and cotangents at sites, which fusion cannot avoid.
         without: leaves whose sites do not count."""
         held: dict[int, int] = {}
@@ -128,7 +128,7 @@ class GhostPlan(NamedTuple):
         return sum(held.values())
 
     @property
-    def products(self) -> dict[int, dict[int, tuple[jax.ShapeDtypeStruct, ...]]]:
+    def product_shapes(self) -> dict[int, dict[int, tuple[jax.ShapeDtypeStruct, ...]]]:
         """The shapes of A and B by index of an equation with a custom backward pass, and by operand."""
         found: dict[int, dict[int, tuple[jax.ShapeDtypeStruct, ...]]] = {}
         for site in self.sites:
@@ -143,29 +143,30 @@ class GhostPlan(NamedTuple):
     @property
     def kernel_groups(self) -> list[tuple[MadeKernelGroup, bool]]:
         """The groups of kernels that are made from parameters, and whether the gradients of each group are kept."""
-        found = {choice.made.leaves: choice for choice in self.parts.values() if choice.made}
+        found = {choice.made.leaves: choice for choice in self.part_choices.values() if choice.made}
         return [(choice.made, choice.algorithm.keeps_gradients) for choice in found.values() if choice.made]
 
     @property
-    def scaled(self) -> set[tuple[int, int]]:
+    def scaled_parts(self) -> set[tuple[int, int]]:
         """The parts whose coordinates the mechanism or the loss multiplies."""
         leaves = {encoded.leaf for encoded in self.encoded if encoded.scaled}
-        sloped = {part for part, choice in self.parts.items() if any(site.slopes for site in choice.uses.sites)}
-        return sloped | {part for part in self.parts if part[0] in leaves}
+        sloped = {part for part, choice in self.part_choices.items() if any(site.slopes for site in choice.uses.sites)}
+        return sloped | {part for part in self.part_choices if part[0] in leaves}
 
     def keeps_gradients(self, leaf: int) -> bool:
         """Whether a leaf's gradients for all examples of a microbatch are in memory."""
         return any(choice.algorithm.keeps_gradients for choice in self.choices[leaf])
 
-    def program_key(self, choice: Choice, shape: tuple[int, ...]) -> tuple | None:
+    def program_key(self, choice: NormChoice, shape: tuple[int, ...]) -> tuple | None:
         """Everything that the programs of the norm and sum of a part of this shape depend on; None if unknown."""
         sites = choice.uses.sites
         equations: Any = [self.program.equations[site.use.equation].jaxpr for site in sites]
         if choice.uses.sharing is not None or any(each.primitive.name in own_backward.NAMES for each in equations):
             return None
         operands = [site.use.operand for site in sites]
-        rest = [(site.use.view.identity(), site.sizes, site.record and site.record.inputs is None) for site in sites]
-        return choice.algorithm, shape, choice.view.slices, *operands, *map(identity_of_equation, equations), *rest
+        rest = [(site.use.view.moves_key(), site.sizes, site.record and site.record.inputs is None) for site in sites]
+        same = map(identity_of_equation, equations)
+        return choice.algorithm, shape, choice.view.slice_counts, *operands, *same, *rest
 
 
 def make_ghost_plan(
@@ -189,27 +190,27 @@ def make_ghost_plan(
     made = {value: equation for equation in program.equations for value in equation.outputs}
     scaled = {encoded_leaf.leaf: encoded_leaf.scaled for encoded_leaf in encoded}
 
-    def choose(leaf: int, uses: tuple[Use, ...]) -> tuple[Choice, ...]:
+    def choose(leaf: int, uses: tuple[ParameterUse, ...]) -> tuple[NormChoice, ...]:
         if leaf not in scaled:
-            return (Choice(algorithms.NOT_TRAINED),)
+            return (NormChoice(algorithms.NOT_TRAINED),)
         if not uses:
-            return (Choice(algorithms.UNUSED, "the loss does not use it"),)
+            return (NormChoice(algorithms.UNUSED, "the loss does not use it"),)
         parts = parts_of_parameter([use.view for use in uses], leaves[leaf].shape)
-        small = Choice(algorithms.SMALL) if _is_small(leaf, program, leaves[leaf].size) else None
+        small = NormChoice(algorithms.SMALL) if _is_smaller_than_cotangents(leaf, program, leaves[leaf].size) else None
         if isinstance(parts, str):
-            return (small or Choice(algorithms.GRADIENT, parts),)
+            return (small or NormChoice(algorithms.GRADIENT, parts),)
         pieces = tuple((part.view, part.ends) for part in parts)
         pieces = pieces if all(ends for _, ends in pieces) else ()
         if small:
             return (small._replace(pieces=pieces),)
         rest = program, made, leaves[leaf].shape
-        found = _follow(uses, parts, *rest, scaled=scaled[leaf])
+        found = _follow_parts(uses, parts, *rest, scaled=scaled[leaf])
         if isinstance(found, str) and (lookups := _with_slices_as_lookups(uses, program, leaves[leaf].shape)):
             parts = parts_of_parameter([use.view for use in lookups], leaves[leaf].shape)
-            rows = "" if isinstance(parts, str) else _follow(lookups, parts, *rest, scaled=scaled[leaf])
+            rows = "" if isinstance(parts, str) else _follow_parts(lookups, parts, *rest, scaled=scaled[leaf])
             found = found if isinstance(rows, str) else rows
         choices = found if isinstance(found, str) else _cheapest_ghost_norms(found, scaled=scaled[leaf], force=force)
-        return (Choice(algorithms.GRADIENT, choices, pieces=pieces),) if isinstance(choices, str) else choices
+        return (NormChoice(algorithms.GRADIENT, choices, pieces=pieces),) if isinstance(choices, str) else choices
 
     choices = tuple(choose(leaf, uses) for leaf, uses in enumerate(program.uses))
     choices = _with_made_kernel_choices(choices, program, made, [leaf.shape for leaf in leaves], force=force)
@@ -219,7 +220,7 @@ def make_ghost_plan(
     return GhostPlan(program, choices, encoded, structure)
 
 
-def _without_small_savings(choices: tuple[tuple[Choice, ...], ...]) -> tuple[tuple[Choice, ...], ...]:
+def _without_small_savings(choices: tuple[tuple[NormChoice, ...], ...]) -> tuple[tuple[NormChoice, ...], ...]:
     """Returns the choices, or per-example gradients for all parameters if some have them anyway, and ghost norms would
     save a CPU less than their kernels cost."""
     followed = [choice for of_leaf in choices for choice in of_leaf if choice.uses.sites]
@@ -228,30 +229,30 @@ def _without_small_savings(choices: tuple[tuple[Choice, ...], ...]) -> tuple[tup
     few = current_place().platform == "cpu" and sum(choice.saved for choice in followed) < LEAST_SAVED
     if not few or any(choice.made for choice in followed):
         return choices
-    gradient = (Choice(algorithms.GRADIENT, CHEAPER),)
+    gradient = (NormChoice(algorithms.GRADIENT, CHEAPER),)
     return tuple(gradient if any(choice.uses.sites for choice in each) else each for each in choices)
 
 
 def _with_made_kernel_choices(
-    choices: tuple[tuple[Choice, ...], ...],
-    program: Program,
+    choices: tuple[tuple[NormChoice, ...], ...],
+    program: LossProgram,
     made: Mapping[Any, Equation],
     shapes: list[tuple[int, ...]],
     *,
     force: bool,
-) -> tuple[tuple[Choice, ...], ...]:
+) -> tuple[tuple[NormChoice, ...], ...]:
     """Replaces the choices of parameters that are not followed but whose kernels are."""
     alone = [(leaf, of_leaf[0]) for leaf, of_leaf in enumerate(choices) if of_leaf[0].algorithm is algorithms.GRADIENT]
     found = dict(enumerate(choices))
     for group in find_made_kernels(program, {leaf for leaf, one in alone if one.reason != CHEAPER}, made, shapes):
-        choice = Choice(algorithms.GRADIENT, CHEAPER)
-        if way := group.cheapest(shapes, force=force):
-            choice = Choice(way, "through what the loss makes of it", group.uses, made=group)
+        choice = NormChoice(algorithms.GRADIENT, CHEAPER)
+        if way := group.cheapest_algorithm(shapes, force=force):
+            choice = NormChoice(way, "through what the loss makes of it", group.uses, made=group)
         found.update(dict.fromkeys(group.leaves, (choice,)))
     return tuple(found.values())
 
 
-def _is_small(leaf: int, program: Program, size: int) -> bool:
+def _is_smaller_than_cotangents(leaf: int, program: LossProgram, size: int) -> bool:
     """Whether a parameter of this size, such as a bias, a scale or a table of positions, has no more elements than the
     cotangents where it meets data, which the backward pass holds for each example anyway. Ghost norms would read these
     instead of the gradient, so they can save nothing."""
@@ -270,29 +271,31 @@ def _is_small(leaf: int, program: Program, size: int) -> bool:
     return size <= numbers
 
 
-Followed = list[tuple[View, Uses]]
+Followed = list[tuple[ParameterView, ParameterUses]]
 
 
-def _with_slices_as_lookups(uses: tuple[Use, ...], program: Program, shape: tuple[int, ...]) -> tuple[Use, ...]:
+def _with_slices_as_lookups(
+    uses: tuple[ParameterUse, ...], program: LossProgram, shape: tuple[int, ...]
+) -> tuple[ParameterUse, ...]:
     """The uses of a parameter with its slices counted as lookups, whatever the loss does with them, such as the row of
     one token beside rows that the data select; () if there are no slices, or if they are not a small share of it."""
-    found: dict[int, Use] = {}
+    found: dict[int, ParameterUse] = {}
     for place, use in enumerate(uses):
         for before, step in enumerate(use.view.steps):
             if isinstance(step, RearrangeStep) and program.equations[step.number].name == "slice":
-                use = use._replace(view=View(use.view.steps[:before]), equation=step.number, operand=0)
+                use = use._replace(view=ParameterView(use.view.steps[:before]), equation=step.number, operand=0)
                 place = ~step.number  # so that all uses of one slice are one lookup
             if not (moves_nothing(step) or (isinstance(step, ScanStep) and not step.sliced)):
                 break
         found[place] = use
-    numbers = sum(math.prod(program.output(~place).shape) for place in found if place < 0)
+    numbers = sum(math.prod(program.output_shape(~place).shape) for place in found if place < 0)
     return tuple(found.values()) if 0 < FEW_ROWS * numbers <= math.prod(shape) else ()
 
 
-def _follow(
-    uses: tuple[Use, ...],
+def _follow_parts(
+    uses: tuple[ParameterUse, ...],
     parts: list[ParameterPart],
-    program: Program,
+    program: LossProgram,
     made: Mapping[Any, Equation],
     shape: tuple[int, ...],
     *,
@@ -301,31 +304,31 @@ def _follow(
     """The view and uses of each part of a parameter of this shape, or why it cannot be followed."""
     followed = []
     for part in parts:
-        sites, slices = [], math.prod(part.view.slices)
-        inside = part.view.shape(shape)[len(part.view.slices) :]
+        sites, slices = [], math.prod(part.view.slice_counts)
+        inside = part.view.shape_at_use(shape)[len(part.view.slice_counts) :]
         for number, rest in zip(part.uses, part.rests, strict=True):
             use = uses[number]._replace(view=rest)
             is_kernel = rest.changes_values or (use.equation >= 0 and rules.is_complex(program.equations[use.equation]))
-            site = rules.recognize(use.of_kernel() if is_kernel else use, program, made)
+            site = rules.find_site(use.as_kernel_use() if is_kernel else use, program, made)
             if isinstance(site, rules.Site) and is_kernel:
                 site = parameter_site_in_kernel(site, use, inside, program)
             if isinstance(site, str):
                 return site
             sites.append(site)
         if len(sites) == 1:
-            followed.append((part.view, Uses(tuple(sites), slices=slices, shape=inside)))
+            followed.append((part.view, ParameterUses(tuple(sites), slices=slices, shape=inside)))
             continue
         sharing = algorithms.find_element_sharing(tuple(sites), inside)
         if isinstance(sharing, str):
             return sharing
-        together = Uses(tuple(sites), sharing, slices, inside)
+        together = ParameterUses(tuple(sites), sharing, slices, inside)
         if any(site.slopes for site in sites) or (scaled and not together.are_one_lookup):
             return f"used {len(sites)} times, and the mechanism{'' if scaled else ' or the loss'} masks or scales it"
         followed.append((part.view, together))
     return followed
 
 
-def _cheapest_ghost_norms(followed: Followed, *, scaled: bool, force: bool) -> tuple[Choice, ...] | str:
+def _cheapest_ghost_norms(followed: Followed, *, scaled: bool, force: bool) -> tuple[NormChoice, ...] | str:
     """The cheapest ghost norms for all parts of a parameter, or the reason why per-example gradients are used."""
     choices, ghost, gradient = [], 0.0, 0.0
     for view, uses in followed:
@@ -334,12 +337,12 @@ def _cheapest_ghost_norms(followed: Followed, *, scaled: bool, force: bool) -> t
         way = min(costs, key=lambda way: costs[way])
         ghost += uses.slices * costs[way]
         gradient += uses.slices * algorithms.gradient_cost(uses)
-        slices = uses.slices if view.slices else len(followed)
+        slices = uses.slices if view.slice_counts else len(followed)
         raised = way.increase(uses)
         words = [f"of each of {slices} slices"] * bool(view.steps)
         words += [f"raised by up to {100 * raised:.2f} % against rounding"] * (raised >= LEAST_RAISE_SHOWN)
         saved = uses.slices * (algorithms.gradient_cost(uses) - costs[way])
-        choices.append(Choice(way, ", ".join(words), uses, view, saved=saved))
+        choices.append(NormChoice(way, ", ".join(words), uses, view, saved=saved))
     if not force and gradient <= ghost:
         return CHEAPER
     return tuple(choices)
@@ -371,20 +374,20 @@ def _leaves_of_encoded_gradient(
     return tuple(encoded), jax.tree.structure(out)
 
 
-class ForwardPlan(NamedTuple):
+class ForwardModePlan(NamedTuple):
     """The plan for a mechanism with `forward`, which needs no gradient norms. leaves: the number of parameters."""
 
     leaves: int
 
     @property
-    def choices(self) -> tuple[tuple[Choice, ...], ...]:
-        return ((Choice(algorithms.FORWARD),),) * self.leaves
+    def choices(self) -> tuple[tuple[NormChoice, ...], ...]:
+        return ((NormChoice(algorithms.FORWARD),),) * self.leaves
 
     def keeps_gradients(self, leaf: int) -> bool:
         return False
 
 
-class Explanation(NamedTuple):
+class NormExplanation(NamedTuple):
     """How `private_updates` computes the norms of every parameter; `str` prints it as a table.
 
     Parameters share a line if their methods, reasons and paths are equal except for numbers: `*` stands for the numbers
@@ -418,10 +421,12 @@ def _path_pattern(paths: list[str]) -> str:
     return f"{_NUMBER.sub(lambda _: next(numbers), paths[0])} ({len(paths)})"
 
 
-def explain(plan: GhostPlan | ForwardPlan | str, params: Tree, microbatches: str, backward_passes: str) -> Explanation:
+def explain_plan(
+    plan: GhostPlan | ForwardModePlan | str, params: Tree, microbatches: str, backward_passes: str
+) -> NormExplanation:
     """Explains the plan in words, or the reason for per-example gradients, and what is in memory at once."""
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    choices = [(Choice(algorithms.GRADIENT, plan),)] * len(paths) if isinstance(plan, str) else plan.choices
+    choices = [(NormChoice(algorithms.GRADIENT, plan),)] * len(paths) if isinstance(plan, str) else plan.choices
 
     def both(words):
         return "; ".join(dict.fromkeys(filter(None, words)))
@@ -430,4 +435,4 @@ def explain(plan: GhostPlan | ForwardPlan | str, params: Tree, microbatches: str
         (path, both(choice.algorithm.words for choice in of_leaf), both(choice.reason for choice in of_leaf))
         for path, of_leaf in zip(paths, choices, strict=True)
     )
-    return Explanation(tuple(rows), microbatches, backward_passes)
+    return NormExplanation(tuple(rows), microbatches, backward_passes)

@@ -55,7 +55,7 @@ class ConcatenateStep(NamedTuple):
     number: int
     operand: int
 
-    def bind(self, x: jax.Array) -> jax.Array:
+    def bind_with_zeros(self, x: jax.Array) -> jax.Array:
         """Evaluates the equation with zeros for all other operands."""
         types: list[Any] = [variable.aval for variable in self.equation.invars]
         operands = [x if i == self.operand else jnp.zeros(each.shape, x.dtype) for i, each in enumerate(types)]
@@ -76,7 +76,7 @@ class ScanStep(NamedTuple):
     sliced: bool
 
 
-class View(NamedTuple):
+class ParameterView(NamedTuple):
     """The steps, in order, that a parameter's elements go through between the parameter and a use of it."""
 
     steps: tuple["Step", ...] = ()
@@ -87,7 +87,7 @@ class View(NamedTuple):
         return any(isinstance(step, ConcatenateStep | ElementwiseStep) for step in self.steps)
 
     @property
-    def slices(self) -> tuple[int, ...]:
+    def slice_counts(self) -> tuple[int, ...]:
         """The number of slices of each scan that slices the elements, outermost first."""
         return tuple(step.count for step in self.steps if isinstance(step, ScanStep) and step.sliced)
 
@@ -107,31 +107,31 @@ class View(NamedTuple):
                 end = number + 1
         return end
 
-    def then(self, step: "Step") -> "View":
-        return View((*self.steps, step))
+    def then(self, step: "Step") -> "ParameterView":
+        return ParameterView((*self.steps, step))
 
-    def apply_to(self, leaf: Any, in_place: Callable[[ElementwiseStep, Any], Any] = lambda step, leaf: leaf) -> Any:
-        """Returns `leaf` as the use sees it, in its own dtype, with a leading axis for each entry of `slices`.
+    def apply_steps(self, leaf: Any, in_place: Callable[[ElementwiseStep, Any], Any] = lambda step, leaf: leaf) -> Any:
+        """Returns `leaf` as the use sees it, in its own dtype, with a leading axis for each entry of `slice_counts`.
         in_place: what to do at an `ElementwiseStep`."""
         for number, step in enumerate(self.steps):
             if isinstance(step, ScanStep):
                 if step.sliced:
-                    return jax.vmap(View(self.steps[number + 1 :]).apply_to)(leaf)
+                    return jax.vmap(ParameterView(self.steps[number + 1 :]).apply_steps)(leaf)
             elif isinstance(step, ElementwiseStep):
                 leaf = in_place(step, leaf)
             elif isinstance(step, ConcatenateStep):
-                leaf = step.bind(leaf)
+                leaf = step.bind_with_zeros(leaf)
             elif step.name == "transpose":  # this keeps a NumPy array a view of the same memory
                 leaf = leaf.transpose(step.equation.params["permutation"])
             elif step.name != "convert_element_type":
                 leaf = step.equation.primitive.bind(leaf, **step.equation.params)
         return leaf
 
-    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape in which the use sees a parameter of this shape, with a leading axis for each entry of `slices`."""
-        return jax.eval_shape(self.apply_to, jax.ShapeDtypeStruct(shape, jnp.float32)).shape
+    def shape_at_use(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in which a use sees a parameter of this shape, with a leading axis for each of `slice_counts`."""
+        return jax.eval_shape(self.apply_steps, jax.ShapeDtypeStruct(shape, jnp.float32)).shape
 
-    def box(self, shape: tuple[int, ...]) -> Box:
+    def sliced_box(self, shape: tuple[int, ...]) -> Box:
         """The elements that the leading slices select from a parameter of this shape."""
         found = [range(size) for size in shape]
         for step in self.steps[: self.initial_slice_step_count]:
@@ -143,7 +143,7 @@ class View(NamedTuple):
                 found = [elements[start:limit:stride] for elements, start, limit, stride in of_axes]
         return found
 
-    def identity(self) -> tuple:
+    def moves_key(self) -> tuple:
         """A key that is equal for views that move elements in the same way."""
 
         def identity_of_step(step: Step) -> Any:
@@ -189,13 +189,13 @@ class ParameterPart(NamedTuple):
     rests: the views from the part to each use. ends: the equations that end `view`, if they are slices
     """
 
-    view: View
+    view: ParameterView
     uses: tuple[int, ...]
-    rests: tuple[View, ...]
+    rests: tuple[ParameterView, ...]
     ends: tuple[int, ...] = ()
 
 
-def parts_of_parameter(seen: list[View], shape: tuple[int, ...]) -> list[ParameterPart] | str:
+def parts_of_parameter(seen: list[ParameterView], shape: tuple[int, ...]) -> list[ParameterPart] | str:
     """Splits a parameter of this shape into the parts that its uses see, or says why the parts cannot be separated.
 
     A part is what all scans around a use slice, such as the stacked weights of equal layers; without a scan, it is what
@@ -208,31 +208,31 @@ def parts_of_parameter(seen: list[View], shape: tuple[int, ...]) -> list[Paramet
         slices = [place for place, sliced in loops if sliced]
         if slices and any(not sliced and place < slices[-1] for place, sliced in loops):
             return "used in slices by a scan that another scan repeats"
-        if 0 in view.slices:
+        if 0 in view.slice_counts:
             return "used in a scan without iterations"
         end = slices[-1] + 1 if slices else view.initial_slice_step_count
-        if View(view.steps[:end]).changes_values:
+        if ParameterView(view.steps[:end]).changes_values:
             return "used in slices by a scan after an equation that computes or places"
-        begin, rest = View(view.steps[:end]), View(view.steps[end:])
-        key = View(tuple(step for step in begin.steps if not moves_nothing(step))).identity()
+        begin, rest = ParameterView(view.steps[:end]), ParameterView(view.steps[end:])
+        key = ParameterView(tuple(step for step in begin.steps if not moves_nothing(step))).moves_key()
         before = found.get(key, ParameterPart(begin, (), ()))
         ends = {step.number for step in begin.steps[-1:] if isinstance(step, RearrangeStep)}
         ends = tuple(sorted(ends.union(before.ends)))
         found[key] = ParameterPart(before.view, (*before.uses, number), (*before.rests, rest), ends)
-    sliced = any(part.view.slices for part in found.values())
+    sliced = any(part.view.slice_counts for part in found.values())
     if len(found) > 1 or sliced:
-        if disjoint([part.view.box(shape) for part in found.values()]):
+        if are_disjoint([part.view.sliced_box(shape) for part in found.values()]):
             return list(found.values())
         if sliced:
             return f"used {len(seen)} times, in slices by a scan that another use may overlap"
-    return [ParameterPart(View(), tuple(range(len(seen))), tuple(seen))]
+    return [ParameterPart(ParameterView(), tuple(range(len(seen))), tuple(seen))]
 
 
 def moves_nothing(step: Step) -> bool:
     return isinstance(step, RearrangeStep) and step.name in STILL
 
 
-def disjoint(boxes: list[Box]) -> bool:
+def are_disjoint(boxes: list[Box]) -> bool:
     """Whether no two boxes share an element; False if any box has gaps."""
     if any(elements.step != 1 for box in boxes for elements in box):
         return False
@@ -243,9 +243,9 @@ def disjoint(boxes: list[Box]) -> bool:
     return all(apart(*pair) for pair in itertools.combinations(boxes, 2))
 
 
-def assemble_parts(views: list[View], parts: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
+def assemble_parts(views: list[ParameterView], parts: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
     """Assembles an array, float32, of this shape from disjoint parts; it is 0 elsewhere."""
-    boxes = [view.box(shape) for view in views]
+    boxes = [view.sliced_box(shape) for view in views]
     parts = [_in_box(*each) for each in zip(views, parts, boxes, strict=True)]
     axes = [axis for axis in range(len(shape)) if any(len(each[axis]) != shape[axis] for each in boxes)]
     if not axes:
@@ -261,12 +261,12 @@ def assemble_parts(views: list[View], parts: list[jax.Array], shape: tuple[int, 
     return whole
 
 
-def _in_box(view: View, part: jax.Array, elements: Box) -> jax.Array:
+def _in_box(view: ParameterView, part: jax.Array, elements: Box) -> jax.Array:
     rest = view.steps[view.initial_slice_step_count :]
     if all(isinstance(step, ScanStep) or moves_nothing(step) for step in rest):
         return part
     inside = jax.ShapeDtypeStruct(tuple(map(len, elements)), jnp.float32)
-    (part,) = jax.linear_transpose(View(rest).apply_to, inside)(part)
+    (part,) = jax.linear_transpose(ParameterView(rest).apply_steps, inside)(part)
     return part
 
 
@@ -313,18 +313,18 @@ class Equation(NamedTuple):
         return outputs if self.jaxpr.primitive.multiple_results else [outputs]
 
 
-class Use(NamedTuple):
+class ParameterUse(NamedTuple):
     """Equation `equation` uses parameter leaf `leaf` as operand `operand`, an index, which is -1 if it is the loss
     itself. view: what happens to the parameter's elements before this use"""
 
     leaf: int
-    view: View
+    view: ParameterView
     equation: int
     operand: int
 
-    def of_kernel(self) -> "Use":
+    def as_kernel_use(self) -> "ParameterUse":
         """The use of the kernel that `view` makes: its own view has only the steps into scans."""
-        return self._replace(view=View(tuple(step for step in self.view.steps if isinstance(step, ScanStep))))
+        return self._replace(view=ParameterView(tuple(step for step in self.view.steps if isinstance(step, ScanStep))))
 
 
 class MadeKernel(NamedTuple):
@@ -335,10 +335,10 @@ class MadeKernel(NamedTuple):
 
     value: int
     leaves: frozenset[int]
-    uses: tuple[Use, ...]
+    uses: tuple[ParameterUse, ...]
 
 
-class Program(NamedTuple):
+class LossProgram(NamedTuple):
     """The loss of one example. Values 0, 1, ... are the leaves of the parameters, then those of the example.
 
     equations: all equations. block: those outside all bodies; its outputs are the loss's value and its auxiliary
@@ -354,27 +354,27 @@ class Program(NamedTuple):
     equations: tuple[Equation, ...]
     block: EquationBlock
     aux: Any
-    uses: tuple[tuple[Use, ...], ...]
+    uses: tuple[tuple[ParameterUse, ...], ...]
     public: dict[int, "Origin"]
     kernels: tuple[MadeKernel, ...]
     data: frozenset[int] = frozenset()
-    slices: dict[int, "Slice"] = {}
+    slices: dict[int, "PublicOrigin"] = {}
 
-    def source(self, value: int | Constant) -> int | Constant:
+    def original_index(self, value: int | Constant) -> int | Constant:
         """The index that a value has where it was computed; a body gives its arguments new indices."""
         return source_of(value, self.public)
 
-    def slice(self, value: int) -> "Slice":
+    def public_origin(self, value: int) -> "PublicOrigin":
         """The origin of a value that is public, at least within each iteration."""
-        return self.slices.get(value) or Slice(self.public[value], ())
+        return self.slices.get(value) or PublicOrigin(self.public[value], ())
 
-    def whole(self, value: int | Constant) -> int | Constant:
+    def unsliced_index(self, value: int | Constant) -> int | Constant:
         """The index that a value has where it was computed, before loops slice it."""
-        while isinstance(value, int) and isinstance(origin := self.slice(value).origin, SameValue):
+        while isinstance(value, int) and isinstance(origin := self.public_origin(value).origin, SameValue):
             value = origin.value
         return value
 
-    def output(self, equation: int) -> jax.ShapeDtypeStruct:
+    def output_shape(self, equation: int) -> jax.ShapeDtypeStruct:
         """The shape and dtype of an equation's first output, with a leading axis for each scan around it."""
         found = self.equations[equation]
         assert found.jaxpr is not None
@@ -389,15 +389,15 @@ class SameValue(NamedTuple):
 Origin = int | None | SameValue
 
 
-def source_of(value: Any, public: Mapping[int, Origin]) -> Any:  # see `Program.source`
+def source_of(value: Any, public: Mapping[int, Origin]) -> Any:  # see `LossProgram.original_index`
     while isinstance(value, int) and isinstance(origin := public.get(value), SameValue):
         value = origin.value
     return value
 
 
-class Slice(NamedTuple):
-    """A value that is public in each iteration. origin: as in `Program.public`; for a slice, the value that the scan
-    slices. loops: the depths of the scans over whose iterations it varies; the outermost scan has depth 0."""
+class PublicOrigin(NamedTuple):
+    """A value that is public in each iteration. origin: as in `LossProgram.public`; for a slice, the value that the
+    scan slices. loops: the depths of the scans over whose iterations it varies; the outermost scan has depth 0."""
 
     origin: Origin
     loops: tuple[int, ...]

@@ -18,7 +18,7 @@ from jax.extend import core
 
 from dpx.gradients.ghost import own_backward
 from dpx.gradients.ghost.norms import EXACT, gradient_matrices
-from dpx.gradients.ghost.program import CALLS, Constant, Equation, Program, Use
+from dpx.gradients.ghost.program import CALLS, Constant, Equation, LossProgram, ParameterUse
 from dpx.sums.clipped_sum import repeat_to_shape
 from dpx.xla.ordering import opaque_false
 from dpx.xla.place import current_place
@@ -52,35 +52,35 @@ class Patches(NamedTuple):
     def patch_matrix(self, data: jax.Array, *, by_unit: bool = False) -> jax.Array:
         """A, float32 (B, K, T, I), for data, float32 (B, images, *sizes, features). by_unit: whether a matrix unit that
         takes bfloat16 makes the patches; the data must then be bfloat16 numbers."""
-        x = self._padded(data.reshape(-1, *data.shape[2:]))
+        x = self._padded_data(data.reshape(-1, *data.shape[2:]))
         x = self._windows_by_convolution(x) if by_unit else self._windows(x, len(self.taps))
         x = x.reshape(len(data), -1, x.shape[-1] // self.features, self.groups, self.features // self.groups)
         return x.transpose(0, 3, 1, 2, 4).reshape(len(data), self.groups, x.shape[1], -1)
 
-    def cotangents(self, dy: jax.Array) -> jax.Array:
+    def cotangent_matrix(self, dy: jax.Array) -> jax.Array:
         """B, float32 (B, K, T, O), for the cotangents of the result, float32 (B, images, *spatial, features)."""
         return dy.reshape(len(dy), -1, self.groups, dy.shape[-1] // self.groups).transpose(0, 2, 1, 3)
 
-    def products(self, data: jax.Array, dy: jax.Array) -> jax.Array:
-        """A^T B, float32 (B, K, I, O), for A = `patch_matrix(data)` and B = `cotangents(dy)`."""
+    def kernel_gradients(self, data: jax.Array, dy: jax.Array) -> jax.Array:
+        """A^T B, float32 (B, K, I, O), for A = `patch_matrix(data)` and B = `cotangent_matrix(dy)`."""
         # On several devices, examples may be sharded and so need one product. With one tap, the patches are the data.
         if current_place().devices > 1 or math.prod(self.taps) == 1:
-            return self._at_once(data, dy)
+            return self._gradients_at_once(data, dy)
         by_unit = current_place().platform == "tpu" and math.prod(self.taps) * self.features <= MOST_PICKED
-        apart = functools.partial(self._apart, by_unit=by_unit)
-        return lax.platform_dependent(data, dy, cpu=self._one_by_one, default=apart)
+        apart = functools.partial(self._gradients_of_patches, by_unit=by_unit)
+        return lax.platform_dependent(data, dy, cpu=self._gradients_one_by_one, default=apart)
 
-    def _at_once(self, data: jax.Array, dy: jax.Array) -> jax.Array:
-        return gradient_matrices(self.patch_matrix(data), self.cotangents(dy))
+    def _gradients_at_once(self, data: jax.Array, dy: jax.Array) -> jax.Array:
+        return gradient_matrices(self.patch_matrix(data), self.cotangent_matrix(dy))
 
-    def _apart(self, data: jax.Array, dy: jax.Array, *, by_unit: bool = False) -> jax.Array:
+    def _gradients_of_patches(self, data: jax.Array, dy: jax.Array, *, by_unit: bool = False) -> jax.Array:
         # The barrier is there because on a GPU, XLA finds no tiling for a product fused with making the patches.
         return gradient_matrices(
-            *lax.optimization_barrier((self.patch_matrix(data, by_unit=by_unit), self.cotangents(dy)))
+            *lax.optimization_barrier((self.patch_matrix(data, by_unit=by_unit), self.cotangent_matrix(dy)))
         )
 
-    def _one_by_one(self, data: jax.Array, dy: jax.Array) -> jax.Array:
-        """Computes `products` for one group of one example after another."""
+    def _gradients_one_by_one(self, data: jax.Array, dy: jax.Array) -> jax.Array:
+        """Computes `kernel_gradients` for one group of one example after another."""
         features, features_out = self.features // self.groups, dy.shape[-1] // self.groups
         one = self._replace(features=features, groups=1)
         images, first = np.int32(data.shape[1]), np.int32(0)  # int32, even where jax_enable_x64 makes other ints int64
@@ -96,7 +96,7 @@ class Patches(NamedTuple):
                 return lax.dynamic_slice(x, start, (images, *x.shape[1:-1], columns), allow_negative_indices=False)
 
             some, start = (
-                one._products_by_convolution(*map(part, rows, (features, features_out))),
+                one._gradients_by_convolution(*map(part, rows, (features, features_out))),
                 (example, group, first, first),
             )
             return lax.dynamic_update_slice(products, some, start, allow_negative_indices=False)
@@ -105,11 +105,11 @@ class Patches(NamedTuple):
         zero = opaque_false(dy).astype(jnp.float32)  # not a constant, for the reason given in `keys/noise.py`
         return lax.fori_loop(0, len(data) * self.groups, put, jnp.full(shape, zero))
 
-    def _products_by_convolution(self, data: jax.Array, dy: jax.Array) -> jax.Array:
-        """Computes `products` of one example and one group as a convolution along the last two axes. The features of
-        the data are its images; the images, and the positions along other axes, are its features."""
+    def _gradients_by_convolution(self, data: jax.Array, dy: jax.Array) -> jax.Array:
+        """Computes `kernel_gradients` of one example and one group as a convolution along the last two axes. Its images
+        are the features of the data; its features are the images and the positions along other axes."""
         others, features_out = max(0, len(self.taps) - 2), dy.shape[-1]
-        x, kernel = self._windows(self._padded(data), others), dy
+        x, kernel = self._windows(self._padded_data(data), others), dy
         x, kernel = (x.reshape(-1, *x.shape[1 + others :]) for x in (x, kernel))
         if len(self.taps) == 1:
             x, kernel = x[:, None], kernel[:, None]
@@ -127,7 +127,7 @@ class Patches(NamedTuple):
         products = products[..., :features_out].reshape(-1, self.features, *products.shape[1:3], features_out)
         return products.transpose(0, 2, 3, 1, 4).reshape(1, 1, -1, features_out)
 
-    def _padded(self, x: jax.Array) -> jax.Array:
+    def _padded_data(self, x: jax.Array) -> jax.Array:
         """Pads data, (N, *sizes, features), and drops elements that no window reaches."""
         padding = []
         for axis, (low, _, interior) in enumerate(self.padding):
@@ -164,7 +164,7 @@ MOST_ROWS = 2**31 - 1  # the most rows of a table, because indices are int32
 LONGEST_KERNEL = 128  # the largest sum of a kernel's spatial sizes; each tap is a slice, and many compile slowly
 
 
-class CapturedInputs(NamedTuple):
+class CaptureReplacements(NamedTuple):
     """Functions that replace the captured inputs and cotangents of an equation. Values: public values, by index.
 
     inputs, cotangents: (inputs, dy, Values) -> the replacement. `inputs` is None if the inputs stay; see `kernels`
@@ -196,7 +196,7 @@ class Site(NamedTuple):
     reads:    the indices of the public values that `record` and `slopes` read
     """
 
-    use: Use
+    use: ParameterUse
     sizes: tuple[int, int, int, int]
     apply: Callable | None
     matrices: Callable
@@ -207,12 +207,12 @@ class Site(NamedTuple):
     expands: int = 0
     unread: frozenset[int] = frozenset()
     multiply: Callable = gradient_matrices
-    record: CapturedInputs | None = None
+    record: CaptureReplacements | None = None
     slopes: Callable | None = None
     reads: frozenset[int] = frozenset()
 
 
-def recognize(use: Use, program: Program, made: Mapping[Any, Equation]) -> Site | str:
+def find_site(use: ParameterUse, program: LossProgram, made: Mapping[Any, Equation]) -> Site | str:
     """The site of a use, or why the parameter is not followed there. The use's view begins at a part of the parameter.
     made: for each value, by index, the equation that computes it."""
     if use.equation < 0:
@@ -234,17 +234,17 @@ def recognize(use: Use, program: Program, made: Mapping[Any, Equation]) -> Site 
     if isinstance(site, str):
         return site
     if name in own_backward.NAMES:
-        return _site_of_products(_site_of_repeats(site, repeats) if repeats else site)
+        return _site_of_custom_backward(_merge_scan_repeats(site, repeats) if repeats else site)
     if not repeats:
         return site
     whole = name == "dynamic_slice" and math.prod(repeats) * site.sizes[1] >= site.sizes[2]
     of_layer = name in ("gather", "dynamic_slice") and equation.outputs[0] in program.slices
     if whole or (of_layer and _iterations_make_kernels(use.leaf, program)):
         return f"used in {name} in each iteration of a scan"  # together, the rows are as large as the table's gradient
-    return _site_of_repeats(site, repeats)
+    return _merge_scan_repeats(site, repeats)
 
 
-def _iterations_make_kernels(leaf: int, program: Program) -> bool:
+def _iterations_make_kernels(leaf: int, program: LossProgram) -> bool:
     """Whether iterations multiply data by a kernel that they make from a parameter. Then the cotangents of its rows are
     the gradients of layers, which are larger than the inputs and cotangents of these layers."""
     layers = (kernel for kernel in program.kernels if kernel.value in program.slices and leaf in kernel.leaves)
@@ -258,7 +258,7 @@ def is_complex(equation: Equation) -> bool:
     return any(jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in avals)
 
 
-def _site_of_repeats(site: Site, repeats: tuple[int, ...]) -> Site:
+def _merge_scan_repeats(site: Site, repeats: tuple[int, ...]) -> Site:
     """Turns a site in scans whose iterations all use the same W into one use with more positions. repeats: the numbers
     of iterations of these scans; inputs, cotangents and y begin with an axis for each."""
     kernels, positions, fan_in, fan_out = site.sizes
@@ -289,7 +289,7 @@ def _site_of_repeats(site: Site, repeats: tuple[int, ...]) -> Site:
     )
 
 
-def _site_of_products(site: Site) -> Site:
+def _site_of_custom_backward(site: Site) -> Site:
     """The site of an equation from whose backward pass A and B are captured directly."""
 
     def side(number):
@@ -302,7 +302,7 @@ def _site_of_products(site: Site) -> Site:
 
 
 def captured_matrix_site(site: Site, sizes: tuple[int, int, int, int], left: Callable, right: Callable, key=()) -> Site:
-    """A site of these sizes that captures A by `left`, as a tuple (A,), and B by `right`; see `CapturedInputs`."""
+    """A site of these sizes that captures A by `left`, as a tuple (A,), and B by `right`; see `CaptureReplacements`."""
 
     def matrices(inputs, dy):
         return inputs[0].astype(jnp.float32), dy.astype(jnp.float32)
@@ -312,19 +312,20 @@ def captured_matrix_site(site: Site, sizes: tuple[int, int, int, int], left: Cal
         apply=lambda inputs, w: jnp.einsum("kti,kio->kto", inputs[0], site.arrange(w), precision=EXACT),
         matrices=matrices,
         products=lambda inputs, dy: gradient_matrices(*matrices(inputs, dy)),
-        record=CapturedInputs(left, right, key),
+        record=CaptureReplacements(left, right, key),
     )
 
 
-def _float32(x: jax.Array) -> jax.Array:
+def _exact_float32(x: jax.Array) -> jax.Array:
     """Converts what norms and sums read to float32 that the matrix unit multiplies exactly. Captured real numbers have
     already passed `MatrixUnit.round_to_store`, so only integers need rounding."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return x  # see `kernels`
-    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else current_place().unit.round_operand(x)
+    floating, unit = jnp.issubdtype(x.dtype, jnp.floating), current_place().matrix_unit
+    return x.astype(jnp.float32) if floating else unit.round_operand(x)
 
 
-def _dot_general(use: Use, equation) -> Site | str:
+def _dot_general_rule(use: ParameterUse, equation) -> Site | str:
     """A dot_general of data and W, with any contracted, batch and free axes: a dense layer."""
     weight, data = use.operand, 1 - use.operand
     contracted, batch = equation.params["dimension_numbers"]
@@ -340,13 +341,13 @@ def _dot_general(use: Use, equation) -> Site | str:
     fan_in, fan_out = size(data, contracted[data]), size(weight, free_axes(weight))
 
     def apply(inputs, w):
-        operands = (_float32(inputs[data]), w) if weight == 1 else (w, _float32(inputs[data]))
+        operands = (_exact_float32(inputs[data]), w) if weight == 1 else (w, _exact_float32(inputs[data]))
         dimensions = equation.params["dimension_numbers"]
         return lax.dot_general(*operands, dimensions, precision=EXACT, preferred_element_type=jnp.float32)
 
     def matrices(inputs, dy):
-        a = _float32(inputs[data]).transpose(*batch[data], *free_axes(data), *contracted[data])
-        dy = _float32(dy)
+        a = _exact_float32(inputs[data]).transpose(*batch[data], *free_axes(data), *contracted[data])
+        dy = _exact_float32(dy)
         if weight == 1:
             b = dy.reshape(groups, positions, fan_out)
         else:
@@ -356,10 +357,10 @@ def _dot_general(use: Use, equation) -> Site | str:
     def arrange(w):
         return w.transpose(*batch[weight], *contracted[weight], *free_axes(weight)).reshape(groups, fan_in, fan_out)
 
-    return _site(use, (groups, positions, fan_in, fan_out), apply, matrices, arrange)
+    return _make_site(use, (groups, positions, fan_in, fan_out), apply, matrices, arrange)
 
 
-def _one_hot_lookup_site(use: Use, equation: Equation, made: Mapping[Any, Equation]) -> Site | None:
+def _one_hot_lookup_site(use: ParameterUse, equation: Equation, made: Mapping[Any, Equation]) -> Site | None:
     """The site of a product of W with one-hot rows, possibly scaled, as a lookup whose cotangents are multiplied by the
     nonzero element of each row; None for any other product. A mask, or an index of -1, makes a row all zeros."""
     jaxpr: Any = equation.jaxpr
@@ -372,7 +373,7 @@ def _one_hot_lookup_site(use: Use, equation: Equation, made: Mapping[Any, Equati
     slices = tuple(size for number, size in enumerate(jaxpr.invars[data].aval.shape) if number != along)
 
     def numbers(inputs):
-        return _float32(inputs[data]).sum(along)
+        return _exact_float32(inputs[data]).sum(along)
 
     def starts(inputs):
         first = lax.argmax(inputs[data].astype(bool), along, jnp.int32)
@@ -398,7 +399,7 @@ def _jaxpr_of(maker: Any) -> Any:
 def _axis_of_one_hot(equation: Any, made: Mapping[Any, Any]) -> int | None:
     """The axis along which a value has at most one nonzero element, at a computed index, like the result of
     `jax.nn.one_hot`, perhaps times a mask; None for any other value. equation: computes the value. made: by operand,
-    the equation that computes it, in a `Program` or in a jaxpr that it calls."""
+    the equation that computes it, in a `LossProgram` or in a jaxpr that it calls."""
     jaxpr = _jaxpr_of(equation)
     if jaxpr is None:
         return None
@@ -462,7 +463,7 @@ def _axis_of_iota(equation: Any, made: Mapping[Any, Any]) -> int | None:
     return axis if jaxpr.params["shape"][axis] - 1 <= most else None
 
 
-def _convolution(use: Use, equation) -> Site | str:
+def _convolution_rule(use: ParameterUse, equation) -> Site | str:
     """A conv_general_dilated of data and a kernel: a dense layer on the patches of the data."""
     params, (data, kernel) = equation.params, [operand.aval for operand in equation.invars]
     if use.operand != 1 or params["batch_group_count"] != 1:
@@ -480,7 +481,7 @@ def _convolution(use: Use, equation) -> Site | str:
         names = "window_strides padding lhs_dilation rhs_dilation dimension_numbers feature_group_count"
         kept = {name: params[name] for name in names.split()}
         return lax.conv_general_dilated(
-            _float32(inputs[0]), w, **kept, precision=EXACT, preferred_element_type=jnp.float32
+            _exact_float32(inputs[0]), w, **kept, precision=EXACT, preferred_element_type=jnp.float32
         )
 
     lows_highs = zip(params["padding"], params["lhs_dilation"], strict=True)
@@ -497,25 +498,25 @@ def _convolution(use: Use, equation) -> Site | str:
     def features_last(x, numbers):
         """Arranges B examples as float32 (B, images, *spatial, features); iterations, if any, become images."""
         first, order = x.ndim - len(numbers), (numbers[0], *numbers[2:], numbers[1])
-        x = _float32(x).transpose(*range(first), *(first + axis for axis in order))
+        x = _exact_float32(x).transpose(*range(first), *(first + axis for axis in order))
         return x if first == 1 else x.reshape(len(x), -1, *x.shape[first + 1 :])
 
     def matrices(inputs, dy):
         data, dy = features_last(inputs[0][None], lhs), features_last(dy[None], out)
-        return patches.patch_matrix(data)[0], patches.cotangents(dy)[0]
+        return patches.patch_matrix(data)[0], patches.cotangent_matrix(dy)[0]
 
     def products(inputs, dy):
-        return patches.products(features_last(inputs[0], lhs), features_last(dy, out))
+        return patches.kernel_gradients(features_last(inputs[0], lhs), features_last(dy, out))
 
     def arrange(w):
         w = w.transpose(*rhs[2:], rhs[1], rhs[0]).reshape(math.prod(taps), features_in, groups, features_out)
         return w.transpose(2, 0, 1, 3).reshape(groups, fan_in, features_out)
 
-    site = _site(use, (groups, positions, fan_in, features_out), apply, matrices, arrange)
+    site = _make_site(use, (groups, positions, fan_in, features_out), apply, matrices, arrange)
     return site._replace(products=products, expands=groups * positions * fan_in)
 
 
-def _gather(use: Use, equation) -> Site | str:
+def _gather_rule(use: ParameterUse, equation) -> Site | str:
     """A gather of slices of a table, for example the rows of an embedding."""
     params, numbers = equation.params, equation.params["dimension_numbers"]
     if use.operand != 0 or params["mode"] == lax.GatherScatterMode.ONE_HOT:
@@ -537,7 +538,7 @@ def _gather(use: Use, equation) -> Site | str:
     )
 
 
-def _slice_at(use: Use, equation) -> Site | str:
+def _dynamic_slice_rule(use: ParameterUse, equation) -> Site | str:
     """A dynamic_slice of W: one block, whose start depends on the data. An earlier equation has replaced negative
     starts, and JAX moves starts that are too close to the end."""
     if use.operand != 0:
@@ -546,7 +547,7 @@ def _slice_at(use: Use, equation) -> Site | str:
     return _lookup_site(use, table, sizes, (), lambda inputs: dict(enumerate(inputs[1:])), lambda dy: dy, clips=True)
 
 
-def _slice(use: Use, equation) -> Site | str:
+def _slice_rule(use: ParameterUse, equation) -> Site | str:
     """A slice of W, such as the row of one token, treated as a lookup: see `plan`."""
     if equation.params["strides"] is not None:
         return "used in slice with strides"
@@ -556,7 +557,7 @@ def _slice(use: Use, equation) -> Site | str:
 
 
 def _lookup_site(
-    use: Use,
+    use: ParameterUse,
     table: tuple[int, ...],
     sizes: tuple[int, ...],
     slices: tuple[int, ...],
@@ -596,22 +597,22 @@ def _lookup_site(
             rows = along if place == len(slices) else rows * table[axis] + along
         if inside:
             rows = jnp.where(repeat_to_shape(functools.reduce(jnp.logical_and, inside), shape), rows, -1)
-        b = _float32(slices_last(dy)).reshape(*slices, *sizes)
+        b = _exact_float32(slices_last(dy)).reshape(*slices, *sizes)
         b = b.transpose(*range(len(slices)), *(len(slices) + axis for axis in order))
         rows, b = rows.reshape(positions), b.reshape(positions, width)
         if numbers is not None:
             b = jnp.where(rows[:, None] < 0, b, b * numbers(inputs).reshape(positions, 1))
-            b = current_place().unit.round_operand(b)
+            b = current_place().matrix_unit.round_operand(b)
         return rows, b
 
     def arrange(w):
         return w.transpose(order).reshape(1, count, width)
 
-    site = _site(use, (1, positions, count, width), None, matrices, arrange)
+    site = _make_site(use, (1, positions, count, width), None, matrices, arrange)
     return site._replace(lookup=True, distinct=math.prod(slices) == 1)
 
 
-def _sum(use: Use, equation) -> Site | str:
+def _broadcast_arithmetic_rule(use: ParameterUse, equation) -> Site | str:
     """An add, sub or mul of data and W, which broadcasts W: A^T B is a sum over the broadcast axes. For add and sub, A
     holds ones; for mul, every element of W is its own group."""
     name, out, data = equation.primitive.name, equation.outvars[0].aval.shape, 1 - use.operand
@@ -623,18 +624,18 @@ def _sum(use: Use, equation) -> Site | str:
     sign = -1 if name == "sub" and use.operand == 1 else 1
 
     def by_position(x):
-        return _float32(x).transpose(order).reshape(positions, groups, width).swapaxes(0, 1)
+        return _exact_float32(x).transpose(order).reshape(positions, groups, width).swapaxes(0, 1)
 
     def apply(inputs, w):
         w = jnp.broadcast_to(w.reshape(shape), out)
-        return w * _float32(inputs[data]) if name == "mul" else sign * w
+        return w * _exact_float32(inputs[data]) if name == "mul" else sign * w
 
     def matrices(inputs, dy):
         if name == "mul":
             return by_position(jnp.broadcast_to(inputs[data], out)), by_position(dy)
         return jnp.ones((1, positions, 1), jnp.float32), sign * by_position(dy)
 
-    site = _site(
+    site = _make_site(
         use, (groups, positions, 1, width), apply, matrices, lambda w: w.reshape(groups, 1, width), _product_as_sum
     )
     return site if name == "mul" else site._replace(unread=frozenset({0, 1}))
@@ -645,32 +646,32 @@ def _product_as_sum(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.sum(a * b, 2)[:, :, None]
 
 
-def _site(use, sizes, apply, matrices, arrange, multiply: Callable = gradient_matrices) -> Site:
+def _make_site(use, sizes, apply, matrices, arrange, multiply: Callable = gradient_matrices) -> Site:
     return Site(
         use,
         sizes,
-        apply=apply and (lambda inputs, w: apply(inputs, use.view.apply_to(w))),
+        apply=apply and (lambda inputs, w: apply(inputs, use.view.apply_steps(w))),
         matrices=matrices,
         products=lambda inputs, dy: multiply(*jax.vmap(matrices)(inputs, dy)),
-        arrange=lambda w: arrange(use.view.apply_to(w)),
+        arrange=lambda w: arrange(use.view.apply_steps(w)),
         unread=frozenset({use.operand}),
         multiply=multiply,
     )
 
 
-def _own_backward(use: Use, equation) -> Site | str:
+def _custom_vjp_rule(use: ParameterUse, equation) -> Site | str:
     """A function whose backward pass computes the gradient of W as one product."""
-    product = own_backward.product_of(equation, use.operand)
+    product = own_backward.find_gradient_product(equation, use.operand)
     if product is None:
         return "used in custom_vjp_call, whose backward pass does not give it one product"
-    return _site(use, product.sizes, None, lambda inputs, dy: dy[use.operand], product.arrange)
+    return _make_site(use, product.sizes, None, lambda inputs, dy: dy[use.operand], product.arrange_parameter)
 
 
 MATRICES = {
-    "dot_general": _dot_general,
-    "conv_general_dilated": _convolution,
-    "gather": _gather,
-    "dynamic_slice": _slice_at,
+    "dot_general": _dot_general_rule,
+    "conv_general_dilated": _convolution_rule,
+    "gather": _gather_rule,
+    "dynamic_slice": _dynamic_slice_rule,
 }
-SUMS = dict.fromkeys(("add", "sub", "mul"), _sum)
-RULES = MATRICES | SUMS | {"slice": _slice} | dict.fromkeys(own_backward.NAMES, _own_backward)
+SUMS = dict.fromkeys(("add", "sub", "mul"), _broadcast_arithmetic_rule)
+RULES = MATRICES | SUMS | {"slice": _slice_rule} | dict.fromkeys(own_backward.NAMES, _custom_vjp_rule)

@@ -27,15 +27,15 @@ from dpx.gradients.ghost.program import (
     ElementwiseStep,
     Equation,
     EquationBlock,
+    LossProgram,
     MadeKernel,
     Origin,
-    Program,
+    ParameterUse,
+    ParameterView,
+    PublicOrigin,
     RearrangeStep,
     SameValue,
     ScanStep,
-    Slice,
-    Use,
-    View,
     carries_gradient,
     count_scan_operands,
     is_elementwise,
@@ -97,14 +97,14 @@ def trace_loss(loss: Callable, params: Tree, example: Tree) -> TracedLoss:
     return TracedLoss(*jax.make_jaxpr(lambda *arguments: loss(*arguments), return_shape=True)(params, example))
 
 
-def follow_parameters(traced: TracedLoss, leaves: int) -> Program:
+def follow_parameters(traced: TracedLoss, leaves: int) -> LossProgram:
     """The program of a loss with this many parameter leaves. Raises ValueError unless its value is a real scalar."""
     closed, (out, aux) = traced
     if not (hasattr(out, "shape") and out.shape == () and jnp.issubdtype(out.dtype, jnp.floating)):
         raise ValueError(
             f"loss must return one real number for one example (more with has_aux=True), got {described(out)}"
         )
-    tracer = _Tracer(leaves=leaves, inputs=len(closed.jaxpr.invars))
+    tracer = _ParameterTracer(leaves=leaves, inputs=len(closed.jaxpr.invars))
     inputs = tuple(range(len(closed.jaxpr.invars)))
     result, *beside = tracer.walk(closed.jaxpr, [Constant(value) for value in closed.consts], inputs)
     if isinstance(result, int):
@@ -120,7 +120,7 @@ def follow_parameters(traced: TracedLoss, leaves: int) -> Program:
     uses = tuple(map(live_uses, tracer.uses))
     data = _values_from_data(tracer.equations, inputs[leaves:])
     equations, beside = tuple(tracer.equations), jax.tree.structure(aux)
-    return Program(equations, block, beside, uses, tracer.public, kernels, data, tracer.slices)
+    return LossProgram(equations, block, beside, uses, tracer.public, kernels, data, tracer.slices)
 
 
 def _values_from_data(equations: list[Equation], example: tuple[int, ...]) -> frozenset[int]:
@@ -174,7 +174,7 @@ def _live_equations_of_body(
         wanted = more
 
 
-class _Tracer:
+class _ParameterTracer:
     """Numbers the values of a jaxpr, and collects the views and uses of parameters and of kernels made from them.
 
     kernels: for a value with a gradient with respect to parameters, the index of the kernel, a public value, and the
@@ -183,14 +183,16 @@ class _Tracer:
 
     def __init__(self, *, leaves: int, inputs: int):
         self.equations: list[Equation] = []
-        self.views: dict[Any, tuple[tuple[int, View], ...]] = {leaf: ((leaf, View()),) for leaf in range(leaves)}
+        self.views: dict[Any, tuple[tuple[int, ParameterView], ...]] = {
+            leaf: ((leaf, ParameterView()),) for leaf in range(leaves)
+        }
         self.public: dict[int, Origin] = dict.fromkeys(range(leaves))
-        self.slices: dict[int, Slice] = {}
+        self.slices: dict[int, PublicOrigin] = {}
         self.known: dict[int, KnownIntegers] = {}
-        self.uses: list[list[Use]] = [[] for _ in range(leaves)]
-        self.kernels: dict[Any, tuple[int, View]] = {leaf: (leaf, View()) for leaf in range(leaves)}
+        self.uses: list[list[ParameterUse]] = [[] for _ in range(leaves)]
+        self.kernels: dict[Any, tuple[int, ParameterView]] = {leaf: (leaf, ParameterView()) for leaf in range(leaves)}
         self.kernel_leaves: dict[int, frozenset[int]] = {leaf: frozenset([leaf]) for leaf in range(leaves)}
-        self.kernel_uses: dict[int, list[Use]] = {}
+        self.kernel_uses: dict[int, list[ParameterUse]] = {}
         self.count = inputs
         self.data = set(range(leaves, inputs))
         self.block: list[int] = []  # the equations so far of the block that is being traced
@@ -203,10 +205,11 @@ class _Tracer:
             return Constant(atom.val) if isinstance(atom, core.Literal) else env[atom]
 
         for equation in jaxpr.eqns:
-            env.update(zip(equation.outvars, self.add(equation, [read(v) for v in equation.invars]), strict=True))
+            outputs = self.add_equation(equation, [read(v) for v in equation.invars])
+            env.update(zip(equation.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def add(self, equation, inputs):
+    def add_equation(self, equation, inputs):
         """Appends an equation, or those of its body if it calls a function of a parameter, and returns its outputs."""
         followed, of_kernels = (
             [i for i, value in enumerate(inputs) if isinstance(value, int) and value in seen]
@@ -231,20 +234,20 @@ class _Tracer:
             self.public.update(dict.fromkeys(outputs, number))
         elif all(map(self.same_for_all, inputs)):
             loops = set().union(*map(self.scan_depths_of_variation, inputs))
-            self.slices.update(dict.fromkeys(outputs, Slice(number, tuple(sorted(loops)))))
+            self.slices.update(dict.fromkeys(outputs, PublicOrigin(number, tuple(sorted(loops)))))
         if carries_gradient(equation):
             self.record_kernels_or_uses(equation, number, inputs, outputs, of_kernels)
         if (followed or of_kernels) and (name == "scan" or name in REMAT):
             self.walk_body(number)
             return outputs
-        if known := self.integers_of_result(equation, inputs):
+        if known := self.known_integers_of_result(equation, inputs):
             self.known[outputs[0]] = known
         if seen := self.views_of_result(equation, number, inputs, followed):
             self.views[outputs[0]] = seen
         elif carries_gradient(equation):
             for i in followed:
                 for leaf, view in self.views[inputs[i]]:
-                    self.uses[leaf].append(Use(leaf, view, number, i))
+                    self.uses[leaf].append(ParameterUse(leaf, view, number, i))
         return outputs
 
     def record_kernels_or_uses(self, equation, number, inputs, outputs, of_kernels):
@@ -257,7 +260,7 @@ class _Tracer:
             leaves = frozenset().union(*(self.kernel_leaves[value] for _, value, _ in found))
             for output, variable in zip(outputs, equation.outvars, strict=True):
                 if leaves and jnp.issubdtype(variable.aval.dtype, jnp.inexact):
-                    self.kernels[output], self.kernel_leaves[output] = (output, View(loops)), leaves
+                    self.kernels[output], self.kernel_leaves[output] = (output, ParameterView(loops)), leaves
         elif public or (equation.primitive.name != "scan" and equation.primitive.name not in REMAT):
             for i, value, view in found:
                 if moves_elements(equation):
@@ -265,20 +268,20 @@ class _Tracer:
                 elif (
                     equation.primitive.name == "dynamic_slice"
                     and i == 0
-                    and (rows := self.sliced_view(equation, number, inputs, view))
+                    and (rows := self.view_sliced_by_scan(equation, number, inputs, view))
                 ):
                     self.kernels[outputs[0]] = value, rows
                 else:
-                    self.kernel_uses.setdefault(value, []).append(Use(value, view, number, i))
+                    self.kernel_uses.setdefault(value, []).append(ParameterUse(value, view, number, i))
 
-    def views_of_result(self, equation, number, inputs, followed) -> tuple[tuple[int, View], ...]:
+    def views_of_result(self, equation, number, inputs, followed) -> tuple[tuple[int, ParameterView], ...]:
         """The views that an equation's result has of its `followed` operands; () if the equation is a use."""
         entries = [(i, *entry) for i in followed for entry in self.views[inputs[i]]]
         if moves_elements(equation):
             return tuple((leaf, view.then(RearrangeStep(equation, number))) for _, leaf, view in entries)
         name = equation.primitive.name
         if name == "dynamic_slice" and followed == [0]:
-            found = [(leaf, self.sliced_view(equation, number, inputs, view)) for _, leaf, view in entries]
+            found = [(leaf, self.view_sliced_by_scan(equation, number, inputs, view)) for _, leaf, view in entries]
             return tuple((leaf, view) for leaf, view in found if view) if all(view for _, view in found) else ()
         if not all(self.is_public(value) or value in self.views for value in inputs):
             return ()
@@ -286,7 +289,7 @@ class _Tracer:
             return tuple((leaf, view.then(ConcatenateStep(equation, number, i))) for i, leaf, view in entries)
         if not is_elementwise(equation, followed):
             return ()
-        merged: dict[tuple, tuple[int, View, ElementwiseStep]] = {}
+        merged: dict[tuple, tuple[int, ParameterView, ElementwiseStep]] = {}
         for i, leaf, view in entries:
             *before, last = view.steps or (None,)
             if not isinstance(last, ElementwiseStep):
@@ -295,10 +298,10 @@ class _Tracer:
             key = leaf, last.base, *before
             same = merged[key][2].equations if key in merged else ()
             together = tuple(sorted({*same, *last.equations, number}))
-            merged[key] = leaf, View(tuple(before)), ElementwiseStep(last.base, together)
+            merged[key] = leaf, ParameterView(tuple(before)), ElementwiseStep(last.base, together)
         return tuple((leaf, view.then(step)) for leaf, view, step in merged.values())
 
-    def sliced_view(self, equation, number, inputs, view: View) -> View | None:
+    def view_sliced_by_scan(self, equation, number, inputs, view: ParameterView) -> ParameterView | None:
         """The view if each iteration of one scan takes the next slice, in ascending or descending order, or None."""
         aval, sizes = equation.invars[0].aval, equation.params["slice_sizes"]
         axes = [axis for axis, size in enumerate(sizes) if size < aval.shape[axis]]
@@ -328,9 +331,9 @@ class _Tracer:
             tuple(RearrangeStep(each, number) for each in jax.make_jaxpr(function)(x).eqns)
             for function, x in ((rows, whole), (lambda x: lax.expand_dims(x, (axis,)), row))
         )
-        return View((*view.steps[:at], *before, ScanStep(count, sliced=True), *inside, *after))
+        return ParameterView((*view.steps[:at], *before, ScanStep(count, sliced=True), *inside, *after))
 
-    def integers_of_result(self, equation, inputs) -> KnownIntegers | None:
+    def known_integers_of_result(self, equation, inputs) -> KnownIntegers | None:
         """The integers that an equation computes from known ones."""
         if not equation.outvars:  # for example a print
             return None
@@ -381,7 +384,7 @@ class _Tracer:
         return self.is_public(value) or value in self.slices
 
     def scan_depths_of_variation(self, value) -> tuple[int, ...]:
-        """The depths of the scans over whose iterations a value varies, as in `Slice`."""
+        """The depths of the scans over whose iterations a value varies, as in `PublicOrigin`."""
         return self.slices[value].loops if isinstance(value, int) and value in self.slices else ()
 
     def walk_body(self, number):
@@ -400,11 +403,11 @@ class _Tracer:
                 self.public[arguments[i]] = SameValue(value)
             elif self.same_for_all(value) and not first <= i < first + count:
                 loop = () if i < first else (len(self.counts) - 1,)
-                self.slices[arguments[i]] = Slice(SameValue(value), self.scan_depths_of_variation(value) + loop)
+                self.slices[arguments[i]] = PublicOrigin(SameValue(value), self.scan_depths_of_variation(value) + loop)
             if known := self.integers_per_iteration(equation, body, i):
                 self.known[arguments[i]] = known
                 if known.loop is not None and first <= i < first + count:
-                    self.slices[arguments[i]] = Slice(SameValue(Constant(known.numbers)), (known.loop,))
+                    self.slices[arguments[i]] = PublicOrigin(SameValue(Constant(known.numbers)), (known.loop,))
             if isinstance(value, Constant) or not (value in self.views or value in self.kernels):
                 continue
             if first <= i < first + count:
@@ -412,18 +415,20 @@ class _Tracer:
                 continue
             loop = () if length is None else (ScanStep(length, sliced=i >= first),)
             if value in self.views:
-                self.views[arguments[i]] = tuple((leaf, View(view.steps + loop)) for leaf, view in self.views[value])
+                self.views[arguments[i]] = tuple(
+                    (leaf, ParameterView(view.steps + loop)) for leaf, view in self.views[value]
+                )
             if value in self.kernels and not is_public:
                 made, view = self.kernels[value]
-                self.kernels[arguments[i]] = made, View(view.steps + loop)
+                self.kernels[arguments[i]] = made, ParameterView(view.steps + loop)
         constants = [Constant(value) for value in getattr(body, "consts", ())]
         results = self.walk(getattr(body, "jaxpr", body), constants, arguments)
-        outputs = tuple(map(self.result_of_body, results))
+        outputs = tuple(map(self.index_of_body_result, results))
         block = EquationBlock(arguments, tuple(self.block), outputs, len(self.equations))
         self.block, self.counts = outside
         self.equations[number] = equation._replace(body=block)
 
-    def result_of_body(self, value):
+    def index_of_body_result(self, value):
         """The index of a body's result. A parameter that is a result is not followed further; this counts as a use."""
         if isinstance(value, Constant) or not (value in self.views or value in self.kernels):
             return value
@@ -433,11 +438,11 @@ class _Tracer:
 
     def record_use(self, value, number, operand):
         for leaf, view in self.views.get(value, ()):
-            self.uses[leaf].append(Use(leaf, view, number, operand))
+            self.uses[leaf].append(ParameterUse(leaf, view, number, operand))
         outputs = self.equations[number].outputs if number >= 0 else ()
         if value in self.kernels and not any(map(self.same_for_all, outputs)):
             made, view = self.kernels[value]
-            self.kernel_uses.setdefault(made, []).append(Use(made, view, number, operand))
+            self.kernel_uses.setdefault(made, []).append(ParameterUse(made, view, number, operand))
 
     def append(self, equation: Equation) -> int:
         self.equations.append(equation)
@@ -449,7 +454,7 @@ class _Tracer:
         return tuple(range(self.count - count, self.count))
 
 
-def custom_derivatives_usable(program: Program) -> bool:
+def custom_derivatives_usable(program: LossProgram) -> bool:
     """Whether every custom derivative of the program can be used. One that is defined inside the loss and closes over a
     value of the loss cannot: JAX traces the derivative later, when that value is a tracer of a finished trace."""
     known = {id(i.value) for equation in program.equations for i in equation.inputs if isinstance(i, Constant)}
@@ -468,7 +473,7 @@ def custom_derivatives_usable(program: Program) -> bool:
 
 def _has_custom_derivative(equation: core.JaxprEqn, kind: str = "custom_") -> bool:
     """Whether an equation, or one in a function that it calls, has a custom derivative; `kind` is part of its name."""
-    inside = (each for body in jaxprs.inner_bodies(equation) for each in jaxprs.equations(body))
+    inside = (each for body in jaxprs.open_jaxprs(equation) for each in jaxprs.equations(body))
     return any(kind in each.primitive.name for each in itertools.chain([equation], inside))
 
 

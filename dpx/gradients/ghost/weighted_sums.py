@@ -25,10 +25,10 @@ import jax.numpy as jnp
 from dpx.gradients.ghost.norms import einsum_by_segments
 from dpx.gradients.ghost.rules import Site
 from dpx.sums.clipped_sum import (
+    add_behind_barrier,
     add_part_by_part,
     count_devices_of_rows,
-    in_range,
-    plus_finished,
+    norms_in_range,
     repeat_to_shape,
     rows_with_excluded_zeroed,
     scaled_rows,
@@ -48,7 +48,7 @@ def sum_at_site(site: Site, shape: tuple[int, ...], record, factors: jax.Array) 
     """The weighted sum, float32, of the parameter's shape, if each example adds at most one product to an element.
     record: the inputs and cotangents of B examples. factors: float32 (B,)."""
 
-    unit = current_place().unit
+    unit = current_place().matrix_unit
 
     def sum_block(rows):
         record, factors = rows
@@ -56,12 +56,12 @@ def sum_at_site(site: Site, shape: tuple[int, ...], record, factors: jax.Array) 
         if current_place().platform == "cpu":
             cotangents = scaled_rows(factors, cotangents)
             apply: Any = site.apply
-            return transpose(
+            return apply_transpose(
                 lambda w: jax.vmap(apply, (0, None), axis_size=len(cotangents))(inputs, w), shape, cotangents
             )
         a, b = jax.vmap(site.matrices)(inputs, cotangents)
         rows = (x[:, :, 0].swapaxes(0, 1) for x in (a, unit.truncate_operand(scaled_rows(factors, b))))
-        return _product(site, shape, *rows)
+        return _product_in_parameter_order(site, shape, *rows)
 
     return sum_in_blocks(sum_block, (record, factors), math.prod(shape), unit)
 
@@ -95,7 +95,7 @@ def sum_of_table_rows(site: Site, shape: tuple[int, ...], record, factors: jax.A
     total = add_part_by_part(
         lambda some: _sum_rows_by_index(*weighted(some)), (record, factors), first, width, add, begin=begin
     )
-    return transpose(site.arrange, shape, total[None])
+    return apply_transpose(site.arrange, shape, total[None])
 
 
 def _sum_rows_by_index(indices: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -110,7 +110,7 @@ def _scatter_rows(site: Site, shape: tuple[int, ...], indices: jax.Array, rows: 
     """Returns the parameter's gradient, float32, which is 0 except in some rows. rows: float32 (n, O). indices: int32
     (n,), where they belong; a row with a negative index is skipped."""
     table = _plus_rows(jnp.zeros(site.sizes[2:], jnp.float32), indices, rows)
-    return transpose(site.arrange, shape, table[None])
+    return apply_transpose(site.arrange, shape, table[None])
 
 
 def _plus_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
@@ -135,7 +135,7 @@ def sum_gradients_one_by_one(
     def sum_block(rows):
         def add(number, total):
             of_one, factor = take_row(rows, number)
-            return plus_finished(
+            return add_behind_barrier(
                 total, example_gradient(sites, groups, shape, rows_with_excluded_zeroed(factor, of_one), factor)
             )
 
@@ -153,7 +153,7 @@ def sum_gradients_one_by_one(
         each = [jax.tree.map(lambda x, i=i: x[i : i + 1], rows) for i in range(len(rows[1]))]
         return functools.reduce(jnp.add, [scaled_products(*row)[0] for row in each])
 
-    if current_place().unit.rounds:
+    if current_place().matrix_unit.rounds_operands:
         numbers = math.prod(shape)
         some = min(len(factors), max(1, SOME_NUMBERS // numbers))
         in_turn = current_place().platform == "tpu" and some < len(factors) <= MOST_IN_TURN // numbers
@@ -168,7 +168,7 @@ SLACK = 1 - 2.0**-21  # covers the rounding of a quotient of two norms, and of i
 def shortening_factors(found: jax.Array, norms: jax.Array) -> jax.Array:
     """Factors, float32, that shorten gradients with norms `found` to at most `norms`; 0 if out of range."""
     shorter = jnp.where(found > norms, norms / found * SLACK, 1)
-    return jnp.where(in_range(found), shorter, 0)
+    return jnp.where(norms_in_range(found), shorter, 0)
 
 
 def map_sequentially(function: Callable, rows: Any) -> Any:
@@ -206,22 +206,22 @@ def _gradient_at_site(site: Site, shape: tuple[int, ...], inputs, dy: jax.Array,
     """The gradient of one example at one site, times `factor` except on a matrix unit. The factor multiplies the
     smaller of A and B."""
     a, b = site.matrices(inputs, dy)
-    if not current_place().unit.rounds:
+    if not current_place().matrix_unit.rounds_operands:
         a, b = (scaled_rows(factor, a), b) if a.size < b.size else (a, scaled_rows(factor, b))
-    return _product(site, shape, a, b)
+    return _product_in_parameter_order(site, shape, a, b)
 
 
-def _product(site: Site, shape: tuple[int, ...], a: jax.Array, b: jax.Array) -> jax.Array:
+def _product_in_parameter_order(site: Site, shape: tuple[int, ...], a: jax.Array, b: jax.Array) -> jax.Array:
     """A^T B for A, (K, T, I), and B, (K, T, O), computed in the parameter's order, so that XLA need not transpose it.
     Returns it in the parameter's shape."""
     if _reorders(site.arrange, shape):
         total = einsum_by_segments("kto,kti->koi", b, a)
         if len(total) == 1:  # XLA would write both transposes to memory if an axis of length 1 stood between them
-            return transpose(lambda w: site.arrange(w)[0].T, shape, total[0])
+            return apply_transpose(lambda w: site.arrange(w)[0].T, shape, total[0])
         total = total.swapaxes(1, 2)
     else:
         total = einsum_by_segments("kti,kto->kio", a, b)
-    return transpose(site.arrange, shape, total)
+    return apply_transpose(site.arrange, shape, total)
 
 
 def _reorders(function: Callable, shape: tuple[int, ...]) -> bool:
@@ -230,7 +230,7 @@ def _reorders(function: Callable, shape: tuple[int, ...]) -> bool:
     return any(order != sorted(order) for order in orders)
 
 
-def transpose(linear: Callable, shape: tuple[int, ...], cotangent: jax.Array) -> jax.Array:
+def apply_transpose(linear: Callable, shape: tuple[int, ...], cotangent: jax.Array) -> jax.Array:
     """Applies the transpose of `linear`, a linear function of float32 arrays of this shape."""
     (transposed,) = jax.linear_transpose(linear, jax.ShapeDtypeStruct(shape, jnp.float32))(cotangent)
     return transposed
