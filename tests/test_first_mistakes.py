@@ -199,6 +199,10 @@ def log_of_0(params, x):
     return loss(params, x) * jnp.log(0 * x[0])
 
 
+def log_where(params, x):
+    return loss(params, x) + jnp.log(x[0]) * params["w"][0]
+
+
 def root_of_0(params, x):
     """Its loss is finite, and its derivative is not."""
     return jnp.sqrt(jnp.sum((0 * x * params["w"]) ** 2)) + loss(params, x)
@@ -233,6 +237,23 @@ def test_a_run_that_trains_on_nothing_but_noise_is_warned_of_once(name, fresh):
     assert [each.filename for each in caught] == [__file__]
     some = jnp.where(jnp.arange(ROWS)[:, None] == 0, X, jnp.nan)
     assert not warned(lambda: fit(dp_sgd(2), some, steps=9), "examples")
+
+
+@pytest.mark.parametrize("many", [1, 3])
+def test_a_run_that_leaves_many_rows_out_is_warned_of_once(many, fresh):
+    """From a tenth of a batch; a few rows without a gradient are no news."""
+    missing = np.where(np.arange(20)[:, None] % 20 < many, np.nan, np.tile(X[:10], (2, 1)))
+    mechanism = dp_sgd(sampling=dpx.FullBatch(examples=20))
+    found = warned(
+        lambda: fit(mechanism, missing, evaluate=lambda params: 0.0, evaluate_every=1), "examples in the last"
+    )
+    assert len(found) == (many > 2) and all(
+        re.match("only 17 of 20 .* Some rows hold NaN .* first", one) for one in found
+    )
+    made = warned(
+        lambda: fit(dp_sgd(2, sampling=mechanism.sampling), np.isfinite(missing) + 0.0, log_where), "examples"
+    )
+    assert len(made) == (many > 2) and all("loss or its derivative makes NaN" in one for one in made)
 
 
 @pytest.mark.parametrize("budget", [None, dpx.Budget(epsilon=8.0, delta=0.1, steps=2)])

@@ -31,7 +31,8 @@ from dpx.values import (
 
 PRIVATE = "private_metric"
 RESERVED = ("step", "epsilon", "unreleased_loss", "skipped", PRIVATE)  # names in the history that no metric may have
-ENOUGH = 16  # rows without a gradient, in batches without any, from which a run warns
+ENOUGH = 16  # rows from which a run warns that none has a gradient, or fewer than the share ALMOST_ALL
+ALMOST_ALL = 0.9
 MOST_EVALUATIONS = 40  # the default limit, because each evaluation waits for the step and computes epsilon
 
 
@@ -203,7 +204,7 @@ class RunMonitor:
         metric.expect_calls(int(self.run.optimizer.noise_key), left)
 
     def warn_without_gradients(self, counts: tuple, *, ended: bool = False):
-        """Warns, once in a run, if its steps release nothing but noise because no row has a gradient that counts.
+        """Warns, once in a run, if no row has a gradient that counts, or many have none.
 
         It looks at the first steps, and after each evaluation, until a row has one. counts: `BatchLosses.counts` of a
         step that the device has ended, or (). ended: whether this is the last step.
@@ -213,8 +214,9 @@ class RunMonitor:
         rows, finite, usable = map(int, counts)
         self.looking, self.trained = not usable, self.trained or usable > 0
         self.fruitless = (0, 0) if usable else (self.fruitless[0] + rows, self.fruitless[1] + finite)
-        if self.fruitless[0] >= (1 if ended and not self.trained else ENOUGH):
-            warn_of_rows(*self.fruitless, self.examples.some_rows, trained=self.trained)
+        seen = (rows, finite) if usable else self.fruitless
+        if usable < ALMOST_ALL * seen[0] and seen[0] >= (1 if ended and not self.trained else ENOUGH):
+            warn_of_rows(*seen, usable, self.examples.some_rows, trained=self.trained)
             self.warned = True
 
     def add_history_row(self, step: int, carry: Carry, batch: BatchLosses) -> bool:

@@ -21,11 +21,10 @@ from dpx.values import Tree, described, explain_misuse, require_function, requir
 
 __all__ = ["Finding", "SetupReport", "check_setup"]
 
-ONLY_NOISE = (
-    "none of {rows} examples in the last batches has a gradient that counts: each holds NaN or infinity, or has a norm "
-    "above 2^63 ({finite} of their losses are finite). Such examples contribute nothing and cost as much as others, so "
-    "these steps released nothing but noise. {cause}. This is known from the private data: do not publish it. (From "
-    "dpx.check_setup, which looks at more.)"
+NO_GRADIENT = (
+    "{usable} a gradient that counts: {each} holds NaN or infinity, or has a norm above 2^63 ({finite} of their losses "
+    "are finite). Such examples contribute nothing and cost as much as others{so}. {cause}. This is known from the "
+    "private data: do not publish it. (From dpx.check_setup, which looks at more.)"
 )
 
 
@@ -153,16 +152,24 @@ def warn_of_loss(optimizer: Mechanism, closed: core.ClosedJaxpr, params: Tree, r
             warn_user(f"{found.words}. (From dpx.check_setup, which looks at more.)")
 
 
-def warn_of_rows(rows: int, finite: int, some: Tree, *, trained: bool) -> None:
-    """Warns that none of `rows` examples of a run has a gradient that counts, and says why, for the user alone.
+def warn_of_rows(rows: int, finite: int, usable: int, some: Tree, *, trained: bool) -> None:
+    """Warns that few or none of `rows` examples of a run have a gradient that counts, and says why, for the user alone.
 
-    finite: how many of their losses are finite. some: arrays with some rows of the data on axis 0. trained: whether
-        earlier examples had a gradient that counts.
+    finite, usable: how many have a finite loss, and such a gradient. some: arrays with some rows of the data on axis 0.
+    trained: whether earlier examples had a gradient that counts.
     """
-    if trained:
+    holes = batch_findings.rows_with_holes(some)
+    if trained and not usable:
         cause = "Earlier ones had one, so the parameters have probably grown too large: lower the learning rate"
-    elif batch_findings.rows_with_holes(some).all():
-        cause = f"Each row that was looked at holds NaN or infinity: {batch_findings.MISSING_VALUES}"
+    elif holes.any() if usable else holes.all():
+        which = "Some rows hold" if usable else "Each row that was looked at holds"
+        cause = f"{which} NaN or infinity: {batch_findings.MISSING_VALUES}"
     else:
         cause = f"Not all rows hold NaN or infinity: {batch_findings.MADE_BY_LOSS}"
-    warn_user(ONLY_NOISE.format(rows=rows, finite=finite, cause=cause))
+    seen = f"of {rows} examples in the last batches"
+    words = (
+        {"usable": f"only {usable} {seen} have", "each": "every other one", "so": ""}
+        if usable
+        else {"usable": f"none {seen} has", "each": "each", "so": ", so these steps released nothing but noise"}
+    )
+    warn_user(NO_GRADIENT.format(finite=finite, cause=cause, **words))
