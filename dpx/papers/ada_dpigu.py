@@ -1,4 +1,4 @@
-"""AdaDPIGU (Zhang and Xie 2025, arXiv:2507.06525): coordinates that a private warm-up finds important, standardized.
+"""AdaDPIGU (Zhang and Xie 2025, arXiv:2507.06525): standardizes the coordinates that a private warm-up finds important.
 
 Also TP-TopK (Zhang and Xie 2026, arXiv:2606.04375), which trains the coordinates with the most energy in the warm-up.
 """
@@ -149,15 +149,15 @@ def importance_mask(
 
     Frozen coordinates are released as 0.
 
-    The ranking reads released gradients, so it costs nothing beyond the warm-up steps. The mask is applied again after
-    `inner`, which may move frozen coordinates away from 0, where they would count in the norm.
+    The ranking reads released gradients, so it costs nothing beyond the warm-up steps. `inner` may move frozen
+    coordinates away from 0. The mask is applied again after it, because they would otherwise count in the norm.
 
     keep: in (0, 1], the share of coordinates that are trained. A schedule of the step unfreezes further coordinates in
         the order of the ranking, so it must not fall after the warm-up.
     warmup: int, at least 1, the number of steps before the ranking.
     inner: coordinates of the same shapes as the gradient, such as `standardized`; they start after the warm-up.
     noise_floor: at least 0, the standard deviation of the noise on a coordinate. It shifts all scores equally.
-    squares: whether to score by squares, as TP-TopK does, which estimates the squared gradient if the floor is right.
+    squares: whether to score by squares, as TP-TopK does. With the right floor, this estimates the squared gradient.
     Raises ValueError for numbers outside their domains; schedules are checked when the cost is computed.
     Source: AdaDPIGU, Zhang and Xie 2025, https://arxiv.org/abs/2507.06525, which scores gradients without noise;
     and TP-TopK, Zhang and Xie 2026, https://arxiv.org/abs/2606.04375.
@@ -209,7 +209,7 @@ def importance_mask(
 
 
 def _require_valid_keep_schedule(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None, steps: int):
-    """Raises ValueError if `keep` leaves (0, 1] in the first `steps` or falls after the warm-up, or as `inner` does."""
+    """Raises ValueError if `keep` leaves (0, 1] or falls after the warm-up in the first `steps`, or if `inner` does."""
     require_fractions("keep", keep, "(0, 1]", steps)
     kept = values_over(keep, steps)[warmup:]
     for fallen in np.flatnonzero(np.diff(kept) < 0)[:1]:
@@ -229,9 +229,9 @@ def _describe_importance_mask(keep: ScalarOrSchedule, warmup: int, inner: Coordi
 
 
 def masked_params(params: Tree, state: Tree) -> Tree:
-    """Returns `params` with 0 in the coordinates that `importance_mask` has frozen, where AdaDPIGU computes its loss.
+    """Returns `params` with 0 in the coordinates that `importance_mask` has frozen: AdaDPIGU computes its loss there.
 
-    Pass the result to the function from `private_updates`, and add the updates to the parameters themselves.
+    Pass the result to the function from `private_updates`, but add the updates to `params`.
     state: the state of the mechanism or of a `dpx.chain` with it. Raises ValueError unless it has exactly one
         importance mask.
     """
@@ -257,7 +257,7 @@ def standardized(
     stability: float = 1e-3,
     relative: bool = True,
 ) -> Coordinates:
-    """Subtracts its released mean from each coordinate, and divides by its released scale.
+    """Standardizes each coordinate by its released mean and scale.
 
         g -> (g - mean) / scale,  scale = sqrt(variance) + stability;  `decode` undoes this on the released gradient
         mean     <- mean_decay mean + (1 - mean_decay) released

@@ -1,4 +1,4 @@
-"""Gradient embedding perturbation: clips the part of a gradient in a public subspace and its residual separately."""
+"""Gradient embedding perturbation: clips the part of a gradient in a public subspace apart from the residual."""
 
 import math
 from typing import NamedTuple
@@ -46,7 +46,7 @@ def gep_sgd(
     freeze_rate: in [0, 1), the share of coordinates that a random mask freezes, in each gradient before it is split and
         in the release (Zhu and Blaschko 2021, arXiv:2112.00845, Table 1). It costs nothing, because the masks do not
         depend on data. every: at least 1, for how many steps a mask is kept.
-    noise_multiplier: sigma, that of both releases as one Gaussian; a number, a schedule of the step, or a `dpx.Budget`.
+    noise_multiplier: sigma, for both releases as one Gaussian; a number, a schedule of the step, or a `dpx.Budget`.
     sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret scalar key for this run alone.
     Raises ValueError for numbers outside their domains.
     """
@@ -93,7 +93,7 @@ class GradientSubspaceState(NamedTuple):
 
 @explain_misuse
 def gradient_embedding(*, basis: Tree, embedding_scale: float = 1.0, residual_scale: float = 1.0) -> Coordinates:
-    """Writes a gradient as its coordinates in a public subspace and the residual outside it, each scaled.
+    """Writes a gradient as coordinates in a public subspace and a residual outside of it, both scaled.
 
     g -> {"embedding": w / embedding_scale, "residual": (g - V^T w) / residual_scale} for w = V g, and back.
 
@@ -143,8 +143,8 @@ def gradient_embedding(*, basis: Tree, embedding_scale: float = 1.0, residual_sc
 def public_subspace(public_grads: Tree, *, rank: int, iterations: int, key: jax.Array) -> Tree:
     """Computes an orthonormal basis of the directions in which PUBLIC gradients are largest, by power iteration.
 
-    V <- orthonormalized V G^T G, from random rows. It costs no privacy, because all gradients here are public. Never
-    give it gradients of the training data: the basis would release them, and no cost would cover that.
+    V <- orthonormalized V G^T G, starting from random rows. This costs no privacy, because all gradients here are
+    public. Never pass gradients of the training data: the basis would release them, and no cost would cover that.
 
     public_grads: G, like the parameters, any real dtype, with the public examples on axis 0 of every array.
     rank: int, at least 1, at most the number of public examples and of coordinates. iterations: int, at least 1.

@@ -104,7 +104,7 @@ class RandomFreezeState(NamedTuple):
 def random_freeze(*, freeze_rate: ScalarOrSchedule, every: int, posterior: bool = False, key: jax.Array) -> Coordinates:
     """Trains a random subset of the coordinates, redrawn every `every` steps, and freezes the others.
 
-    g -> m g for a mask m with exactly floor((1 - freeze_rate) d) ones, at least 1. It depends only on the key and the
+    g -> m g for a mask m with exactly floor((1 - freeze_rate) d) ones, at least 1, that depends only on the key and the
     step. Frozen coordinates get neither gradient nor noise, and do not count in the norm.
 
     freeze_rate: in [0, 1). A schedule of the step is read (in float32) at the first step of every period; gradual
@@ -187,7 +187,7 @@ def ranked_freeze(*, freeze_rate: ScalarOrSchedule, every: int) -> Coordinates:
 def _freezing_coordinates(
     freeze_rate: ScalarOrSchedule, init: Callable, following: Callable, words: str
 ) -> Coordinates:
-    """Returns coordinates that freeze by the state's mask. following: (released, state, like) -> next state."""
+    """Returns coordinates that apply the mask of their state. following: (released, state, like) -> next state."""
     return Coordinates(
         init=init,
         encode=lambda grad, state: apply_mask(grad, state.mask),
@@ -200,7 +200,7 @@ def _freezing_coordinates(
 
 
 class SparseUpdates(NamedTuple):
-    """Updates in which only `kept` coordinates are not 0.
+    """Updates with at most `kept` nonzero coordinates.
 
     values: float32 (size,), the trained coordinates in the order of the parameters, then zeros. seed: uint32 (2,), the
         seed of the mask. kept: int32 (), the number of ones in the mask.
@@ -214,7 +214,7 @@ class SparseUpdates(NamedTuple):
 def sparse_pack(updates: Tree, state: Tree, *, size: int) -> SparseUpdates:
     """Packs the values of `updates` that `random_freeze` does not freeze, with the seed of the mask.
 
-    updates: like the parameters. state: the one passed to the step, not the one that it returned.
+    updates: like the parameters. state: the one that was passed to the step, not the one that the step returned.
     size: int, the length of `values`, at least the number of kept coordinates (`sparse_density` times d).
     Raises ValueError for a smaller size; under jit, where that number is not known, values beyond `size` are lost.
     """

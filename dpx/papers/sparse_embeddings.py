@@ -78,11 +78,11 @@ def ada_fest(
         `lambda path: "embedding" in path`; None treats every array with two or more axes as a table. Axis 0 of a table
         has its rows.
     clip_norm: C, in the units of the gradient, which is clipped to C sqrt(1 - s).
-    noise_multiplier: sigma, that of both releases as one Gaussian; a number, a schedule of the step, or a `dpx.Budget`.
+    noise_multiplier: sigma, for both releases as one Gaussian; a number, a schedule of the step, or a `dpx.Budget`.
     sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret scalar key for this run alone.
     Raises ValueError for numbers outside their domains, and (by `init`) if no parameter is a table.
 
-    It adds noise to whole tables. `dpx.coordinates.row_updates` needs time and memory only for the rows that are read.
+    Noise is added to whole tables. `dpx.coordinates.row_updates` spends time and memory only on the rows that are read.
     """
     clip_norm = require_number("clip_norm", clip_norm, minimum=0, exclusive=True)
     require_number("reads_norm", reads_norm, minimum=0, exclusive=True)
@@ -173,7 +173,7 @@ def most_read_rows(counts: jax.Array, threshold: float, most: int) -> jax.Array:
 class RowUpdate(NamedTuple):
     """The update of a table of V rows.
 
-    rows: int32 (K,), distinct, except that V stands for "no row". values: float32 (K, ...), each row's update, else 0.
+    rows: int32 (K,), distinct, but V stands for "no row". values: float32 (K, ...), their updates, 0 for "no row".
     """
 
     rows: jax.Array
@@ -185,7 +185,7 @@ class RowUpdate(NamedTuple):
 
 
 class ReadRows(NamedTuple):
-    """Which of a table's V rows a batch reads. SECRET: it is raw data.
+    """The rows that a batch reads from a table of V rows. SECRET, because this is raw data.
 
     rows: int32 (n,), sorted, filled up with V at the end. places: int32 (B, ...), the position of each index in `rows`,
         or n for an index outside the table. weights: float32 (B, ...), 1 / how often the example reads that row.
@@ -218,8 +218,8 @@ class ReadRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PrivateRowStep:
-    """`(params, batch, state) -> PrivateUpdates`; see `row_updates`. optimizer: the mechanism, whose `init` makes the
-    state; pass it to reports and fits."""
+    """A step, `(params, batch, state) -> PrivateUpdates`; see `row_updates`. optimizer: the mechanism. Its `init` makes
+    the state, and reports and fits take it."""
 
     optimizer: Mechanism
     rows: Callable = field(repr=False)
@@ -252,9 +252,9 @@ class PrivateRowStep:
         return PrivateUpdates(updates, state, Unreleased(*of_each))
 
     def _require_ghost_norms(self, *given: Tree):
-        """Requires ghost norms. One example more or less moves the positions of rows that others read. Lookups add rows
-        one after another, wherever they are, but the rounding of a matrix product may depend on the positions, beyond
-        what `dpx.sums.rounding` proves."""
+        """Raises ValueError without ghost norms. One example more or less moves the rows that others read to other
+        positions. Lookups add rows one after another, wherever they are, but the rounding of a matrix product may
+        depend on the positions by more than `dpx.sums.rounding` proves."""
         with self.row_sum.placed():
             plan, _ = self.row_sum.plan_and_cost(*given)
         if isinstance(plan, str):
@@ -306,12 +306,12 @@ def row_updates(
 
     loss: (params, vectors, example) -> the scalar loss of one example. params: without "tables". vectors: the rows that
         `rows` names, (..., *row) for each table; zeros for an index outside the table.
-    rows: (example) -> the indices of the rows that one example reads, int (...), for each table. An example's counts
-        are clipped, whatever it returns.
+    rows: (example) -> the indices of the rows that one example reads, int (...), for each table. Whatever this returns,
+        the counts of an example are clipped.
     microbatch_size: as for `dpx.private_updates`. settings: the arguments of `ada_fest`, without `tables`.
     Raises ValueError as `ada_fest` does, if `loss` or `rows` is not a function, and for a loss without ghost norms.
 
-    Its distribution differs from that of `ada_fest` only if an example reads a row with gradient 0, which counts here.
+    The distribution differs from that of `ada_fest` only if an example reads a row with gradient 0: here, it counts.
 
         >>> step = dpx.coordinates.row_updates(
         ...     lambda params, vectors, example: jnp.sum((vectors @ params["w"]) ** 2), rows=lambda example: example,

@@ -34,8 +34,8 @@ def zeroth_order_sgd(
 
     For K normal directions u_k, drawn anew at every step from a public key, each example contributes the K derivatives
     u_k . g / sqrt(K), which are clipped and summed. The release r becomes the update sum_k r_k u_k / sqrt(K). If
-    nothing is clipped, its mean is the gradient, and a coordinate has, on average, as much noise as in DP-SGD. No
-    gradient is computed: `private_updates` evaluates the loss with one direction at a time, K times per step.
+    nothing is clipped, the mean update is the gradient, and a coordinate has, on average, as much noise as in DP-SGD.
+    No gradient is computed: `private_updates` evaluates the loss with one direction at a time, K times per step.
 
     The papers' claim holds: the directions do not depend on the data, and only the sums of derivatives are released.
 
@@ -61,7 +61,7 @@ class DirectionsState(NamedTuple):
 def random_directions(*, count: int, key: jax.Array) -> Coordinates:
     """Writes a gradient g as u_k . g / sqrt(K), k = 1 .. K = `count`, for normal directions u_k drawn at every step.
 
-    `private_updates` computes them without the gradient, unless coordinates other than `trainable` come first.
+    `private_updates` computes these without the gradient, unless coordinates other than `trainable` come first.
 
     count: at least 1. key: a scalar PRNG key, whose "directions" stream is used, with the step folded in.
     Raises ValueError for another count.

@@ -95,7 +95,7 @@ class CorrelatedGaussianDpEvent(DpEvent, PrivacyLoss):
 class CyclicBandedDpEvent(DpEvent, PrivacyLoss):
     """One round of cyclic Poisson sampling with a banded C: one release for each group, and one coin per example.
 
-    noise_multiplier: the deviation of z over the clip norm and the norm of c, less what rounding costs.
+    noise_multiplier: the standard deviation of z, divided by the clip norm and the norm of c, less what rounding costs.
         sampling_probability: the rate of the coin. releases: int, in one round. coefficients: c, floats.
         dp-accounting's accountants refuse this event.
     """
@@ -130,7 +130,7 @@ def rounding_shift_bound(
     """Bounds how far rounding moves the releases of neighboring data sets apart, in deviations of z: see the module.
 
     column, inverse: the first columns of C and C^-1 for the run, float64. banded: whether C is banded, as in (1).
-        terms: how many the fed-back sum has. steps: int, in how many the two differ. noise_multiplier: s.
+        terms: int, of the fed-back sum. steps: int, in how many steps the data sets differ. noise_multiplier: s.
     """
     unit, twice = 2.0**-48 + (terms + 3) * 2.0**-52, 2 * math.sqrt(steps)
     of_c, of_inverse = float(np.abs(column).sum()), float(np.abs(inverse).sum())
@@ -149,7 +149,7 @@ def cyclic_poisson_event(
     """Returns the event of a whole run with a banded C and cyclic Poisson sampling.
 
     examples: int. batch_size: the expected one, above 0. groups: int, at least the bands of C. steps: int, in the run.
-    noise_multiplier: the deviation of z is this times the clip norm times `column_norm(strategy, steps=steps)`.
+    noise_multiplier: the standard deviation of z, divided by the clip norm and by `column_norm(strategy, steps=steps)`.
     Raises ValueError as `CyclicPoissonSampling` does, and if C has more bands than there are groups, such as the full C
     of a banded inverse.
     """
@@ -172,6 +172,6 @@ def require_bands(strategy: Strategy, sampling: CyclicPoissonSampling) -> None:
 def fixed_order_event(*, noise_multiplier: float) -> DpEvent:
     """Returns the event of a whole run in a fixed order: one Gaussian release.
 
-    noise_multiplier: the deviation of z is this times the clip norm times the `sensitivity` for the order.
+    noise_multiplier: the standard deviation of z, divided by the clip norm and by the `sensitivity` for the order.
     """
     return GaussianDpEvent(require_number("noise_multiplier", noise_multiplier, minimum=0))

@@ -1,4 +1,4 @@
-"""Correlated noise: later noise cancels part of earlier noise, so that prefix sums of the updates have less of it.
+"""Correlated noise: later noise cancels part of earlier noise, so that prefix sums of the updates have less noise.
 
 `cost.py` proves the cost, even for the bits. An example enters each sum as in `dp_sgd.py`, so it moves a sum by at
 most C (1 + ETA), and it takes part in the steps that the sampling states. `normalized`, fixed coordinates, and
@@ -103,9 +103,9 @@ def correlated_noise(
 
 
 def sensitivity_under_sampling(strategy: Strategy, sampling: Sampling, steps: int) -> float:
-    """Returns the most that one example moves C G in the first steps, in clip norms: see `dpx.strategies`.
+    """Returns how far one example can move C G in the first steps, in clip norms: see `dpx.strategies`.
 
-    For cyclic sampling, it is the most by one coin. Raises ValueError for a sampling that does not say how often, and
+    For cyclic sampling, it is how far one coin can. Raises ValueError for a sampling that does not say how often, and
     how many steps apart, an example takes part.
     """
     if isinstance(sampling, CyclicPoissonSampling):
@@ -277,10 +277,10 @@ def band_mf_sgd(
     even for the bits of the releases, and dpx counts it (`dpx.mechanisms.correlated_noise`). The paper's C need not be
     Toeplitz.
 
-    bands: how many C has, at least 1, and at most the groups of the sampling; a shorter run has one band per step.
+    bands: the number of bands of C, from 1 to the groups of the sampling; a shorter run has one band per step.
     steps: the length of the run for which C is optimal. The cost counts any further steps too.
-    momentum: in [0, 1), that of the optimizer behind it, for which C is optimal.
-    learning_rates: one non-negative float per step, for which C is optimal; () if they are constant.
+    momentum: in [0, 1), that of the optimizer for which C is optimal.
+    learning_rates: those for which C is optimal, one non-negative float per step; () if they are constant.
     clip_norm: C, in the units of the gradient; a number.
     noise_multiplier: the standard deviation of z over the clip norm, above 0, or a `dpx.Budget`. The cost is that of
         noise_multiplier divided by the norm of a column of C.
@@ -317,8 +317,8 @@ def lambda_cgd(
         amplification is known for a full C.
     key: a secret scalar key for this run alone.
 
-    The state keeps 8 bytes for each parameter. Raises ValueError for numbers outside their domains, and another
-    sampling.
+    The state keeps 8 bytes for each parameter. Raises ValueError for numbers outside their domains, and for
+    another sampling.
     """
     return correlated_noise(
         strategy=strategy_of(correlation=correlation),

@@ -108,9 +108,9 @@ class Strategy:
 
     @staticmethod
     def quotient_series(numerator: Any, denominator: Any, steps: int) -> np.ndarray:
-        """Returns the first coefficients of a quotient of two polynomials, float64 (steps,).
+        """Returns the first coefficients of the series of a quotient of two polynomials, float64 (steps,).
 
-        Raises ValueError if one of them is not a finite float64.
+        Raises ValueError if a coefficient is not a finite float64.
         """
         impulse = np.zeros(require_whole("steps", steps))
         impulse[0] = 1
@@ -137,7 +137,7 @@ def _require_coefficients(name: str, value: Any) -> tuple[float, ...]:
 
 
 def identity() -> Strategy:
-    """C = I: independent noise, DP-SGD."""
+    """Returns the strategy of DP-SGD: C = I, independent noise."""
     return Strategy()
 
 
@@ -195,12 +195,12 @@ def _require_kind(name: str, value: Any, kind: type):
 
 
 def sensitivity(strategy: Strategy, *, steps: int, participations: int = 1, separation: int = 1) -> float:
-    """Returns the most that one example moves C G, in units of the clip norm.
+    """Returns how far one example can move C G, in units of the clip norm.
 
-    strategy: the matrix C. steps: int, in the run. participations: int, how often an example takes part at most.
+    strategy: the matrix C. steps: int, in the run. participations: int, the most steps in which an example takes part.
     separation: int, the smallest distance between two steps with the same example; 1 allows neighboring steps.
 
-    Exact if `sensitivity_is_exact`, otherwise an upper bound. It sums in float64, with a relative error below 1e-10.
+    The result is exact if `sensitivity_is_exact`, otherwise an upper bound. Its relative rounding error is below 1e-10.
     Raises ValueError for numbers outside their domains, and if a coefficient of C overflows.
     """
     _require_kind("strategy", strategy, Strategy)
@@ -228,15 +228,15 @@ def shuffled_sensitivity(strategy: Strategy, *, steps: int, steps_per_epoch: int
 
 
 def sensitivity_is_exact(strategy: Strategy, *, steps: int) -> bool:
-    """Whether `sensitivity` is exact: the first `steps` coefficients of C (`strategy`) are >= 0 and never rise."""
+    """Whether `sensitivity(strategy)` is exact: the first `steps` coefficients of C are >= 0 and never rise."""
     column = strategy.column(steps)
     return bool(np.all(column >= 0) and np.all(np.diff(column) <= 0))
 
 
 def column_norm(strategy: Strategy, *, steps: int) -> float:
-    """Returns the largest column norm, the first, of C (`strategy`) for `steps` steps: what one participation moves.
+    """Returns the largest norm of a column of C (`strategy`), that of the first, for `steps` steps.
 
-    It is the sensitivity of one release of cyclic Poisson sampling with a banded C (`cyclic_poisson_event`).
+    It is the sensitivity to one participation, as in cyclic Poisson sampling with a banded C (`cyclic_poisson_event`).
     """
     return float(np.linalg.norm(strategy.column(steps)))
 
@@ -247,7 +247,7 @@ def _largest_from_here_on(column: np.ndarray) -> np.ndarray:
 
 
 def _sensitivity_if_decreasing(column: np.ndarray, most: int, separation: int) -> float:
-    """Returns sum_t (sum_(i < most) c_(t - i separation))^2, for c >= 0 and non-increasing, in O(steps)."""
+    """Returns sum_t (sum_(i < most) c_(t - i separation))^2, for a c that is >= 0 and never rises, in O(steps)."""
     rows = -(-len(column) // separation)
     moved = np.concatenate([column, np.zeros(rows * separation - len(column))]).reshape(rows, separation)
     moved = np.cumsum(moved, axis=0)  # by all participations
@@ -256,7 +256,7 @@ def _sensitivity_if_decreasing(column: np.ndarray, most: int, separation: int) -
 
 
 def _sensitivity_by_distance(column: np.ndarray, most: int, separation: int) -> float:
-    """Returns the bound by the distances. column: the coefficients that may differ from 0."""
+    """Returns the square of the bound by the distances. column: the coefficients that may differ from 0."""
     bands = len(column)
     distances = [np.abs(np.cumsum(column[: bands - lag] * column[lag:])).max() for lag in range(bands)]
     largest = np.maximum.accumulate(distances[::-1])[::-1]
@@ -287,7 +287,7 @@ class Workload:
 
     @property
     def inverse_momentum_series(self) -> np.ndarray:
-        """1 - momentum x, the series of the inverse of M, float64 (1 or 2,)."""
+        """Returns 1 - momentum x, the series of the inverse of M, float64 (1 or 2,)."""
         return np.array([1.0, -self.momentum] if self.momentum else [1.0])
 
     def rates(self, steps: int) -> np.ndarray:
@@ -300,7 +300,7 @@ class Workload:
 
 
 class WorkloadLoss(NamedTuple):
-    """The error of a workload at clip norm and noise multiplier 1; floats.
+    """The error of a workload at clip norm 1 and noise multiplier 1, in floats.
 
     sensitivity: that of C. mean: the root mean square error over all steps. largest: that of the worst step.
     """
@@ -343,7 +343,7 @@ def _variances_by_recurrence(numerator: np.ndarray, denominator: np.ndarray, rat
     """Returns the variances of sum_(s <= t) h_s y_s, float64 (steps,), where y has the series numerator / denominator.
 
     y_t = sum_j n_j w_(t-j) with w_t = z_t - sum_(j > 0) d_j w_(t-j). The covariances of the last w, with each other and
-    with the sum, follow from the step before.
+    with the sum, follow from those of the step before.
     """
     size = max(len(numerator), len(denominator))
     ahead, back = np.zeros(size), np.zeros(size)
@@ -390,8 +390,8 @@ def optimized(
     error: "mean" (the root of the mean squared error over the steps) or "largest" (over the steps; for constant
         learning rates only).
 
-    Returns a local optimum, starting from `banded_square_root`. It is the same for any number of participations, which
-    only scales the loss. An evaluation takes O(steps * bands), or O(steps^2) with learning rates. Raises ValueError for
+    Returns a local optimum, starting from `banded_square_root`. The number of participations only scales the loss, so
+    it does not matter. An evaluation takes O(steps * bands), or O(steps^2) with learning rates. Raises ValueError for
     numbers outside their domains, and for learning rates over more than LONGEST_SCHEDULE steps.
     """
     bands = require_whole("bands", bands)
@@ -411,7 +411,7 @@ def optimized(
 
 
 def workload_objective(workload: Workload, steps: int, error: str) -> tuple[np.ndarray, Quadratic]:
-    """Returns the denominator of the series a(x), and the quadratic form of u. Raises as `optimized` does."""
+    """Returns the denominator of the series a(x), and the quadratic form of u. Raises ValueError as `optimized`."""
     rates = workload.rates(steps)
     if error not in ("mean", "largest"):
         raise ValueError(f'error must be "mean" or "largest", got {error!r}')

@@ -115,9 +115,9 @@ class ProjectedGaussian(StepLoss):
     blocks: int
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:
-        """Returns ln E exp((a - 1) D_a(S)) / (a - 1), float64 (orders,), by Chernoff for the largest stretches.
+        """Returns ln E exp((a - 1) D_a(S)) / (a - 1), float64 (orders,), with a Chernoff bound for large stretches.
 
-        It is inf at orders where that bound does not exist.
+        The result is inf at orders where that bound does not exist.
         """
         if self.noise_multiplier < renyi.SMALLEST_NOISE:
             return np.full(len(orders), np.inf)
@@ -142,9 +142,9 @@ class ProjectedGaussian(StepLoss):
         return tuple(mix_pmfs(pmfs, shares.tolist(), beyond) for pmfs in zip(*by_stretch, strict=True))
 
     def _binned_stretch_distribution(self, tail: float) -> tuple[np.ndarray, np.ndarray, float]:
-        """Returns the rising upper ends S of bins of stretches, the bins' probabilities, and that of larger stretches.
+        """Returns bins of stretches: their rising upper ends S, their probabilities, and that of larger stretches.
 
-        Both arrays are float64 (bins + 1,). The last probability is at most `tail`.
+        Both arrays are float64 (bins + 1,). The probability of larger stretches is at most `tail`.
         """
         largest = _stretch_quantile_bound(tail, self.rank)
         smallest = 1.0

@@ -185,7 +185,7 @@ def clip_then_project(
     fresh "gaussian" projection has none, so the cost of every release uses the distribution of its stretch.
 
     mechanism: `dp_sgd` or `normalized`, without coordinates; put `in_coordinates` around the result. The projections
-        are drawn by the stream "projection of the sum" of its key.
+        are drawn from the stream "projection of the sum" of its key.
     rank: p, the number of random coordinates, in [1, d]; or one for each group of layers, a pytree prefix.
     reduction_rate: instead of the rank, 1 - p/d in [0, 1).
     kind: the kind of projection, as in `dpx.coordinates.random_projection`. "gaussian" requires every=1, Poisson,
@@ -232,7 +232,7 @@ def clip_then_project(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _project_sum(encode: Callable[[Tree, Tree], Tree], total: FloatPair, state: ProjectionState) -> FloatPair:
-    """Projects a sum by `encode`, in float64.
+    """Projects a sum by `encode` in float64.
 
     In float32, the rounding error would be relative to the sum, so in a batch of 65,536 an example could move it by
     half a clip norm more. In float64, the error is below 2^-52 n B clip norms if each coordinate sums up n elements.

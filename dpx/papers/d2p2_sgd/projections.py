@@ -50,7 +50,7 @@ class LinearSketch(NamedTuple):
 
 
 def lift_by_transpose(project: Callable[[jax.Array, Segments, int], Segments]):
-    """Returns the lift, jax's transpose of `project`, for a `project` that stores nothing larger than its argument."""
+    """Returns jax's transpose of `project` as the lift, for a `project` that stores nothing larger than its input."""
 
     def lift(key: jax.Array, coordinates: Segments, sizes: Sequence[int], rank: int) -> Segments:
         like = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
@@ -147,7 +147,7 @@ def _cut_segments_into_pieces(segments: Segments, rank: int, longest: int) -> It
 
 
 def _bucket_sums_by_run(signed: jax.Array, offsets: jax.Array, rank: int) -> jax.Array:
-    """Adds up a vector with its signs in buckets, float32 (rank,), one run at a time."""
+    """Adds a vector, already multiplied by its signs, to buckets, float32 (rank,), one run at a time."""
     runs = jnp.pad(signed, (0, len(offsets) * rank - signed.size)).reshape(-1, rank)
 
     def add(total, run):
@@ -234,7 +234,7 @@ def _hadamard_stretch(sizes: Sequence[int], rank: int) -> float:
 
 
 def _transform_segment(segment: jax.Array, signs: jax.Array, kept: jax.Array, *, scale: float) -> jax.Array:
-    """Transforms one segment, float32 (padded size,), times `scale`, with zeros in place of results that are not kept.
+    """Returns a segment's transform times `scale`, float32 (padded size,), with zeros for results that are not kept.
 
     segment, signs: float32 (size,). kept: bool (padded size,).
     """
@@ -244,7 +244,7 @@ def _transform_segment(segment: jax.Array, signs: jax.Array, kept: jax.Array, *,
 
 
 def _hadamard_block_size(size: int) -> int:
-    """Returns a segment's block size: the smallest power of 2 that is at least its size, or HADAMARD_BLOCK if less."""
+    """Returns a segment's block size: the smallest power of 2 not below its size, but at most HADAMARD_BLOCK."""
     return min(HADAMARD_BLOCK, 1 << (size - 1).bit_length())
 
 
@@ -295,7 +295,7 @@ def _orthonormal_lift(key: jax.Array, coordinates: Segments, sizes: Sequence[int
 
 
 def _orthonormal_stretch(sizes: Sequence[int], rank: int) -> float:
-    """Returns sqrt(size / columns) of the blocks with the fewest columns; there P is this times an orthonormal map."""
+    """Returns sqrt(size / columns) for blocks with the fewest columns, where P is this times an orthonormal map."""
     blocks = cut_into_blocks(sum(sizes), rank)
     return math.sqrt(blocks.size / (blocks.columns if blocks.wide == blocks.count else blocks.columns - 1))
 
@@ -362,7 +362,7 @@ def random_projection(
     holds for any projection, so the cost is the mechanism's. P^T lifts without bias, and the variance of the lifted
     noise is, on average, as large as without a projection. `clip_then_project` projects only the clipped sum.
 
-    rank: p, in [1, d]. reduction_rate: instead of it, 1 - p/d in [0, 1). A number projects the whole gradient as one
+    rank: p, in [1, d]. reduction_rate: instead, 1 - p/d in [0, 1). A number projects the whole gradient as one
         vector; a pytree prefix of the gradients projects each group (layer) separately.
     kind: all examples of a step share one projection. "gaussian": A^T g / sqrt(p), where A has standard normal elements
         (Achlioptas 2001); every encode and decode draws these d p elements in blocks, and stores none, so a step with
@@ -381,9 +381,9 @@ def random_projection(
 def projection_coordinates(
     rank, reduction_rate, kind: str, every: int | None, stream: jax.Array, *, bounded: bool
 ) -> Coordinates:
-    """Does what `random_projection` does, with `stream`, the stream of its key, in place of `key`.
+    """Does what `random_projection` does, but takes the stream that is derived from the key.
 
-    bounded: whether `encode` divides z by the most that P lengthens any vector, and `decode` multiplies by it again.
+    bounded: whether `encode` divides z by the most that P lengthens any vector, and `decode` multiplies by that again.
     """
     every = None if every is None else require_whole("every", every)
     ranks, rank_of, words = _read_rank_arguments(rank, reduction_rate)

@@ -118,7 +118,7 @@ SAMPLINGS = (PoissonSampling, FixedSizeSampling, ShuffledEpochs, FullBatch)
 
 @attrs.frozen
 class ErrorFeedbackDpEvent(DpEvent, PrivacyLoss):
-    """`steps` releases of (sum + fed-back error + noise), where one example moves the sum by at most 1 (clip norm C1).
+    """A run of `steps` releases of sum + fed-back error + noise. One example moves the sum by at most 1, which is C1.
 
     noise_multiplier: nu, the standard deviation of the noise.
     error_shift: rho, the most that one participation moves the error; inf if there is no bound.
@@ -177,7 +177,7 @@ def _rounding_of_run(event: ErrorFeedbackDpEvent) -> str:
 
 
 def profiles_by_bound(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relation) -> dict[str, Profile]:
-    """Returns the bounds that hold for the sampling and the relation, by name. Raises ValueError if there are none."""
+    """Returns every bound that holds for the sampling and the relation, by name. Raises ValueError if there is none."""
     sampling, stated = event.sampling, event.sampling.relation
     if not sampling.unweighted_and_unlimited:
         words = "its bounds are proved for coins of one rate"
@@ -218,7 +218,7 @@ TAIL = 1e-14  # the probability of more participations than the bound considers;
 
 
 def squared_shifts_without_reset(most: int, error_shift: float) -> np.ndarray:
-    """Returns c_k^2 for k = 0 .. most participations without a reset between them, float64 (most + 1,)."""
+    """Returns the energy c_k^2 of k = 0 .. most participations with no reset in between, float64 (most + 1,)."""
     energies = np.zeros(most + 1)
     for k in range(1, most + 1):
         energies[k] = 1 + (error_shift + math.sqrt(energies[k - 1])) ** 2
@@ -276,7 +276,7 @@ def participations_quantile(steps: int, rate: float, tail: float) -> int:
 def delta_of_random_participations(
     *, steps: int, rate: float, reset_every: int, error_shift: float, feedback_shift: float, noise_multiplier: float
 ) -> Callable[[float], float]:
-    """Returns delta as a function of epsilon: the mean over random participations of delta as if they were known."""
+    """Returns delta as a function of epsilon: the mean, over random participations, of delta if they are known."""
     most = participations_quantile(steps, rate, TAIL)
     probabilities = stats.binom.pmf(np.arange(1, most + 1), steps, rate)
     energies = worst_case_squared_shifts(most, steps, reset_every, error_shift, feedback_shift)
@@ -383,7 +383,7 @@ def log_moment(
 
 
 class _ErrorShiftGrid(NamedTuple):
-    """The points of one grid of the move d, or of one grid for each number of participations so far.
+    """Grid points for d, by which the error has moved: one grid, or one for each number of participations so far.
 
     moves:  float64 (points, 1), d in units of rho.
     fed:    float64 (corners,), S divided by d at the corners of the polygon.
@@ -464,7 +464,7 @@ LARGEST = 2.0**29
 def covers_rounding(
     *, steps: int, reset_every: int | None, error_shift: float, feedback_shift: float, batch_size: float, examples: int
 ) -> bool:
-    """Whether the conditions above hold. The arguments are as in `ErrorFeedbackDpEvent`.
+    """Whether the noise covers the rounding of the error (see the module). Arguments: as in `ErrorFeedbackDpEvent`.
 
     batch_size: B, the expected one. Fewer than one in 10^12 Poisson batches has more rows than this assumes.
     """

@@ -150,19 +150,19 @@ class _ErrorFeedbackRun(NamedTuple):
         return min(self.outer_clip_norm, LARGEST_CLIP_NORM)
 
     def bounded_gradient_norm(self, norm: jax.Array) -> jax.Array:
-        """Returns the norm after the release of a gradient whose norm is `norm`, a float32 scalar, at most C1."""
+        """Returns the norm, at most C1, with which a gradient of norm `norm`, a float32 scalar, is released."""
         if self.stability is None:
             return jnp.minimum(norm, self.clip_norm)
         return self.clip_norm * norm / (norm + self.stability)
 
     def bounded_error_norm(self, norm: jax.Array) -> jax.Array:
-        """Returns the norm after the release of an error whose norm is `norm`, at most C2."""
+        """Returns the norm, at most C2, with which an error of norm `norm` is released."""
         if self.stability is None:
             return jnp.minimum(norm, self.feedback_norm)
         return self.feedback_norm * (norm / (norm + self.feedback_norm))
 
     def error_sensitivity(self) -> float:
-        """The most that one example moves the sum of what the release withholds."""
+        """Returns how far one example can move the sum of what the release withholds."""
         if self.stability is None:
             return self.outer - self.clip_norm
         # An example of norm n moves what is withheld by |min(n, Cmax) - C1 n / (n + stability)|. That is largest at n =
@@ -171,7 +171,7 @@ class _ErrorFeedbackRun(NamedTuple):
         return max(self.outer - self.clip_norm * self.outer / (self.outer + self.stability), lengthening)
 
     def released_and_withheld_factors(self, norm: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns an example's factors at this norm, in the release and in what it withholds; float32 scalars."""
+        """Returns the factors of an example of this norm, for the release and for what is withheld; float32 scalars."""
         norm = jnp.maximum(norm, SMALLEST_DIVISOR)
         released = self.bounded_gradient_norm(norm)
         return released / norm, (jnp.minimum(norm, self.outer) - released) / norm
@@ -245,7 +245,7 @@ def dice_theorem_noise(
 
     sigma_1 = sqrt(32 T (C^2 + 2 min(C, G')^2) ln(1/delta)) / (N epsilon)
 
-    The noise on the MEAN gradient for which Theorem 3.8 of DiceSGD (https://arxiv.org/abs/2311.14632) claims (epsilon,
+    This is the noise on the MEAN gradient for which Theorem 3.8 of https://arxiv.org/abs/2311.14632 claims (epsilon,
     delta). The proof uses a lower bound on a clip factor where it needs an upper one. Counterexample: all gradients are
     zero except one constant gradient of norm 150 C, with N 50000, B 1000, T 150, C1 = C2 = C / B. Then delta at epsilon
     2 is at least 0.408, but the theorem claims 1e-5.
