@@ -19,7 +19,7 @@ import dpx
 from benchmarks.audit import audits
 from dpx import audit, catalog
 from dpx.accounting import gdp
-from dpx.audit.attacks.many_runs import Attack, observed_run, takes_part
+from dpx.audit.attacks.many_runs import Attack, observed_run, participation_function
 from dpx.audit.attacks.one_run import steinke_p_value, trade_off_rejected
 from dpx.audit.attacks.scores import clopper_pearson
 from dpx.sampling.batch import toss_coin_per_step
@@ -268,7 +268,7 @@ def test_the_adversary_knows_no_unreleased_state():
         seen.extend([before["unreleased_noise"], after["unreleased_noise"]])
         return updates["w"]
 
-    attack = Attack(Multiplied, {"w": jnp.zeros(1)}, STEPS, canary, None, None, takes_part(FULL), observe)
+    attack = Attack(Multiplied, {"w": jnp.zeros(1)}, STEPS, canary, None, None, participation_function(FULL), observe)
     moves = observed_run(attack, KEY, jnp.bool_(False), jnp.bool_(False), 2)[1]
     np.testing.assert_allclose(moves, np.ones((2, STEPS, 1)), rtol=1e-6)  # as if that noise were still 0
     assert seen and all(part is None for part in seen)
@@ -341,7 +341,7 @@ class Thirds(dpx.FullBatch):
     ],
 )
 def test_the_canary_takes_part_as_the_sampling_says(sampling, rate):
-    taken = jax.vmap(lambda key: takes_part(sampling)(key, 8))(jax.random.split(KEY, 4000))
+    taken = jax.vmap(lambda key: participation_function(sampling)(key, 8))(jax.random.split(KEY, 4000))
     assert taken.shape == (4000, 8)
     np.testing.assert_allclose(taken.mean(axis=0), rate, atol=0.03)
     if isinstance(sampling, dpx.ShuffledEpochs | dpx.sampling.RandomAllocation):

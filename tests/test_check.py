@@ -180,13 +180,13 @@ def test_a_fault_is_found(report, name, severity, words):
 def test_what_cut_batches_cost():
     for most, severity in ((6, "warning"), (40, "ok")):
         mechanism = dp_sgd(sampling=dpx.PoissonSampling(examples=40, batch_size=6, most_rows=most))
-        (finding,) = static_findings.find_truncated_batches(mechanism, 20, 1e-3)
+        (finding,) = static_findings.find_truncation_cost(mechanism, 20, 1e-3)
         whole, cut = finding.numbers["epsilon of batches that are not cut"], finding.numbers["epsilon"]
         assert finding.severity == severity and (cut > 1.01 * whole) == (severity == "warning")
         assert f"most_rows = {most} costs {cut / whole - 1:.2%}" in finding.words
-    assert not static_findings.find_truncated_batches(
-        mechanism, None, 1e-3
-    ) and not static_findings.find_truncated_batches(dp_sgd(), 20, 1e-3)
+    assert not static_findings.find_truncation_cost(mechanism, None, 1e-3) and not static_findings.find_truncation_cost(
+        dp_sgd(), 20, 1e-3
+    )
     rows = dpx.Batch(np.zeros((6, 2)), np.arange(6) < 3)
     assert (
         static_findings.rows_that_count(rows, dpx.PoissonSampling(examples=40, batch_size=6, most_rows=6))[1].severity
@@ -350,7 +350,7 @@ def test_the_step_that_is_timed_releases_no_data():
     """Only noise, so that the noise of the run stays secret where the run releases data with it."""
     optimizer = dp_sgd()
     noise = [
-        batch_findings.run_step(loss, optimizer, params(), dpx.Batch(rows[:ROWS], np.ones(ROWS, bool)))
+        batch_findings.run_empty_step(loss, optimizer, params(), dpx.Batch(rows[:ROWS], np.ones(ROWS, bool)))
         for rows in (data(), data(1))
     ]
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: (a == b).all(), *[n.unreleased_updates for n in noise])))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.audit.setup import warn_of_rows
+from dpx.audit.setup import warn_of_unusable_gradients
 from dpx.fitting import processes
 from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import BatchLosses, Carry, fresh_copy
@@ -216,7 +216,7 @@ class RunMonitor:
         self.fruitless = (0, 0) if usable else (self.fruitless[0] + rows, self.fruitless[1] + finite)
         seen = (rows, finite) if usable else self.fruitless
         if usable < ALMOST_ALL * seen[0] and seen[0] >= (1 if ended and not self.trained else ENOUGH):
-            warn_of_rows(*seen, usable, self.examples.some_rows, trained=self.trained)
+            warn_of_unusable_gradients(*seen, usable, self.examples.some_rows, trained=self.trained)
             self.warned = True
 
     def add_history_row(self, step: int, carry: Carry, batch: BatchLosses) -> bool:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from dpx.accounting import checks
-from dpx.audit.attacks.scores import Bound, Roc, clopper_pearson, error_rates, require_scores
+from dpx.audit.attacks.scores import Bound, Roc, clopper_pearson, error_rates, require_enough_scores
 from dpx.reports.attacks import FALSE_POSITIVE_RATES, AttackBounds
 from dpx.values import described, explain_misuse, repr_with_shapes, require_floats, require_open_fraction, rounded_up
 
@@ -200,8 +200,8 @@ def membership(
     if cost is not None and not np.array_equal(rates, cost.false_positive_rates):
         stated = described(cost.false_positive_rates)
         raise ValueError(f"cost must have the false_positive_rates {described(false_positive_rates)}, got {stated}")
-    present = np.sort(require_scores("members", members, _LEAST, "members"))
-    absent = np.sort(require_scores("others", others, _LEAST, "others"))
+    present = np.sort(require_enough_scores("members", members, _LEAST, "members"))
+    absent = np.sort(require_enough_scores("others", others, _LEAST, "others"))
     allowed = np.minimum(np.floor(rates * len(absent) * (1 + _ROUNDING)).astype(int), len(absent) - 1)
     thresholds = absent[len(absent) - 1 - allowed]
     found = len(present) - np.searchsorted(present, thresholds, "right")

@@ -86,7 +86,7 @@ class Attack(NamedTuple):
     observe: Callable[[Tree, Tree, Tree, Tree], jax.Array]
 
 
-def takes_part(sampling: Any) -> Callable[..., Any]:
+def participation_function(sampling: Any) -> Callable[..., Any]:
     """Returns a function (key, steps) -> bool (steps,), which says when the canary takes part.
 
     sampling: a sampling, or such a function. Raises ValueError for anything else.
@@ -179,7 +179,7 @@ def _batch_with_canary(gradient: Tree, included: jax.typing.ArrayLike, others: T
     return rows, (jnp.arange(size) > 0) | included
 
 
-def simulator(attack: Attack, chunk: int) -> Callable[..., Iterator[ObservedRuns]]:
+def run_simulator(attack: Attack, chunk: int) -> Callable[..., Iterator[ObservedRuns]]:
     """Returns a function (key, runs, present, always, noises) that yields `ObservedRuns` in chunks, in total at least
     `runs` runs.
 
@@ -200,7 +200,7 @@ def simulator(attack: Attack, chunk: int) -> Callable[..., Iterator[ObservedRuns
     return simulate
 
 
-class CanaryEstimates(NamedTuple):
+class CanaryCounts(NamedTuple):
     """The estimated number of canaries in each release, and the size of the move of one canary, float32 (runs, steps,
     features) each. Both are 0 where the canary does not move what is observed."""
 
@@ -219,16 +219,16 @@ class CanaryMoves(NamedTuple):
     known: np.ndarray
     noisy: np.ndarray
 
-    def counts(self, found: ObservedRuns) -> CanaryEstimates:
-        """Returns the `CanaryEstimates` of the runs. If any moves are `known`, found.moves must hold those under one
+    def canary_counts(self, found: ObservedRuns) -> CanaryCounts:
+        """Returns the `CanaryCounts` of the runs. If any moves are `known`, found.moves must hold those under one
         draw of noise."""
         moves = np.where(self.known, found.moves[:, 0], self.mean) if self.known.any() else self.mean
         moves = np.broadcast_to(moves, found.observed.shape)
         counts = np.divide(found.observed, moves, out=np.zeros(moves.shape), where=moves != 0)
-        return CanaryEstimates(counts, np.abs(moves))
+        return CanaryCounts(counts, np.abs(moves))
 
 
-def moves_of(pilot: ObservedRuns) -> CanaryMoves:
+def estimate_canary_moves(pilot: ObservedRuns) -> CanaryMoves:
     """Estimates the moves from pilot runs, which hold them under two draws of the adversary's noise."""
     one, other = pilot.moves[:, 0].astype(np.float64), pilot.moves[:, 1]
     size = _SAME_MOVES * _root_mean_square(one)
@@ -242,7 +242,7 @@ def _root_mean_square(values: np.ndarray) -> np.ndarray:
 
 
 class PilotStatistic(NamedTuple):
-    """The score that pilot runs suggest for `CanaryEstimates`.
+    """The score that pilot runs suggest for `CanaryCounts`.
 
     center: float64 (steps * features,), the mean count without the canary.
     whitening: float64 (steps * features, steps * features), lower triangular.
@@ -262,7 +262,7 @@ class PilotStatistic(NamedTuple):
     groups: int = 1
     columns: np.ndarray | None = None
 
-    def scores(self, found: CanaryEstimates) -> np.ndarray:
+    def scores(self, found: CanaryCounts) -> np.ndarray:
         """The score of each run, float64 (runs,)."""
         weights = _weights_by_move(found.moves, self.moves, self.gain)
         residuals = ((_flat_counts(found.counts) - self.center) * _flat_counts(weights)) @ self.whitening.T
@@ -288,7 +288,7 @@ class PilotStatistic(NamedTuple):
 
 
 def fit_pilot_statistic(
-    without: CanaryEstimates, with_: CanaryEstimates, rates: np.ndarray, period: int, groups: int = 1
+    without: CanaryCounts, with_: CanaryCounts, rates: np.ndarray, period: int, groups: int = 1
 ) -> PilotStatistic:
     """Fits the statistic to pilot runs without the canary, and with the canary in every batch.
 
@@ -297,7 +297,7 @@ def fit_pilot_statistic(
     moves = without.moves.astype(np.float64).mean(axis=0)
     center = _flat_counts(without.counts).mean(axis=0)
     residuals = _flat_counts(without.counts) - center
-    gain = _residual_decay_rate(residuals, _flat_counts(_weights_by_move(without.moves, moves, 1.0)))
+    gain = _residual_decay_by_move(residuals, _flat_counts(_weights_by_move(without.moves, moves, 1.0)))
     residuals *= _flat_counts(_weights_by_move(without.moves, moves, gain))
     covariance = residuals.T @ residuals / len(residuals)
     scale = np.maximum(np.diag(covariance), 1e-30)
@@ -328,7 +328,7 @@ def _weights_by_move(moves: np.ndarray, mean: np.ndarray, gain: float) -> np.nda
     return np.where(moved, np.divide(moves, mean, out=np.ones(moves.shape), where=moved) ** gain, 0.0)
 
 
-def _residual_decay_rate(residuals: np.ndarray, relative_moves: np.ndarray) -> float:
+def _residual_decay_by_move(residuals: np.ndarray, relative_moves: np.ndarray) -> float:
     """How fast the residuals shrink as the moves grow: the slope of -ln |residual| against ln move across runs.
 
     It is 0 if the moves hardly differ between runs, and at most 1, its value if the noise does not depend on the move.
@@ -455,7 +455,7 @@ def canary_scores(
     own_sampling = getattr(made, "sampling", None)
     truth = own_sampling if sampling_truth is None else sampling_truth
     canary, instead = _canary_gradients(canary, instead, params, truth if own_sampling is None else own_sampling)
-    attack = Attack(make, params, steps, canary, instead, others, takes_part(truth), observe)
+    attack = Attack(make, params, steps, canary, instead, others, participation_function(truth), observe)
     period, groups = 0, 1
     if isinstance(truth, Sampling) and truth.one_key:  # its key decides the canary's step in an epoch
         period, groups = truth.steps_per_exact_epoch, truth.group_count
@@ -468,14 +468,14 @@ def _scores_of_runs(
     """Returns the scores with and without the canary, float64 (runs,) each. period, groups: int, as in
     `PilotStatistic`."""
     pilots = min(max(_LEAST_PILOT_RUNS, runs // _PILOT_SHARE), _MOST_PILOT_RUNS)
-    simulate = simulator(attack, min(pilots, max(1, _MOST_NUMBERS_AT_ONCE // attack.steps)))
+    simulate = run_simulator(attack, min(pilots, max(1, _MOST_NUMBERS_AT_ONCE // attack.steps)))
 
     def pilot_runs(world: str, present: bool, noises: int) -> ObservedRuns:
         chunks = simulate(keys.stream(key, world), pilots, present=present, always=present, noises=noises)
         return _require_finite(ObservedRuns(*map(np.concatenate, zip(*chunks, strict=True))))
 
     without = pilot_runs("pilot without", False, 2)
-    moves = moves_of(without)
+    moves = estimate_canary_moves(without)
     if moves.noisy.any():
         warn_user(
             f"with another key, the canary moves {moves.noisy.sum()} of {moves.noisy.size} observed numbers by "
@@ -487,11 +487,11 @@ def _scores_of_runs(
     batch_keys = jax.random.split(keys.public_key(keys.stream(key, "pilot batches")), pilots)
     taken = jax.jit(jax.vmap(lambda key: attack.takes_part(key, attack.steps)))(batch_keys)
     rates = np.asarray(taken, np.float64).mean(axis=0)  # how often the canary takes part at each step
-    statistic = fit_pilot_statistic(moves.counts(without), moves.counts(with_), rates, period, groups)
+    statistic = fit_pilot_statistic(moves.canary_counts(without), moves.canary_counts(with_), rates, period, groups)
 
     def scores(world: str, present: bool) -> np.ndarray:
         found = simulate(keys.stream(key, world), runs, present=present, always=False, noises=noises)
-        return np.concatenate([statistic.scores(moves.counts(_require_finite(chunk))) for chunk in found])[:runs]
+        return np.concatenate([statistic.scores(moves.canary_counts(_require_finite(chunk))) for chunk in found])[:runs]
 
     return scores("runs with", True), scores("runs without", False)
 
@@ -503,10 +503,12 @@ def _canary_gradients(canary: Any, instead: Any, params: Tree, sampling: Any) ->
         canary = jax.tree.map(lambda p: jnp.full(p.shape, _LARGE_NORM / math.sqrt(size), jnp.float32), params)
     if instead is None and getattr(sampling, "relation", None) == "replace_one" and not callable(canary):
         instead = jax.tree.map(jnp.negative, canary)
-    return _as_function("canary", canary, params), None if instead is None else _as_function("instead", instead, params)
+    return _as_gradient_function("canary", canary, params), None if instead is None else _as_gradient_function(
+        "instead", instead, params
+    )
 
 
-def _as_function(name: str, gradient: Tree | Gradient, params: Tree) -> Gradient:
+def _as_gradient_function(name: str, gradient: Tree | Gradient, params: Tree) -> Gradient:
     """Returns `gradient` as a function. Raises ValueError if it does not match the parameters."""
     if callable(gradient):
         return gradient

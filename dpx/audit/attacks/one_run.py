@@ -38,7 +38,7 @@ from scipy import special, stats
 
 from dpx import keys
 from dpx.accounting import checks, gdp
-from dpx.audit.attacks.scores import Bound, lower_bound_from_scores, require_scores
+from dpx.audit.attacks.scores import Bound, lower_bound_from_scores, require_enough_scores
 from dpx.values import Tree, described, explain_misuse, require_number, require_open_fraction, require_whole
 
 SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # shares of the canaries that `guesses` tries by default
@@ -106,7 +106,7 @@ def one_run(
     delta = checks.require_delta(delta)
     confidence = require_open_fraction("confidence", confidence)
     cost = None if cost is None else checks.require_epsilon(cost)
-    scores, members = require_scores("scores", scores, _LEAST_CANARIES, "canaries"), np.asarray(members)
+    scores, members = require_enough_scores("scores", scores, _LEAST_CANARIES, "canaries"), np.asarray(members)
     if members.shape != scores.shape or members.dtype != np.bool_:
         raise ValueError(f"members must be bool {scores.shape}, like the scores; got {members.dtype}{members.shape}")
     size = len(scores)
@@ -119,7 +119,7 @@ def one_run(
     return OneRun(
         epsilon=proofs[best],
         trade_off_epsilon=gdp.epsilon(_largest_rejected_mu(right, counts, size, miss), delta=delta),
-        gaussian_epsilon=_gaussian_bound(scores, members, delta, confidence),
+        gaussian_epsilon=_gaussian_lower_bound(scores, members, delta, confidence),
         delta=delta,
         confidence=confidence,
         canaries=size,
@@ -187,7 +187,7 @@ def _largest_rejected_mu(right: np.ndarray, guesses: np.ndarray, canaries: int, 
     return low
 
 
-def _gaussian_bound(scores: np.ndarray, members: np.ndarray, delta: float, confidence: float) -> float:
+def _gaussian_lower_bound(scores: np.ndarray, members: np.ndarray, delta: float, confidence: float) -> float:
     """Treats the canaries as runs and computes the Gaussian bound of many runs; 0 if either world has too few."""
     order = np.random.default_rng(0).permutation(len(scores))  # a canary's position may predict how well it is guessed
     present, absent = scores[order][members[order]], scores[order][~members[order]]

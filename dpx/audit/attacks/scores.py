@@ -119,15 +119,15 @@ def lower_bound_from_scores(
         raise ValueError("delta must be in (0, 1), got 0: a claim at 0 also holds at delta=1e-9, so test that")
     confidence = require_open_fraction("confidence", confidence)
     cost = None if cost is None else checks.require_epsilon(cost)
-    present = _sorted_halves(require_scores("with_canary", with_canary, _LEAST_RUNS, "runs"))
-    absent = _sorted_halves(require_scores("without_canary", without_canary, _LEAST_RUNS, "runs"))
+    present = _sorted_halves(require_enough_scores("with_canary", with_canary, _LEAST_RUNS, "runs"))
+    absent = _sorted_halves(require_enough_scores("without_canary", without_canary, _LEAST_RUNS, "runs"))
     miss, bounds = (1 - confidence) / 2, []
-    for bound_of in (functools.partial(epsilon_of_rates, delta=delta), gaussian_mu):
+    for bound_of in (functools.partial(epsilon_of_rates, delta=delta), gaussian_mu_of_rates):
         chosen_by = functools.partial(bound_of, miss=_CHOICE_MISS * miss)
         threshold, finds_with = _best_test(present[0], absent[0], chosen_by)
         counted = _count_detections(present[1], absent[1], np.array([threshold]), finds_with)
         bounds.append(float(bound_of(counted, miss=miss)[0]))
-    if bounds[0] <= 0 and _score_more(absent[1], present[1]):
+    if bounds[0] <= 0 and _scores_clearly_larger(absent[1], present[1]):
         warn_user(SWAPPED)
     shown = np.quantile(np.concatenate([present[1], absent[1]]), np.linspace(0, 1, _ROC_POINTS), method="higher")
     return LowerBound(
@@ -141,7 +141,7 @@ def lower_bound_from_scores(
     )
 
 
-def _score_more(one: np.ndarray, other: np.ndarray) -> bool:
+def _scores_clearly_larger(one: np.ndarray, other: np.ndarray) -> bool:
     """Whether the scores in `one` are larger beyond doubt, by Mann and Whitney's test. other: sorted."""
     below = sum(np.searchsorted(other, one, side).mean() for side in ("left", "right")) / 2 / len(other)
     return below - 0.5 > _SURE * math.sqrt((1 / len(one) + 1 / len(other)) / 12)
@@ -179,14 +179,14 @@ def epsilon_of_rates(rates: GuessRates, *, delta: float, miss: float) -> np.ndar
         return np.log(np.maximum(0.0, true - delta)) - np.log(false)
 
 
-def gaussian_mu(rates: GuessRates, *, miss: float) -> np.ndarray:
+def gaussian_mu_of_rates(rates: GuessRates, *, miss: float) -> np.ndarray:
     """The mu for which N(0, 1) and N(mu, 1) have the error rates, both bounded from above, float64 (n,)."""
     _, false = clopper_pearson(rates.false, rates.false_runs, miss)
     _, missed = clopper_pearson(rates.true_runs - rates.true, rates.true_runs, miss)
     return np.where((false < 1) & (missed < 1), -special.ndtri(false) - special.ndtri(missed), -math.inf)
 
 
-def require_scores(name: str, scores: Any, least: int, of: str) -> np.ndarray:
+def require_enough_scores(name: str, scores: Any, least: int, of: str) -> np.ndarray:
     """Returns the scores, float64 (n,). Raises ValueError unless there are at least `least`. of: names the items in the
     message."""
     scores = np.asarray(scores)

@@ -63,7 +63,7 @@ def check_setup(
         * computed from raw data or secret noise: do not publish
     """
     batch, steps, delta = _require_args(loss, optimizer, params, batch, steps, delta)
-    value = static_findings.loss_of_one_example(loss, with_key=with_key, has_aux=has_aux)
+    value = static_findings.example_loss_function(loss, with_key=with_key, has_aux=has_aux)
     params, examples = jax.tree.map(jnp.asarray, (params, batch.examples))
     example = jax.eval_shape(lambda tree: jax.tree.map(lambda leaf: leaf[0], tree), examples)
     sampling = optimizer.sampling
@@ -73,7 +73,7 @@ def check_setup(
         static_findings.find_delta_size(delta, sampling),
         static_findings.find_epsilon_of_run(optimizer, steps, delta),
     ]
-    public += static_findings.find_truncated_batches(optimizer, steps, delta)
+    public += static_findings.find_truncation_cost(optimizer, steps, delta)
     public += [] if data is None else [static_findings.find_length_mismatch(data, sampling)]
     flags = trained_mask(optimizer, params)
     public += [
@@ -95,15 +95,15 @@ def check_setup(
     public += [static_findings.find_unused(closed, params, flags), static_findings.find_trained_share(flags, params)]
     with adding_note("loss", lambda: example):
         found = batch_findings.measure_row_gradients(value, optimizer, params, flags, examples, included)
-    once = batch_findings.run_step(value, optimizer, params, batch._replace(examples=examples))
-    alone = batch_findings.loss_of_one_row(value, flags, examples)
+    once = batch_findings.run_empty_step(value, optimizer, params, batch._replace(examples=examples))
+    alone = batch_findings.row_loss_function(value, flags, examples)
     some_rows = np.flatnonzero(included)[: batch_findings.COMPARED]
     unreleased = (
         rows,
         batch_findings.find_mixed_rows(found, params, alone, some_rows),
         batch_findings.find_spreading_nan(found, closed),
         batch_findings.find_zero_gradients(found, params, flags, alone, some_rows),
-        batch_findings.find_not_finite(found, included, batch_findings.rows_with_holes(examples)),
+        batch_findings.find_nonfinite_rows(found, included, batch_findings.nonfinite_rows(examples)),
         batch_findings.find_clipped_rows(found),
         batch_findings.find_noise_to_signal(found, optimizer, steps),
         batch_findings.find_low_precision_parameters(once, params, flags, found.losses),
@@ -152,13 +152,13 @@ def warn_of_loss(optimizer: Mechanism, closed: core.ClosedJaxpr, params: Tree, r
             warn_user(f"{found.words}. (From dpx.check_setup, which looks at more.)")
 
 
-def warn_of_rows(rows: int, finite: int, usable: int, some: Tree, *, trained: bool) -> None:
+def warn_of_unusable_gradients(rows: int, finite: int, usable: int, some: Tree, *, trained: bool) -> None:
     """Warns that few or none of `rows` examples of a run have a gradient that counts, and says why, for the user alone.
 
     finite, usable: how many have a finite loss, and such a gradient. some: arrays with some rows of the data on axis 0.
     trained: whether earlier examples had a gradient that counts.
     """
-    holes = batch_findings.rows_with_holes(some)
+    holes = batch_findings.nonfinite_rows(some)
     if trained and not usable:
         cause = "Earlier ones had one, so the parameters have probably grown too large: lower the learning rate"
     elif holes.any() if usable else holes.all():

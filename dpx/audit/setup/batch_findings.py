@@ -75,7 +75,7 @@ def measure_row_gradients(
     @jax.jit
     def run(params, state, rows):
         contributions = functools.partial(_contribution_norms, mechanism, state)
-        bounds, some = _bounds(mechanism, state, contributions, params)
+        bounds, some = _group_bounds(mechanism, state, contributions, params)
 
         def microbatch(ordered, rows):
             examples, included = rows
@@ -106,7 +106,9 @@ def _first_is_nan(leaf: jax.Array) -> jax.Array:
     return leaf.at[0].set(jnp.nan) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
 
-def _bounds(mechanism: Mechanism, state: Tree, contributions: Callable, params: Tree) -> tuple[jax.Array, jax.Array]:
+def _group_bounds(
+    mechanism: Mechanism, state: Tree, contributions: Callable, params: Tree
+) -> tuple[jax.Array, jax.Array]:
     """The bound on each group, float32 (G,), and a copy with 0 where every example contributes equally."""
     largest = jnp.stack(jax.tree.leaves(mechanism.bound(state)))
     least = contributions(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
@@ -125,7 +127,7 @@ def _largest_of_leaves(grad: Tree, flags: Tree) -> jax.Array:
     return jnp.stack([jnp.float32(jnp.max(jnp.abs(g), initial=0) if flag else 0) for g, flag in leaves])
 
 
-def loss_of_one_row(
+def row_loss_function(
     loss: Callable, flags: Tree, examples: Tree
 ) -> Callable[[Tree, int], tuple[np.ndarray, np.ndarray]]:
     """Returns fn(params, row) -> (loss, leaves). row: int, an index into `examples`. loss: float64 scalar. leaves:
@@ -144,7 +146,7 @@ def loss_of_one_row(
 
 
 def find_mixed_rows(measured: BatchDiagnostics, params: Tree, alone: Callable, rows: np.ndarray) -> Finding:
-    """Checks that losses and gradients are the same in a batch and alone. alone: from `loss_of_one_row`. rows: int
+    """Checks that losses and gradients are the same in a batch and alone. alone: from `row_loss_function`. rows: int
     (R,)."""
     low = any(map(is_low_precision, jax.tree.leaves(params))) or is_low_precision(measured.losses)
     tolerance, differ = LOW_TOLERANCE if low else TOLERANCE, 0
@@ -185,7 +187,7 @@ def find_zero_gradients(
 ) -> Finding:
     """Finds trained parameters whose gradient is zero for every example, here or also near these parameters.
 
-    flags: bools like the parameters. alone: from `loss_of_one_row`. rows: int (R,), the rows to compute again.
+    flags: bools like the parameters. alone: from `row_loss_function`. rows: int (R,), the rows to compute again.
     """
     if not np.asarray(measured.counts).any():
         return Finding("zero gradients", "note", "no row has a gradient that counts")
@@ -207,7 +209,7 @@ def find_zero_gradients(
     return Finding("zero gradients", "note", f"{named} {words}; at other parameters they have one", numbers)
 
 
-def rows_with_holes(rows: Tree) -> np.ndarray:
+def nonfinite_rows(rows: Tree) -> np.ndarray:
     """Which rows hold NaN or infinity, bool (B,). rows: arrays with the B rows on axis 0."""
     found = np.zeros(batch_size(rows), bool)
     for leaf in jax.tree.leaves(rows):
@@ -216,7 +218,7 @@ def rows_with_holes(rows: Tree) -> np.ndarray:
     return found
 
 
-def find_not_finite(measured: BatchDiagnostics, included: np.ndarray, holes: np.ndarray) -> Finding:
+def find_nonfinite_rows(measured: BatchDiagnostics, included: np.ndarray, holes: np.ndarray) -> Finding:
     """Finds rows that contribute zero because a loss or a gradient is not finite, or too large, and says whether the
     data or the loss made it. holes: bool (B,), the rows that hold NaN or infinity."""
     bad_rows = included & ~np.isfinite(np.asarray(measured.norms))
@@ -291,7 +293,7 @@ class StepOfPureNoise(NamedTuple):
 
 
 @jax.disable_jit(False)  # without jit, there is no program to measure
-def run_step(loss: Callable, optimizer: Mechanism, params: Tree, batch: Batch) -> StepOfPureNoise:
+def run_empty_step(loss: Callable, optimizer: Mechanism, params: Tree, batch: Batch) -> StepOfPureNoise:
     """Compiles and runs the private step on a batch in which no row counts."""
     gradient, state = private_updates(loss, optimizer), jax.jit(optimizer.init)(params)
     empty = Batch(batch.examples, np.zeros(batch_size(batch.examples), bool))

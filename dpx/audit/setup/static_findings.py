@@ -163,7 +163,7 @@ def find_epsilon_of_run(optimizer: Mechanism, steps: int | None, delta: float | 
     return Finding("privacy", "ok", words, numbers)
 
 
-def find_truncated_batches(optimizer: Mechanism, steps: int | None, delta: float | None) -> list[Finding]:
+def find_truncation_cost(optimizer: Mechanism, steps: int | None, delta: float | None) -> list[Finding]:
     """Reports the cost of truncating batches (`most_rows`). Returns no finding for other samplings."""
     if steps is None or delta is None or not optimizer.sampling.truncates:
         return []
@@ -199,7 +199,7 @@ WHOLE_BATCH = ("expand_dims", "broadcast_all", "legacy_vectorized")  # an `ffi_c
 LARGE = 2**20  # bytes from which an array is worth a note
 
 
-def loss_of_one_example(loss: Callable, *, with_key: bool, has_aux: bool) -> Callable[[Tree, Tree], jax.Array]:
+def example_loss_function(loss: Callable, *, with_key: bool, has_aux: bool) -> Callable[[Tree, Tree], jax.Array]:
     """Returns loss(params, example) -> number. Any key is a constant, because the run's randomness must not be used."""
 
     def loss_value(params, example):
