@@ -219,7 +219,7 @@ def sine_or_cosine(words: Sequence[jax.Array], second: jax.Array) -> tuple[Words
 
 
 def _polynomial(squared: Limbs, even: jax.Array) -> Words:
-    """Returns the sum of (-1)^k c_k squared^k, with the coefficients COSINE where `even`, and SINE elsewhere."""
+    """Returns the sum of (-1)^k c_k squared^k, with the coefficients COSINE where `even` is True, else SINE."""
 
     def chosen(number: int, words: Callable) -> Any:
         of_cosine, of_sine = (words(each[number] * 2.0 ** shifts[number]) for each in (COSINE, SINE))
@@ -301,13 +301,13 @@ def _bit_of(condition: jax.Array) -> jax.Array:
 
 
 def _shift_left_64_bits(x: Words, count: jax.Array) -> Words:
-    """Shifts 64 bits left by less than 32."""
+    """Shifts a 64-bit number left by fewer than 32 places."""
     left, right = lax.shift_left, lax.shift_right_logical
     return left(x[0], count) | right(x[1], np.uint32(32) - count), left(x[1], count)
 
 
 def _shift_right_64_bits(x: Words, count: jax.Array | np.uint32) -> Words:
-    """Shifts 64 bits right by 1 to 64."""
+    """Shifts a 64-bit number right by 1 to 64 places."""
     left, right = lax.shift_left, lax.shift_right_logical
     count = jnp.broadcast_to(count, x[0].shape)
     crossing = jnp.where(count < 32, left(x[0], np.uint32(32) - count), right(x[0], count - np.uint32(32)))
@@ -324,7 +324,7 @@ def _float32_to_fixed_point(x: jax.Array) -> Words:
 
 
 def _times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
-    """Returns x 2^exponent, exact except below 2^-126, in two steps, because 2^exponent may be too large."""
+    """Returns x 2^exponent, which is exact except below 2^-126, in two steps because 2^exponent may be too large."""
     half = exponent >> 1
     for part in (half, exponent - half):
         x = x * lax.bitcast_convert_type((part + np.int32(127)) << np.int32(23), jnp.float32)

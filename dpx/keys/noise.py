@@ -76,7 +76,7 @@ STAND_INS = jax.make_user_context(default_value=AuditStandIns())
 
 
 class StreamPosition(NamedTuple):
-    """The elements of the noise that a leaf takes: from element `start` of stream number `stream` on, in chunks of
+    """Where the noise of a leaf is: from element `start` of stream number `stream` on. The chunks of this stream have
     2 * half elements."""
 
     stream: int
@@ -157,7 +157,7 @@ def as_deviation(deviation: jax.Array | float) -> jax.Array:
 def normal_like(key: jax.Array, step: jax.Array | int, tree: Tree) -> Tree:
     """Returns the standard normals that `release` draws for this key and step, float32, like `tree`, for inspection.
 
-    A sum plus these is not private, because its bits reveal the sum: use `release`.
+    Never add these to a sum yourself, because the bits of the result would reveal the sum: use `release`.
     """
     if (stand_in := STAND_INS.value.normal_like) is not None:
         with STAND_INS(AuditStandIns()):
@@ -432,7 +432,7 @@ def _pair_indices_of_leaf(
 
 
 def _draw_leaf_normals(words, step, at: StreamPosition, shape: tuple[int, ...], compact: bool = False) -> jax.Array:
-    """Draws the normals of a leaf at `at`, float64 (shape). compact: compile half as much, for a leaf of one axis."""
+    """Draws the normals of a leaf, float64 (shape). at: its place. compact: compile half as much, for one axis."""
     lax, (pair, second) = jax.lax, _pair_indices_of_leaf(at, shape)
     block, rare = threefry4x32(words, _cipher_input_blocks(step, pair, at.stream)), rare_tail_word(words, step)
     # The barriers keep a CPU from computing the cipher again for each word, and for each use of the radius. With them,
@@ -555,7 +555,7 @@ def count_normal_pairs(numbers: int) -> int:
 
 
 def count_numbers_with_cost(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Returns the number of elements that the cost assumes for leaves of these shapes, which covers every pair drawn.
+    """Returns the number of elements that the cost assumes for these shapes: enough to cover every pair drawn.
 
     In separate streams, the last chunk of a leaf may draw a pair for each element, so these elements count twice.
     """

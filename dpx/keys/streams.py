@@ -182,11 +182,11 @@ def fold_in(key: jax.Array, number: jax.Array | int) -> jax.Array:
 
 
 def key_words(key: jax.Array) -> jax.Array:
-    """The 128 bits of a scalar key that enter the cipher: uint32 (4,), highest first.
+    """Returns the 128 bits of a scalar key that enter the cipher: uint32 (4,), highest first.
 
-    A shorter key is padded with leading zeros. It stays the same number, which a fresh `secret_key` equals only with
-    probability 2^-64. Words beyond four are folded in. Under `jax.vmap`, jax draws from the first "rbg" key alone, so
-    runs with different keys would share noise; dpx reads the words of each key.
+    A shorter key is padded with leading zeros, so it stays the same number; a fresh `secret_key` equals such a number
+    only with probability 2^-64. Words beyond four are folded in. Under `jax.vmap`, jax draws from the first "rbg" key
+    alone, so runs with different keys would share noise; dpx reads the words of each key.
     """
     data = jax.random.key_data(key).reshape(-1)
     if data.size < 4:

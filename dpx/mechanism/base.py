@@ -56,7 +56,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     encode:   (grad, state) -> encoded; one example, float32, without a batch axis
     norm:     (encoded) -> norms; float32 (), or one for each group (a pytree prefix of `encoded`)
     clip_factors: (norms, state) -> tuple of factors, each with the structure of the norms
-    bound:    (state) -> the largest norm that the first factor leaves of an example, float32 (); one for each norm
+    bound:    (state) -> the largest norm of the first factor * encoded, float32 (); one for each norm
     release:  (sums, state, params) -> (updates, state). `sums` has one `dpx.sums.rounding.FloatPair` or float32 tree
               for each factor. `keys.release` adds noise of (1 + ETA) times the stated standard deviation. `params`
               are arrays, or their shapes
@@ -130,7 +130,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
         return dataclasses.replace(self, **changes)  # pyrefly: ignore[bad-specialization]
 
     def wrap(self, **changes: Any) -> "Mechanism":
-        """Builds a mechanism around this one, whose state keeps this one's state in its field `inner`.
+        """Builds a mechanism around this one. Its state keeps the state of this one in its field `inner`.
 
         changes: as for `replace`, with `begin` and `release`. Other functions of the state read `inner`.
         """
@@ -339,8 +339,8 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
     The transforms see only the released gradient, so any optax optimizer, decay or momentum costs no privacy. They do
     not see parameters whose gradient the mechanism drops at every step (`coordinates.trainable`), so weight decay does
     not move these. Masks that change (`random_freeze`) stop the gradients of a step, but neither decay nor momentum.
-    Raises ValueError unless `mechanism` is a Mechanism, without transforms, inside coordinates, and for transforms that
-    are mechanisms, hold updates back (`optax.MultiSteps`) or need more than an update, such as the loss.
+    Raises ValueError if `mechanism` is no Mechanism, if there are no transforms, inside coordinates, and for transforms
+    that are mechanisms, hold updates back (`optax.MultiSteps`) or need more than an update, such as the loss.
 
         >>> optimizer = dpx.chain(mechanism, optax.sgd(0.1, momentum=0.9))
         >>> optimizer.stages[-1]

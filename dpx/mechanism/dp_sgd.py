@@ -54,7 +54,7 @@ def dp_sgd(
         number, a schedule of the step, or a `dpx.Budget`, for which dpx finds the smallest sigma. 0 costs infinity.
     sampling: draws the batches, states B and wraps the event.
     key: a secret scalar PRNG key for one run. Never reuse it: two runs with one key share their noise, and subtracting
-        their results removes it. The mechanism uses its "noise" stream, a different part at every step.
+        their results removes it. Every step draws its own part of the key's "noise" stream.
     Raises ValueError for an argument outside its domain (a schedule: when its cost is computed), a traced value, or no
     key.
 

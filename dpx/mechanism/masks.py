@@ -96,7 +96,7 @@ def _order_preserving_bits(x: jax.Array) -> jax.Array:
 
 
 def _bisect_greatest(fits: Callable[[jax.Array], jax.Array], *, bits: int) -> jax.Array:
-    """Returns the greatest uint32 number below 2^bits that fits. 0 must fit; if a number fits, so must all below it."""
+    """Returns the greatest uint32 below 2^bits that fits. Zero must fit, and if a number fits, so must all below it."""
 
     def body(i, number):
         larger = number | (jnp.uint32(2 ** (bits - 1)) >> jnp.uint32(i))
@@ -118,8 +118,8 @@ PRINTED = 6  # paths in the printed pipeline, and in a message
 def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
     """Trains only the layers where `mask` is True; the rest get no gradient, no noise and no update.
 
-    The transforms of a `dpx.chain` around it see only the trainable layers. So weight decay and momentum do not move
-    the frozen layers, which have no optimizer state either.
+    The transforms of a `dpx.chain` around the result see only the trainable layers. So weight decay and momentum do not
+    move the frozen layers, which have no optimizer state either.
 
     mask: a pytree prefix of the parameters, with Python bools; or a function that says whether a path is trainable,
         such as `lambda path: "lora" in path` for the path "encoder/layer_0/lora_a/kernel".

@@ -180,7 +180,7 @@ class RowUpdate(NamedTuple):
     values: jax.Array
 
     def added_to(self, table: jax.Array) -> jax.Array:
-        """Adds the values to the rows of `table`, (V, ...); in place, under a jit that donates it."""
+        """Adds the values to the rows of `table`, (V, ...), in place if a jit donates the table."""
         return table.at[self.rows].add(self.values.astype(table.dtype), mode="drop")
 
 
@@ -210,7 +210,7 @@ class ReadRows(NamedTuple):
         return jnp.zeros(count, jnp.float32).at[self.rows].add(sums, mode="drop")
 
     def sums_of_chosen_rows(self, sums: jax.Array, chosen: jax.Array) -> jax.Array:
-        """Picks from `sums` of read rows, float32 (n, ...), those of `chosen`, int32 (K,): (K, ...), 0 if not read."""
+        """Returns the `sums`, float32 (n, ...), of the rows `chosen`, int32 (K,), with 0 for rows that are not read."""
         place = jnp.minimum(jnp.searchsorted(self.rows, chosen), len(self.rows) - 1)
         read = (self.rows[place] == chosen).reshape(-1, *[1] * (sums.ndim - 1))
         return jnp.where(read, sums[place], 0)

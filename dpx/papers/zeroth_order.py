@@ -59,7 +59,7 @@ class DirectionsState(NamedTuple):
 
 @explain_misuse
 def random_directions(*, count: int, key: jax.Array) -> Coordinates:
-    """Writes a gradient g as u_k . g / sqrt(K), k = 1 .. K = `count`, for normal directions u_k drawn at every step.
+    """Writes a gradient g as K = `count` numbers u_k . g / sqrt(K), for normal directions u_k drawn at every step.
 
     `private_updates` computes these without the gradient, unless coordinates other than `trainable` come first.
 

@@ -74,7 +74,7 @@ def _find_release_states(node: Tree, holders: tuple) -> list[tuple[ReleaseState,
 
 
 def _require_unwrapped(node: Any, key: Any) -> None:
-    """Raises ValueError if a wrapper, or a chain that the mechanism does not begin, holds its state at `node[key]`."""
+    """Raises ValueError if `node`, which holds the mechanism's state at `key`, wraps it or does not put it first."""
     holder = type(node)
     if hasattr(node, "_fields") and holder.__module__.split(".")[0] == "optax" and not _is_lookahead(node):
         raise ValueError(
@@ -135,7 +135,7 @@ class RunFacts(NamedTuple):
     state: the optimizer state; None if a number of steps was given.
 
     A callback or a person may look at the releases, and then decide to end the run. No proof covers a number of steps
-    that is chosen so, but one covers all steps that the run could make, because the run is a function of their
+    that is chosen like this, but one covers all steps that the run could make, because the run is a function of their
     releases. So a run costs its whole plan. With a budget, that is the whole budget, because someone could plan fewer
     steps, look, and then plan more. Without a plan, nobody knows where the run could have ended, so it costs the steps
     that were made.

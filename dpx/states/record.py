@@ -211,7 +211,7 @@ def _require_numbers_within_budget(own: int, numbers: int) -> None:
 def release_and_count_draws(release: Callable, *given: Any, budget: Any) -> tuple[Tree, Tree]:
     """Returns the updates and state from `release(*given)`. The state's count of values grows if more were drawn.
 
-    What an earlier trace drew is not seen. So if fewer values are counted than the state knows, or none, 2^32 are
+    Values that an earlier trace drew are not seen. So if fewer are counted than the state knows, or none, 2^32 are
     recorded. budget and errors: as for `stamp_fingerprints`.
     """
     with collect_release_sizes() as drawn:
@@ -231,7 +231,7 @@ def release_and_count_draws(release: Callable, *given: Any, budget: Any) -> tupl
 
 
 def _stored_count(numbers: int) -> np.uint32:
-    """Returns the form in which a number of values is stored, in which 0 means 2^32 or more."""
+    """Returns a number of values in the form in which it is stored: 0 means 2^32 or more."""
     return np.uint32(min(numbers, 2**32) % 2**32)
 
 
@@ -313,12 +313,12 @@ def _noise_is_repeated(axes: tuple[str, ...], noise: jax.Array, sums: Tree) -> j
 
 
 def _marks_differ(known: jax.Array, mark: Any) -> jax.Array:
-    """Whether a mark, uint32 (), differs from the known one. If that is 0, it is not yet known: False."""
+    """Whether a mark, uint32 (), contradicts the known one, which is 0 while there is none."""
     return (known != 0) & (known != mark)
 
 
 def unit_mark(unit: str) -> int:
-    """A fingerprint, in [2^31, 2^32), of the name of the privacy unit, such as "example" or "user".
+    """Returns a fingerprint, in [2^31, 2^32), of the name of the privacy unit, such as "example" or "user".
 
     Raises ValueError unless it is a nonempty string, because a fingerprint of a secret, such as a key, would be public.
     """
@@ -364,7 +364,7 @@ def identity_of(value: Any, *, without: str = "") -> Any:
 
 
 def identity_by_fields(record: Any, *, without: str = "") -> tuple:
-    """Returns the identity of a dataclass or an event: the name of its type, and its fields but the one left out."""
+    """Returns the identity of a dataclass or an event: its type's name, and its fields except the one left out."""
     kind = type(record)
     fields = attrs.fields(kind) if attrs.has(kind) else dataclasses.fields(record)
     names = [field.name for field in fields if field.name != without]

@@ -19,7 +19,7 @@ Gaussians are chosen one after the other, and differ by v_t with sum |v_t|^2 <= 
 N(0, 1) or N(mu, 1), and of noise that does not depend on the example (Denisov et al. 2022, arXiv:2202.08312, theorem
 2.1). So a run in a fixed order costs ONE Gaussian release.
 
-**Cyclic Poisson sampling** (arXiv:2306.08153, theorem 4), C with at most b bands, b groups. Let the groups be public.
+**Cyclic Poisson sampling** (arXiv:2306.08153, theorem 4). Let C have at most b bands, and let the b groups be public.
 The example has a coin in every b-th step, and by (1) its gradient g of step s moves y_s, ..., y_(s + b - 1) by c_0 g,
 ..., c_(b-1) g, and nothing later, because c ends. So the b steps from s on share one coin, with rate q b. If it is
 heads, their shift is at most |c| clip norms, otherwise 0, and g is fixed at step s. That is one Poisson-sampled

@@ -105,7 +105,7 @@ def correlated_noise(
 def sensitivity_under_sampling(strategy: Strategy, sampling: Sampling, steps: int) -> float:
     """Returns how far one example can move C G in the first steps, in clip norms: see `dpx.strategies`.
 
-    For cyclic sampling, it is how far one coin can. Raises ValueError for a sampling that does not say how often, and
+    For cyclic sampling, the result is for one coin. Raises ValueError for a sampling that does not say how often, and
     how many steps apart, an example takes part.
     """
     if isinstance(sampling, CyclicPoissonSampling):

@@ -146,7 +146,7 @@ def lambda_cgd(*, correlation: float) -> Strategy:
     """Subtracts part of the last step's noise: d = (1, -correlation) (arXiv:2601.22334).
 
     C has the coefficients correlation^j, so its sensitivity is exact. correlation: lambda, in [0, 1). Raises ValueError
-    for other numbers: at 1, a prefix sum would have the noise of one step, but C the sensitivity of all.
+    for other numbers: at 1, a prefix sum would have the noise of one step, but C the sensitivity of all steps.
     """
     value = require_number("correlation", correlation, minimum=0, maximum=1)
     if value == 1:
@@ -411,7 +411,7 @@ def optimized(
 
 
 def workload_objective(workload: Workload, steps: int, error: str) -> tuple[np.ndarray, Quadratic]:
-    """Returns the denominator of the series a(x), and the quadratic form of u. Raises ValueError as `optimized`."""
+    """Returns the denominator of the series a(x) and the quadratic form of u. Raises ValueError as `optimized` does."""
     rates = workload.rates(steps)
     if error not in ("mean", "largest"):
         raise ValueError(f'error must be "mean" or "largest", got {error!r}')

@@ -70,7 +70,7 @@ class ProjectedGaussianDpEvent(dp_accounting.DpEvent, PrivacyLoss):
 def _stretch_quantile_bound(tail: float, rank: int) -> float:
     """Returns a stretch that is exceeded with probability at most `tail`, even with several blocks.
 
-    By Laurent and Massart 2000 (https://doi.org/10.1214/aos/1015957395); `_log_chernoff` gives a smaller bound.
+    The bound is by Laurent and Massart 2000 (https://doi.org/10.1214/aos/1015957395). `_log_chernoff` is tighter.
     """
     exponent = -2 * math.log(tail) / rank
     return math.sqrt(1 + math.sqrt(2 * exponent) + exponent)

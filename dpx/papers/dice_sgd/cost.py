@@ -228,7 +228,7 @@ def squared_shifts_without_reset(most: int, error_shift: float) -> np.ndarray:
 def trivial_squared_shifts(
     participations: np.ndarray, steps: int, reset_every: int, feedback_shift: float
 ) -> np.ndarray:
-    """Returns the trivial energy, which holds for any error, at each number of participations, float64 (n,)."""
+    """Returns the trivial energy, a bound for any error, for each number of participations, float64 (n,)."""
     moved_by_error = steps - -(-steps // reset_every)  # the releases that are not the first of a stretch
     both = np.minimum(participations, moved_by_error)  # releases that the example moves twice
     energies = participations + 2 * feedback_shift * both + feedback_shift**2 * moved_by_error
@@ -269,7 +269,7 @@ def worst_case_squared_shifts(
 
 
 def participations_quantile(steps: int, rate: float, tail: float) -> int:
-    """Returns the least number that the participations exceed with probability at most `tail`."""
+    """Returns the smallest number of participations that is exceeded with probability at most `tail`."""
     return int(np.argmax(stats.binom.sf(np.arange(steps + 1), steps, rate) <= tail))
 
 
@@ -361,7 +361,7 @@ class AmplifiedProfile:
 def log_moment(
     order: int, *, steps: int, rate: float, error_shift: float, noise_multiplier: float, tail: float = 0.0
 ) -> float:
-    """Bounds a ln W_1(0) >= ln E X^a for a stretch of `steps`, except for an event of probability `tail`.
+    """Bounds ln E X^a <= a ln W_1(0) for a stretch of `steps`, except for an event of probability `tail`.
 
     order: a, int, at least 2.
     """

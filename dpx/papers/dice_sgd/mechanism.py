@@ -62,8 +62,8 @@ def dice_sgd(
     The paper claims that noise as large as DP-SGD's suffices, however large the gradients are. That does not hold
     (`dpx.papers.dice_sgd.dice_theorem_noise`): the error depends on all earlier raw batches, and may move the release
     at every step, even if the example is not sampled. dpx counts the whole run as one event (`dpx.papers.dice_sgd`):
-    given the released values, when an example takes part it moves v by at most C1 / B and e by (Cmax - C1) / B, and a
-    moved e moves later v. e is two float32 numbers. The noise covers their rounding for about 2^27 / B steps between
+    given the released values, an example that takes part moves v by at most C1 / B and e by (Cmax - C1) / B, and then e
+    moves later v. e is two float32 numbers. The noise covers their rounding for about 2^27 / B steps between
     resets if C2 is at least 2 or 3 times Cmax - C1, and otherwise for 2^14 / sqrt(B). The report says whether it does,
     and `dpx.papers.dice_sgd.cost` says why.
 
@@ -131,7 +131,7 @@ def _initial_state(params: Tree) -> ErrorFeedbackState:
 
 
 class _ErrorFeedbackRun(NamedTuple):
-    """The settings of a run, as the float32 values that both the steps and the cost use, and the steps themselves.
+    """The settings of a run, in the float32 values that its steps and its cost both use, and the steps themselves.
 
     clip_norm: C1. feedback_norm: C2. outer_clip_norm: Cmax, or inf. noise_key: the noise stream. See `dice_sgd`.
     """
