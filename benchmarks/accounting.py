@@ -104,7 +104,7 @@ def _event(steps: int, scale: float = 1.0):
 
 
 ROWS = [
-    (interval, LONG, "at most 5 s, 1 GiB, width 2.5 %"),
+    (interval, LONG, "at most 5 s, 1 GiB, width 2.5%"),
     (calibration, LONG, "at most 10 s"),
     (rdp, LONG, "at most 3 s"),
     (mechanism_epsilon, LONG, "seconds"),

@@ -360,7 +360,7 @@ def main() -> None:
     wrong_columns = ["fault", "batches", "cost at 1e-3", "raw bound", "cost at 1e-5", "raw bound"]
     one_columns = ["true epsilon", "guesses", "raw (proof)", "trade-off (hypothesis)", "Gaussian (hypothesis)"]
     kinds = ["many runs, raw", "many runs, Gaussian", "one run, raw", "one run, trade-off", "one run, Gaussian"]
-    coverage_columns = ["scores", "repetitions", *kinds, "5 % and two standard deviations"]
+    coverage_columns = ["scores", "repetitions", *kinds, "5% and two standard deviations"]
     tables = {
         f"All methods ({shares})": report.grid(method_columns, methods),
         "Wrong costs, with DP-SGD's clip norm of 1": report.grid(wrong_columns, wrong),
@@ -370,7 +370,7 @@ def main() -> None:
         "How often a bound at confidence 0.95 is above the truth": report.grid(coverage_columns, coverage),
     }
     notes = [
-        "Raw bounds are proofs: if the cost is right, a raw bound exceeds it with a probability of at most 5 %. The "
+        "Raw bounds are proofs: if the cost is right, a raw bound exceeds it with a probability of at most 5%. The "
         "others are hypotheses: they hold if the trade-off function is that of two Gaussians, which no count shows. "
         "With Poisson sampling it is another function.",
         "Where the reason is few runs, events of probability delta are too rare in them for a raw bound near the cost; "

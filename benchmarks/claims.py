@@ -103,7 +103,7 @@ def dpsur() -> dict[str, tuple[str, str]]:
         )
         return dpx.compose_runs((gradient, attempts), (test, attempts), shared_batches=False).epsilon(delta=DELTA)
 
-    shares = {"all": 1.0, "50 %, if every step helped": 0.5, "30 %": 0.3, "18 %, if none did": 511 / 2813}
+    shares = {"all": 1.0, "50%, if every step helped": 0.5, "30%": 0.3, "18%, if none did": 511 / 2813}
     return {
         f"DPSUR: 511 accepted steps, {words}: {round(511 / share):,} attempts": ("3", f"{cost(round(511 / share)):.2f}")
         for words, share in shares.items()

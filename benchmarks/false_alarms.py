@@ -56,7 +56,7 @@ def write(options: argparse.Namespace, failures: list, counts: dict, seconds: fl
         "multiplier between 0.5 and 8, another key of the mechanism and another seed of the check. A run took "
         f"{seconds:.1f} s, compilation included, with other work on the machine.",
         report.grid(["optimizer", "runs", "runs with a line that fails", "lines not checked"], rows),
-        f"No failure in n runs says, at 95 % confidence, that the rate is below 3 / n, here {3 / options.runs:.2g}. "
+        f"No failure in n runs says, at 95% confidence, that the rate is below 3 / n, here {3 / options.runs:.2g}. "
         "The rate that the check states, at most 1e-4 a call, follows from the thresholds of its tests.",
         notes=[f"{run}: {line.name}: {line.words}" for run, line in failures],
     )

@@ -177,7 +177,7 @@ def compared(folder: Path, runs: Path) -> str:
         name = "private validation may end it, and a second run follows" if stops else "fixed plan"
         steps = "; ".join(" + ".join(map(str, one["steps"])) for one in each)
         noise = "; ".join(" + ".join(f"{x:.2f}" for x in one["noise"]) for one in each)
-        cells = [name, f"{100 * mean:.2f} % +- {100 * error:.2f}", " ".join(f"{100 * x:.2f}" for x in accuracies)]
+        cells = [name, f"{100 * mean:.2f}% +- {100 * error:.2f}", " ".join(f"{100 * x:.2f}" for x in accuracies)]
         rows.append([*cells, steps, noise, f"{max(one['epsilon'] for one in each):.3f}"])
     columns = ["training", "test accuracy", "each", "steps", "noise multipliers", "epsilon of the ledger, at most"]
     return report.grid(columns, rows)

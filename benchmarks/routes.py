@@ -38,7 +38,7 @@ class Route(NamedTuple):
     momentum: float = MOMENTUM
     smoothing: float = 0.0  # of the labels
     last_rate: float = 1.0  # of the learning rate, which falls linearly
-    averaged: str = ""  # "exponential" or "last 30 %" of the weights
+    averaged: str = ""  # "exponential" or "last 30%" of the weights
     noise: float = 1.0  # times the cost's; 0 is not private
 
 
@@ -84,7 +84,7 @@ SETTINGS = {
     "momentum 0.9, learning rate 7": Route(learning_rate=6.96, momentum=0.9),
     "labels smoothed by 0.1": Route(smoothing=0.1),
     "exponential mean of the weights, 0.95 a step": Route(averaged="exponential"),
-    "mean of the weights of the last 30 % of the steps": Route(averaged="last 30 %"),
+    "mean of the weights of the last 30% of the steps": Route(averaged="last 30%"),
 }
 OF_FEATURES = {
     "one view": ONE_VIEW,
@@ -152,7 +152,7 @@ def simulate(group: Group, rows: np.ndarray, labels: np.ndarray, seed: int) -> d
         if step >= 0.7 * steps:
             last += weights
     measured = np.stack(
-        [{"": weights, "exponential": exponential, "last 30 %": last}[r.averaged][:, i] for i, r in enumerate(routes)],
+        [{"": weights, "exponential": exponential, "last 30%": last}[r.averaged][:, i] for i, r in enumerate(routes)],
         1,
     )
     logits = with_bias(rows[TRAINED:]) @ measured.reshape(dimension + 1, -1)

@@ -200,7 +200,7 @@ def page(found: dict[str, dict[str, Any]], missing: list[str], batch: int, core:
     ]
     most, of_matrices = (sum(each[name] >= 0.95 for each in found.values()) for name in ("followed", "matrices"))
     said = [
-        f"Of {len(found)} models, {most} have 95 % of their parameters followed, and {of_matrices} have 95 % of those "
+        f"Of {len(found)} models, {most} have 95% of their parameters followed, and {of_matrices} have 95% of those "
         "in arrays of two axes or more. The rest are biases and scales, whose gradients of examples are small."
     ]
     for kind, other in kinds:

@@ -99,7 +99,7 @@ EPOCHS = [(s,) * t for t in (2, 3, 4) for s in (0.5, 1.0, 2.0)] + [(1.0, 2.0, 0.
 @pytest.mark.parametrize("sigmas", EPOCHS)
 @pytest.mark.long_cases("sigmas3")
 def test_one_epoch_is_billed_closely_and_never_below_the_truth(sigmas):
-    """delta within 1 %, both directions; the bill is the larger one."""
+    """delta within 1%, both directions; the bill is the larger one."""
     epsilons = np.array([0.0, 0.3, 1.0, 2.0])
     truth = exact(sigmas, epsilons)
     law = of_law(allocation._dominating_ratio_law(steps_by_multiplier(np.array(sigmas)), len(sigmas), 20), epsilons)
@@ -188,7 +188,7 @@ def test_poisson_sampling_is_no_bill():
 
 
 def test_a_law_keeps_its_mean_and_the_tails_that_it_cuts():
-    """With tails of 10 % the law still dominates: what is cut goes to 0 and to infinity."""
+    """With tails of 10% the law still dominates: what is cut goes to 0 and to infinity."""
     epsilons = np.array([-3.0, -0.5, 0.0, 0.3, 1.0, 3.0])
     for sigmas, steps in (((1.0, 1.0), 2), ((0.7,) * 3, 3), ((1.0, 2.0), 4)):
         truth = exact(sigmas, epsilons, steps)
@@ -205,7 +205,7 @@ def test_any_grid_and_window_is_above_the_truth(monkeypatch):
     truth = exact((1.0, 1.0), epsilons)
     for grid, tail, largest in ((0.3, 1e-15, 60.0), (0.01, 0.05, 60.0), (0.01, 1e-15, 0.4)):
         assert np.all(of_pmfs(loss, epsilons, grid, tail, largest) >= truth - 1e-12)
-    monkeypatch.setattr(allocation, "_TAIL_DECADES", 1)  # so that the law itself has tails of 10 %
+    monkeypatch.setattr(allocation, "_TAIL_DECADES", 1)  # so that the law itself has tails of 10%
     coarse = of_pmfs(loss, epsilons, tail=0.1)
     assert np.all(coarse >= truth) and [pmf.infinity for pmf in loss.pmfs(1e-3, tail=0.1, largest=60.0)] > [1e-4] * 2
 

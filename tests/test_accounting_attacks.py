@@ -92,7 +92,7 @@ def test_a_mechanism_its_report_and_what_is_refused():
     found, report = attack_bounds(MECHANISM, 50, delta=DELTA), dpx.privacy_report(MECHANISM, 50, delta=DELTA)
     assert found == bounds(RUN) == report.attacks
     most = rounded_up(100 * found.true_positive_rates[0], 4)
-    for words in (f"above {most} %", f"mu = {rounded_up(found.mu, 4)}", "The advantage of an attack"):
+    for words in (f"above {most}%", f"mu = {rounded_up(found.mu, 4)}", "The advantage of an attack"):
         assert words in report.to_markdown()
     for rates in ((1.5,), (math.nan,)):
         with pytest.raises(ValueError, match="false_positive_rates must be"):
@@ -116,7 +116,7 @@ def test_the_report_draws_the_curve(tmp_path):
     np.testing.assert_allclose(drawn[:, 0], wrong, rtol=2e-3)
     assert len(points) == 41 and (drawn[:, 1] >= most).all() and (drawn[:, 1] < np.array(most) * 1.01).all()
     rows = report.save(tmp_path / "report.md").read_text()
-    assert f"| wrongly names 10 % of outsiders | finds at most {rounded_up(100 * most[30], 4)} % |" in rows
+    assert f"| wrongly names 10% of outsiders | finds at most {rounded_up(100 * most[30], 4)}% |" in rows
     assert json.loads(report.save(str(tmp_path / "report.json")).read_text())["attack_curve"][30] == [0.1, most[30]]
     for name in ("report.pdf", "report", "html"):
         with pytest.raises(ValueError, match=f"path must end in .*{name}'"):

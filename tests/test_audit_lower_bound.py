@@ -1,6 +1,6 @@
 """Lower bounds on epsilon: counted as they say, below true bills, above wrong ones, and as often right as they say.
 
-Seeds are fixed. A correct bound is above a true bill in at most 5 % of the runs with other seeds.
+Seeds are fixed. A correct bound is above a true bill in at most 5% of the runs with other seeds.
 """
 
 import functools

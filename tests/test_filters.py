@@ -145,7 +145,7 @@ def test_gaussians_cost_what_they_are():
 
 
 def test_a_long_run_costs_about_what_it_would_alone():
-    """Of epsilon, 1 % is for all that may be chosen later."""
+    """Of epsilon, 1% is for all that may be chosen later."""
     run = profile_of_run(sampled(0.017, 1.2, 1000), relation="zero_out")
     tried = PrivacyFilter(3.0, 1e-5)
     alone, charged = run.epsilon(1e-5), tried.epsilon_of(tried.charge(run, NOTHING))

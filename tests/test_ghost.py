@@ -385,7 +385,7 @@ def test_what_rounding_may_raise_is_told(positions, told):
     (row,) = dpx.explain_norms(
         lambda w, x: score(x[0] @ w) + score(x[1] @ w), mechanism(), w, dpx.Batch(x, None), norms="ghost"
     ).rows
-    assert row[2] == (f"raised by up to {told} % against rounding" if told else "")
+    assert row[2] == (f"raised by up to {told}% against rounding" if told else "")
 
 
 def test_a_sum_of_positions_is_off_by_less_than_is_stated():

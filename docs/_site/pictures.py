@@ -149,7 +149,7 @@ def floats():
         (0.2, (without_32, without_dpx), STYLES[0], "//", "it did not"),
     ):
         bars = axes.bar(places + shift, values, 0.38, color=color, hatch=hatch, edgecolor="white", label=label)
-        axes.bar_label(bars, fmt="{:.1f} %", padding=2, fontsize=9)
+        axes.bar_label(bars, fmt="{:.1f}%", padding=2, fontsize=9)
     axes.set_xticks(places, ["before: float32 noise", "after: dpx's noise"])
     axes.set(ylabel="released numbers that are possible, in %", ylim=(0, 110))
     axes.legend(title="if", fontsize=9)

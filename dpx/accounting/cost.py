@@ -100,7 +100,7 @@ def event_profile(
 ) -> Profile:
     """The profile of an event, which computes epsilon and delta; see `event_epsilon`.
 
-    curve: True to compute deltas at many epsilons, each to 0.1 %; ask for them in rising order of epsilon.
+    curve: True to compute deltas at many epsilons, each to 0.1%; ask for them in rising order of epsilon.
     """
     checks.require_accountant(accountant)
     checks.require_relation(relation)

@@ -22,7 +22,7 @@ https://arxiv.org/abs/2210.17520; Koskela, Tobaben and Honkela 2023, https://arx
 **Pure releases.** One with epsilon e and delta 0 counts as mu = 2 Phi^-1(1 / (1 + exp(-e))), which costs several times
 e. If a share E of epsilon were reserved for them in advance, their epsilons could simply add up to it: on every path,
 the ratio of their probabilities is at most e^E, and the filter holds for the rest at epsilon - E. But if the output of
-a Gaussian may decide whether the rest goes to Gaussians or to pure releases, delta is exceeded by 60 %
+a Gaussian may decide whether the rest goes to Gaussians or to pure releases, delta is exceeded by 60%
 (`tests/test_filters.py`). So the smaller of both costs is no bound.
 
 **Parts.** If a partition of the data is public, a release about one part counts only for its members. So each part has
@@ -57,7 +57,7 @@ from dpx.accounting.checks import Profile, require_delta, require_positive_epsil
 from dpx.accounting.pld.losses import Losses, SampledGaussian
 from dpx.accounting.profiles import ComposedProfile, least_number_satisfying, lower_deltas, unsampled_profile
 
-COINS = 0.2  # share of delta for coins; a tenth and a third give the same epsilons to 1 %
+COINS = 0.2  # share of delta for coins; a tenth and a third give the same epsilons to 1%
 _COARSE, _POINTS = 32, 512  # intervals of epsilon in which profiles are compared, at first and where it matters most
 _NEAR = 1e-4  # relative excess of mu that this leaves
 _RARER = 2.0**-16  # share of a release's coins that is enough for Gaussians

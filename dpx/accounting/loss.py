@@ -6,7 +6,7 @@ Releases with Laplace noise and by the exponential mechanism are examples of pur
 outputs is more than e^epsilon times as likely with an example as without. All such pairs of laws are dominated by a
 coin that shows a secret bit with probability p = e^epsilon / (1 + e^epsilon), and the other bit otherwise (Kairouz, Oh
 and Viswanath 2015, https://arxiv.org/abs/1311.0776, theorem 3.4). So the privacy loss is epsilon with probability p,
-and -epsilon otherwise. Compared with the loss of Laplace noise itself, this costs up to 2 % of epsilon in a composition
+and -epsilon otherwise. Compared with the loss of Laplace noise itself, this costs up to 2% of epsilon in a composition
 of 100 releases, and nothing for one. It needs only the largest ratio of two probabilities, which programs compute.
 """
 

@@ -22,7 +22,7 @@ from dpx.accounting.pld.losses import Losses, SampledGaussian, total_renyi
 _INFINITE_EPSILON = 1e8  # a larger epsilon counts as infinite
 _MOST_BOUNDED = 1e-5  # share of delta that may be bounded instead of computed
 _MOST_BOUNDED_REUSED = 1e-3  # such a share if the composition was planned for another epsilon
-# `deviations` for `composition.plan_composition`; the second keeps a curve within 0.1 %.
+# `deviations` for `composition.plan_composition`; the second keeps a curve within 0.1%.
 _DEVIATIONS_ONE_ANSWER, _DEVIATIONS_CURVE = 0.5, 4.0
 _PLANNED_RATIO = 4  # a composition is fine enough for an epsilon this many times smaller than the planned one
 _LOWER_DELTAS = (0.1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8, 1e-10)  # lower bounds are composed around these
@@ -230,7 +230,7 @@ def loss_profile(losses: Losses, accountant: Accountant = "tightest", *, curve: 
     of the steps that it composes (after rounding many distinct ones to few). So "tightest" is "pld" if every step has a
     privacy loss distribution, and "rdp" otherwise.
 
-    curve: True if deltas at many rising epsilons will be computed, each to 0.1 %.
+    curve: True if deltas at many rising epsilons will be computed, each to 0.1%.
 
     Raises ValueError for "pld" if a step has no privacy loss distribution.
     """

@@ -31,7 +31,7 @@ from dpx.accounting.pld.losses import SampledGaussian, StepLoss, total_renyi
 SHAPES: dict[str, float] = {"logarithmic": 0.0, "geometric": 1.0, "poisson": math.inf}  # eta of the paper
 _SMALLEST_EXPONENT, _LARGEST_EXPONENT = 1e-9, 700.0  # of 1 / gamma; e^700 is a float
 # The winner's bound adds a trial's bounds at two orders, and the best ones may be anywhere. A finer grid is not worth
-# its time (2,000 orders lower epsilon by at most 0.1 %). A pure loss has the same divergence at all large orders.
+# its time (2,000 orders lower epsilon by at most 0.1%). A pure loss has the same divergence at all large orders.
 _ORDERS = np.union1d(
     renyi.WIDE_ORDERS, np.concatenate([1 + np.geomspace(0.02, 20, 30), 2.0 ** (np.arange(15, 43) / 3)])
 )

@@ -14,7 +14,7 @@ from dpx.accounting.cost import cost_of_run
 from dpx.reports.rendering import draw_guessing_line, labeled_axes
 from dpx.values import described, for_whom, require_floats, rounded_up, unit_in_words
 
-# Any set of epsilons gives valid bounds. With these, the rates and mu of a Gaussian are within 1 % of the exact values.
+# Any set of epsilons gives valid bounds. With these, the rates and mu of a Gaussian are within 1% of the exact values.
 _EPSILONS = 96
 _SMALLEST_SHARE = 0.01  # the smallest positive epsilon, as a share of the largest
 _LARGEST_EPSILON = 500.0  # a larger epsilon promises nothing, and its exponential may overflow
@@ -50,8 +50,8 @@ class AttackBounds(NamedTuple):
         rates = zip(self.false_positive_rates, self.true_positive_rates, strict=True)
         return (
             *(
-                f"At a false-positive rate of {100 * wrong:.4g} %, no membership-inference attack on one {unit} has a "
-                f"true-positive rate above {rounded_up(100 * right, 4)} %."
+                f"At a false-positive rate of {100 * wrong:.4g}%, no membership-inference attack on one {unit} has a "
+                f"true-positive rate above {rounded_up(100 * right, 4)}%."
                 for wrong, right in rates
             ),
             f"The advantage of an attack on one {unit}, which is its true-positive rate minus its false-positive rate, "

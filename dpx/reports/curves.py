@@ -116,7 +116,7 @@ def delta_over_epsilon(
     relation: Relation | None = None,
     records: int | None = None,
 ) -> DeltaOverEpsilon:
-    """Computes upper bounds on delta at each of `epsilons`, within 0.1 % of `dpx.accounting.delta`.
+    """Computes upper bounds on delta at each of `epsilons`, within 0.1% of `dpx.accounting.delta`.
 
     epsilons: float (points,), at least 0. Many points cost little, because nearby epsilons share one composition.
     The other arguments are as for `dpx.accounting.delta`. Raises ValueError for a negative epsilon, and as

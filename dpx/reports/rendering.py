@@ -24,7 +24,7 @@ def attack_svg(curve: Sequence[tuple[float, float]], unit: str) -> str:
     bottom, right = _TOP + _HEIGHT, _LEFT + _WIDTH
     parts = [f"<title>{title}</title>"]
     for power in range(-_DECADES, 1):
-        x, y, words = _x_of_rate(10.0**power), _y_of_bound(10.0**power), f"{100 * 10.0**power:g} %"
+        x, y, words = _x_of_rate(10.0**power), _y_of_bound(10.0**power), f"{100 * 10.0**power:g}%"
         parts.append(f'<path d="M{x:.1f} {_TOP}V{bottom}M{_LEFT} {y:.1f}H{right}" stroke="#ddd" fill="none"/>')
         parts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{words}</text>')
         parts.append(f'<text x="{_LEFT - 8}" y="{y + 5:.1f}" text-anchor="end">{words}</text>')

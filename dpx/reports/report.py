@@ -432,7 +432,7 @@ def _what_readers_learn(report: PrivacyReport, unit: str) -> Section:
         f"says which share of those who did take part it finds at most. Guessing about one {unit} finds the same share."
     )
     rows = (
-        (f"wrongly names {100 * wrong:.4g} % of outsiders", f"finds at most {rounded_up(100 * right, 4)} %")
+        (f"wrongly names {100 * wrong:.4g}% of outsiders", f"finds at most {rounded_up(100 * right, 4)}%")
         for wrong, right in report.attack_curve[:-1:10]
     )
     return Section("What an attacker can learn", (meaning,), (*rows,), picture=attack_svg(report.attack_curve, unit))

@@ -14,7 +14,7 @@ batch, and compile faster in a loop than without one. It does not reach convolut
 of the model, whose microbatches are unrolled instead.
 
 SCANS that run backward. A scan stacks into an array of zeros. A TPU's compiler leaves the zeros out where a scan runs
-forward, but not in the scan of a backward pass, where they take as long as the products of a layer: 9 % of the cycles
+forward, but not in the scan of a backward pass, where they take as long as the products of a layer: 9% of the cycles
 of a private step of GPT-2 small (estimated for a v5e). So such a scan becomes a loop that begins with `jax.lax.empty`.
 Every turn writes its own row, and nothing reads the stack before the last one.
 """

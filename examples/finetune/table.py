@@ -130,15 +130,15 @@ epsilon) were chosen by a few trials with another seed on the same test modules,
 the noise multiplier.
 """
 TABLE = """
-| | trained | epsilon | noise | test loss | exposure, mean | membership: found at 1 % false | at 0.1 % | area |
+| | trained | epsilon | noise | test loss | exposure, mean | membership: found at 1% false | at 0.1% | area |
 |---|---|---|---|---|---|---|---|---|
 """
 TAIL = """
 Exposure is how many bits of a canary's number the model gives away, by its rank among {references} other numbers, of at
 most {largest:.0f}; a model that knows nothing has {blind:.2f} on average
 ([docs/auditing.md](../../docs/auditing.md#what-a-trained-model-leaks)). Membership: the attack ranks modules by how far
-fine-tuning moved their loss, {members} that took part and {others} that did not. Guessing finds 1 %, 0.1 %, and has an
-area of 0.5 under the curve. With so few modules, the rate at 0.1 % counts the scores above the largest one of the
+fine-tuning moved their loss, {members} that took part and {others} that did not. Guessing finds 1%, 0.1%, and has an
+area of 0.5 under the curve. With so few modules, the rate at 0.1% counts the scores above the largest one of the
 others.
 
 ![loss, exposure and membership against epsilon](finetune.svg)
@@ -215,8 +215,8 @@ def line(kind: tuple[str, int, int], epsilon: float, rows: list[dict[str, Any]])
         f"{rows[0]['noise_multiplier']:.3f}",
         spread("test_loss", ".4f"),
         spread("exposure", ".2f"),
-        spread(UNRELEASED + "tpr_at_0.01", ".1f", 100) + " %",
-        spread(UNRELEASED + "tpr_at_0.001", ".2f", 100) + " %",
+        spread(UNRELEASED + "tpr_at_0.01", ".1f", 100) + "%",
+        spread(UNRELEASED + "tpr_at_0.001", ".2f", 100) + "%",
         spread(UNRELEASED + "area", ".3f"),
     ]
     return "| " + " | ".join(cells) + " |\n"

@@ -75,7 +75,7 @@ TRUTH_4 = (
     "rows of the table (printed: {dpsur}) are not run. It makes an update, releases whether the noisy loss fell, and "
     "takes back the updates that failed; its cost counts only the accepted ones. But each attempt reads the data "
     "twice, and a failure is released too, so the cost must count all attempts (docs/papers.md has numbers). Without "
-    "privacy, the paper reaches {open_:.2f} %. `handcrafted` is a linear model on scattering features, trained for 10 "
+    "privacy, the paper reaches {open_:.2f}%. `handcrafted` is a linear model on scattering features, trained for 10 "
     "epochs of batches of {batch}."
 )
 CNN: dict[str, Any] = dict(

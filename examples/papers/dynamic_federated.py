@@ -70,7 +70,7 @@ def table_4(thousands: int) -> Experiment:
         rows=tuple(rows),
         truth="Epsilon protects all images of a user. The paper takes it from a central limit theorem for many steps, "
         "which is too small: the column of the true epsilon is the cost of its noise by PLD. The error is the larger, "
-        "the fewer steps there are and the smaller the sampling rate is; here they are 100 and 1 %.",
+        "the fewer steps there are and the smaller the sampling rate is; here they are 100 and 1%.",
         stand_in=f"{thousands},000 deformations of the 4,000 real digits of mnist5k (examples/infinite_mnist.py), "
         f"shared among {users:,} users of equal expected size and unequal taste (25 images each, on average), made "
         "smaller to 14 x 14; tested on 1,000 other real digits. The text of the paper that we have does not say how "

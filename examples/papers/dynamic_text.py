@@ -61,7 +61,7 @@ TABLE_2 = Experiment(
         "10,605 rated sentences of film reviews from the source package of vaderSentiment 3.3.2 (positive: a mean "
         "rating above 0; 8,484 to train, 2,121 to test), in place of the 50,000 whole reviews of IMDB, which no "
         "package ships. One sentence says less than a review, and there is a third of the private examples, so the "
-        "figures of the paper are no target here: at epsilon 1,000, this model has 68 %. A word counts in the bin "
+        "figures of the paper are no target here: at epsilon 1,000, this model has 68%. A word counts in the bin "
         "of its CRC-32, so no vocabulary is taken from private texts; the paper does not say how it made its own. "
         "The sizes of its MLP are in an appendix that we do not have. Of its epsilons 0.5, 1, 3, 6 and 9, we run "
         "three."
@@ -99,8 +99,8 @@ TABLE_3 = Experiment(
         "first names of 18 groups of countries, at most 1,000 each (14,400 to train, 3,600 to test), from the list "
         "that the package gender-guesser ships (`examples.text_data.names` has the rule), in place of the paper's "
         "NAME: about 20,000 family names of 18 languages, which no package ships. Almost half of NAME is Russian, "
-        "but here each origin has 5 to 6 %, and a first name tells less of its origin, so the paper's figures are "
-        "no target here: at epsilon 1,000 and 8 epochs, this model has 54 %. The sizes of the paper's LSTM are in "
+        "but here each origin has 5 to 6%, and a first name tells less of its origin, so the paper's figures are "
+        "no target here: at epsilon 1,000 and 8 epochs, this model has 54%. The sizes of the paper's LSTM are in "
         "an appendix that we do not have. Of its epsilons 1, 2, 4 and 8, we run two."
     ),
     smoke=dict(

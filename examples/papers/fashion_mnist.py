@@ -82,7 +82,7 @@ D2P2 = Experiment(
     ),
     truth=d2p2.TRUTH.format(noise=NOISE, static=COST, falling=COST_OF_FALLING)
     + " The learning rate, 0.8 on normalized gradients, is the best of 0.2, 0.4 and 0.8 in four epochs of DP-SGD on "
-    "seed 100, which had 66.83, 70.40 and 72.14 %.",
+    "seed 100, which had 66.83, 70.40 and 72.14%.",
     smoke=d2p2.SMOKE,
 )
 

@@ -253,7 +253,7 @@ def normal_masses(z: np.ndarray) -> np.ndarray:
 
 
 # Distinct steps in a composition by PLD, the same for every cost. A schedule of 10,000 takes about a second, and its
-# epsilon is at most 1.4 % above the truth (benchmarks/accounting.py: mechanism_epsilon, against the lower end of
+# epsilon is at most 1.4% above the truth (benchmarks/accounting.py: mechanism_epsilon, against the lower end of
 # interval).
 BUCKETS = 512
 

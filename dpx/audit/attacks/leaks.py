@@ -16,7 +16,7 @@ bound covers the choice of the best rank, and the m canaries may depend on each 
 
 Membership inference measures how often an attack identifies members, at a low rate of false claims. An average, such
 as accuracy, hides an attack that is certain about a few members, so look at the true-positive rate at a false-positive
-rate of 1 % or 0.1 %. Source: Carlini et al. 2022, "Membership inference attacks from first principles",
+rate of 1% or 0.1%. Source: Carlini et al. 2022, "Membership inference attacks from first principles",
 https://arxiv.org/abs/2112.03570.
 """
 
@@ -119,7 +119,7 @@ def exposure(
 
 
 _LEAST = 2  # smallest number of members, and of others
-_ROUNDING = 1e-12  # relative, so that 1 % of 300 others is 3, not 2
+_ROUNDING = 1e-12  # relative, so that 1% of 300 others is 3, not 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,12 +158,10 @@ class Membership:
     def __str__(self) -> str:
         lines = []
         for number, wrong in enumerate(self.false_positive_rates):
-            said = (
-                f"at most {100 * wrong:.4g} % false positives: {100 * self.true_positive_rates[number]:.4g} % of the "
-            )
-            said += f"members are found ({100 * self.lower[number]:.4g} to {100 * self.upper[number]:.4g} %)"
+            said = f"at most {100 * wrong:.4g}% false positives: {100 * self.true_positive_rates[number]:.4g}% of the "
+            said += f"members are found ({100 * self.lower[number]:.4g} to {100 * self.upper[number]:.4g}%)"
             if self.limits is not None:
-                said += f"; the stated cost allows {rounded_up(100 * self.limits[number], 4)} %"
+                said += f"; the stated cost allows {rounded_up(100 * self.limits[number], 4)}%"
             lines.append(said)
         lines.append(
             f"advantage {self.advantage:.4g}, area {self.area:.4g}; {self.members} members, {self.others} others"

@@ -157,7 +157,7 @@ def find_noise_fault(traced: ReleaseFunction) -> str:
     # Hoeffding's inequality holds for each column, so also for their mean, even if columns are dependent. The second
     # term allows for the median and the deviation, which are estimated from the draws.
     if abs(far - 0.5) > math.sqrt(math.log(2 / SHARED_KEY_RATE) / (2 * SOON)) + 0.01:
-        return f"the noise is not Gaussian: {far:.1%} of it is far from 0, where a Gaussian has 50 %"
+        return f"the noise is not Gaussian: {far:.1%} of it is far from 0, where a Gaussian has 50%"
     return ""
 
 

@@ -247,8 +247,8 @@ def find_clipped_rows(measured: BatchDiagnostics) -> Finding:
     low, median, high = (float(q) for q in np.quantile(norms, (0.1, 0.5, 0.9)))
     clipped = float((shares >= AT_THE_BOUND).mean())
     numbers = {"clipped": clipped, "bound": bound, "q10": low, "median": median, "q90": high}
-    words = f"{clipped:.0%} of {len(norms)} rows reach the bound {bound:.3g}; norms: 10 % below {low:.3g}"
-    words += f", 50 % below {median:.3g}, 90 % below {high:.3g}"
+    words = f"{clipped:.0%} of {len(norms)} rows reach the bound {bound:.3g}; norms: 10% below {low:.3g}"
+    words += f", 50% below {median:.3g}, 90% below {high:.3g}"
     if shares.max() < 0.5:
         return Finding("clipping", "warning", f"{words}: a lower clip norm has less noise", numbers)
     return Finding("clipping", "ok", words, numbers)

@@ -8,7 +8,7 @@ squares neither under- nor overflow (on matrix units, the bound includes these l
 or can cancel gets a bound on its rounding error.
 
 Such a bound raises the norm, so clipping removes more signal. A bound in proportion to the square of the sum of all
-|a_t| |b_t| would raise it by 1 % at 100 positions and by 70 % at 2,000. So Gram matrices use short sums, get a separate
+|a_t| |b_t| would raise it by 1% at 100 positions and by 70% at 2,000. So Gram matrices use short sums, get a separate
 bound for each product (`sum_upper_bound`), and serve up to MOST_POSITIONS. With more positions, the gradient is
 computed, measured and discarded (`norm_of_computed_gradient`), because its rounding grows only with the root of the
 sum of squares.
@@ -39,7 +39,7 @@ EXACT = lax.Precision.HIGHEST  # float32 products, even if the hardware would ro
 TINY = float(jnp.finfo(jnp.float32).tiny)
 ROUNDING = UNIT * (1 + 2**-8)  # includes products of roundings
 TERM = 24  # the number of roundings in each term of a squared norm
-MOST_ERROR = 3.4e-4  # limit for the error of a sum over positions, at which a norm of two uses is raised by 0.1 %
+MOST_ERROR = 3.4e-4  # limit for the error of a sum over positions, at which a norm of two uses is raised by 0.1%
 MOST_POSITIONS = 256  # the most for Gram matrices, whose rounding grows with the positions
 # On a matrix unit, numbers below 2^-126 are lost. LOST_OF_LENGTH times the root of a row's size bounds what its length
 # lacks, and LOST_OF_TERM times the number of terms what a squared norm lacks: see `bound_inner_products` and

@@ -340,7 +340,7 @@ def _cheapest_ghost_norms(followed: Followed, *, scaled: bool, force: bool) -> t
         slices = uses.slices if view.slice_counts else len(followed)
         raised = way.increase(uses)
         words = [f"of each of {slices} slices"] * bool(view.steps)
-        words += [f"raised by up to {100 * raised:.2f} % against rounding"] * (raised >= LEAST_RAISE_SHOWN)
+        words += [f"raised by up to {100 * raised:.2f}% against rounding"] * (raised >= LEAST_RAISE_SHOWN)
         saved = uses.slices * (algorithms.gradient_cost(uses) - costs[way])
         choices.append(NormChoice(way, ", ".join(words), uses, view, saved=saved))
     if not force and gradient <= ghost:

@@ -8,7 +8,7 @@ but S is unbounded, so a cost at sensitivity C would be too low.
 
 **Pairs of normals that are bad for the other data set** (`far` in `arithmetic.py`). Let the matrix be public, and all
 coins but the example's. Then a release has two possible values, S / sigma deviations apart. S exceeds a certain stretch
-with probability at most 1e-50, and such releases count as bad too: the 1 % by which the theorem's t exceeds the
+with probability at most 1e-50, and such releases count as bad too: the 1% by which the theorem's t exceeds the
 probability of bad pairs is more than 1e-50 for each release. So `largest_shift` is that stretch / sigma.
 """
 

@@ -28,7 +28,7 @@ If an example is replaced instead of left out, every shift doubles.
 # On Poisson samples, amplified: Renyi divergences by a backward recursion over the steps
 
 This bound is sound but not tight: at rate 0.02, noise multiplier 1, 1,000 steps and ten known participations, the cost
-is 0.9 % above the result of enumeration.
+is 0.9% above the result of enumeration.
 
 S, F and rho are as above, nu is the noise in units of C1 / B, q the sampling rate, and l_s the likelihood ratio of
 N(s, nu^2) to N(0, nu^2). Let X be the likelihood ratio of a run with the example to a run without it. Let W_t(d) bound
