@@ -1,6 +1,6 @@
 """The clipped sum of a batch's rows, with at most one microbatch in memory at a time. A microbatch has as many examples
 as fit in memory, or on a CPU in its cache, because a step over the whole batch would write fresh memory, which the
-kernel must zero and the cache cannot hold. On a TPU, fewer are faster if arrays of a batch exceed its fast memory.
+system must zero and the cache cannot hold. On a TPU, fewer are faster if arrays of a batch exceed its fast memory.
 
 With `jax.checkpoint`, one backward pass keeps the inputs and cotangents of all layers. Two passes keep none, but take
 1.4 times as long, while microbatches take hardly longer than the whole batch (benchmarks/scans.py). So two passes are
@@ -78,7 +78,7 @@ class ForwardCost(NamedTuple):
 
 
 def forward_cost(jaxpr: core.Jaxpr, leaves: int) -> ForwardCost:
-    """leaves: how many of the inputs are parameters."""
+    """The `ForwardCost` of this loss. leaves: how many of the inputs are parameters."""
     return ForwardCost(
         sum(_count_intermediate_numbers(jaxpr)),
         sum(_count_intermediate_numbers(jaxpr, REMAT)),
@@ -171,7 +171,7 @@ def _held_bytes(written: tuple[int, int], plan: Plan) -> tuple[int, int]:
 
 
 def _microbatch_size_for_cache(cost: ForwardCost, example_bytes: int, params: Tree, size: int, place: Place) -> int:
-    """How many of the `size` examples a CPU, whose cache is small, or a TPU computes fastest at once; elsewhere all."""
+    """How many of the `size` examples are fastest at once on a CPU, whose cache is small, or a TPU; elsewhere all."""
     sum_bytes = 4 * sum(leaf.size for leaf in jax.tree.leaves(params))
     if place.platform == "tpu" and place.devices == 1:
         turn = EQUATION_BYTES * cost.equations + 3 * sum_bytes
@@ -221,7 +221,7 @@ def _count_equations(jaxpr: core.Jaxpr) -> int:
 
 
 def _bytes_outside_loops(jaxpr: core.Jaxpr, moving: set) -> list[int]:
-    """The bytes of the arrays that depend on the variables `moving`, to which it adds theirs."""
+    """The bytes of each array that depends on the variables `moving`, outside of loops. Adds these to `moving`."""
     found: list[int] = []
     for equation in jaxpr.eqns:
         if moving.isdisjoint(v for v in equation.invars if not isinstance(v, core.Literal)):
@@ -303,7 +303,8 @@ class RowSum:
         return adding_note("update" if self.norms == "update" else "loss", lambda: row()[0])
 
     def plan_and_cost(self, params: Tree, state: Tree, rows: tuple) -> tuple[Plan, ForwardCost]:
-        """How to compute the norms, or why only per-example gradients can; and a row's cost. Shapes are enough."""
+        """Plans the norms, or says why only per-example gradients work, and estimates a row's cost. Shapes are
+        enough."""
         row = shapes_of_row(rows)
         called = "update" if self.norms == "update" else "loss"
         with explaining_user_data_error(called, self.of_row, params, row), self.with_note_on_errors(lambda: row):

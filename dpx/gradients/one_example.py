@@ -79,7 +79,7 @@ def looks_like_user_data(example: Tree) -> bool:
 
 @contextlib.contextmanager
 def explaining_user_data_error(called: str, of_row: Callable, params: Tree, row: tuple) -> Iterator[None]:
-    """Replaces an error of the function by a ValueError, if the function takes a record and `row` holds a user's."""
+    """If the function takes one record, and `row` holds all those of a user, replaces its error by a ValueError."""
     try:
         yield
     except Exception as error:
@@ -115,7 +115,7 @@ def function_of_row(function: Callable, *, has_aux: bool) -> Callable[..., tuple
 
 
 def value_and_gradient(function: Callable, *, has_aux: bool = False) -> Callable:
-    """`jax.value_and_grad`, but with a float32 gradient of 0 for integers, which only frozen parameters may be."""
+    """Like `jax.value_and_grad`, but the gradient of integers, which only frozen parameters may be, is float32 0."""
     both = jax.value_and_grad(function, has_aux=has_aux, allow_int=True)
 
     def with_zeros(params, *arguments):
@@ -138,7 +138,7 @@ def adding_note(called: str, example: Callable[[], Tree]) -> Iterator[None]:
 
 
 def is_batch_norm_error(error: Exception) -> bool:
-    """Whether Flax (nnx or Linen) refuses to change the running averages of a BatchNorm."""
+    """Whether, by this error, Flax (nnx or Linen) refuses to change the running averages of a BatchNorm."""
     return any(word in str(error) for word in ("BatchStat", "batch_stats"))
 
 

@@ -42,7 +42,7 @@ _ROUNDING = 1e-6  # relative error of a schedule compiled in two programs
 class Unreleased(NamedTuple):
     """Values of each example, with the B examples on axis 0. NOT private: for debugging and tuning only.
 
-    They are as sensitive as the data. Excluded rows have values too. A jitted program skips unused ones.
+    They are as sensitive as the data. Excluded rows have values too. A jitted program computes only those that you use.
 
     losses: (B,), in the loss's dtype. None for `private_updates_from`, which has no loss.
     norms:  float32 (B,), the norms of the encoded gradients before clipping; a tree of them for a mechanism with one
@@ -129,12 +129,12 @@ def private_updates(
         shapes. `dpx.explain_norms` prints the choice.
     with_key: the loss is `loss(params, example, key)`. Every row of a batch gets its own scalar PRNG key, from the
         "example" stream of the mechanism's key, the step and its position; microbatches and devices do not change it.
-    has_aux: the loss returns (value, aux), aux any pytree of arrays; `unreleased.aux` holds it for every example.
-    platform: "cpu", "cuda", "rocm" or "tpu", if the program is compiled for a platform other than JAX's default
-        backend, as in `jax.export`. The number of microbatches and their loop depend on it, the result does not.
-    sharding: how the batches are sharded, as for `sampling.batches`. Give it if a mesh has more axes than that of the
-        examples (tensor parallel): without it, dpx assumes that all devices share the examples, and a step takes more
-        memory. The result is the same up to float32 rounding.
+        has_aux: the loss returns (value, aux), aux any pytree of arrays; `unreleased.aux` holds it for every example.
+        platform: "cpu", "cuda", "rocm" or "tpu", if the program is compiled for a platform other than JAX's default
+        backend, as in `jax.export`. The number of microbatches and their loop depend on it; the result does not.
+        sharding: how the batches are sharded, as for `sampling.batches`. Give it if a mesh has more axes than that of
+        the examples (tensor parallel): without it, dpx assumes that all devices share the examples, and a step takes
+        more memory. The result is the same up to float32 rounding.
     backward_passes: int, 1 or 2. One pass keeps the inputs and cotangents of all layers until the norms are known. With
         two, the second pass recomputes those in scans or under `jax.checkpoint`, so that they are never all in memory,
         as in a step without privacy. It takes about 1.5 times as long (docs/devices.md). None: two if one pass over one
@@ -242,8 +242,8 @@ def augmented(
     """Builds `mean_loss(params, example, key)`, the mean of `loss` over `copies` random views of one example.
 
     Give it to `private_updates`, `fit`, `check` or `explain` with `with_key=True`. The views of an example are averaged
-    BEFORE its gradient is clipped. So the example still enters once, and `loss` alone decides the sensitivity, the
-    noise and the cost. Ghost norms see `copies` positions in place of one, and need no gradient of a view.
+    BEFORE its gradient is clipped. So the example still counts once, and sensitivity, noise and cost are those of
+    `loss`. Ghost norms see `copies` positions in place of one, and need no gradient of a view.
 
     loss: (params, example) -> float scalar, or (value, aux) with has_aux=True; aux is then averaged over the views too.
     augment: (example, key) -> one view: a pytree for `loss`. It must depend only on these two arguments and on public
@@ -348,7 +348,7 @@ class PrivateChunks:
             sums = sums._replace(unreleased=None)  # left by the chunk before
 
         def shardings_of_sums(params_on, chunk_on, state_on, sums_on):
-            """Shards the sums like the parameters if the encoded gradient has their structure; else replicates them."""
+            """Shards the sums like the parameters if the encoded gradient has their structure, or replicates them."""
             rows = sharding_along_examples(chunk_on.examples)
             one: Any = NamedSharding(rows.mesh, PartitionSpec())
             like, of_state = _shapes_of_sums(params, state)

@@ -73,13 +73,13 @@ def sum_contributions(
 
 
 def zero_excluded(rows: jax.Array, included: jax.Array) -> jax.Array:
-    """`rows`, (B, ...), with zeros where `included`, bool (B,), is False."""
+    """Returns `rows`, (B, ...), with zeros where `included`, bool (B,), is False."""
     return jax.lax.select(repeat_to_shape(included, rows.shape), rows, jnp.zeros_like(rows))
 
 
 def rows_with_excluded_zeroed(factors: jax.Array, rows: Tree) -> Tree:
-    """`rows`, (B, ...), with zeros where the factor, float32 (B,), is 0, because an excluded example may hold NaN. Call
-    it for the rows of one block, because a loop over blocks would keep such a copy of all rows."""
+    """Returns `rows`, (B, ...), with zeros where the factor, float32 (B,), is 0, because an excluded example may hold
+    NaN. Call this for the rows of one block, because a loop over blocks would keep such a copy of all rows."""
 
     def select_rows(rows):
         return zero_excluded(rows, factors != 0) if jnp.issubdtype(rows.dtype, jnp.floating) else rows
@@ -100,8 +100,8 @@ def weighted_sum(factors: jax.Array, rows: jax.Array, *, apart: bool = False) ->
     XLA compiles a separate kernel for each product of a vector and a matrix, but compiles equal sums of vectors only
     once. On a CPU such a sum, a fused reduction, is slower than the product for long vectors, and much slower for
     larger arrays. The vectors of a bias are its layer's cotangents. The sum for the layer's weights also starts with
-    their product with the factors, written the same way, because XLA compiles equal kernels twice if they differ in
-    form.
+    the product of these and the factors, written the same way, because XLA compiles equal kernels twice if they differ
+    in form.
 
     On other platforms all sums are reductions, limited by memory bandwidth, because a matrix unit would round the
     products. The sums of all blocks are computed at once there, because they are few compared with the rows.
@@ -251,7 +251,7 @@ def sum_over_microbatches(
     in_loop: Callable[[core.ClosedJaxpr], Callable] = core.jaxpr_as_fun,
     like: Tree = (),
 ) -> tuple[Tree, Tree]:
-    """Calls `function(ordered, rows) -> (sums, outputs)` for every microbatch; adds the sums, concatenates the outputs.
+    """Calls `function(ordered, rows) -> (sums, outputs)` for every microbatch. Adds the sums and joins the outputs.
 
     `FloatPair`s are added in float32 within groups of microbatches. The groups are added as pairs, or in float32 where
     that is exact enough (`dpx.sums.rounding`).
@@ -327,7 +327,7 @@ def _scan_from_zeros(
         alike.setdefault((leaf.shape, leaf.dtype), []).append((path, leaf))
 
     def parameter_of_sum(path, x):
-        """Picks, among parameters of one shape, the one that is summed, because they may be sharded differently."""
+        """Among parameters of one shape, picks the one that the sum is for: they may be sharded differently."""
         fitting = alike.get((x.shape, x.dtype), [((), jnp.zeros(x.shape, x.dtype))])
         return next((leaf for of, leaf in fitting if path[len(path) - len(of) :] == of), fitting[0][1])
 
@@ -357,7 +357,7 @@ def _plus_pairs(sums: Tree, more: Tree) -> Tree:
 
 
 def _with_low_parts(sums: Tree) -> Tree:
-    """The sums, with two float32 numbers for each coordinate of every `FloatPair`."""
+    """Returns the sums, where every `FloatPair` has two float32 numbers for each coordinate."""
     return jax.tree.map(
         lambda one: FloatPair(one.high, one.high) if is_float_pair(one) else one, sums, is_leaf=is_float_pair
     )

@@ -94,7 +94,7 @@ def _sum_squares_along_axes(x: jax.Array, scale: jax.Array | None, devices: int)
 
 
 def _count_parts_on_tpu(shape: tuple[int, ...]) -> int:
-    """Into how many parts a TPU splits the rows along the last axis. Their sizes are multiples of its registers' 8."""
+    """Into how many parts a TPU splits the rows along the last axis, in multiples of 8 rows, as in its registers."""
     rows = math.prod(shape[:-1])
     if current_place().platform != "tpu":
         return 1

@@ -133,7 +133,7 @@ def add_pairs(total: FloatPair, more: FloatPair | Tree) -> FloatPair:
 
 
 def with_low_part(total: FloatPair) -> FloatPair:
-    """`total` with both numbers for each coordinate, which gives it the structure of a longer sum."""
+    """Returns `total` with both numbers for each coordinate, so that it has the structure of a longer sum."""
     return total if total.low is not None else FloatPair(total.high, jax.tree.map(jnp.zeros_like, total.high))
 
 
@@ -149,7 +149,7 @@ def _sum_with_error(high: jax.Array, more: jax.Array, *lows: jax.Array) -> tuple
 
 @functools.cache
 def error_of_chained_sum(terms: int, more: int) -> float:
-    """sqrt(n sum of D^2) for a chain of n = `terms`, each already rounded `more` times, as in the proof."""
+    """The root of n sum of D^2 for a chain of n = `terms`, each already rounded `more` times, as in the proof."""
     squares = (terms - 1 + more) ** 2 + sum((depth + more) ** 2 for depth in range(1, terms))
     return math.sqrt(terms * squares)
 
@@ -167,8 +167,8 @@ def rounding_error_of_block(rows: int, unit: MatrixUnit = FLOAT32) -> float:
 
 
 def rounding_share(rows: int, blocks: int = 1, loops: tuple[int, ...] = (), unit: MatrixUnit = FLOAT32) -> float:
-    """How much more than C one row can move a sum of blocks of `rows` rows, because of rounding, relative to C. loops:
-    the number of turns of each loop over these sums, innermost first. unit: the unit that computes the blocks."""
+    """By how much more than C, relative to C, rounding lets one row move a sum of blocks of `rows` rows. loops: the
+    number of turns of each loop over these sums, innermost first. unit: the unit that computes the blocks."""
     roundings = rounding_error_of_block(rows, unit) + rows * blocks
     if blocks > 1:
         roundings += rows * error_of_chained_sum(blocks, 0)

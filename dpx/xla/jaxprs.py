@@ -20,7 +20,7 @@ def inner_jaxprs(equation: core.JaxprEqn) -> Iterator[Any]:
 
 
 def open_jaxprs(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
-    """`inner_jaxprs` without the constants that they close over."""
+    """Yields the `inner_jaxprs` without the constants that they close over."""
     return (getattr(each, "jaxpr", each) for each in inner_jaxprs(equation))
 
 
@@ -102,7 +102,7 @@ def convolves(jaxpr: Any) -> bool:
 
 
 def inputs_read(jaxpr: Any) -> list[bool]:
-    """Whether an output of a jaxpr may depend on each of its inputs."""
+    """For each input of a jaxpr, whether an output may depend on it."""
     needed = {var for var in jaxpr.outvars if not isinstance(var, core.Literal)}
     for equation in reversed(jaxpr.eqns):
         if not needed.isdisjoint(equation.outvars):
@@ -134,7 +134,7 @@ def evaluate_jaxpr(jaxpr: core.Jaxpr, constants, arguments, results: Callable) -
 
 
 def replace_equations(function: Callable, changes: Callable[[core.JaxprEqn], bool], results: Callable) -> Callable:
-    """Replaces equations in `function` of pytrees of arrays, also in the functions and loops that it calls.
+    """Replaces equations in a `function` of pytrees of arrays, and in the functions and loops that it calls.
 
     results: (equation, operands) -> its outputs, or None to keep the equation. changes: whether an equation must be
     changed in the jaxprs that other equations call; a jaxpr without such equations stays as it is.

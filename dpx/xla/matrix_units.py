@@ -75,7 +75,7 @@ FUSED = HardwareAdder(1, 1.0)  # a float32 addition of a product
 class MatrixUnit:
     """fraction: bits of an operand's fraction. precision: the JAX precision of products of such operands. adders: the
     possible ones, because a program is compiled for a platform and not for one device. rounding_factor: how many times
-    the rounding of float32 additions one sum may have."""
+    as much as float32 additions a sum may round."""
 
     fraction: int
     precision: Any
@@ -84,7 +84,7 @@ class MatrixUnit:
 
     @property
     def rounds_operands(self) -> bool:
-        """Whether this unit multiplies exactly only operands that were rounded before."""
+        """Whether this unit multiplies operands exactly only if they were rounded before."""
         return self.fraction < FLOAT32_FRACTION
 
     def round_operand(self, x: jax.Array) -> jax.Array:
@@ -100,7 +100,7 @@ class MatrixUnit:
         return self.round_operand(x).astype(jnp.bfloat16 if self.fraction == 7 else jnp.float32)
 
     def round_gradient(self, x: jax.Array) -> jax.Array:
-        """A stored gradient, read by norm and sum, but by no product: `round_to_store` if that saves memory."""
+        """Rounds a stored gradient, read by norm and sum but by no product: `round_to_store` if that saves memory."""
         return self.round_to_store(x) if self.fraction == 7 else x
 
     def truncate_operand(self, x: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ def compute_after(first: Tree, tree: Tree) -> Tree:
 
 
 def compute_after_each(made: list[Tree], array: jax.Array) -> jax.Array:
-    """Computes `array` after each tree separately, because XLA would shard arrays alike that are read together."""
+    """Computes `array` after each tree separately, because XLA shards arrays alike if they are read together."""
     return functools.reduce(lambda array, first: compute_after(first, array), made, array)
 
 
@@ -42,7 +42,7 @@ with_cotangent_computed_once.defvjp(lambda x: (x, None), _pass_cotangent_on)
 
 
 def opaque_false(tree: Tree) -> jax.Array:
-    """False, bool (). If `tree` has an element, XLA computes this from the arrays and cannot fold it to a constant."""
+    """Returns False, bool (), computed from the elements of `tree`, if any, so that XLA cannot make it a constant."""
     by_rank: dict[int, list[jax.Array]] = {}
     for leaf in jax.tree.leaves(tree):
         if leaf.size:

@@ -75,8 +75,8 @@ def full_precision() -> contextlib.AbstractContextManager[None]:
 
 
 def float64(what: str) -> contextlib.AbstractContextManager[None]:
-    """`jax.enable_x64` for computations that need IEEE's float64. what: their name, for an error message. Raises as
-    `require_ieee_float64` does."""
+    """Like `jax.enable_x64`, for computations that need IEEE's float64. what: their name, for an error message. Raises
+    as `require_ieee_float64` does."""
     require_ieee_float64(what)
     return jax.enable_x64(True)
 
@@ -109,7 +109,7 @@ mlir.register_lowering(_AWAY_FROM_TPUS, _lowered)
 
 
 def refuse_to_compile_for_tpu(x: jax.Array) -> jax.Array:
-    """Returns `x`. Unless this is traced for a TPU, raises ValueError where the program is compiled for one."""
+    """Returns `x`. If this is not traced for a TPU, compiling the program for one raises ValueError."""
     return x if current_place().platform == "tpu" else _AWAY_FROM_TPUS.bind(x)
 
 

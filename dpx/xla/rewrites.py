@@ -45,7 +45,7 @@ CALLS = ("jit", "pjit")  # equations whose bodies `with_reordered_convolutions` 
 
 
 def sum_of_outer_products(a: jax.Array, b: jax.Array, precision: Any = None, dtype: Any = None) -> jax.Array:
-    """A^T B, (..., I, O), of A (..., T, I) and B (..., T, O)."""
+    """The product A^T B, (..., I, O), of A (..., T, I) and B (..., T, O)."""
     batch, positions = tuple(range(a.ndim - 2)), a.ndim - 2
     fits = batch and FEWEST <= a.shape[-2] <= MOST_PER_OUTPUT * b.shape[-1]
     if fits and a.dtype == jnp.float32 and current_place().platform == "cpu":
@@ -57,11 +57,11 @@ def sum_of_outer_products(a: jax.Array, b: jax.Array, precision: Any = None, dty
 
 
 def with_fast_products(function: Callable) -> Callable:
-    """Gives `function` of pytrees of arrays, such as the gradients of a batch under `jax.vmap`, fast products."""
+    """Makes the products in a `function` of pytrees fast, such as the gradients of a batch under `jax.vmap`."""
     made: dict[int, tuple] = {}  # for each product: itself, so that no other array gets its id, and how to compute it
 
     def product_after_transposes(equation, operands, turns: int) -> list[jax.Array]:
-        """A^T B as it is, after one turn B^T A, and after two the original equation: [(..., I, O)] or [(..., O, I)]."""
+        """Computes A^T B, [(..., I, O)]; after one turn B^T A, [(..., O, I)]; and after two the original equation."""
         ((axes, others), (batch, batches)) = equation.params["dimension_numbers"]
         if turns == 2:  # XLA has already transposed the first matrix
             return bind_equation(equation, operands, equation.params)

@@ -49,7 +49,7 @@ GROUPS_APART = ("float32", "bfloat16", "float16", "complex64")  # dtypes of conv
 
 
 def with_rows_apart(function: Callable) -> Callable:
-    """Keeps the rows of `function`, of pytrees of arrays, apart under `jax.vmap`, whatever values they hold."""
+    """Keeps the rows of a `function` of pytrees of arrays apart under `jax.vmap`, whatever values they hold."""
 
     return replace_equations(function, _mixes_rows, _rewritten_apart)
 
@@ -182,7 +182,7 @@ def is_suspected_version(version: str = jaxlib.__version__) -> bool:
 
 
 def disable_row_mixing() -> None:
-    """Turns the fault off for this process and its child processes, unless XLA has already read its flags."""
+    """Turns off the fault for this process and its child processes, unless XLA has already read its flags."""
     flags = os.environ.get("XLA_FLAGS", "")
     if is_suspected_version() and FLAG not in flags and flags.strip()[:1] in ("", "-"):  # else it names a file of flags
         os.environ["XLA_FLAGS"] = f"--{FLAG}={OFF} {flags}".strip()  # first: XLA stops at a word without a dash

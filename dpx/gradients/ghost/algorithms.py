@@ -1,7 +1,7 @@
 """Algorithms that compute the norms of one parameter's per-example gradients and their clipped sum.
 
-A new one needs a `NormAlgorithm` listed in `GHOST`, a model that selects it in tests/test_ghost_zoo.py, and a case in
-tests/test_ghost_hostile.py.
+A new algorithm needs a `NormAlgorithm` listed in `GHOST`, a model that selects it in tests/test_ghost_zoo.py, and a
+case in tests/test_ghost_hostile.py.
 """
 
 import enum
@@ -138,8 +138,8 @@ def gram_flops(sharing: ElementSharing) -> float:
 
 
 def _norm_of_uses(sharing: ElementSharing, matrices: Matrices, positions: list[int]) -> jax.Array:
-    """|sum_u A_u^T B_u| for one example, float32 (), with bounds on rounding as in `norms.gram_norm`. matrices: A_u and
-    B_u of every use, from `Site.matrices`. positions: as in `ParameterUses`."""
+    """The norm |sum_u A_u^T B_u| of one example, float32 (), with bounds on rounding as in `norms.gram_norm`. matrices:
+    A_u and B_u of every use, from `Site.matrices`. positions: as in `ParameterUses`."""
     sides, size = _group_matrices(sharing, matrices), jnp.float32(1)
     if not current_place().matrix_unit.rounds_operands:
         sides, size = _rescaled_matrices(sharing, sides)
@@ -157,7 +157,7 @@ def _norm_of_uses(sharing: ElementSharing, matrices: Matrices, positions: list[i
 
 
 def _products_among_rows(x: jax.Array) -> BoundedProducts:
-    """The inner products of rows with each other; `_gram` says what rows are. Those of indices are exact."""
+    """The inner products of rows with each other, exact if the rows are indices. `_gram` says what rows are."""
     if x.ndim > 1:
         return bound_inner_products(_gram(x, x), x)
     ones = jnp.ones((1, len(x)), jnp.float32)
@@ -167,7 +167,7 @@ def _products_among_rows(x: jax.Array) -> BoundedProducts:
 def _products_between_rows(
     left: jax.Array, of_left: BoundedProducts, right: jax.Array, of_right: BoundedProducts
 ) -> BoundedProducts:
-    """The inner products of rows with other rows. One with a one-hot row picks a single number, which is exact."""
+    """The inner products of rows with other rows. A product with a one-hot row only picks a number, so it is exact."""
     error = error_of_inner_products(left, right) if left.ndim == right.ndim > 1 else 0.0
     return BoundedProducts(_gram(left, right), (of_left.lengths[0], of_right.lengths[0]), error)
 
@@ -231,8 +231,8 @@ class ParameterUses(NamedTuple):
     """Where the loss uses a parameter, or each of several equal slices of it.
 
     sites: one for each use; empty if the parameter is not followed. slices: int, the number of slices, which are
-    computed one after another. sharing: how several sites see the parameter's elements; None for one site. shape: that
-    of the parameter, or of one slice
+    computed one after another. sharing: how several sites see the parameter's elements; None for one site. shape: of
+    the parameter, or of one slice
     """
 
     sites: tuple[Site, ...] = ()
@@ -266,8 +266,8 @@ class ParameterUses(NamedTuple):
 
     @property
     def tied_table_sites(self) -> tuple[tuple[int, ...], int, bool] | None:
-        """For a table whose rows are looked up and that multiplies data once: the indices of the sites that look up,
-        the index of the one that multiplies, and whether the latter's B has the table's rows. Otherwise None."""
+        """For a table that is looked up and also multiplies data once: the indices of the sites that look up, the index
+        of the site that multiplies, and whether that site's B has the table's rows. Otherwise None."""
         if self.sharing is None or sorted(group.lookup for group in self.sharing.use_groups) != [False, True]:
             return None
         product, lookups = sorted(self.sharing.use_groups, key=lambda group: group.lookup)
@@ -421,7 +421,7 @@ def _tied_cost(uses: ParameterUses, scaled: bool) -> float | None:
 def tied_gradients(uses: ParameterUses, records: Records) -> jax.Array:
     """The gradients, (B, V', D), of a table of V rows in a TPU's memory. Norm and sum read only these, so nothing else
     is rounded. Zeros after the rows make V' a multiple of TILE. So all examples form one array of rows without a copy,
-    and the rows that each example looked up are added to its part of it. On several devices, tables stay separate."""
+    and each example's looked-up rows are added to its part of the array. On several devices, tables stay separate."""
     assert uses.tied_table_sites
     (lookups, number, transposed), unit = uses.tied_table_sites, current_place().matrix_unit
     of_product = jax.vmap(uses.sites[number].matrices)(*records[number])
@@ -491,7 +491,7 @@ def _recomputed_norm(uses: ParameterUses, scale: jax.Array | None, records: Reco
 
 
 def _with_lookup_as_column(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns A and B unchanged; for a lookup, a column of the lengths of A's one-hot rows, and B as one group."""
+    """Returns A and B. For a lookup, A becomes a column of the lengths of its one-hot rows, and B becomes one group."""
     if a.ndim > 1:
         return a, b
     taken = (a >= 0)[:, None]
@@ -548,10 +548,10 @@ def _product_flops(site: Site) -> float:
 
 def _gradient_memory_cost(site: Site, slices: int) -> float:
     """The cost of writing a per-example gradient, and reading it for the norm and for the sum. Between the norm and the
-    sum of one slice, those of all other `slices` are computed.
+    sum of one slice come those of all other `slices`.
 
-    A model that needs several devices lacks the memory for gradients larger than what they are computed from: with
-    these, a decoder of 16 layers took 4.5 times the memory of a nonprivate step (benchmarks/results/sharded.md).
+    A model that needs several devices lacks the memory for gradients larger than what they are computed from: with such
+    gradients, a decoder of 16 layers took 4.5 times the memory of a nonprivate step (benchmarks/results/sharded.md).
     """
     size = 4 * _parameter_size(site)
     groups, positions, fan_in, fan_out = site.sizes

@@ -220,7 +220,7 @@ def _norms_by_leaf(
 
 
 def _share_traces(plan: GhostPlan, leaves: list[jax.Array], scales: dict[Part, jax.Array], function: Callable):
-    """Returns (leaf, number) -> `function(choice, shape, scale, ...)`; parts with one `program_key` share its trace."""
+    """Maps a part to `function(choice, shape, scale, ...)`. Parts with equal `program_key`s share one trace."""
     programs: dict[tuple, Callable] = {}
 
     def of_part(leaf: int, number: int) -> Callable:
@@ -246,7 +246,7 @@ def _norms_and_factors(plan: GhostPlan, mechanism: Mechanism, norms: dict[int, j
 
 
 def _factors_of_leaves(plan: GhostPlan, factor: Tree, included: jax.Array) -> dict[int, jax.Array]:
-    """Spreads a factor for each group of leaves to the leaves, float32 (B,) each; 0 for examples not included."""
+    """Gives each leaf the factor of its group, float32 (B,), which is 0 for examples that are not included."""
     groups = jax.tree.unflatten(plan.structure, [encoded.leaf for encoded in plan.encoded])
     factor = jax.tree.map(lambda f: zero_excluded(f, included), factor)
     spread = jax.tree.map(lambda f, group: jax.tree.map(lambda _: f, group), factor, groups)
@@ -262,7 +262,7 @@ def _weighted_sums(
     without: frozenset[Part],
     backwards: KernelPasses,
 ) -> dict[Part, FloatPair]:
-    """Computes sum_i f_i z_i for one factor f from what was captured, by part of a parameter, except the parts in
+    """Computes sum_i f_i z_i for one factor f from what was captured, by part of a parameter, but not for the parts in
     `without`. On several devices, parts outside scans come last, because a device may hold a whole sum before it is
     sharded, and the sum of an embedding is large."""
     sums, of_part = {}, _share_traces(plan, leaves, scales, part_sum)

@@ -17,7 +17,7 @@ With one backward pass, the inputs and cotangents of all layers are in memory un
 those of a layer in a scan exist only while a pass is at that layer: the first pass computes its norms, and the second
 its weighted sum. Both come from a function that returns a layer's output unchanged but has a custom derivative: the
 "gradient" with respect to its `slot` is the norms or the sums. If the gradients of all examples are small, the first
-pass also keeps these, and needs no second one.
+pass keeps them too, and no second pass is needed.
 
 The second pass may round its cotangents differently. So it recomputes the norm of every contribution, and shortens
 those that are longer than in the first pass. Therefore no example adds more to a part of a parameter than its clip
@@ -44,9 +44,9 @@ from dpx.xla.place import current_place
 
 
 def part_norm(choice: NormChoice, scale: jax.Array | None, records: Any) -> tuple[Any, jax.Array]:
-    """The kept gradients of a part, or None, and the norms of its per-example gradients, float32 (B,). records: as in
-    `NormAlgorithm`, but, like the kept gradients, with an axis for each scan that slices the part before the axis of
-    the B examples. scale: float32, of the part's shape, or None."""
+    """The kept gradients of a part, or None, and the norms of its per-example gradients, float32 (B,). Before the axis
+    of the B examples, records and kept gradients have an axis for each scan that slices the part. records: as in
+    `NormAlgorithm`. scale: float32, of the part's shape, or None."""
 
     def of_slice(rows):
         scale, records = rows
@@ -88,7 +88,7 @@ def join_part_sums(of_views: list[ParameterView], totals: list[FloatPair], shape
 
 
 def _norms_computed_at_once(choice: NormChoice, records: Any) -> bool:
-    """Whether the norms of all slices are computed at once: those of gradients kept on a TPU, or on a matrix unit that
+    """Whether the norms of all slices are computed at once: from gradients kept on a TPU, or on a matrix unit that
     rounds, if the Gram matrices of all slices and examples together are small."""
     if _are_gradients_on_tpu(records):
         return True
@@ -115,21 +115,21 @@ def _map_over_slices(function: Callable, choice: NormChoice, *, at_once: bool = 
 
 
 def _scaled_sum(total: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """Returns `total` times `scale`. A coordinate with scale 0 becomes 0, because no norm counts it, so it may have
-    overflowed. One with a nonfinite scale becomes 0 too: then no norm is finite, and no example contributes."""
+    """Returns `total` times `scale`. A coordinate with scale 0 becomes 0: no norm counts it, so it may have overflowed.
+    A coordinate with a nonfinite scale becomes 0 too, because then no example contributes."""
     return total if scale is None else jnp.where((scale == 0) | ~jnp.isfinite(scale), 0, total * scale)
 
 
 class CapturedArrays(NamedTuple):
     """The arrays from which norms and contributions are computed, with the B examples on axis 0.
 
-    gradients: by index of the parameter leaf and of its part, the per-example gradients that its `NormAlgorithm`
-        keeps, or what it computes them from, if that differs from what is at the equations
+    gradients: by indices of the leaf and of its part, the per-example gradients that its `NormAlgorithm` keeps, or what
+        it computes them from, if that differs from what is captured at the equations
     inputs: by index of a site's equation, all operands of the equation, in their dtypes; None for a parameter
     cotangents: by index of a site's equation, the gradients of the losses with respect to the equation's output
 
-    Before the axis of the examples, arrays of an equation in a scan have an axis for its iterations, and those of a
-    part in slices have an axis for these.
+    Before the axis of the examples, arrays of an equation in a scan have an axis for the iterations, and arrays of a
+    part in slices have an axis for the slices.
     """
 
     gradients: dict[tuple[int, int], Any]
@@ -151,8 +151,8 @@ class CapturedArrays(NamedTuple):
 
 
 def round_captured(captured: CapturedArrays) -> CapturedArrays:
-    """Returns `captured` with gradients, and replaced inputs and cotangents, rounded like captured ones, all behind a
-    barrier: norms and sums must read the same numbers, but XLA might otherwise round for only one of them."""
+    """Rounds the gradients, and replaced inputs and cotangents, as captured ones are rounded, and puts all behind a
+    barrier. Norms and sums must read the same numbers, but XLA might otherwise round for only one of them."""
     unit = current_place().matrix_unit
     gradients = {
         part: unit.round_gradient(x) if isinstance(x, jax.Array) else jax.tree.map(unit.round_to_store, x)
@@ -215,7 +215,7 @@ def compute_tied_gradients(plan: GhostPlan, captured: CapturedArrays) -> Capture
 
 
 def equations_of_tied_tables(plan: GhostPlan) -> set[int]:
-    """The equations whose inputs and cotangents only the gradients of tied tables read."""
+    """The equations whose inputs and cotangents are read only by the gradients of tied tables."""
     by_way: dict[bool, set[int]] = {True: set(), False: set()}
     for choice in plan.part_choices.values():
         by_way[choice.algorithm is TIED].update(site.use.equation for site in choice.uses.sites)
@@ -223,8 +223,8 @@ def equations_of_tied_tables(plan: GhostPlan) -> set[int]:
 
 
 def convolutions_of_small_data(plan: GhostPlan, size: int) -> set[int]:
-    """The convolutions on one TPU whose data, of `size` examples, is small and read only for the patches of kept
-    gradients. Making patches rounds what it reads, and a kernel that rounds it earlier would take as long."""
+    """The convolutions on one TPU whose data for `size` examples is small, and is read only to make patches for kept
+    gradients. Making patches rounds the data, and a kernel that rounds it earlier would take as long."""
     of_equation: dict[int, set[tuple]] = {}
     for choice in plan.part_choices.values():
         for site in choice.uses.sites:
@@ -293,12 +293,12 @@ Hooked = dict[int, dict[Part, NormChoice]]  # by index of an equation, the parts
 
 
 def hooked_equations(plan: GhostPlan, backward_passes: int) -> tuple[Hooked, Hooked]:
-    """The equations in bodies whose parameters are all used once, sliced by every scan around, and not scaled: those
-    whose hooks need one backward pass, and those whose hooks need two.
+    """Returns the equations in bodies whose hooks need one backward pass, and those whose hooks need two. Their
+    parameters are all used once, sliced by every scan around, and not scaled.
 
-    One pass is enough if per-example gradients are kept that are much smaller than inputs and cotangents, as with
-    low-rank adapters. With only one pass, hooks take these on several devices, where memory matters most, and all kept
-    gradients on one TPU, which then writes no inputs and cotangents; a GPU keeps float32, and would move more data.
+    One pass is enough if the kept per-example gradients are much smaller than inputs and cotangents, as with low-rank
+    adapters. With only one pass, hooks take such gradients on several devices, where memory matters most. On one TPU,
+    they take all kept gradients, so it writes no inputs and cotangents. A GPU keeps float32, and would move more data.
     """
     place = current_place()
     all_kept = backward_passes == 1 and hooks_take_gradients()
@@ -327,8 +327,8 @@ def hooked_equations(plan: GhostPlan, backward_passes: int) -> tuple[Hooked, Hoo
 
 
 def second_pass_leaves(plan: GhostPlan) -> tuple[set[int], bool]:
-    """The leaves for whose layers two backward passes keep neither inputs and cotangents nor gradients, and whether all
-    layers in checkpoints have hooks then."""
+    """The leaves of the layers for which two backward passes keep no inputs, cotangents or gradients, and whether all
+    layers in checkpoints then have hooks."""
     once, twice = hooked_equations(plan, 2)
     parts = {part for choices in twice.values() for part in choices}
     leaves = {leaf for leaf, of_leaf in enumerate(plan.choices) if {(leaf, n) for n in range(len(of_leaf))} <= parts}
@@ -336,7 +336,7 @@ def second_pass_leaves(plan: GhostPlan) -> tuple[set[int], bool]:
 
 
 def hooks_take_gradients() -> bool:
-    """Whether hooks take all gradients that are kept, whose norms are then computed after the backward pass."""
+    """Whether hooks take all kept gradients, so that the norms are computed after the backward pass."""
     place = current_place()
     return place.platform == "tpu" and place.devices == 1
 
@@ -357,7 +357,7 @@ def make_norm_hooks(plan: GhostPlan, equations: Hooked, size: int, *, keep: bool
 
 def make_gradient_hooks(plan: GhostPlan, equations: Hooked, size: int) -> dict[int, BackwardHook]:
     """Hooks that compute the gradients of `size` examples. Norms and sums read only these, so nothing else is rounded.
-    XLA writes them where the scan stacks them, and the norms are computed after it."""
+    XLA writes them where the scan stacks them, and the norms are computed after the scan."""
 
     def compute(choices, captured, given):
         return {part: kept_gradients(choice.uses, [captured]) for part, choice in choices.items()}
@@ -391,8 +391,8 @@ def make_capture_hooks(plan: GhostPlan, hooks: dict[int, BackwardHook], size: in
 
 
 def merge_captured(plan: GhostPlan, once: Hooked, captured: CapturedArrays, found: dict[Part, Any]) -> CapturedArrays:
-    """Moves what norms and sums read from `found` to `captured`: what capturing hooks found, and the gradients from
-    hooks at the equations `once`, if these take only gradients."""
+    """Moves from `found` to `captured` what norms and sums read: what the capture hooks found, and the gradients from
+    the hooks at the equations `once`, if those hooks take only gradients."""
     parts_taken = [part for choices in once.values() for part in choices] if hooks_take_gradients() else []
     gradients = {part: found.pop(part) for part in parts_taken}
     by_equation = {part[1]: found.pop(part) for part in list(found) if part[0] == CAPTURED}
@@ -424,7 +424,7 @@ def _captures_only_reals(plan: GhostPlan, equation: int) -> bool:
 
 
 def _captured_operands(plan: GhostPlan, equations: set[int]) -> dict[tuple[int, int], Any]:
-    """By equation and operand, in order, a key of what is captured: a value's number, or a constant's own place."""
+    """A key for everything captured, by equation and operand, in order: a value's number, or a constant's place."""
     return {
         (equation, i): value if isinstance(value, int) else (equation, i)
         for equation in sorted(equations)
@@ -480,7 +480,7 @@ def _choice_for_slice(choice: NormChoice) -> NormChoice:
 def _hook_at_equation(
     plan: GhostPlan, equation: int, compute: Callable, given: Tree, size: int, *, rounds: bool = True
 ) -> BackwardHook:
-    """The hook at an equation that calls `compute` for `size` examples. rounds: bool, whether several computations read
+    """A hook at an equation, which calls `compute` for `size` examples. rounds: bool, whether several computations read
     what is captured, and so must read the same rounded numbers."""
 
     def of_rounded(captured, given, compute=compute):

@@ -1,4 +1,4 @@
-"""Runs the program of a loss, adds arrays to the outputs of some equations, and returns the operands of these.
+"""Runs the program of a loss, adds arrays to the outputs of some equations, and returns their operands.
 
 The gradient with respect to such an array is the cotangent of the output. In the body of a scan, the arrays have an
 axis for the iterations; the scan slices them and stacks the operands, so it stays a scan. What the loss computes under
@@ -65,9 +65,9 @@ def slice_starts(program: LossProgram, leaves: dict[int, jax.Array]) -> dict[int
 
 
 def cotangents_to_compute_once(program: LossProgram, recorded: list[int]) -> frozenset[int]:
-    """The `once` of `InterpreterHooks`: on several devices, the recorded equations outside scans. XLA would keep the
-    terms of their cotangents, such as those of logits, during the backward pass of a scan. An equation whose output
-    another one reads, such as the layer of a bias, is left out, because both share one cotangent."""
+    """The `once` of `InterpreterHooks`: on several devices, the recorded equations outside scans. Otherwise XLA would
+    keep the terms of their cotangents, such as those of logits, during the backward pass of a scan. An equation whose
+    output another one reads, such as the layer of a bias, is left out, because both share one cotangent."""
     if current_place().devices == 1 or not any(equation.body for equation in program.equations):
         return frozenset()
     equations = {number: program.equations[number] for number in recorded}
@@ -201,7 +201,7 @@ _with_rounded_cotangent.defvjp(lambda x: (x, None), _round_cotangent)
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _plus_zero_probe(output: jax.Array, added: jax.Array, rounds: bool) -> jax.Array:
     """Returns `output`, with derivative 1 with respect to `added`, rounded for a matrix unit if `rounds`. Nothing reads
-    the values of `added`, which are 0, so a scan need not slice it."""
+    the values of `added`, which are 0, so a scan need not slice them."""
     return output
 
 
@@ -261,7 +261,7 @@ class _DistinctArrays:
 
 
 def _broadcast_product(equation: Equation, operands: list) -> list[jax.Array] | None:
-    """Computes a product of two shapes without the axes of length 1 that both have; None if there are no such axes.
+    """Multiplies arrays of two shapes without the axes of length 1 that both have; None if there are no such axes.
     The derivative is summed over broadcast axes, and on a CPU, XLA sums such a product much faster over axis 1 of
     (B, T, D) than over axis 2 of (B, 1, T, D)."""
     shapes = [jnp.shape(operand) for operand in operands]

@@ -11,8 +11,8 @@ derivative of f. If each iteration makes a kernel for its layer, W is the kernel
 the norm of J^T A^T B. So this gradient is computed for one example after another, measured and discarded, and computed
 again for the sum; or it is kept, if that is cheaper.
 
-As f may be anything, nothing bounds the rounding of J^T. Instead, the sum measures every gradient that it adds, and
-shortens any that is longer than the norm that was measured first (`shortening_factors`).
+Because f may be anything, nothing bounds the rounding of J^T. Instead, the sum measures every gradient that it adds,
+and shortens any that is longer than the norm that was measured first (`shortening_factors`).
 """
 
 import math
@@ -136,7 +136,7 @@ def _scaled_cotangents(site: Site, of_b: Callable) -> Callable:
 
 
 def _slopes_of_step(step: ElementwiseStep, program: LossProgram) -> ElementwiseSlopes | None:
-    """The slopes of a step; None if they are not public, or if an element of its result may depend on others."""
+    """The slopes of a step; None if they are not public, or if an element of the result may depend on others."""
     equations = [program.equations[number] for number in step.equations]
     base, avals = step.base, {}
     made = {base, *(output for equation in equations for output in equation.outputs)}
@@ -198,8 +198,8 @@ def _nonconstant_axes(value: int | Constant, shape: tuple[int, ...], program: Lo
 
 
 def _is_elementwise_program(jaxpr: core.Jaxpr, moving: set, shape: tuple[int, ...]) -> bool:
-    """Whether every element of a result depends, among the variables `moving`, only on the elements in its place; all
-    must have this shape."""
+    """Whether every element of a result depends on the variables `moving` only through their elements in its own place.
+    All must have this shape."""
     for equation in jaxpr.eqns:
         types: list[Any] = [variable.aval for variable in equation.outvars]
         among = [i for i, v in enumerate(equation.invars) if not isinstance(v, core.Literal) and v in moving]
@@ -253,7 +253,7 @@ def _bounding_box(found: np.ndarray) -> tuple[slice, slice, slice] | None:
 
 
 class MadeKernelGroup(NamedTuple):
-    """Parameters and the kernels made from them, connected by kernels that share parameters.
+    """Parameters and the kernels made from them. Kernels that share a parameter are in one group.
 
     leaves: the indices of the parameters. kernels: for each kernel, the index of its public value, and its uses
     """
@@ -326,7 +326,7 @@ def _site_of_kernel_use(use: ParameterUse, program: LossProgram, made: Mapping[A
 
 
 def _merge_kernel_slices(site: Site, view: ParameterView) -> Site:
-    """The site of a whole kernel, from that of one slice; each slice gets its own groups. view: makes the slices."""
+    """The site of a whole kernel, from that of one slice. Each slice gets its own groups. view: makes the slices."""
     kernels, positions, fan_in, fan_out = site.sizes
     slices = math.prod(view.slice_counts)
 
@@ -346,7 +346,7 @@ def _merge_kernel_slices(site: Site, view: ParameterView) -> Site:
 class GradientsThroughKernels(NamedTuple):
     """Computes the gradients of one example with respect to the parameters of a `MadeKernelGroup`.
 
-    pullback: maps gradients with respect to kernels, by index of the value, to those by leaf. scales: the mechanism's
+    pullback: maps gradients of kernels, by index of the value, to those of parameters, by leaf. scales: the mechanism's
     """
 
     made: MadeKernelGroup
@@ -385,7 +385,7 @@ def gradients_through_kernels(
 
 
 def measure_gradients(backward: GradientsThroughKernels, records: list, *, keep: bool) -> tuple[Any, list[jax.Array]]:
-    """What `sum_kernel_gradients` needs for B examples, and the norms of their gradients, (B,), by parameter."""
+    """Returns what `sum_kernel_gradients` needs for B examples, and the gradients' norms, (B,), by parameter."""
 
     def of_example(record):
         grads, found = backward.gradients_and_norms(record)

@@ -53,7 +53,7 @@ Matrices = list[tuple[jax.Array, jax.Array]]  # A and B of every use, or of ever
 
 
 def outer_norm(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> jax.Array:
-    """|G|, float32 (), for T = 1: |a b^T| = |a| |b|, and |scale * a b^T|^2 = (a a)^T (scale scale) (b b)."""
+    """The norm |G|, float32 (), for T = 1: |a b^T| = |a| |b|, and |scale * a b^T|^2 = (a a)^T (scale scale) (b b)."""
     if scale is None:
         # Drops axes of length 1 as the sum does; XLA would compile the array with and without them separately.
         alone = [axis for axis in (0, 1) if a.shape[axis] == 1]
@@ -78,8 +78,8 @@ def outer_norm(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> ja
 
 
 def _row_norms_from_above(x: jax.Array) -> jax.Array:
-    """Bounds the lengths of the rows of x, (..., n), from above, float32 (rows,). Does not rescale: that pass takes as
-    long as the norm itself except on a CPU. A square below 2^-126 may be lost, and counts as 2^-126. If squares
+    """Bounds the lengths of the rows of x, (..., n), from above, float32 (rows,). Does not rescale, because that takes
+    as long as the norm itself except on a CPU. A square below 2^-126 may be lost, and counts as 2^-126. If squares
     overflow, the length is infinite, or NaN if it is multiplied by 0, and the example contributes zero."""
     if x.ndim > 1:
         return jax.vmap(_row_norms_from_above)(x.reshape(-1, x.shape[-1])).reshape(-1)
@@ -92,8 +92,8 @@ def _trained_columns(x: jax.Array, scale: jax.Array, *, axis: int) -> jax.Array:
 
 
 def gram_norm(a: jax.Array, b: jax.Array) -> jax.Array:
-    """|G|, float32 (), by |G|^2 = sum_st (a_s . a_t)(b_s . b_t), with bounds on the rounding of both factors. Except on
-    a CPU, rows are not rescaled, because that takes as long as their products."""
+    """The norm |G|, float32 (), by |G|^2 = sum_st (a_s . a_t)(b_s . b_t), with bounds on the rounding of both factors.
+    Except on a CPU, rows are not rescaled, because that takes as long as their products."""
     a, b, size = (a, b, jnp.float32(1)) if current_place().matrix_unit.rounds_operands else rescale_matrix_pair(a, b)
     groups, positions, _ = a.shape
     # If rows are sharded, they are usually the longer ones. The sum over their segments, for which devices must
@@ -169,8 +169,8 @@ def norm_with_sum_error(squared: jax.Array, lengths: jax.Array, *positions: int)
 
 
 def norm_of_computed_gradient(gradient: jax.Array, records: Matrices, *positions: int) -> jax.Array:
-    """The norm of a gradient as the weighted sum adds it, float32 (), from `gradient`, the sum of all A^T B of an
-    example computed in the same way: each may be off by `sum_error`. records: A and B, as in this file."""
+    """Bounds the norm of a gradient as the weighted sum adds it, float32 (). gradient: the sum of all A^T B of an
+    example, computed in the same way. Both may be off by `sum_error`. records: A and B, as in this file."""
     lengths = frobenius(jnp.stack([outer_norm(a, b) for a, b in records]))
     return norm_raised_for_rounding(frobenius(gradient) + 2 * sum_error(*positions) * lengths, 0)
 
@@ -269,14 +269,14 @@ def terms_per_sum(positions: int) -> int:
 
 
 def share_raised_by_rounding(size: int, positions: int) -> float:
-    """How much larger, relative to the norm, rounding makes a norm from Gram matrices of rows with up to `size`
-    elements, if the rows of one matrix are orthogonal; for most gradients less, and more if positions cancel. It does
-    not include `sum_error`."""
+    """By what share rounding raises a norm from Gram matrices of rows with up to `size` elements, if the rows of one
+    matrix are orthogonal. The share is less for most gradients, and more if positions cancel. It does not include
+    `sum_error`."""
     return (_gram_rounding_error(size, positions) * positions + (2 * positions + TERM) * ROUNDING) / 2
 
 
 def error_of_inner_products(left: jax.Array, right: jax.Array) -> float:
-    """The `BoundedProducts.error` of `inner_products` of these rows. Four of its roundings are those of the lengths."""
+    """The `BoundedProducts.error` of `inner_products` of these rows. It includes four roundings of the lengths."""
     return _gram_rounding_error(left.shape[-1], max(left.shape[1], right.shape[1]))
 
 
@@ -353,8 +353,8 @@ def rescale_matrix_pair(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def product_or_infinity(size_a: jax.Array, size_b: jax.Array) -> jax.Array:
-    """size_a * size_b, the sizes of inputs and of their cotangents, float32 of one shape; infinite if one of these or
-    the product is out of range. A finite input whose cotangent is 0 may have any size, because no sum includes it."""
+    """The product of the sizes of inputs and of their cotangents, float32 of one shape; infinite if a size or the
+    product is out of range. A finite input whose cotangent is 0 may have any size, because no sum includes it."""
     sizes, largest = lax.mul(size_a, size_b), lax.full_like(size_a, LARGEST)
     without_cotangent = lax.eq(sizes, lax.full_like(sizes, 0))
     any_size = lax.bitwise_or(lax.le(size_a, largest), without_cotangent)

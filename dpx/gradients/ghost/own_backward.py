@@ -2,7 +2,7 @@
 
 A custom backward pass may return anything; it need not be the derivative of the function. But if it computes the
 gradient of a parameter as one product, possibly rearranged and multiplied by scalars, then this is the gradient of the
-example, and ghost norms need only A and B. They leave the pass as gradients with respect to slots, extra arguments of
+example, and ghost norms need only A and B. These leave the pass as gradients with respect to slots, extra arguments of
 the equation. All other gradients are those of the pass, so earlier operations see the same cotangents as without dpx.
 """
 
@@ -137,7 +137,8 @@ def _product_from_equation(
     equation: core.JaxprEqn, differ: list[set[int]], summed: set[int], moves, factors
 ) -> GradientProduct | None:
     """The `GradientProduct` of a dot_general, or of an elementwise mul of arrays that vary along different axes and a
-    later sum. differ: the axes along which each operand may vary. summed: the axes of the result that it sums."""
+    later sum. differ: the axes along which each operand may vary. summed: the axes of the result that are summed
+    later."""
     shapes, shape = [_shape(v) for v in equation.invars], _shape(equation.outvars[0])
     axes = range(len(shape))
     if equation.primitive.name == "dot_general":

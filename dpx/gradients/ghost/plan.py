@@ -45,7 +45,7 @@ _ROUNDING = (
 class LeafOfEncodedGradient(NamedTuple):
     """One leaf of the mechanism's encoded gradient.
 
-    leaf: the index of the only parameter leaf that it depends on; both have one shape
+    leaf: the index of the only parameter leaf that it depends on, which has the same shape
     scaled: bool, True if `encode` multiplies the elements by factors, False if it returns the gradient unchanged
     """
 
@@ -62,7 +62,7 @@ class NormChoice(NamedTuple):
     pieces: if `algorithm` takes the gradients of the backward pass, the view of each part that the loss uses, and the
         equations that slice it; () to differentiate with respect to the whole parameter
     made: the kernels made from the parameter, possibly together with other parameters, as in `kernel_groups`; or None
-    saved: what it saves for one example compared with per-example gradients, in the unit of `algorithms`
+    saved: the cost that it saves for one example over per-example gradients, in the unit of `algorithms`
     """
 
     algorithm: NormAlgorithm
@@ -88,7 +88,7 @@ class GhostPlan(NamedTuple):
 
     @property
     def part_choices(self) -> dict[tuple[int, int], NormChoice]:
-        """The choices by index of the parameter leaf and index of its part."""
+        """The choice for every part, by the indices of its parameter leaf and of the part."""
         return {(leaf, number): choice for leaf, each in enumerate(self.choices) for number, choice in enumerate(each)}
 
     @property
@@ -114,7 +114,7 @@ class GhostPlan(NamedTuple):
         return followed
 
     def count_captured_elements(self, without: Set[int] = frozenset()) -> int:
-        """The number of elements kept for one example: the inputs and cotangents at sites, which fusion cannot avoid.
+        """How many elements are kept for one example: the inputs and cotangents at sites, which no fusion avoids.
         without: leaves whose sites do not count."""
         held: dict[int, int] = {}
         unread, kept = self.unread_operands, {leaf for leaf in range(len(self.choices)) if self.keeps_gradients(leaf)}
@@ -129,7 +129,7 @@ class GhostPlan(NamedTuple):
 
     @property
     def product_shapes(self) -> dict[int, dict[int, tuple[jax.ShapeDtypeStruct, ...]]]:
-        """The shapes of A and B by index of an equation with a custom backward pass, and by operand."""
+        """The shapes of A and B for each equation with a custom backward pass, by its index, and for each operand."""
         found: dict[int, dict[int, tuple[jax.ShapeDtypeStruct, ...]]] = {}
         for site in self.sites:
             equation = self.program.equations[site.use.equation]
@@ -148,7 +148,7 @@ class GhostPlan(NamedTuple):
 
     @property
     def scaled_parts(self) -> set[tuple[int, int]]:
-        """The parts whose coordinates the mechanism or the loss multiplies."""
+        """The parts whose coordinates the mechanism or the loss scales."""
         leaves = {encoded.leaf for encoded in self.encoded if encoded.scaled}
         sloped = {part for part, choice in self.part_choices.items() if any(site.slopes for site in choice.uses.sites)}
         return sloped | {part for part in self.part_choices if part[0] in leaves}
@@ -158,7 +158,7 @@ class GhostPlan(NamedTuple):
         return any(choice.algorithm.keeps_gradients for choice in self.choices[leaf])
 
     def program_key(self, choice: NormChoice, shape: tuple[int, ...]) -> tuple | None:
-        """Everything that the programs of the norm and sum of a part of this shape depend on; None if unknown."""
+        """Everything on which the programs for the norm and sum of a part of this shape depend; None if unknown."""
         sites = choice.uses.sites
         equations: Any = [self.program.equations[site.use.equation].jaxpr for site in sites]
         if choice.uses.sharing is not None or any(each.primitive.name in own_backward.NAMES for each in equations):
@@ -221,8 +221,8 @@ def make_ghost_plan(
 
 
 def _without_small_savings(choices: tuple[tuple[NormChoice, ...], ...]) -> tuple[tuple[NormChoice, ...], ...]:
-    """Returns the choices, or per-example gradients for all parameters if some have them anyway, and ghost norms would
-    save a CPU less than their kernels cost."""
+    """Returns the choices. If some parameters have per-example gradients anyway, and ghost norms for the others would
+    save a CPU less than their kernels cost, all get per-example gradients."""
     followed = [choice for of_leaf in choices for choice in of_leaf if choice.uses.sites]
     if all(choice.algorithm is not algorithms.GRADIENT for of_leaf in choices for choice in of_leaf):
         return choices
@@ -241,7 +241,7 @@ def _with_made_kernel_choices(
     *,
     force: bool,
 ) -> tuple[tuple[NormChoice, ...], ...]:
-    """Replaces the choices of parameters that are not followed but whose kernels are."""
+    """Replaces the choice for each parameter that is not followed itself but whose kernels are."""
     alone = [(leaf, of_leaf[0]) for leaf, of_leaf in enumerate(choices) if of_leaf[0].algorithm is algorithms.GRADIENT]
     found = dict(enumerate(choices))
     for group in find_made_kernels(program, {leaf for leaf, one in alone if one.reason != CHEAPER}, made, shapes):
@@ -254,8 +254,8 @@ def _with_made_kernel_choices(
 
 def _is_smaller_than_cotangents(leaf: int, program: LossProgram, size: int) -> bool:
     """Whether a parameter of this size, such as a bias, a scale or a table of positions, has no more elements than the
-    cotangents where it meets data, which the backward pass holds for each example anyway. Ghost norms would read these
-    instead of the gradient, so they can save nothing."""
+    cotangents where it meets data. The backward pass holds these cotangents for each example anyway, and ghost norms
+    would read them instead of the gradient, which saves nothing."""
     met = {
         use.equation for kernel in program.kernels if leaf in kernel.leaves for use in kernel.uses if use.equation >= 0
     }
@@ -277,8 +277,8 @@ Followed = list[tuple[ParameterView, ParameterUses]]
 def _with_slices_as_lookups(
     uses: tuple[ParameterUse, ...], program: LossProgram, shape: tuple[int, ...]
 ) -> tuple[ParameterUse, ...]:
-    """The uses of a parameter with its slices counted as lookups, whatever the loss does with them, such as the row of
-    one token beside rows that the data select; () if there are no slices, or if they are not a small share of it."""
+    """The uses of a parameter, with each slice counted as a lookup whatever the loss does with it, such as the row of
+    one token beside rows that the data select. () without slices, or if they are a large share of the parameter."""
     found: dict[int, ParameterUse] = {}
     for place, use in enumerate(uses):
         for before, step in enumerate(use.view.steps):
@@ -388,7 +388,7 @@ class ForwardModePlan(NamedTuple):
 
 
 class NormExplanation(NamedTuple):
-    """How `private_updates` computes the norms of every parameter; `str` prints it as a table.
+    """How `private_updates` computes the norms of every parameter. Print it to see a table.
 
     Parameters share a line if their methods, reasons and paths are equal except for numbers: `*` stands for the numbers
     that differ, and the line counts the parameters. A line about rounding follows.

@@ -38,7 +38,7 @@ Box = list[range]  # a block of a parameter's elements: the indices along each a
 
 
 class RearrangeStep(NamedTuple):
-    """A step of a view in which equation `number` moves the elements."""
+    """A step of a view: equation `number` moves the elements."""
 
     equation: core.JaxprEqn
     number: int
@@ -49,7 +49,7 @@ class RearrangeStep(NamedTuple):
 
 
 class ConcatenateStep(NamedTuple):
-    """A step of a view in which equation `number` takes the elements as operand `operand`, and puts others beside."""
+    """A step of a view: equation `number` takes the elements as operand `operand` and puts others beside them."""
 
     equation: core.JaxprEqn
     number: int
@@ -63,14 +63,14 @@ class ConcatenateStep(NamedTuple):
 
 
 class ElementwiseStep(NamedTuple):
-    """A step of a view in which `equations`, in this order, apply a function to each element of value `base`."""
+    """A step of a view: `equations`, in this order, apply a function to each element of value `base`."""
 
     base: int
     equations: tuple[int, ...]
 
 
 class ScanStep(NamedTuple):
-    """A step of a view into `count` iterations of a scan: each sees a slice along axis 0 if `sliced`, otherwise all."""
+    """A step of a view into `count` iterations of a scan: each gets a slice along axis 0 if `sliced`, otherwise all."""
 
     count: int
     sliced: bool
@@ -88,17 +88,17 @@ class ParameterView(NamedTuple):
 
     @property
     def slice_counts(self) -> tuple[int, ...]:
-        """The number of slices of each scan that slices the elements, outermost first."""
+        """How many slices each scan that slices the elements takes, outermost scan first."""
         return tuple(step.count for step in self.steps if isinstance(step, ScanStep) and step.sliced)
 
     @property
     def scan_repeats(self) -> tuple[int, ...]:
-        """The number of iterations of each scan whose iterations all see the same elements, outermost first."""
+        """How often each scan that does not slice the elements repeats them, outermost scan first."""
         return tuple(step.count for step in self.steps if isinstance(step, ScanStep) and not step.sliced)
 
     @property
     def initial_slice_step_count(self) -> int:
-        """The number of steps up to the last initial slice; steps that move nothing may stand between slices."""
+        """How many steps the view begins with that slice or move nothing, counted up to the last slice."""
         end = 0
         for number, step in enumerate(self.steps):
             if not isinstance(step, RearrangeStep) or step.name not in (*STILL, "slice"):
@@ -111,7 +111,7 @@ class ParameterView(NamedTuple):
         return ParameterView((*self.steps, step))
 
     def apply_steps(self, leaf: Any, in_place: Callable[[ElementwiseStep, Any], Any] = lambda step, leaf: leaf) -> Any:
-        """Returns `leaf` as the use sees it, in its own dtype, with a leading axis for each entry of `slice_counts`.
+        """Returns `leaf` as the use sees it, in the dtype of `leaf`, with a leading axis for each of `slice_counts`.
         in_place: what to do at an `ElementwiseStep`."""
         for number, step in enumerate(self.steps):
             if isinstance(step, ScanStep):
@@ -168,8 +168,8 @@ def moves_elements(equation: core.JaxprEqn) -> bool:
 
 
 def is_elementwise(equation: core.JaxprEqn, operands: list[int]) -> bool:
-    """Whether an equation has one result, of the shape of these operands, that carries their gradient. A custom
-    derivative, such as that of `jax.nn.relu`, may still mix elements; `kernels` checks that it does not."""
+    """Whether an equation has a single result, shaped like these operands, that carries their gradient. A custom
+    derivative, such as that of `jax.nn.relu`, may still mix elements: `kernels` checks for that."""
     types: list[Any] = [variable.aval for variable in (*equation.outvars[:1], *equation.invars)]
     same = len(equation.outvars) == 1 and all(types[1 + i].shape == types[0].shape for i in operands)
     return same and equation.primitive.name in (*ELEMENTWISE, "custom_jvp_call") and carries_gradient(equation)
@@ -198,7 +198,7 @@ class ParameterPart(NamedTuple):
 def parts_of_parameter(seen: list[ParameterView], shape: tuple[int, ...]) -> list[ParameterPart] | str:
     """Splits a parameter of this shape into the parts that its uses see, or says why the parts cannot be separated.
 
-    A part is what all scans around a use slice, such as the stacked weights of equal layers; without a scan, it is what
+    A part is what all scans around a use slice, such as the stacked weights of equal layers. Without a scan, it is what
     the first equations slice, as when a Python loop indexes its layers. Each slice counts as one parameter, because the
     squared norm of a gradient is the sum of the squared norms of its parts.
     """
@@ -233,7 +233,7 @@ def moves_nothing(step: Step) -> bool:
 
 
 def are_disjoint(boxes: list[Box]) -> bool:
-    """Whether no two boxes share an element; False if any box has gaps."""
+    """Whether the boxes share no element. Returns False if any box has gaps."""
     if any(elements.step != 1 for box in boxes for elements in box):
         return False
 
@@ -244,7 +244,7 @@ def are_disjoint(boxes: list[Box]) -> bool:
 
 
 def assemble_parts(views: list[ParameterView], parts: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
-    """Assembles an array, float32, of this shape from disjoint parts; it is 0 elsewhere."""
+    """Assembles a float32 array of this shape from disjoint parts, with zeros elsewhere."""
     boxes = [view.sliced_box(shape) for view in views]
     parts = [_in_box(*each) for each in zip(views, parts, boxes, strict=True)]
     axes = [axis for axis in range(len(shape)) if any(len(each[axis]) != shape[axis] for each in boxes)]
@@ -278,7 +278,7 @@ class EquationBlock(NamedTuple):
     """Equations that run one after another: those of the whole loss, or of the body of a scan or checkpoint.
 
     inputs: the indices of the block's arguments. equations: their indices. outputs: indices of values, or constants
-    stop: equations in this block, at any depth, have smaller indices
+    stop: an index above those of all equations in this block, at any depth
     """
 
     inputs: tuple[int, ...]
@@ -314,8 +314,8 @@ class Equation(NamedTuple):
 
 
 class ParameterUse(NamedTuple):
-    """Equation `equation` uses parameter leaf `leaf` as operand `operand`, an index, which is -1 if it is the loss
-    itself. view: what happens to the parameter's elements before this use"""
+    """Equation number `equation` reads parameter leaf `leaf` as operand number `operand`. If the parameter is the loss
+    itself, `equation` is -1. view: what happens to the parameter's elements before this use"""
 
     leaf: int
     view: ParameterView
@@ -323,12 +323,12 @@ class ParameterUse(NamedTuple):
     operand: int
 
     def as_kernel_use(self) -> "ParameterUse":
-        """The use of the kernel that `view` makes: its own view has only the steps into scans."""
+        """The use of the kernel that `view` makes. The view of that kernel has only the steps into scans."""
         return self._replace(view=ParameterView(tuple(step for step in self.view.steps if isinstance(step, ScanStep))))
 
 
 class MadeKernel(NamedTuple):
-    """A public value that the loss makes from parameters, or a parameter, with all its uses whose result is not public.
+    """A parameter, or a public value that the loss makes from parameters, with all uses that have no public result.
 
     value: its index. leaves: the parameters that get its gradient. uses: their views begin at the value
     """
@@ -343,12 +343,12 @@ class LossProgram(NamedTuple):
 
     equations: all equations. block: those outside all bodies; its outputs are the loss's value and its auxiliary
     results, a tree of structure `aux`. uses: for each parameter leaf, the uses that the loss depends on
-    public: for each public value, by index, its origin: the index of an equation, or None for a parameter; in a body,
-        the same value outside
+    public: the origin of each public value, by index: the equation that computes it, None for a parameter, or in a
+        body, the same value outside
     kernels: the kernels that the loss depends on
     data: the indices of values that depend on the example
-    slices: by index, values in bodies that are public in each iteration: slices of public values, and what is computed
-        from them
+    slices: values in bodies, by index, that are public in each iteration: slices of public values, and whatever is
+        computed from them
     """
 
     equations: tuple[Equation, ...]
@@ -361,7 +361,7 @@ class LossProgram(NamedTuple):
     slices: dict[int, "PublicOrigin"] = {}
 
     def original_index(self, value: int | Constant) -> int | Constant:
-        """The index that a value has where it was computed; a body gives its arguments new indices."""
+        """The index of a value where it was computed, because a body gives its arguments new indices."""
         return source_of(value, self.public)
 
     def public_origin(self, value: int) -> "PublicOrigin":
@@ -369,7 +369,7 @@ class LossProgram(NamedTuple):
         return self.slices.get(value) or PublicOrigin(self.public[value], ())
 
     def unsliced_index(self, value: int | Constant) -> int | Constant:
-        """The index that a value has where it was computed, before loops slice it."""
+        """The index of a value where it was computed, before any loop slices it."""
         while isinstance(value, int) and isinstance(origin := self.public_origin(value).origin, SameValue):
             value = origin.value
         return value
@@ -396,15 +396,15 @@ def source_of(value: Any, public: Mapping[int, Origin]) -> Any:  # see `LossProg
 
 
 class PublicOrigin(NamedTuple):
-    """A value that is public in each iteration. origin: as in `LossProgram.public`; for a slice, the value that the
-    scan slices. loops: the depths of the scans over whose iterations it varies; the outermost scan has depth 0."""
+    """The origin of a value that is public in each iteration. origin: as in `LossProgram.public`; for a slice, the
+    value that the scan slices. loops: the depths of the scans over which the value varies, 0 for the outermost."""
 
     origin: Origin
     loops: tuple[int, ...]
 
 
 def count_scan_operands(equation: Equation) -> tuple[int, int]:
-    """The numbers of constant and of carried operands of a scan; for a checkpoint, all and none."""
+    """How many operands of a scan are constant, and how many are carried. A checkpoint counts all as constant."""
     assert equation.jaxpr is not None
     return (
         jaxprs.constants_and_carry_of_scan(equation.jaxpr.params)

@@ -29,15 +29,15 @@ MOST_PICKED = 1024  # a matrix unit makes patches of up to this many elements, w
 
 
 class Patches(NamedTuple):
-    """The patches of a convolution's data, on which it is a dense layer, and its per-example gradients.
+    """The patches of a convolution's data, which make it a dense layer, and its per-example gradients.
 
-    Patches repeat every element of the data once for each tap, and those of a batch would not fit in a CPU's cache. So
-    on a CPU, the gradients are convolutions of the data and the cotangents, one example after another. These need no
-    patches, are at least as fast as the product of patches, and compile faster.
+    Patches repeat every element of the data once for each tap, and the patches of a batch would not fit in a CPU's
+    cache. So on a CPU, the gradients are convolutions of the data and the cotangents, one example after another. These
+    need no patches, are at least as fast as the product of patches, and compile faster.
 
     All fields but the first two have an entry for each spatial axis.
 
-    features: the number of the data's features. groups: the number of groups that these, and those of the result, form
+    features: the number of the data's features. groups: how many groups these features form, as do those of the result
     taps, strides, dilations: of the kernel. padding: (low, high, interior) of the data. spatial: sizes of the result
     """
 
@@ -137,8 +137,8 @@ class Patches(NamedTuple):
         return lax.pad(x, jnp.float32(0), [(0, 0, 0), *padding, (0, 0, 0)])
 
     def _windows_by_convolution(self, x: jax.Array) -> jax.Array:
-        """The windows along all spatial axes, by a convolution with ones and zeros. It is exact at any precision,
-        because each sum has a single nonzero term. On a v5e, slicing takes five times the cycles."""
+        """Makes the windows along all spatial axes by a convolution with ones and zeros, which is exact at any
+        precision, because each sum has a single nonzero term. On a v5e, slicing takes five times the cycles."""
         axes, count = len(self.taps), math.prod(self.taps) * self.features
         kernel = jnp.eye(count, dtype=jnp.bfloat16).reshape(*self.taps, self.features, count)
         last, middle = axes + 1, range(1, axes + 1)
@@ -156,7 +156,7 @@ class Patches(NamedTuple):
         return x
 
     def _span_of_tap(self, axis: int) -> int:
-        """The number of elements along an axis that one tap of all windows spans."""
+        """How many elements along an axis one tap spans over all windows."""
         return (self.spatial[axis] - 1) * self.strides[axis] + 1
 
 
@@ -245,8 +245,8 @@ def find_site(use: ParameterUse, program: LossProgram, made: Mapping[Any, Equati
 
 
 def _iterations_make_kernels(leaf: int, program: LossProgram) -> bool:
-    """Whether iterations multiply data by a kernel that they make from a parameter. Then the cotangents of its rows are
-    the gradients of layers, which are larger than the inputs and cotangents of these layers."""
+    """Whether the iterations of a scan multiply data by a kernel that they make from a parameter. If so, the cotangents
+    of its rows are gradients of layers, which are larger than the inputs and cotangents of these layers."""
     layers = (kernel for kernel in program.kernels if kernel.value in program.slices and leaf in kernel.leaves)
     met = {program.equations[use.equation].name for kernel in layers for use in kernel.uses}
     return not met.isdisjoint(("dot_general", "conv_general_dilated"))
@@ -290,7 +290,7 @@ def _merge_scan_repeats(site: Site, repeats: tuple[int, ...]) -> Site:
 
 
 def _site_of_custom_backward(site: Site) -> Site:
-    """The site of an equation from whose backward pass A and B are captured directly."""
+    """The site of an equation whose backward pass computes A and B, so that they can be captured directly."""
 
     def side(number):
         return lambda inputs, dy, values: site.matrices(inputs, dy)[number]
@@ -302,7 +302,7 @@ def _site_of_custom_backward(site: Site) -> Site:
 
 
 def captured_matrix_site(site: Site, sizes: tuple[int, int, int, int], left: Callable, right: Callable, key=()) -> Site:
-    """A site of these sizes that captures A by `left`, as a tuple (A,), and B by `right`; see `CaptureReplacements`."""
+    """A site of these sizes where `left` computes the tuple (A,) and `right` computes B; see `CaptureReplacements`."""
 
     def matrices(inputs, dy):
         return inputs[0].astype(jnp.float32), dy.astype(jnp.float32)
@@ -317,8 +317,8 @@ def captured_matrix_site(site: Site, sizes: tuple[int, int, int, int], left: Cal
 
 
 def _exact_float32(x: jax.Array) -> jax.Array:
-    """Converts what norms and sums read to float32 that the matrix unit multiplies exactly. Captured real numbers have
-    already passed `MatrixUnit.round_to_store`, so only integers need rounding."""
+    """Converts what norms and sums read to float32 numbers that the matrix unit multiplies exactly. Captured real
+    numbers have already passed `MatrixUnit.round_to_store`, so only integers need rounding."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return x  # see `kernels`
     floating, unit = jnp.issubdtype(x.dtype, jnp.floating), current_place().matrix_unit
@@ -361,8 +361,8 @@ def _dot_general_rule(use: ParameterUse, equation) -> Site | str:
 
 
 def _one_hot_lookup_site(use: ParameterUse, equation: Equation, made: Mapping[Any, Equation]) -> Site | None:
-    """The site of a product of W with one-hot rows, possibly scaled, as a lookup whose cotangents are multiplied by the
-    nonzero element of each row; None for any other product. A mask, or an index of -1, makes a row all zeros."""
+    """The site of a product of W with one-hot rows, possibly scaled; None for any other product. It is a lookup whose
+    cotangents are multiplied by the nonzero element of each row. A mask, or an index of -1, makes a row all zeros."""
     jaxpr: Any = equation.jaxpr
     weight, data = use.operand, 1 - use.operand
     contracted, batch = jaxpr.params["dimension_numbers"]
@@ -398,8 +398,8 @@ def _jaxpr_of(maker: Any) -> Any:
 
 def _axis_of_one_hot(equation: Any, made: Mapping[Any, Any]) -> int | None:
     """The axis along which a value has at most one nonzero element, at a computed index, like the result of
-    `jax.nn.one_hot`, perhaps times a mask; None for any other value. equation: computes the value. made: by operand,
-    the equation that computes it, in a `LossProgram` or in a jaxpr that it calls."""
+    `jax.nn.one_hot`, perhaps times a mask; None for any other value. equation: computes the value. made: the equation
+    that computes each operand, in a `LossProgram` or in a jaxpr that it calls."""
     jaxpr = _jaxpr_of(equation)
     if jaxpr is None:
         return None
@@ -642,7 +642,7 @@ def _broadcast_arithmetic_rule(use: ParameterUse, equation) -> Site | str:
 
 
 def _product_as_sum(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`gradient_matrices` of A, (B, K, T, 1), and B, (B, K, T, O), as a sum: XLA's vector products are slow."""
+    """Computes `gradient_matrices` of A, (B, K, T, 1), and B, (B, K, T, O), as a sum, which XLA does faster."""
     return jnp.sum(a * b, 2)[:, :, None]
 
 

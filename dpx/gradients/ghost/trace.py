@@ -2,8 +2,8 @@
 
 An equation that moves the elements of a parameter, places them among others, or applies a function to each of them, is
 a step of a view; any other equation that reads a parameter is a use. Parameters are followed through their views to
-their uses, including into functions that the loss calls, branches that the data select, `jax.checkpoint`, which the
-backward pass recomputes, and the bodies of scans. If a scan takes a parameter slice by slice, such as the stacked
+their uses. This includes functions that the loss calls, branches that the data select, the bodies of scans, and
+`jax.checkpoint`, which the backward pass recomputes. If a scan takes a parameter slice by slice, such as the stacked
 weights of equal layers, its slices are followed.
 """
 
@@ -61,7 +61,7 @@ INTEGERS: dict[str, Callable] = {  # operations on the indices that an iteration
 
 
 def slices_of_split(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
-    """Rewrites an equation that splits its operand as one slice for each part; None for any other equation."""
+    """Rewrites an equation that splits its operand as one slice for each part. Returns None for any other equation."""
     if equation.primitive.name not in ("split", "unstack"):
         return None
     aval: Any = equation.invars[0].aval
@@ -77,8 +77,8 @@ def slices_of_split(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
 
 
 class KnownIntegers(NamedTuple):
-    """Integers that are known when a loss is traced: those of one value, or if `loop` is set, a scalar for each
-    iteration of the scan at that depth, (count,)."""
+    """Integers known when a loss is traced: those of one value or, if `loop` is set, one scalar for each iteration of
+    the scan at that depth, (count,)."""
 
     numbers: np.ndarray
     loop: int | None = None
@@ -144,8 +144,8 @@ def _numbers(values) -> set[int]:
 
 
 def _live_equations(equations: list[Equation], block: EquationBlock, wanted: set[int]) -> tuple[set[int], set[int]]:
-    """Returns the indices of a block's equations through which values get a gradient from those in `wanted`, and the
-    indices of these values."""
+    """Returns the indices of the equations in a block that pass a gradient back from the values in `wanted`, and the
+    indices of the values that get one."""
     needed, live = set(wanted), set()
     for number in reversed(block.equations):
         equation = equations[number]
@@ -177,8 +177,8 @@ def _live_equations_of_body(
 class _ParameterTracer:
     """Numbers the values of a jaxpr, and collects the views and uses of parameters and of kernels made from them.
 
-    kernels: for a value with a gradient with respect to parameters, the index of the kernel, a public value, and the
-    view of it. kernel_leaves: for each kernel, the parameters that it is made from. kernel_uses: for each, its uses
+    kernels: for each value with a gradient with respect to parameters, the index of its kernel, a public value, and the
+    view of the kernel. kernel_leaves: the parameters that a kernel is made from. kernel_uses: the uses of a kernel
     """
 
     def __init__(self, *, leaves: int, inputs: int):
@@ -210,7 +210,7 @@ class _ParameterTracer:
         return [read(v) for v in jaxpr.outvars]
 
     def add_equation(self, equation, inputs):
-        """Appends an equation, or those of its body if it calls a function of a parameter, and returns its outputs."""
+        """Appends an equation, or all of its body if it calls a function of a parameter. Returns the outputs."""
         followed, of_kernels = (
             [i for i, value in enumerate(inputs) if isinstance(value, int) and value in seen]
             for seen in (self.views, self.kernels)
@@ -251,7 +251,7 @@ class _ParameterTracer:
         return outputs
 
     def record_kernels_or_uses(self, equation, number, inputs, outputs, of_kernels):
-        """Records the kernels that an equation makes from others; if it makes none, its uses of those others."""
+        """Records the kernels that an equation makes from other kernels or, if it makes none, its uses of them."""
         found = [(i, *self.kernels[inputs[i]]) for i in of_kernels]
         public, varying = self.same_for_all(outputs[0]), self.scan_depths_of_variation(outputs[0])
         loops = tuple(ScanStep(count, sliced=loop in varying) for loop, count in enumerate(self.counts))
@@ -302,7 +302,7 @@ class _ParameterTracer:
         return tuple((leaf, view.then(step)) for leaf, view, step in merged.values())
 
     def view_sliced_by_scan(self, equation, number, inputs, view: ParameterView) -> ParameterView | None:
-        """The view if each iteration of one scan takes the next slice, in ascending or descending order, or None."""
+        """The view if the iterations of one scan take slices in ascending or descending order; otherwise None."""
         aval, sizes = equation.invars[0].aval, equation.params["slice_sizes"]
         axes = [axis for axis, size in enumerate(sizes) if size < aval.shape[axis]]
         start = self.integers(inputs[1 + axes[0]]) if len(axes) == 1 else None
@@ -384,7 +384,7 @@ class _ParameterTracer:
         return self.is_public(value) or value in self.slices
 
     def scan_depths_of_variation(self, value) -> tuple[int, ...]:
-        """The depths of the scans over whose iterations a value varies, as in `PublicOrigin`."""
+        """The depths of the scans over which a value varies, as in `PublicOrigin`."""
         return self.slices[value].loops if isinstance(value, int) and value in self.slices else ()
 
     def walk_body(self, number):
@@ -502,11 +502,11 @@ class _BranchNotFollowed(Exception):
 
 
 def branches_as_select(equation: core.JaxprEqn, kinds: list[int]) -> core.ClosedJaxpr | None:
-    """Rewrites a cond on data as all branches followed by a select of their results, as `jax.vmap` does; None if a
+    """Rewrites a cond on data as `jax.vmap` does: all branches run, and a select picks the results. Returns None if a
     branch cannot be followed. kinds: what each operand depends on.
 
-    A branch that is not taken passes no gradient to its data operands, nor through an equation of a parameter and data,
-    where its data are zeros. So neither a NaN nor an infinity in such a branch reaches a record or a gradient.
+    A branch that is not taken passes no gradient to its data. Where a parameter meets data there, the data are zeros,
+    and no gradient passes either. So a NaN or an infinity in such a branch reaches no record and no gradient.
     """
 
     def every(index, *operands):
@@ -527,7 +527,7 @@ def branches_as_select(equation: core.JaxprEqn, kinds: list[int]) -> core.Closed
 
 
 def _gradient_only_if(taken: jax.Array, x: jax.Array) -> jax.Array:
-    """`x`, with a gradient only if this branch is taken."""
+    """Returns `x`, which gets a gradient only if this branch is taken."""
     return lax.select_n(taken, lax.stop_gradient(x), x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
 

@@ -1,9 +1,9 @@
 """The weighted sum of the gradients at one site, sum_i f_i A_i^T B_i.
 
-Positions can cancel, so a partial sum over the positions of an example may be much longer than its gradient, and so may
-its rounding error. So if a site has several positions, whole gradients are added, one example after another: the norm
-then includes the rounding of that example's gradient (`norms.sum_error`), and `dpx.sums.rounding` bounds the rounding
-of the sum over examples. At most one gradient of a microbatch is in memory.
+Positions can cancel, so a partial sum over the positions of an example may be much longer than its gradient, and its
+rounding error much larger. So if a site has several positions, whole gradients are added, one example after another:
+the norm then includes the rounding of that example's gradient (`norms.sum_error`), and `dpx.sums.rounding` bounds the
+rounding of the sum over examples. At most one gradient of a microbatch is in memory.
 
 A matrix unit multiplies bfloat16 or TF32 numbers exactly (`dpx.xla.matrix_units`), but times a factor they have more
 digits. With one position, this product is truncated: |a| |truncated(f b)| <= f |a| |b|, so the norm still bounds it.
