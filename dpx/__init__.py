@@ -128,7 +128,7 @@ _OF_OTHERS = {
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Says where a public name is that is not here, or which one is meant."""
+    """Says in which module of dpx a missing name is, or which name was meant."""
     rooms = [room for room in __all__ if type(globals()[room]) is ModuleType]
     places = [f"{room}.{one}" for room in rooms for one in dir(globals()[room]) if one[0] != "_"]
     here = [place for place in places if place.partition(".")[2] == name]

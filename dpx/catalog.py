@@ -18,10 +18,10 @@ FEEDBACK, RECORDS = "papers/dice_sgd/cost.py", "sampling/schemes.py"
 
 
 class CatalogEntry(NamedTuple):
-    """One line of the list.
+    """One line of the catalog.
 
     build:     the public function or class; its docstring and signature describe it.
-    arguments: initial values for arguments that have no default, or that replace one.
+    arguments: values for arguments that have no default, or in place of their defaults.
     proof:     the file, in dpx/, whose docstrings prove that one example moves the sum by no more than the cost
         assumes.
     samplings: short names of the samplings that a method takes, the usual one first; () for all.

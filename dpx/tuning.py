@@ -165,11 +165,11 @@ class SearchSettings:
         return best_of(*runs, trials=self.trials, score_on=noise, distribution=self.distribution)
 
     def trial_noise_multipliers(self) -> list[float | None]:
-        """Finds noise multipliers, one per configuration, that keep the search within its budget. All None without one.
+        """Finds noise multipliers, one per configuration, that keep the search within its budget; all None without one.
 
         First, each configuration gets the noise that a search over it alone needs, because small batches need less
-        than large ones. A trial costs, at every Renyi order, as much as the configuration that costs most there, so it
-        may cost more than any configuration. So one factor then scales all up until the search is within its budget.
+        than large ones. At every Renyi order, a trial costs as much as the most expensive configuration there, so it
+        may cost more than any single one. So one factor then scales all noise up until the search is within its budget.
 
         Raises ValueError if no noise meets the budget, and for mechanisms without a cost.
         """
@@ -265,7 +265,7 @@ class SearchPlan:
         return trial, result[0], result[1]
 
     def score_trial(self, params: Tree, number: int) -> float:
-        """Returns the score, or -inf for NaN."""
+        """Returns a trial's score, or -inf for NaN."""
         score, score_on = self.settings.score, self.settings.score_on
         key = keys.stream(self.settings.key, "score", number)
         if isinstance(score_on, NoisySum):
@@ -365,8 +365,8 @@ def search(
         for `dpx.privacy_report`. checkpoints: a folder with one for each trial, as SENSITIVE as the data. It keeps the
         scores too, so that none is computed again.
     ledger: a `dpx.PrivacyLedger`, which the search charges before its first trial, and only once if it continues in its
-        folder; the trials charge nothing. Reserve it before the first release of the data: a release that is chosen
-        later must be bounded by a Gaussian, which multiplies a search's epsilon. words: the ledger's name for it.
+        folder; the trials charge nothing. Reserve a search before the first release of the data: one that is chosen
+        later must be bounded by a Gaussian, which multiplies its epsilon. words: the ledger's name for it.
     Raises ValueError for other arguments, a mechanism with another key or without a cost, a trial that takes more
     steps, a state of another mechanism, a score that is not a number, checkpoints of another search, a trial whose
     parameters differ from the stored ones, and a budget that no noise meets.
@@ -406,7 +406,7 @@ def search(
 
 
 def _pay_for_search(ledger: PrivacyLedger, plan: SearchPlan, unit: str, words: str, folder: Path | None) -> None:
-    """Charges the ledger. Raises ValueError if its neighbors or records differ, or if it does not allow the search."""
+    """Charges the ledger. Raises ValueError if it has other neighbors or records, or does not allow the search."""
     cost, terms = plan.cost, ledger.terms
     if (cost.relation, cost.records) != (terms.relation, terms.records):
         wanted = f"relation {terms.relation!r} and {terms.records} records"
@@ -449,8 +449,8 @@ def _locked_search_folder(folder: str | Path | None, plan: SearchPlan) -> Iterat
 def _score_once(plan: SearchPlan, params: Tree, number: int, folder: Path) -> float:
     """Returns a trial's score, which is computed only once.
 
-    So the folder fixes the parameters and score of each trial, and a repeated search depends only on these. Another
-    machine would round sums differently under the same noise, and could find another winner.
+    So the folder fixes the parameters and score of each trial, and a repeated search depends only on these. Otherwise,
+    another machine, which rounds sums differently under the same noise, could find another winner.
     """
     file, digest = folder / f"score-{number}.json", hashlib.blake2b(digest_size=16)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

@@ -88,7 +88,7 @@ MISSING = {  # what a required argument can be, if its name does not say it
 
 
 def find_only_node(tree: Tree, kind: type[State], called: str) -> State:
-    """Returns the one node of type `kind` in `tree`. Raises ValueError, naming it `called`, for none or several."""
+    """Returns the only node of type `kind` in `tree`. Raises ValueError, which says `called`, for none or several."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
     states = [node for node in nodes if isinstance(node, kind)]
     if len(states) != 1:
@@ -152,7 +152,7 @@ def described(value: Any) -> str:
 
 def repr_with_shapes(record: Any) -> str:
     """Returns the `repr` of a NamedTuple or a dataclass of arrays, with counts and shapes instead of elements. Of a
-    field `unreleased` or `unreleased_*` it says only that it is not private, because a `repr` ends up in logs."""
+    field `unreleased` or `unreleased_*`, says only that it is not private, because a `repr` ends up in logs."""
     names = [field.name for field in fields(record)] if is_dataclass(record) else record._fields
     return f"{type(record).__name__}({', '.join(f'{name}={_outline(name, getattr(record, name))}' for name in names)})"
 
@@ -252,7 +252,7 @@ def require_function(name: str, value: Any, *arguments: str, **named: Any) -> Ca
 
 
 def _explain_signature_mismatch(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> str:
-    """Says why a function with this signature cannot take these arguments, and all that it lacks; "" if it can."""
+    """Says why a function with this signature cannot take these arguments, and which are missing; "" if it can."""
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -298,7 +298,7 @@ def for_whom(records: int) -> str:
 
 
 def warn_user(words: str) -> None:
-    """Issues a UserWarning at the user's line, that of the nearest stack frame outside the packages in PASSED."""
+    """Issues a UserWarning at the user's line, which is the nearest stack frame outside the packages in PASSED."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in PASSED:
         frame, level = frame.f_back, level + 1
@@ -334,7 +334,7 @@ def _unnamed(signature: inspect.Signature) -> list[str]:
 
 
 def _swapped_arguments(given: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns pairs (argument, the argument that its value looks like), for values that look like another argument."""
+    """Returns pairs (argument, another one whose value looks like it), for arguments whose own values do not."""
     return [
         (name, other)
         for name, looks in LOOKS.items()
@@ -346,7 +346,7 @@ def _swapped_arguments(given: dict[str, Any]) -> list[tuple[str, str]]:
 def bind_arguments(
     name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]
 ) -> inspect.BoundArguments:
-    """Binds arguments to their names. Raises TypeError that names the function, and dpx's name for an argument."""
+    """Binds arguments to their names. Raises a TypeError that names the function, and dpx's word for an argument."""
     parameters = signature.parameters
     if not (words := _explain_signature_mismatch(signature, args, kwargs)):
         return signature.bind(*args, **kwargs)
@@ -364,7 +364,7 @@ def bind_arguments(
 
 
 def _argument_hint(given: str, parameters: Any) -> str:
-    """Names an unknown argument, with its name among `parameters`, or where else it belongs."""
+    """Quotes an unknown argument, and says what dpx calls it or where it belongs."""
     ours = OURS.get(given, given)
     name = ours.partition(" ")[0]
     if name in parameters:

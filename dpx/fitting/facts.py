@@ -1,4 +1,4 @@
-"""The facts that identify a run. If they differ, `fit` refuses the folder, because another run would use its noise."""
+"""The facts that identify a run. If a folder has others, `fit` refuses it: two different runs would share one noise."""
 
 import importlib.metadata
 import os
@@ -68,7 +68,7 @@ VERSION = "version of dpx"
 
 
 def facts_identifying_run(run: RunPlan, carry: Carry, options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the facts that identify a run. A mark tells two keys apart and reveals neither.
+    """Returns the facts that identify a run. The mark of a key identifies the key without revealing it.
 
     options: options for computing the gradient. Like the backend, machine, settings and versions, they affect how sums
         are rounded. A repeated step must match in every bit, because its noise is the same.
@@ -97,13 +97,13 @@ def facts_identifying_run(run: RunPlan, carry: Carry, options: dict[str, Any]) -
 
 
 def is_descriptive_fact(name: str) -> bool:
-    """Whether a fact only describes other facts in words, so new wording does not make another run."""
+    """Whether a fact only describes other facts in words. New wording alone does not make a run a different one."""
     return name in ("event of a step", "sampling") or name.startswith("stage ")
 
 
 def differences_in_words(differ: list[str], stored: dict[str, Any], facts: dict[str, Any]) -> str:
-    """Describes the facts that `differ`, without those that another one explains: the fingerprint of the whole program
-    changes with each part of it, and the equations of the loss take the optimizer's arrays as arguments."""
+    """Describes the facts that `differ`, except those that follow from another one: any change to a part changes the
+    whole program's fingerprint, and the equations of the loss take the optimizer's arrays as arguments."""
     causes = {"sampling", "parameters", *(name for name in differ if name.startswith("stage "))} & {*differ}
     hidden = {KERNELS, "event of a step"}
     hidden |= {EVENT, PROGRAM} if causes else set()
@@ -126,7 +126,7 @@ def differences_in_words(differ: list[str], stored: dict[str, Any], facts: dict[
 
 
 def is_changeable_fact(name: str) -> bool:
-    """Whether a run may continue with another value of a fact, provided it skips the steps that may have been made."""
+    """Whether a run may continue with a different value of this fact, if it skips the steps that may have been made."""
     return name in ROUNDING or name.startswith(SETTING)
 
 
@@ -137,8 +137,8 @@ def _shapes_of(tree: Tree) -> Tree:
 def fingerprint_of_loss(
     loss: Callable, optimizer: Mechanism, loss_at: Callable, carry: Carry, rows: Tree, options: dict
 ):
-    """An int fingerprint of the equations of one example's gradient, and of everything they close over, keys included.
-    If it is unchanged, a repeated step with the same rows has the same sum.
+    """Fingerprints the equations of one example's gradient and everything they close over, including keys; an int. If
+    it does not change, repeating a step with the same rows gives the same sum.
 
     rows: some examples, on axis 0. The other arguments are those of `compiled_step`.
     """
@@ -159,7 +159,7 @@ def fingerprint_of_loss(
 
 
 def _fingerprint_of_program(optimizer: Mechanism, carry: Carry) -> int:
-    """A fingerprint of the equations of `optimizer.update` on one device, which hold all constants of the schedules."""
+    """Fingerprints the equations of `optimizer.update` on one device, including all constants of the schedules."""
     shapes = _shapes_of(carry)
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((1, *p.shape), np.float32), shapes.params)
     included = jax.ShapeDtypeStruct((1,), np.bool_)
@@ -192,7 +192,7 @@ def _cpu_facts() -> str:
 
 
 def _library_versions() -> list[str]:
-    """The version of the backend, and those of the libraries that contain the accelerator's compiler and kernels."""
+    """The versions of the backend and of the libraries that contain the accelerator's compiler and kernels."""
     packages = {f"{found.name} {found.version}" for found in importlib.metadata.distributions()}
     version = jax.extend.backend.get_backend().platform_version
     return [version, *sorted(name for name in packages if name.startswith(("jax", "libtpu", "nvidia")))]
@@ -215,8 +215,8 @@ def _flags_in_variable(variable: str) -> list[str]:
 
 
 def autotunes_kernels() -> bool:
-    """Whether XLA may choose different kernels in each process, by timing them, or add in any order: on a GPU, unless
-    a flag forbids both."""
+    """Whether XLA may time its kernels and choose different ones in each process, or add in any order. On a GPU it may,
+    unless a flag forbids both."""
     forbidden = {"--xla_gpu_deterministic_ops", "--xla_gpu_deterministic_ops=true", "--xla_gpu_deterministic_ops=1"}
     return jax.default_backend() in ("gpu", "cuda", "rocm") and forbidden.isdisjoint(_flags_in_variable("XLA_FLAGS"))
 

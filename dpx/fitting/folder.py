@@ -1,28 +1,28 @@
 """The folder of a run: what the run is, how far it may have gone, its evaluations, and its last two checkpoints.
 
-One program holds the folder at a time, by a lock that the operating system frees however the program ends. If several
+One program at a time holds the folder, by a lock that the operating system frees however the program ends. If several
 processes make one run, process 0 holds the lock and writes the small files, and all processes write the checkpoints.
 Only the owner can read these files: orbax sets modes according to the umask, but the folder itself is closed to others.
 
 Proof that no step is released twice, that is, with the same noise on different sums. Before a step is made, the number
 `reach` in run.json is at least that step. A killed program leaves a checkpoint of a step s <= reach, and the next
-program begins at s. If it rounds sums like every program that may have made a step after s, it repeats their steps bit
-for bit, because parameters, batches and noise are the same. This holds if its facts are those in run.json and s is at
-least `moved`, the value of `reach` when those facts last changed. Otherwise, it skips all steps up to `reach`: they
+program starts from it. If it rounds sums like every program that may have made a step after s, it repeats their steps
+bit for bit, because parameters, batches and noise are the same. This holds if its facts are those in run.json and s is
+at least `moved`, the value of `reach` when those facts last changed. Otherwise, it skips all steps up to `reach`: they
 count as made but change no parameters, and their batches and noise are never used again.
 
 Proof that the cost of the whole run covers a skip. The run continues with step r + 1 for r = reach, on the parameters
-of step s. Apart from repetitions with the same bits, each step was made at most once, with its own batch and noise. Its
-parameters are a function of earlier releases: of 1 .. t - 1 before the skip, and of 1 .. s for the first t > r. So this
-is one run whose functions are chosen adaptively, which composition allows, and some of its releases are not shown.
-Settings and libraries may change too. Then a step t > r computes another function of the same data, perhaps with other
-random values in its loss, items or projection. That is allowed, because the function of a step may be chosen freely.
-But its noise and batch must be those of the run, because the batches of an epoch share one order. Both come from dpx's
-own integer cipher, which no jax setting changes (tests/test_moves.py).
+of step s. Apart from repetitions with the same bits, each step was made at most once, with its own batch and noise. The
+parameters of step t are a function of earlier releases: of 1 .. t - 1 before the skip, and of 1 .. s for the first t >
+r. So this is one run that chooses its functions adaptively, which composition allows, and that does not show all of its
+releases. Settings and libraries may change too. Then a step t > r computes another function of the same data, perhaps
+with other random values in its loss, items or projection. That is allowed, because the function of a step may be chosen
+freely. But its noise and batch must be those of the run, because the batches of an epoch share one order. Noise and
+batches come from dpx's own integer cipher, which no jax setting changes (tests/test_moves.py).
 
-A skip needs a state that is a function of releases, and noise that is independent between steps. So error feedback,
-correlated noise, and projections whose draw enters the cost are refused. Those projections are numbered by the steps
-that trained, so they would be drawn twice.
+A skip requires a state that is a function of releases, and noise that is independent between steps. So error feedback,
+correlated noise, and projections whose draw enters the cost are refused. Such projections are numbered by the steps
+that trained, so a skip would draw them twice.
 """
 
 import json
@@ -72,11 +72,11 @@ UNFINISHED = "*.orbax-checkpoint-tmp*"  # unfinished checkpoints that a killed p
 
 @dataclass(frozen=True, kw_only=True)
 class RunFile:
-    """run.json. facts: what identifies the run. planned: the most steps that any program planned. reach: the last step
-    that may have been made. moved: the last step that may have been made with other facts. mark: a random name for a
-    ledger. paid: the number of steps charged to a ledger. ended: the step after which the run ended and a ledger
-    returned the cost of the remaining steps, or None. measured: the names of the private metrics that may have been
-    released. looks: the most evaluations planned for them."""
+    """The contents of run.json. facts: what identifies the run. planned: the most steps that any program planned.
+    reach: the last step that may have been made. moved: the last step that may have been made with other facts. mark: a
+    random name of the run for a ledger. paid: the number of steps charged to a ledger. ended: the step after which the
+    run ended and a ledger returned the cost of the remaining steps, or None. measured: the names of the private metrics
+    that may have been released. looks: the most evaluations planned for these metrics."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     planned: int = 0
@@ -90,9 +90,9 @@ class RunFile:
 
 
 class Folder:
-    """The folder of one run, which this program holds until `close`.
+    """The folder of one run, locked by this program until `close`.
 
-    known: what run.json holds. history.json: the evaluations. STEP: a checkpoint, created atomically.
+    known: what run.json holds. history.json: the evaluations. A checkpoint is named by its step, created atomically.
 
     on_other_devices: whether the run may continue where sums are rounded differently. Raises ValueError if the folder
         holds another run, naming the facts that differ, or if another program holds it; ImportError without orbax.
@@ -137,7 +137,7 @@ class Folder:
         return {"facts": facts, "mark": secrets.token_hex(8)}
 
     def _changed_facts(self, facts: dict[str, Any]) -> list[str]:
-        """The names of the facts that differ. Raises ValueError if any may not change."""
+        """Returns the names of the facts that have changed. Raises ValueError if one of them must not change."""
         stored = self.known.facts
         if stored.get(RECORD) != facts[RECORD]:
             raise ValueError(
@@ -170,8 +170,8 @@ class Folder:
     def restore(self, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
         """Returns the last checkpoint and the history up to it. If there is none, stores and returns `like` as step 0.
 
-        If the devices changed, skips the steps that may have been made. The plan is the longest so far. The
-        initial parameters are stored because a restart from different ones would repeat the run's noise.
+        If the devices changed, skips the steps that may have been made. The plan becomes the longest so far. Step 0 is
+        stored because a restart from other initial parameters would repeat the run's noise.
         """
         last, reach = self._last_step(), self.known.reach
         if last is None and reach:
@@ -210,7 +210,7 @@ class Folder:
         require_skippable_steps(self._run, state, last, reach)
 
     def _prepare_claimed_folder(self):
-        """Called only in process 0. Closes the folder to others, writes its warning, removes unfinished checkpoints."""
+        """Closes the folder to others, writes its warning, removes unfinished checkpoints. Called only in process 0."""
         make_folder(self.path)
         replace_file(self.path / "SENSITIVE", SENSITIVE)
         self._delete_older_checkpoints()
@@ -228,7 +228,7 @@ class Folder:
     def _require_unchanged_run_file(self, known: RunFile):
         """Raises ValueError if another program has changed run.json. Called only in process 0.
 
-        The lock prevents that, except on some cluster disks where it only works within one host.
+        The lock prevents such a change, except on some cluster disks, where it works only within one host.
         """
         if RunFile(**read_json(self._file)) != known:
             raise ValueError(
@@ -236,11 +236,11 @@ class Folder:
             )
 
     def record_planned_steps(self):
-        """Records the plan, once a ledger has allowed it. A refused call makes no step and plans none."""
+        """Records how many steps are planned, once a ledger has allowed them. A refused call plans and makes none."""
         self._write_run_file(planned=self._plan)
 
     def record_possible_steps(self, step: int):
-        """Records the last step that may be made before the next checkpoint, before any of these steps is made."""
+        """Records, ahead of time, the last step that may be made before the next checkpoint."""
         self._write_run_file(reach=max(self._reached, step))
 
     def record_paid_steps(self, steps: int):
@@ -248,7 +248,7 @@ class Folder:
             self._write_run_file(paid=steps)
 
     def record_metric_release(self, name: str, looks: int):
-        """Records a release of a private metric before anybody sees it. looks: number of releases that it plans."""
+        """Records a release of a private metric before anybody sees it. looks: number of planned releases."""
         before, most = self.known.measured, self.known.looks
         if name not in before or looks > most:
             self._write_run_file(measured=[*dict.fromkeys([*before, name])], looks=max(most, looks))
@@ -260,7 +260,7 @@ class Folder:
         return cast(int, self.known.ended)
 
     def save(self, carry: Carry, history: list[dict[str, Any]]) -> bool:
-        """Stores a checkpoint, named by the step in the state. Returns False if a step has donated the arrays."""
+        """Stores a checkpoint, named by the state's step. Returns False if an unfinished step donated the arrays."""
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(carry)):
             return False  # interrupted in the middle of a step, so keep the last checkpoint
         step = carry.step
@@ -282,7 +282,7 @@ class Folder:
         self._files.save(self.path / str(step), args=whole)  # raises if this checkpoint exists
 
     def _delete_older_checkpoints(self):
-        """Deletes all but the last checkpoints; called only in process 0."""
+        """Deletes all but the last KEPT checkpoints. Called only in process 0."""
         fsync_folder(self.path)
         for path in [
             *(self.path / str(step) for step in self._checkpoint_steps()[:-KEPT]),
@@ -294,7 +294,7 @@ class Folder:
         return sorted(int(path.name) for path in self.path.iterdir() if path.name.isdigit())
 
     def _last_step(self) -> int | None:
-        """The step of the last checkpoint. Raises ValueError if the processes see different ones."""
+        """The step of the last checkpoint. Raises ValueError if the processes see different steps."""
         steps = processes.from_every_process(max(self._checkpoint_steps(), default=None))
         if len(set(steps)) > 1:
             raise ValueError(
@@ -336,7 +336,7 @@ class Folder:
 
 
 class _NoFolder:
-    """Replaces `Folder` for a run that keeps no checkpoints."""
+    """Stands in for `Folder` in a run that keeps no checkpoints."""
 
     path, continued, known = None, False, RunFile()
 
@@ -369,7 +369,7 @@ def open_folder(
     rhythm: dict[str, Any],
     on_other_devices: bool,
 ) -> "Folder | _NoFolder":
-    """Opens the folder of a run. None keeps no checkpoints.
+    """Opens the folder of a run; if `folder` is None, the run keeps no checkpoints.
 
     rhythm: other settings that must be the same in all processes, so that none waits for the others forever. Raises
         ValueError if the processes differ.

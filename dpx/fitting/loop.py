@@ -90,7 +90,7 @@ def fit(
     norms: Norms = "auto",
     backward_passes: int | None = None,
 ) -> FitResult:
-    """Trains `params` on `data` for the steps of a budget. `dpx.fitting` describes how to continue a run.
+    """Trains `params` on `data` for as many steps as a budget has. `dpx.fitting` describes how to continue a run.
 
     loss: (params, example) -> scalar float loss of one example, which has no batch axis.
     optimizer: a mechanism followed by optax transforms, from `dpx.chain`. Each run needs its own key.
@@ -99,7 +99,7 @@ def fit(
         random, `random_item(int, rng)`; see `dpx.sampling.Sampling.take`.
 
     The run:
-    key: scalar key that draws the batches. None uses the optimizer's key, with its stream "sampling".
+    key: scalar key that draws the batches. None uses the "sampling" stream of the optimizer's key.
     steps: int, total number of steps in the run. None takes the budget's. Continuing a run with fewer steps still
         costs as much as the longer plan. epochs: float, instead of steps: `sampling.steps(epochs=epochs)`.
     delta, accountant: None takes the budget's. records: the most examples that one person owns, as in `dpx.epsilon`,
@@ -127,8 +127,8 @@ def fit(
     evaluate_every: number of steps between evaluations. None is about an epoch, with at most 40 evaluations in the run.
         The last step is always evaluated.
     callbacks: functions of a `dpx.fitting.Progress`, called after each evaluation. Returning True ends the run, and
-        another call continues it. Do not stop a run because of `unreleased` values or other private data: epsilon does
-        not cover that decision.
+        another call of `fit` continues it. Do not stop a run because of `unreleased` values or other private data:
+        epsilon does not cover that decision.
     progress: whether to show a bar, if tqdm is installed.
 
     What is saved:
@@ -141,8 +141,8 @@ def fit(
         processes, backend or machine (even another number of CPUs), other XLA flags, jax settings (except those that
         change dtypes in the step, such as jax_enable_x64, because they change the program) or versions of numpy, scipy
         or flax, or another loss, `chunk_size`, `microbatch_size`, `norms` or `backward_passes`. A killed run on a GPU
-        without `XLA_FLAGS=--xla_gpu_deterministic_ops=true` needs it too. Steps that may have been made since the last
-        checkpoint then count as made but train nothing, because the same noise must not be used twice.
+        without `XLA_FLAGS=--xla_gpu_deterministic_ops=true` needs this too. Steps that may have been made since the
+        last checkpoint then count as made but train nothing, because the same noise must not be used twice.
 
     What the loss takes and returns:
     loss_at: (params, state) -> the parameters that `loss` and `evaluate` see, such as `dpx.coordinates.masked_params`.
@@ -286,12 +286,12 @@ def _train_steps(
 
 
 def _next_checkpoint(done: int, every: int, run: RunPlan) -> int:
-    """The step after which the next checkpoint is written. No later step is made without it."""
+    """The step after which the next checkpoint is written. Later steps wait for that checkpoint."""
     return min(run.steps, (done // every + 1) * every)
 
 
 def _warn_of_reused_key(mark: int, place: Path | None, continued: bool):
-    """Warns if a run that begins to train uses the key of an earlier one, unless it continues in its folder.
+    """Warns if a run that starts training has the key of an earlier run, unless it continues that run in its folder.
 
     Data, loss and parameters are not compared, so an identical run gets the warning too.
     """

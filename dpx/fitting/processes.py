@@ -28,7 +28,7 @@ def from_every_process(value: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def raising_together() -> Iterator[None]:
-    """Raises an error of one process in all of them, because otherwise they would wait for it forever."""
+    """Raises one process's error in all processes, because the others would otherwise wait forever."""
     try:
         yield
     except Exception as error:
@@ -47,7 +47,7 @@ def from_first_process(make: Callable[[], Any]) -> Any:
 
 
 def require_rows_in_every_process(sharding: Any):
-    """Raises ValueError if a process holds no part of the batches: it would add the same noise to its own sums."""
+    """Raises ValueError if a process holds no part of the batches: it would add the same noise to sums of its own."""
     devices = getattr(sharding, "device_set", ())
     if jax.process_count() > 1 and len({device.process_index for device in devices}) < jax.process_count():
         raise ValueError(

@@ -65,7 +65,7 @@ class Progress(NamedTuple):
 
 
 class Metrics(dict):
-    """What was measured, by name."""
+    """The measured numbers by name, in a dict whose KeyError lists the names."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise KeyError(f"no metric is called {name!r}; there are {list(self)}")
@@ -78,7 +78,7 @@ class FitResult(NamedTuple):
         `dpx.publishable_state(state)`.
     steps: int, number of steps that the state counts. epsilon: float, an upper bound at `delta` for these and all
         planned steps, including any planned by an earlier call with these checkpoints; if `public_stop=True`, for these
-        steps only. It stays the same if a `dpx.PrivacyLedger` refunds steps not made: see the ledger's epsilon.
+        steps only. A refund from a `dpx.PrivacyLedger` does not change it, only the ledger's epsilon.
     report: the `dpx.privacy_report` of the state, which says whom epsilon protects. Its `spent` is the same number, or
         a smaller one for the accountant "rdp".
     history: one dict per evaluation, with "step", "epsilon", the metrics by name, and "unreleased_loss", which is NOT
@@ -104,15 +104,15 @@ class FitResult(NamedTuple):
 
     @property
     def skipped(self) -> int:
-        """The number of steps that count but were not made, because the run continued on other devices."""
+        """The number of steps that cost epsilon but trained nothing, because the run continued on other devices."""
         return sum(row.get("skipped", 0) for row in self.history)
 
     def plot(self, *, unreleased: bool = False, figure: Any = None) -> Any:
-        """Plots each metric and epsilon over the steps, in its own panel, and returns the matplotlib figure.
+        """Plots epsilon and each metric over the steps, each in its own panel, and returns the matplotlib figure.
 
-        You may share both: metrics are functions of the private parameters and of public data. Between two evaluations,
-        the plot shows epsilon at the later one, an upper bound. unreleased: whether to plot the training loss of the
-        batches too. It is NOT private, and its panel says so. figure: where to plot; None creates one.
+        You may share these panels: metrics are functions of the private parameters and of public data. Between two
+        evaluations, the plot shows epsilon at the later one, an upper bound. unreleased: whether to plot the training
+        loss of the batches too. It is NOT private, and its panel says so. figure: where to plot; None creates one.
         """
         metrics = dict.fromkeys(name for row in self.history for name in row if name == PRIVATE or name not in RESERVED)
         names = [*metrics, "epsilon", *(["unreleased_loss"] if unreleased else [])]
@@ -143,8 +143,8 @@ class RunMonitor:
     """Evaluates a run and keeps its history.
 
     every: int, steps between evaluations. folder: the run's folder, which records releases of private metrics.
-    looking: whether to look at the rows of the next step. fruitless: how many rows were seen since the last one with a
-        gradient that counts, and how many of them have a finite loss. trained: whether any row had one that counts.
+    looking: whether to check the rows of the next step. fruitless: how many rows were seen since the last row with a
+        usable gradient, and how many of them have a finite loss. trained: whether any row had a usable gradient.
     """
 
     run: RunPlan
@@ -165,7 +165,7 @@ class RunMonitor:
     @classmethod
     def with_defaults(cls, run: RunPlan, every: Any, progress: bool, *, evaluate_private: Any, **users: Any) -> Self:
         """Fills in the defaults. users: `evaluate`, `callbacks`, `loss_at`, `examples`. Raises ValueError if one is not
-        a function, if `every` is invalid, or for more evaluations than the budget of a private metric has steps."""
+        a function, if `every` is invalid, or if a private metric's budget has too few steps for all evaluations."""
         evaluate, callbacks = users["evaluate"], users["callbacks"]
         if evaluate is not None:
             require_function("evaluate", evaluate, "params")
@@ -187,8 +187,8 @@ class RunMonitor:
         return cls(run=run, every=every, bar=bar, evaluate_private=evaluate_private, **users)
 
     def continue_history(self, history: list[dict[str, Any]], folder: Any):
-        """Continues after the rows of `history`. `folder` may name more private metrics than the rows show, because a
-        killed program may have released some after its last checkpoint."""
+        """Continues the stored `history`. `folder` may name more private metrics than the rows show, because a killed
+        program may have released some after its last checkpoint."""
         self.history, self.folder = history, folder
         if self.evaluate_private is not None:
             self.evaluate_private.count_earlier_releases(folder.known.measured)
@@ -204,10 +204,10 @@ class RunMonitor:
         metric.expect_calls(int(self.run.optimizer.noise_key), left)
 
     def warn_without_gradients(self, counts: tuple, *, ended: bool = False):
-        """Warns, once in a run, if no row has a gradient that counts, or many have none.
+        """Warns, once in a run, if no row has a usable gradient, or many have none.
 
-        It looks at the first steps, and after each evaluation, until a row has one. counts: `BatchLosses.counts` of a
-        step that the device has ended, or (). ended: whether this is the last step.
+        Checks the first steps, and those after each evaluation, until a row has one. counts: `BatchLosses.counts` of a
+        step that the device has finished, or (). ended: whether this is the last step.
         """
         if not counts or not self.looking or self.warned:
             return
@@ -220,7 +220,7 @@ class RunMonitor:
             self.warned = True
 
     def add_history_row(self, step: int, carry: Carry, batch: BatchLosses) -> bool:
-        """Adds a row to the history. Returns whether a callback asks to stop."""
+        """Evaluates the run, and adds a row to its history. Returns whether a callback asks to stop."""
         self.looking = True
         shown = self.evaluate is not None or self.evaluate_private is not None or self.callbacks
         params, loss = fresh_copy(carry.params) if shown else carry.params, float(batch.mean)
@@ -252,7 +252,7 @@ class RunMonitor:
         return any(processes.from_every_process(any(asked)))
 
     def settings_shared_by_processes(self) -> dict[str, Any]:
-        """The settings that must agree because all processes take part in these steps."""
+        """The settings that all processes must share, because every process takes part in each evaluation."""
         watched = {name: getattr(self, name) for name in ("evaluate", "evaluate_private", "callbacks")}
         return {"evaluate_every": self.every} | {name: "given" if of else "none" for name, of in watched.items()}
 

@@ -27,7 +27,7 @@ class RunPlan:
     """How long a run is, and what it may spend.
 
     key: draws the batches. steps: int, total number of steps. plan: int, the number of steps that count if the run ends
-        early; 0 counts those that were made. delta, accountant, records: used for every cost.
+        early; 0 counts only those made. delta, accountant, records: used for every cost.
     """
 
     optimizer: Mechanism
@@ -51,7 +51,7 @@ class RunPlan:
         records: Any,
         public_stop: Any,
     ) -> "RunPlan":
-        """Fills in the defaults. Raises ValueError if one is missing, or for steps beyond a budget."""
+        """Fills in the defaults. Raises ValueError if steps or delta is missing, or for steps beyond a budget."""
         budget = optimizer.budget
         if epochs is not None:
             if steps is not None:
@@ -87,7 +87,7 @@ class RunPlan:
         return run
 
     def epsilon(self, steps_or_state: Any) -> float:
-        """`dpx.epsilon` without its warning about a large delta, which a run gives once."""
+        """Computes `dpx.epsilon` without warning about a large delta, because a run has already warned."""
         cost = cost_of_run(self.optimizer, steps_or_state, records=self.records)
         return cost.profile(self.accountant).epsilon(self.delta)
 
@@ -127,7 +127,7 @@ def require_optax_transforms(state: Tree):
 def require_report_facts(tuning: Any, name: str | None, dataset: str | None) -> Any:
     """Checks the facts of the report before the run, not when the report is written. Returns `tuning`.
 
-    The cost of a search is refused: it covers the run that the search made, not another run with the same settings.
+    Refuses the cost of a search: it covers the run that the search made, not another run with the same settings.
     """
     require_one_line_names(name, dataset)
     if tuning is not None and not (isinstance(tuning, str) and tuning == "public"):
@@ -169,9 +169,9 @@ class Payment:
         return cost_of_run(self.run.optimizer, steps, terms.relation, records=terms.records).event
 
     def pay(self, carry: Carry, folder: Any):
-        """Charges the ledger for all planned steps, once for a run that continues in its folder. Runs in every process.
+        """Charges the ledger for all planned steps, once even if the run resumes in its folder. Runs in every process.
 
-        Raises ValueError if the ledger refuses the run, or if it is missing and the plan exceeds the steps it paid for.
+        Raises ValueError if the ledger refuses the run, or if none is given for more steps than a ledger has paid for.
         """
         self.planned = max(self.run.steps, read_run_facts(carry.state).steps)
         if self.ledger is not None:
@@ -203,15 +203,15 @@ class Payment:
             processes.from_first_process(lambda: self._charge_whole_epochs(self.ledger, made))
 
     def _charge_whole_epochs(self, ledger: Any, made: int):
-        """Charges whole epochs, or whole turns of cyclic groups, because one that has begun costs as much as its least
-        noise, which may be that of a step that was not made."""
+        """Charges for whole epochs, or whole rounds of cyclic groups. One that has begun costs what its least noise
+        costs, even if that is the noise of a step that was not made."""
         sampling = self.run.optimizer.sampling
         epoch = max(sampling.group_count, sampling.steps_per_exact_epoch)
         whole = min(math.ceil(made / epoch) * epoch, self.planned)
         ledger.end(ledger.entries[self.number], self._event(whole), steps=made)
 
     def ledger_caveats(self) -> tuple[str, ...]:
-        """The report's lines about the run's entry in the ledger, if there is one. Runs in every process."""
+        """The report's lines about the run's entry in the ledger, if a ledger was given. Runs in every process."""
         return () if self.ledger is None else tuple(processes.from_first_process(lambda: self._caveats(self.ledger)))
 
     def _caveats(self, ledger: Any) -> list[str]:

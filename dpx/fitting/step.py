@@ -1,7 +1,7 @@
 """One compiled step of a run: gradient, noise and optimizer. It reuses the memory of the parameters it replaces.
 
-Arrays in the functions' closures are arguments of the program, not constants. So neither the program nor any cache of
-it holds a noise key, and runs with different seeds share one program.
+Arrays that the functions close over become arguments of the program, not constants. So neither the program nor any
+cache of it holds a noise key, and runs with different seeds share one program.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -50,10 +50,10 @@ class BatchLosses(NamedTuple):
 
 
 def first_carry(params: Tree, optimizer: Mechanism, sharding: Any) -> Carry:
-    """Returns the carry before the first step, in its own arrays.
+    """Returns the carry before the first step, with copies of the arrays.
 
-    sharding: the batches' sharding. If it has a mesh, arrays not on it are replicated over it. This happens after
-        `init`, which may combine arrays, because arrays on Explicit axes cannot be combined with others outside jit.
+    sharding: the batches' sharding. If it has a mesh, all other arrays are replicated over the mesh. This happens after
+        `init`, which may combine arrays: outside jit, those on Explicit axes cannot be combined with others.
     """
 
     def replicated_leaf(tree):
@@ -97,7 +97,7 @@ def compiled_step(
 def compiled_step_in_chunks(
     loss: Callable, optimizer: Mechanism, loss_at: Callable, carry: Carry, sharding: Any, options: dict
 ) -> Callable[[Carry, Iterator[Batch]], tuple[Carry, BatchLosses]]:
-    """`compiled_step` for a batch in chunks: compiles one function that adds a chunk and one that releases the sums."""
+    """Like `compiled_step`, for a batch in chunks: compiles a function that adds a chunk and one that releases sums."""
     in_chunks = private_updates_in_chunks(loss, optimizer, sharding=sharding, **options)
     in_chunks = with_inspector(in_chunks, _warn_of_loss_once(optimizer))
 
@@ -125,7 +125,7 @@ def compiled_step_in_chunks(
 
 
 def _carry_shardings(carry: Carry, sharding: Any) -> Any:
-    """On a mesh, the shardings of the carry, which every step keeps. None leaves the choice to jax."""
+    """The shardings of the carry on a mesh, which every step keeps; None lets jax choose."""
     return jax.tree.map(lambda leaf: leaf.sharding, carry) if isinstance(sharding, NamedSharding) else None
 
 
@@ -150,7 +150,7 @@ def _sum_of_training_losses(unreleased: Any, batch: Batch) -> tuple[jax.Array, A
 class CompiledByShapes:
     """A function of pytrees of arrays, compiled once for each set of shapes.
 
-    A call deletes the arrays of the arguments `donate_argnums`. out_shardings: passed to `jax.jit`. sharding: that of
+    A call deletes the arrays in the arguments `donate_argnums`. out_shardings: passed to `jax.jit`. sharding: that of
     the batches; if its mesh has no Explicit axes, arrays in the function's closure are replicated over it, once.
     """
 
@@ -190,7 +190,7 @@ class CompiledByShapes:
 
 
 def replicated(array: jax.Array, sharding: Any) -> jax.Array:
-    """Replicates `array` over the mesh of `sharding`, if there is one and the array does not lie on it.
+    """Replicates `array` over the mesh of `sharding`, unless there is no mesh or the array is already on it.
 
     If the mesh spans several processes, a local array must have the same values in each of them.
     """

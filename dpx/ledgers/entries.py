@@ -16,7 +16,7 @@ from dpx.values import described
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerEntry:
-    """The record of one release, such as a statistic or a whole run, from when it is reserved.
+    """One release in a ledger, such as a statistic or a whole run, from its reservation on.
 
     number: int, its index in the ledger. event: its cost, an event of dp-accounting or of dpx. words: what it is.
     date: the UTC date on which it was reserved, such as "2026-01-31". part: name of the part of the data, None for all.
@@ -24,7 +24,7 @@ class LedgerEntry:
     marks: ints that tell its keys apart without revealing them. planned: whether it was reserved before anything was
         released. charge: its cost in the unit of the filter; nothing if it was planned.
     made: whether it may have been released. holder: mark of the folder of its run, "" for none.
-    steps: int, the number of steps after which its run ended, or None. credit: what ending early gave back, with coins.
+    steps: int, the number of steps after which its run ended, or None. credit: its refund for ending early.
     """
 
     number: int
@@ -43,7 +43,7 @@ class LedgerEntry:
     credit: Spent = NOTHING
 
     def reservation_line(self) -> dict[str, Any]:
-        """The line that reserves it."""
+        """The line of the file that reserves this release."""
         names = ("number", "words", "date", "part", "numbers", "in_integers", "marks", "planned")
         return {name: getattr(self, name) for name in names} | {
             "event": encode_value(self.event),

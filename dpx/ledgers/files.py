@@ -16,7 +16,7 @@ def make_folder(path: Path):
 
 
 def acquire_lock(path: Path) -> FileLock:
-    """Acquires and returns the lock of a folder. The program holds it until it releases it or exits.
+    """Acquires and returns the lock of a folder. The program holds the lock until it exits or releases it.
 
     Raises ValueError if another program holds it.
     """
@@ -37,7 +37,7 @@ def read_json(path: Path) -> Any:
 
 
 def replace_file(path: Path, text: str):
-    """Replaces the file atomically. Only its owner can read the new one, which survives a loss of power."""
+    """Replaces the file atomically. Only its owner can read the new file, which survives a loss of power."""
     part = path.with_name(f"{path.name}.part")
     part.unlink(missing_ok=True)  # left by a killed program, perhaps readable by others
     with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
@@ -49,7 +49,7 @@ def replace_file(path: Path, text: str):
 
 
 def fsync_folder(folder: Path):
-    """Ensures that no older file reappears under a name in the folder after a loss of power."""
+    """Ensures that no replaced file of the folder reappears after a loss of power."""
     if hasattr(os, "O_DIRECTORY"):
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         os.fsync(opened)

@@ -84,7 +84,7 @@ class PrivacyLedger:
     records: int, at least 1, the most units that the protected person owns.
     relation: how neighboring data sets differ, for every release.
 
-    Raises ValueError for arguments outside these ranges, a new file without a budget, and a file with a different one.
+    Raises ValueError for arguments outside these ranges, a new file without a budget, and a file with another budget.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class PrivacyLedger:
         part: name of the part of the data that it reads. The partition must be public, with each unit in one part only.
             Releases about other parts cost its members nothing.
         unit: what the data hold, in words, to compare with the ledger's unit; None skips the check.
-        holder: mark of the folder of its run. The run may continue there without being charged again.
+        holder: mark of its run's folder. The run may continue there without being charged again.
 
         Raises ValueError for an event that the budget does not allow or that has no bound; for a key that was used
             before; for another unit; for a part if neighbors differ by replacement, because a replacement may be in
@@ -162,10 +162,10 @@ class PrivacyLedger:
         """Ends a run early and gives back the cost of its remaining steps, if these are Gaussians on all data or on
         Poisson samples. Gives nothing back for several records, because their noise multipliers are rounded to a few.
 
-        Whatever decides where it ends, such as a private evaluation that the ledger has paid for, no step may follow.
+        Anything may decide where it ends, such as a private evaluation that the ledger paid for; no step may follow.
 
         entry: the run's entry, already made. event: the event of the steps taken. steps: int, how many were taken. Does
-        nothing if the run already ended there. Raises ValueError if it ended elsewhere, or for other steps.
+        nothing if the run already ended there. Raises ValueError if it ended elsewhere, or if `event` has other steps.
         """
         with self._lock:
             stored = self.entries[entry.number]
@@ -183,10 +183,10 @@ class PrivacyLedger:
 
     @property
     def odometer(self) -> float:
-        """Epsilon at the ledger's delta of everything reserved or made so far, valid at all times simultaneously.
+        """The epsilon, at the ledger's delta, of everything reserved or made so far, valid at all times simultaneously.
 
-        It holds even for a reader whose stopping time depends on what was released. It is at most the budget, and above
-        `epsilon`, which is for a time chosen in advance and subtracts what was given back.
+        It holds even for a reader who decides by what was released when to read it. It is at most the budget, and above
+        `epsilon`, which is for a time chosen in advance and subtracts refunds.
         """
         return min(self.terms.epsilon, max(self._odometer(group) for group in _entries_by_part(self.entries)))
 
@@ -204,7 +204,7 @@ class PrivacyLedger:
 
     @property
     def epsilon(self) -> float:
-        """Epsilon at the ledger's delta of everything reserved or made, as if it had all been chosen in advance.
+        """The epsilon, at the ledger's delta, of everything reserved or made, as if it had all been chosen in advance.
 
         If earlier releases decided later ones, rely on the budget or on `odometer` instead.
         """
@@ -269,7 +269,7 @@ class PrivacyLedger:
         return entry
 
     def _hashable_event(self, event: Any, words: Any, numbers: Any, part: Any, unit: Any) -> DpEvent:
-        """`event` in hashable form. Raises ValueError for arguments that the ledger's terms do not allow."""
+        """Returns `event` in hashable form. Raises ValueError for arguments that the ledger's terms do not allow."""
         if not isinstance(event, DpEvent):
             raise ValueError(f"event must be a DpEvent, such as optimizer.event(steps), got {described(event)}")
         event = as_hashable(event)
@@ -295,7 +295,7 @@ class PrivacyLedger:
         return event
 
     def _new_entry(self, entries: Sequence[LedgerEntry], **given: Any) -> LedgerEntry:
-        """The entry for one more release. Raises ValueError if the budget does not allow it."""
+        """Creates the entry for one more release. Raises ValueError if the budget does not allow it."""
         facts = {"in_integers": current_place().platform == "tpu", "date": datetime.now(UTC).date().isoformat()}
         fixed = LedgerEntry(number=len(entries), planned=True, charge=NOTHING, **facts, **given)
         planned = not any(entry.made for entry in entries) and self._can_compose([*entries, fixed])
@@ -321,7 +321,7 @@ class PrivacyLedger:
         return chosen
 
     def _budget_allows(self, entries: Sequence[LedgerEntry]) -> bool:
-        """Whether the budget allows these entries. Unless all were planned, coins take their share of delta."""
+        """Whether the budget allows these entries. Unless all were planned, the coins take a share of delta."""
         most = self.terms.filter.limits
         for group in _entries_by_part(entries):
             spent, coins = _total_spent(group), 0.0 if all(entry.planned for entry in group) else most.delta
@@ -341,7 +341,7 @@ class PrivacyLedger:
         return all(from_event(entry.event).costed_by_dpx for entry in fixed)
 
     def _epsilon(self, group: Sequence[LedgerEntry], coins: float | None = None) -> float:
-        """Epsilon of the entries that count for one part. coins: their probability, or None for that of the entries."""
+        """The epsilon of the entries that count for one part. coins: their delta; None takes that of the entries."""
         fixed, spent = [entry for entry in group if entry.planned], _total_spent(group)
         spent = spent if coins is None else spent._replace(delta=coins)
         if not fixed:
@@ -349,7 +349,7 @@ class PrivacyLedger:
         return self._joint_profile(fixed, spent.precision).epsilon(self.terms.delta - spent.delta)
 
     def _joint_profile(self, entries: Sequence[LedgerEntry], precision: float = 0.0, *, curve: bool = False) -> Profile:
-        """The profile of the entries, composed with a Gaussian of precision mu^2."""
+        """The joint privacy profile of the entries, and of a Gaussian of precision mu^2 if that is not 0."""
         events = [entry.event for entry in entries]
         events += [GaussianDpEvent(precision**-0.5)] if precision > 0 else []
         event = events[0] if len(events) == 1 else dp_accounting.ComposedDpEvent(events)
@@ -378,12 +378,12 @@ def _entries_by_part(entries: Sequence[LedgerEntry]) -> list[list[LedgerEntry]]:
 
 
 def _without_refunds(entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
-    """The entries without what was given back: their cost is also an upper bound."""
+    """Returns the entries without their refunds, whose cost is also an upper bound."""
     return [replace(entry, credit=NOTHING) for entry in entries]
 
 
 def _total_spent(entries: Sequence[LedgerEntry]) -> Spent:
-    """The cost of the entries in the unit of the filter, less what was given back; rounded up."""
+    """The cost of the entries in the unit of the filter, less their refunds; rounded up."""
     charged = math.fsum(entry.charge.precision for entry in entries) * (1 + 1e-12)
     precision = charged - math.fsum(entry.credit.precision for entry in entries) * (1 - 1e-12)
     coins = math.fsum(entry.charge.delta + entry.credit.delta for entry in entries)
@@ -391,7 +391,7 @@ def _total_spent(entries: Sequence[LedgerEntry]) -> Spent:
 
 
 def _remaining_event(event: DpEvent, made: DpEvent) -> DpEvent:
-    """The event of the releases in `event` but not in `made`. Raises ValueError if `made` has others."""
+    """The event of the releases in `event` but not in `made`. Raises ValueError if `made` has any other release."""
     planned, left = from_event(event), dict(from_event(event).counts)
     for loss, count in from_event(made).counts.items():
         left[loss] = left.get(loss, 0) - count
@@ -403,10 +403,10 @@ def _remaining_event(event: DpEvent, made: DpEvent) -> DpEvent:
 def _existing_entry(
     entry: LedgerEntry, event: DpEvent, marks: tuple[int, ...], part: str | None, holder: str, numbers: int
 ) -> LedgerEntry:
-    """The existing entry for a key: a matching reservation, or a run that continues in its own folder.
+    """Returns the existing entry for a key: a matching reservation, or a run that continues in its own folder.
 
-    Raises ValueError for anything else, because it would repeat the noise of an earlier release; and for more numbers,
-    or noise drawn in integers, than was paid for, because that costs more.
+    Raises ValueError for anything else, because it would repeat the noise of an earlier release; and for more numbers
+    than were paid for, or noise drawn in integers that was not, because both cost more.
     """
     dearer = numbers > entry.numbers or (current_place().platform == "tpu" and not entry.in_integers)
     if dearer or (entry.event, entry.marks, entry.part) != (event, marks, part):
@@ -459,7 +459,7 @@ def ledger_sections(ledger: Any) -> tuple[Section, ...]:
 
 
 def _describe_entry(entry: LedgerEntry) -> str:
-    """An entry in one sentence."""
+    """Describes an entry in one sentence."""
     charged, returned = (f"{spent.precision**0.5:.3g}" for spent in (entry.charge, entry.credit))
     parts = [entry.words, *([f"of part {entry.part!r}"] if entry.part is not None else [])]
     parts += [from_event(entry.event).in_one_line(), *([] if entry.made else ["reserved, not made"])]

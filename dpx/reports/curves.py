@@ -26,7 +26,7 @@ class EpsilonOverSteps(NamedTuple):
 
     steps: int64 (points,), increasing. epsilon: float64 (points,), upper bounds on epsilon after that many steps.
     delta: float, the delta of these epsilons. by_epoch: bool, whether the first step of an epoch costs as much as the
-        whole epoch; then the steps are the first one and the ends of epochs, and in between the later epsilon is spent.
+        whole epoch; then the steps are the first one and the ends of epochs, and between two, the later epsilon holds.
     records: int, the most records of the person whom epsilon protects; 1 is one unit that the sampling draws.
     """
 
@@ -43,7 +43,7 @@ class DeltaOverEpsilon(NamedTuple):
     """Delta as a function of epsilon.
 
     epsilon: float64 (points,), as given. delta: float64 (points,), an upper bound at each epsilon.
-    records: int, the most records of the person whom they protect; 1 is one unit that the sampling draws.
+    records: int, the most records of the person whom epsilon protects; 1 is one unit that the sampling draws.
     """
 
     epsilon: np.ndarray
@@ -158,7 +158,7 @@ def trade_off(
 def plot_epsilon_over_steps(curve: EpsilonOverSteps, *, axes: Any = None, label: str | None = None) -> Any:
     """Draws the curve on matplotlib `axes`, new ones by default, and returns them.
 
-    It is a staircase if the first step of an epoch costs the whole epoch. label: the curve's label in a legend.
+    The curve is a staircase if the first step of an epoch costs the whole epoch. label: the curve's label in a legend.
     """
     axes = labeled_axes(
         axes, "steps of the run", f"epsilon spent at delta {rounded_up(curve.delta, 6)}{for_whom(curve.records)}"

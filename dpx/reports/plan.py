@@ -65,7 +65,7 @@ class PlannedSampling(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SamplingPlan:
-    """The noise that a budget needs with each sampling; `str` has a table, a recommendation and what dpx refuses.
+    """The noise that a budget needs with each sampling; `str` gives a table, a recommendation and what dpx refuses.
 
     runs: one for each sampling, Poisson first. epochs: float. epsilon, delta: floats, the budget of each single run.
     records: int, the most examples that one person owns.
@@ -252,7 +252,7 @@ class PlannedRun(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class NoisePlan:
-    """The noise that a budget needs, for several batch sizes and epochs; `str` has that table, and one of samplings.
+    """The noise that a budget needs, for several batch sizes and epochs; `str` has a table of it, and one of samplings.
 
     runs: sorted by epochs, then by batch size. examples: int. epsilon, delta: floats, the budget of each single run.
     accountant: the accountant that found the noise. records: int, the most examples that one person owns.
@@ -269,7 +269,7 @@ class NoisePlan:
 
     @property
     def suggested(self) -> PlannedRun:
-        """The smallest batch, at the first number of epochs, whose noise of the run is at most 1.25 times the least.
+        """The smallest batch, at the first number of epochs, whose run has at most 1.25 times the least noise.
 
         The whole data set is suggested only if no other size was requested.
         """
@@ -313,7 +313,7 @@ class NoisePlan:
     def plot(self, *, axes: Any = None) -> Any:
         """Draws the noise of the run over the batch size, one line for each number of epochs, on matplotlib `axes`.
 
-        Makes new axes by default; returns them. Leaves out labels of batch sizes that would overlap.
+        Makes new axes by default, and returns the axes. Leaves out batch sizes whose labels would overlap.
         """
         axes = labeled_axes(axes, "expected batch size", "noise of the run, in clip norms")
         groups: dict[float, list[PlannedRun]] = {}
@@ -364,8 +364,8 @@ def plan_noise(
     Every step is a Poisson-sampled Gaussian release, or a plain Gaussian one if the batch is the whole data set.
 
     As batches grow, the noise of the run falls, and so does the number of steps. A good choice is the smallest batch
-    size beyond which the noise hardly falls. For it, the printed plan also says what each sampling needs, and
-    recommends one; `dpx.reports.plan_samplings` does that for any size. It reads no data, so it costs no privacy.
+    size beyond which the noise hardly falls. For this size, the printed plan also says what each sampling needs, and
+    recommends one; `dpx.reports.plan_samplings` does that for any size. The plan reads no data, so it costs no privacy.
     Raises ValueError for arguments outside these ranges.
     """
     examples = require_whole("examples", examples)

@@ -13,7 +13,7 @@ _LINE, _GUESS = "#0072b2", "#444"  # blue and grey: distinct for the color-blind
 
 
 def attack_svg(curve: Sequence[tuple[float, float]], unit: str) -> str:
-    """Draws, as an SVG, the largest true-positive rate at each false-positive rate, and guessing, on logarithmic axes.
+    """Draws an SVG of the largest true-positive rate at each false-positive rate, and of guessing, on logarithmic axes.
 
     curve: at least two rising pairs (false-positive rate, bound on the true-positive rate), in (0, 1]. Rates below 1e-4
         are not drawn. unit: whom epsilon protects, in words.
@@ -104,7 +104,7 @@ def page_as_text(title: str, sections: Sequence[Section]) -> str:
 
 
 def page_as_markdown(title: str, sections: Sequence[Section]) -> str:
-    """Formats a page as Markdown. Its words are escaped, so no HTML remains that a browser would interpret."""
+    """Formats a page as Markdown. Escapes its words, so that a browser finds no HTML in them."""
     parts = [f"# {_escaped(title)}"]
     for section in sections:
         parts.append(f"## {_escaped(section.title)}")
@@ -144,7 +144,7 @@ _COLORS, _LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7"), ("-", "--", "-."
 def labeled_axes(axes: Any, x: str, y: str) -> Any:
     """Labels both axes of a matplotlib plot, or of a new one for None; imports matplotlib only here.
 
-    If the axes are empty, gives curves different colors and line styles, unless the user has set another cycle.
+    If the axes are empty, gives curves different colors and line styles, unless the user has set another style cycle.
     """
     import matplotlib
 

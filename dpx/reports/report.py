@@ -137,7 +137,7 @@ class PrivacyReport:
         return path
 
     def write(self, folder: str | Path, *, name: str = "privacy_report") -> tuple[Path, Path]:
-        """Writes `name`.json and `name`.md into a folder, creates it if needed, and returns their paths."""
+        """Writes `name`.json and `name`.md into a folder, which it creates if needed, and returns both paths."""
         if Path(folder).suffix in (".html", ".json", ".md"):
             raise ValueError(f"folder must not be a file, which report.save(path) writes; got {str(folder)!r}")
         return self.save(Path(folder) / f"{name}.json"), self.save(Path(folder) / f"{name}.md")
@@ -233,7 +233,7 @@ def require_one_line_names(name: str | None, dataset: str | None):
 
 
 def _checked_unit(recorded: int, unit: str | None) -> str:
-    """Returns the unit in words. recorded: its mark, 0 if unknown. Raises ValueError if `unit` contradicts it."""
+    """Returns the unit in words. recorded: its mark, or 0 if unknown. Raises ValueError if `unit` contradicts it."""
     known = {0: "example"} | {unit_mark(name): name for name in ("example", "user")}
     if unit is not None:
         unit_mark(unit)  # raises ValueError unless it is a name
@@ -413,7 +413,7 @@ def _guarantee_as_bet(report: PrivacyReport, unit: str) -> tuple[str, ...]:
 
 
 def _how_strong(report: PrivacyReport, unit: str) -> tuple[str, ...]:
-    """Explains epsilon and delta, and says how strong this epsilon is called."""
+    """Explains epsilon and delta, and says whether this epsilon is called strong, reasonable or weak."""
     if math.isinf(report.spent):
         return ()
     grades = ((1, "strong"), (10, "reasonable"), (math.inf, "weak"))

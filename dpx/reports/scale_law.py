@@ -29,7 +29,7 @@ class MeasuredRun(NamedTuple):
 
 
 class ScaledRun(NamedTuple):
-    """One row of a plan. parameters: int. run: from the `NoisePlan`. loss: float, predicted by the law."""
+    """One row of a `ScalePlan`. parameters: int. run: from the `NoisePlan`. loss: float, predicted by the law."""
 
     parameters: int
     run: PlannedRun
@@ -40,7 +40,7 @@ class ScaledRun(NamedTuple):
 class ScaleLaw:
     """Predicts the loss of a run from its parameters, steps and step noise, within the range of the measured runs.
 
-    levels: three rising tuples, the measured parameters, steps and step noises. losses: float, one axis for each.
+    levels: three rising tuples, the measured parameters, steps and step noises. losses: float, with one axis for each.
     Between the levels, the loss is linear in the logarithms.
     """
 
@@ -63,7 +63,7 @@ class ScaleLaw:
 
     @property
     def held_out_error(self) -> float:
-        """The root mean square error of the law at levels that are left out; NaN if there are only two of each."""
+        """The law's root mean square error at levels that are left out in turn; NaN if there are only two of each."""
         missed = []
         for axis, levels in enumerate(self.levels):
             for place in range(1, len(levels) - 1):
@@ -137,7 +137,7 @@ class ScalePlan:
 
 
 def fit_scale_law(runs: Iterable[MeasuredRun]) -> ScaleLaw:
-    """Fits a law to small runs, from which to choose the model size, batch size and steps for a budget.
+    """Fits a law to small runs, so that you can choose the model size, batch size and steps for a budget.
 
         law = dpx.reports.fit_scale_law(runs)
         print(law.plan(dpx.plan_noise(examples=10**6, epsilon=2.0, delta=1e-7)))

@@ -42,7 +42,7 @@ class Batch(NamedTuple):
 
 
 def require_batch(batch: Any) -> Batch:
-    """Returns `batch`. Raises ValueError if it does not say which rows count, or its arrays differ in their rows."""
+    """Returns `batch`. Raises ValueError unless it says which rows count, and its arrays have equally many rows."""
     if isinstance(batch, Batch):
         batch_size(batch.examples)
         return batch
@@ -174,7 +174,7 @@ def step_key(key: jax.Array, step: int) -> jax.Array:
 def toss_coins(key: jax.Array, examples: int, probability: float) -> jax.Array:
     """Draws which examples take part, bool (examples,): each with `probability` rounded down to a multiple of 2^-64.
 
-    The cost assumes `probability`, which is therefore at least the rate of the coin. The divisor stays the public one.
+    The cost assumes `probability`, which is at least the rate of the coin. The divisor does not change.
     """
     if probability == 1:
         return jnp.ones(examples, bool)
@@ -190,7 +190,7 @@ def toss_coin_per_step(key: jax.Array, steps: int, rate: float) -> jax.Array:
 
 
 def draw_step_per_epoch(key: jax.Array, steps: int, epoch: int, places: int, size: int = 1) -> jax.Array:
-    """Draws one of `places` positions in each epoch, `size` of them to a step: True at its step, bool (steps,)."""
+    """Draws a position below `places` in each epoch, and marks its step, bool (steps,). A step has `size` positions."""
     drawn = jax.random.randint(keys.public_key(key), (-(-steps // epoch), 1), 0, places) // size
     return (jnp.arange(epoch)[None] == drawn).reshape(-1)[:steps]
 
@@ -204,7 +204,7 @@ def require_enough_rows(drawn: np.ndarray, size: int):
 
 
 def padded_row_count(drawn: int, usual: int) -> int:
-    """Returns the usual row count of a batch of varying size or, for a larger batch, the next multiple of 1/8 of it."""
+    """Returns the usual row count or, if more examples were drawn, the next multiple of an eighth of it."""
     return usual if drawn <= usual else round_up(drawn, max(1, usual // 8))
 
 
@@ -259,8 +259,8 @@ draw_bits = jax.jit(streams.draw_bits, static_argnums=1)
 def random_order(key: jax.Array, examples: int, count: int) -> np.ndarray:
     """Returns the first `count` examples of a uniformly random order, int32 (count,).
 
-    Each example draws 128 random bits, by which they are sorted. The order is uniform unless two examples draw the same
-    bits, which has a probability below N^2 / 2^129: 2^-67 for 2^31 examples, the most that an index can count.
+    Examples are sorted by 128 random bits each. The order is uniform unless two examples draw the same bits, which has
+    a probability below N^2 / 2^129: 2^-67 for 2^31 examples, the most that an index can count.
     """
     words = list(map(np.asarray, draw_bits(keys.key_words(key), examples)))
     high = words[0].astype(np.uint64) << np.uint64(32) | words[1]

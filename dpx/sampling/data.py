@@ -2,7 +2,7 @@
 
 A row may depend only on its index or, for random items, also on the step and the key of the batches. Then the coins of
 one example cannot change the row of another, and a step that is repeated after a kill or an exception reads the same
-rows. dpx cannot prove this of a source, so it reads some rows a second time, each one alone and the last one first.
+rows. dpx cannot prove this of a source, so it reads some rows again, one at a time and starting with the last.
 """
 
 import contextlib
@@ -52,8 +52,8 @@ class CheckedData:
             )
 
     def read_included_rows(self, indices: np.ndarray, included: np.ndarray, step: int) -> Tree:
-        """Returns rows, with the B rows on axis 0, and zeros in those that are not included. So no program sees an
-        example that was not drawn. indices: int32 (B,). included: bool (B,).
+        """Returns B rows, on axis 0, with zeros in those that are not included, so that no program sees an example that
+        was not drawn. indices: int32 (B,). included: bool (B,).
 
         Raises ValueError if the items of a source differ in structure, shape or dtype, or if a row differs when it is
         read again.
@@ -70,7 +70,7 @@ class CheckedData:
 
     @functools.cached_property
     def some_rows(self) -> Tree:
-        """Returns MARKED rows of arrays, or MARKED_ITEMS of a source, whose items may be slow to read; on axis 0."""
+        """Returns MARKED rows of arrays, on axis 0; of a source, whose items may be slow to read, MARKED_ITEMS."""
         many = MARKED_ITEMS if self._from_source else MARKED
         places = np.unique(np.linspace(0, self.examples - 1, many).astype(np.int32))
         if self._from_source:
@@ -78,11 +78,11 @@ class CheckedData:
         return jax.tree.map(lambda leaf: read_rows(leaf, places), self.data)
 
     def keyed_hash(self) -> int:
-        """A keyed hash of some rows, and of who owns the rows of a source; it reveals nothing without `key`.
-        Two data sets that differ in these have different marks, except with probability 2^-32.
+        """Hashes some rows, and who owns the rows of a source, with `key`, without which the hash reveals nothing. Two
+        data sets that differ in these have different hashes, except with probability 2^-32.
 
-        It detects processes that loaded different parts of the data or another order, and a run that continues with
-        other data, which would reveal the difference without noise.
+        The hash detects processes that loaded different parts of the data or another order, and a run that continues
+        with other data, which would reveal the difference without noise.
         """
         rows = jax.tree.leaves(self.some_rows)
         leaves = [np.asarray(jax.random.key_data(leaf) if keys.is_key(leaf) else leaf) for leaf in rows]
@@ -94,7 +94,7 @@ class CheckedData:
 
 
 def _with_repeated_reads(source: Any, read: Callable[[np.ndarray, int], Tree]) -> Callable[[np.ndarray, int], Tree]:
-    """Wraps `read` to read some rows a second time. source: the object by which earlier readings are counted."""
+    """Wraps `read` so that it reads some rows again, and compares. source: the object whose reads it counts."""
     count = _READ.get(id(source), [0])
     if id(source) not in _READ:
         with contextlib.suppress(TypeError):  # raised if it does not support weak references
@@ -143,7 +143,7 @@ _taken = jax.jit(lambda array, indices, included: zero_excluded_rows(array[indic
 
 
 def _zero_excluded_in_place(rows: Any, included: np.ndarray) -> Any:
-    """Returns `zero_excluded_rows`; changes a numpy array in place, so the caller must hold the only reference."""
+    """Like `zero_excluded_rows`, but changes a numpy array in place, so the caller must hold the only reference."""
     if isinstance(rows, jax.Array):
         return zero_excluded_rows(rows, included)
     rows[~included] = 0
@@ -156,7 +156,7 @@ def length_of(data: Any) -> int:
 
 
 def unit_of(data: Any) -> str:
-    """Returns the name of what one item of `data` is: its `privacy_unit`, which `dpx.UserData` has, or "example"."""
+    """Names what one item of `data` is: its `privacy_unit`, which `dpx.UserData` has, or "example"."""
     unit = getattr(data, "privacy_unit", "example")
     return unit if isinstance(unit, str) else "example"
 
@@ -192,13 +192,13 @@ def read_rows(array: Any, indices: np.ndarray) -> Any:
 
 
 def _copied_array(leaf: Any) -> np.ndarray:
-    """Returns a copy, because a source may reuse its buffer. (torch tensors warn if they are given to `np.array`.)"""
+    """Returns a copy, because a source may reuse its buffer. (`np.array` would warn about torch's tensors.)"""
     refuse_mask(leaf)
     return np.asarray(leaf).copy()
 
 
 def _item_reader(source: Any, key: jax.Array) -> Callable[[np.ndarray, int], Tree]:
-    """Returns the function that reads items of a source. Reads item 0 at once, because all items must be like it."""
+    """Returns a function that reads a source's items. Reads item 0 at once, because all others must be alike."""
     chance, several = getattr(source, "random_item", None), getattr(source, "__getitems__", None)
     first = source[0] if chance is None else chance(0, generators_of_items(key, 0)(0))
     expected = _describe(jax.tree.map(np.asarray, first))
@@ -288,7 +288,7 @@ def require_plain_arrays(data: Any):
 
 
 def refuse_mask(leaf: Any):
-    """Raises ValueError for a masked array, because NumPy and JAX drop the mask, and then hidden elements count."""
+    """Raises ValueError for a masked array, because NumPy and JAX drop the mask, and count what it hides."""
     if isinstance(leaf, np.ma.MaskedArray):
         raise ValueError(
             f"data must hold arrays without a mask, got {described(leaf)}: its mask would be lost, and what it hides "

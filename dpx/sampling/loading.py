@@ -63,7 +63,7 @@ class LoadingSettings:
 
 
 def load_batches(sampling: Any, data: Any, key: jax.Array, steps: range, loading: LoadingSettings) -> Generator[Any]:
-    """Yields the batches of `steps`, drawn by a sampling record, or an iterator of chunks for each if chunked.
+    """Yields the batch of each of `steps`, drawn by a sampling, or an iterator over its chunks.
 
     Raises ValueError if the data's length is not the sampling's, and if processes that load a batch together differ in
     their sampling, data, key or steps.
@@ -101,7 +101,7 @@ def require_same_run_in_processes(
 
 
 def split_draw(draw: Draw, drawn: DrawRecord, loading: LoadingSettings) -> Iterator[Piece]:
-    """Yields what is loaded at once: the whole draw of a step, or its chunks, at least one, all of the same size."""
+    """Yields what is loaded at once: the whole draw of a step, or one or more chunks of it, all of the same size."""
     if loading.chunk_size is None:
         yield pad_draw(draw, round_up(len(draw.indices), loading.shard_count)), drawn, True
         return

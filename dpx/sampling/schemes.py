@@ -45,7 +45,7 @@ _ROUNDING = 1e-12  # relative tolerance of a number of steps: 0.1 epochs of 30 s
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(abc.ABC):
-    """What mechanisms, accountants and training loops read of a sampling record.
+    """A sampling, as mechanisms, accountants and training loops see it.
 
     examples: size of the data set; a public number.
     relation: the neighboring relation under which `event` is true: "zero_out" (one example replaced by a null, which
@@ -65,7 +65,7 @@ class Sampling(abc.ABC):
     one_key: ClassVar[bool] = False
 
     def identity(self) -> tuple:
-        """Everything that decides which examples are drawn, as plain values. States remember it."""
+        """Everything that decides which examples are drawn, as plain values, which optimizer states remember."""
         return identity_by_fields(self)
 
     @property
@@ -101,7 +101,7 @@ class Sampling(abc.ABC):
 
     @property
     def draws_examples_independently(self) -> bool:
-        """Whether each example has its own coins, or always takes part; the cost of several records requires it."""
+        """Whether each example has its own coins, or always takes part; the cost of several records requires this."""
         return False
 
     @property
@@ -116,7 +116,7 @@ class Sampling(abc.ABC):
 
     @property
     def steps_per_public_epoch(self) -> int:
-        """`epoch` if the step that uses an example is not secret, so that an epoch costs one release; otherwise 0."""
+        """The `steps_per_exact_epoch` if an example's step is not secret, so that an epoch costs one release; or 0."""
         return self.steps_per_exact_epoch
 
     @functools.cached_property  # not a property, because `RandomAllocation` makes it a field
@@ -139,7 +139,7 @@ class Sampling(abc.ABC):
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         """Draws the examples that take part in one step, as arrays of a fixed shape for a jitted step.
 
-        key: a secret scalar PRNG key. step: int, the number of earlier steps in the whole run. It never restarts,
+        key: a secret scalar PRNG key. step: int, the number of earlier steps in the whole run. The step never restarts,
             because a step that is drawn twice has the same batch, but the cost assumes two independent ones.
         size: rows of the result, at least as many as take part; None takes the sampling's own size.
         Raises ValueError if step is not a whole number of at least 0, and if size is too small.
@@ -198,10 +198,10 @@ class Sampling(abc.ABC):
         size: int | None = None,
         beyond_budget: bool = False,
     ) -> Iterator[Any]:
-        """Returns an iterator over the batches of the next steps: those of `take`, loaded while the step before runs.
+        """Returns an iterator over the batches of the next steps: those of `take`, but loaded while earlier steps run.
 
-        Use each batch once, in order, with the state after the step before: a batch at another step makes the state
-        lose its cost. The state is read only in this call; after an interruption, call again with the last state.
+        Use each batch once, in order, with the state after the previous step: after a batch at another step, the state
+        has no known cost. The state is read only in this call; after an interruption, call again with the last state.
 
         data, key, size, beyond_budget: as in `take`. A thread reads the data if `prefetch` is above 0.
         state: the optimizer state before the first of the steps.
@@ -253,12 +253,12 @@ class Sampling(abc.ABC):
 
 
 def is_constant(noise_multipliers: np.ndarray) -> bool:
-    """Whether it is one number repeated by numpy, as `values_over` returns: then 10^9 steps cost no time or memory."""
+    """Whether numpy repeats one number, as in arrays from `values_over`: then 10^9 steps take no time or memory."""
     return len(noise_multipliers) > 0 and noise_multipliers.strides == (0,)
 
 
 def steps_by_multiplier(noise_multipliers: np.ndarray) -> tuple[tuple[float, int], ...]:
-    """Counts noise multipliers, float64 (steps,), as rising pairs (noise multiplier, number of steps)."""
+    """Returns rising pairs (noise multiplier, number of its steps). noise_multipliers: float64 (steps,)."""
     if is_constant(noise_multipliers):
         return ((float(noise_multipliers[0]), len(noise_multipliers)),)
     values, counts = np.unique(noise_multipliers, return_counts=True)

@@ -98,7 +98,7 @@ class UserData:
         return [(jax.tree.map(lambda leaf, i=i: leaf[i], examples), mask) for i, mask in enumerate(included)]
 
     def _rows_of_users(self, numbers: Any) -> np.ndarray:
-        """Returns which rows of the data the items of these users hold, item after item, int64 (rows,)."""
+        """Returns the rows of the data that the items of these users hold, one item after another, int64 (rows,)."""
         counts = self._counts[numbers]
         kept = np.minimum(counts, self.most)
         starts, counts, first, each = (
@@ -113,7 +113,7 @@ class UserData:
 
     @property
     def kept_rows(self) -> Tree:
-        """Returns the rows that the items hold, item after item and without padding: `data` with fewer rows."""
+        """Returns the rows that the items hold, one item after another and without padding: `data` with fewer rows."""
         return jax.tree.map(lambda leaf: np.asarray(read_rows(leaf, self._rows_of_users(slice(None)))), self._data)
 
 
@@ -150,9 +150,9 @@ def owner_array(users: Any) -> np.ndarray:
 def records_to_keep(owners: Any, *, most_records: int, first: First = "order") -> np.ndarray:
     """Chooses records to keep, int64 (kept,), sorted, so that nobody owns more than `most_records` of them.
 
-    It is greedy: a record is kept if each of its owners has fewer than `most_records` so far, so none of the others
-    could be added. The choice depends only on the owners, which must be public. If a private label or text decides who
-    owns a record, the choice leaks it. Compute the cost of a run with `records=most_records`.
+    The choice is greedy: a record is kept if each of its owners has fewer than `most_records` so far, so no other
+    record could be added. The choice depends only on the owners, which must be public. If a private label or text
+    decides who owns a record, the choice leaks it. Compute the cost of a run with `records=most_records`.
 
     owners: a sequence with a non-empty collection of integers or strings for each record; or a pair of arrays (owners,
         starts): record i is owned by owners[starts[i]:starts[i + 1]], where starts, int (N + 1,), goes from 0 to the

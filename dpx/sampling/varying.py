@@ -113,7 +113,7 @@ class PublicWeights:
 
 
 class CoinThresholds(NamedTuple):
-    """A coin is heads if its 64 bits are below two words, uint32 (examples,), or if `always`, bool (examples,)."""
+    """Coins are heads if their 64 bits are below these words, uint32 (examples,), or if `always`, bool (examples,)."""
 
     high: np.ndarray
     low: np.ndarray
@@ -210,7 +210,7 @@ class PoissonSampling(RandomSizeSampling):
         return self.weights.sampling_rate(self.weights.values, self.batch_size)
 
     def rate_of_weight(self, weight: float) -> float:
-        """Returns the rate of this weight. Raises ValueError without weights, or if it exceeds them all."""
+        """Returns the rate of this weight. Raises ValueError if there are no weights, or only smaller ones."""
         if self.weights is None:
             words = f"because the examples of {self} have no weights"
             raise ValueError(f"weight must be left out, {words}; got {described(weight)}")
@@ -221,7 +221,7 @@ class PoissonSampling(RandomSizeSampling):
 
     @property
     def unweighted_and_unlimited(self) -> bool:
-        """Whether there are no weights and no limit on the rows, so that coins of one rate decide who takes part."""
+        """Whether there are no weights and no limit on the rows, so that one rate decides who takes part."""
         return self.weights is None and not self.truncates
 
     @property
@@ -289,7 +289,7 @@ def _random_subset(drawn: np.ndarray, count: int, key: jax.Array, fitting: int) 
     """Draws a uniformly random subset of the drawn examples, int (count,), sorted.
 
     Keeping the first `count` instead would always favor the lowest indices, for which no cost is known.
-    fitting: at least the number of drawn examples, rounded up to few values, because each compiles a program.
+    fitting: at least the number of drawn examples, rounded up so that few values occur, as each compiles a program.
     """
     places = random_order(key, fitting, fitting)  # a random order of more places also orders the first ones randomly
     return np.sort(drawn[places[places < len(drawn)][:count]])
@@ -303,9 +303,9 @@ class RandomAllocationDpEvent(DpEvent):
     steps_per_epoch: t, int, the number of steps from which each example's step is drawn. If fewer are released, the
         epoch ended early, after a number of steps that was fixed in advance.
 
-    It holds for one example more or fewer and for a null in its place, if the examples' steps are independent. Epochs
-    compose if each draws new steps. The order within an epoch does not matter. dp-accounting's accountants refuse this
-    event; its cost is in `dpx/accounting/allocation.py`.
+    The event holds for one example more or fewer and for a null in its place, if the examples' steps are independent.
+    Epochs compose if each draws new steps. The order within an epoch does not matter. dp-accounting's accountants
+    refuse this event; its cost is in `dpx/accounting/allocation.py`.
     """
 
     # Small integers of numpy would wrap where they are added.
@@ -326,8 +326,8 @@ class RandomAllocation(RandomSizeSampling):
 
     The step of an example is 64 cipher bits of (key, epoch, example), modulo t. No step has a probability above
     (1 + t 2^-64) / t. The excess adds less than t 2^-64 to an epoch's epsilon, and costs leave this out. An epoch is
-    drawn once, as a list of the examples of each step, from parts of 2^20 examples. It takes 4 bytes of host memory for
-    each example (4 GB for 10^9).
+    drawn once, as a list of the examples of each step, from parts of 2^20 examples. The list takes 4 bytes of host
+    memory for each example (4 GB for 10^9).
 
     Neighbors differ by a null in place of one example, as for `PoissonSampling`. The cost of replacing an example is
     not known. All batches of a run must be drawn with one key, because several keys would give several allocations. An
@@ -391,7 +391,7 @@ class RandomAllocation(RandomSizeSampling):
 
 @functools.lru_cache(maxsize=1)
 def allocate_examples(words: bytes, examples: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the examples in the order of their steps, int32 (examples,), and where each begins, int64 (steps + 1,).
+    """Returns the examples in the order of their steps, int32 (examples,), and the starts of steps, int64 (steps + 1,).
 
     The result stays in memory, because every step of an epoch needs it.
     """

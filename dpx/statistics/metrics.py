@@ -139,7 +139,7 @@ class PrivateMetric:
 
     def release_and_name(self, params: Tree) -> str:
         """Releases the metric of these parameters and returns the release's name, which `fit` stores before it shows
-        the metric. If the values differ, so does the name, because the noise does too."""
+        the metric. If the values differ, so does the name, because their noise differs."""
         self(params)
         return self._names[_digest_of_arrays(params)]
 

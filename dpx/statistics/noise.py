@@ -62,7 +62,7 @@ class UnitSensitivity(NamedTuple):
 
 @dataclass(frozen=True)
 class Noise:
-    """Noise of a kind on integers. scale: the standard deviation of Gaussian noise, or t of Laplace noise."""
+    """Noise of one kind for integers. scale: the standard deviation of Gaussian noise, or t of Laplace noise."""
 
     kind: Kind
     scale: float

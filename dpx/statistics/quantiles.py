@@ -51,9 +51,9 @@ class Quantiles(Release):
     points: int
 
     def rank_error(self, confidence: float = 0.95) -> np.ndarray:
-        """Bounds the rank error of each answer, in values, at this confidence for each; float64 (quantiles,).
+        """Bounds how many ranks each answer is off, with this confidence for each answer; float64 (quantiles,).
 
-        It covers the noise, but neither sampling error nor the rounding of values to points.
+        The bound covers the noise, but neither sampling error nor the rounding of values to points.
         confidence: in (0, 1). Raises ValueError outside this range.
         """
         error = 1 - require_open_fraction("confidence", confidence)
@@ -125,14 +125,14 @@ def nearest_point_counts(values: np.ndarray, low: float, high: float, points: in
 
 
 def rank_distances(counts: np.ndarray, share: int) -> np.ndarray:
-    """u of every point for the quantile share / SHARES, int64 (points,), at least 0."""
+    """Returns the distance u of every point for the quantile share / SHARES, int64 (points,), at least 0."""
     above = SHARES * np.cumsum(counts)
     wanted = share * counts.sum()
     return np.maximum(np.maximum(above - SHARES * counts - wanted, wanted - above), 0)
 
 
 def exponential_weights(far: np.ndarray, share: int, epsilon: float, most: int) -> list[int]:
-    """The integer weights of the points. far: from `rank_distances`. most: the most values that one unit has."""
+    """Returns the integer weights of the points. far: from `rank_distances`. most: the most values of one unit."""
     with localcontext(prec=60) as context:
         rate = Decimal(epsilon) / (2 * max(share, SHARES - share) * most)
         last = min(int(_FALL * context.ln(Decimal(2)) / rate), 2**62)  # farther than 2^36 values of 2^20 shares

@@ -46,7 +46,7 @@ class StatisticRecords(NamedTuple):
 
     @property
     def without_values(self) -> "StatisticRecords":
-        """These facts without the values, so that a release may keep them."""
+        """A copy without the values, which a release may keep."""
         return self._replace(values=np.empty((0, self.values.shape[1]), self.values.dtype))
 
     def restore_shape(self, found: np.ndarray) -> Any:
@@ -109,7 +109,7 @@ class Release:
 
     value: float, or float64 (...). words: what it is. unit: what epsilon protects, such as "example"; neighbors have a
         null in place of one.
-    event: what the release costs. numbers: int, how many elements the cost of Gaussian noise's arithmetic is for.
+    event: what the release costs. numbers: int, the number of elements whose Gaussian arithmetic epsilon counts.
     noise: "gaussian", "laplace" or "exponential". noise_multiplier: float, the multiplier of this noise.
     """
 
@@ -137,8 +137,8 @@ class Statistic(Release):
     def interval(self, confidence: float = 0.95) -> tuple[Any, Any]:
         """Returns bounds on the true statistic of these records, each a float or float64 (...), like `value`.
 
-        They cover the noise and the rounding of the release, but not sampling error: if the records are a sample of a
-        population, add its variance. The confidence holds for each element separately.
+        The bounds cover the noise and the rounding of the release, but not sampling error: if the records are a sample
+        of a population, add its variance. The confidence holds for each element separately.
 
         confidence: in (0, 1). Raises ValueError outside this range.
         """
@@ -173,7 +173,7 @@ class StatisticRequest:
             )
 
     def choose_noise(self, records: StatisticRecords, effect: UnitSensitivity, size: int) -> tuple[Noise, float]:
-        """Returns noise for `size` sums, of the kind that deviates less if both may be used, and its multiplier."""
+        """Returns noise for `size` sums, and its multiplier; of two possible kinds, that with the smaller deviation."""
         kinds: list[Any] = [self.noise or "gaussian"]
         if self.noise is None and isinstance(self.noise_multiplier, Budget) and self.ledger is None:
             kinds = ["laplace", "gaussian"]
@@ -186,7 +186,7 @@ class StatisticRequest:
         return min(found, key=lambda each: each[0].deviation)
 
     def resolve_multiplier(self, records: StatisticRecords, event: Callable[[float], DpEvent], numbers: int) -> float:
-        """The noise multiplier, or the least within the budget. event: noise multiplier -> the event of one release."""
+        """Returns the noise multiplier, or the least in the budget. event: noise multiplier -> event of a release."""
         budget = self.noise_multiplier
         if not isinstance(budget, Budget):
             return float(budget)
@@ -204,7 +204,7 @@ class StatisticRequest:
     def release_noisy_sums(
         self, records: StatisticRecords, sums: np.ndarray, effect: UnitSensitivity, low: int, high: int, *, query: str
     ) -> tuple[np.ndarray, Noise, dict[str, Any]]:
-        """Adds noise to sums, int64 (...). Returns float64 (...), the noise, and the fields of its `Statistic`.
+        """Charges sums, int64 (...), and adds noise. Returns float64 (...), the noise, and fields of the `Statistic`.
 
         effect: that of one record. low, high: public bounds on the sums. query: the question and all public arguments.
         """
@@ -229,8 +229,8 @@ class StatisticRequest:
         query: str,
         sums: np.ndarray,
     ) -> tuple[DpEvent, jax.Array]:
-        """Charges a release to the ledger, for all k records of a person, who changes the sums k times as much. Returns
-        its event and the key of its noise. Raises ValueError for a key that was used, and where the ledger does."""
+        """Charges a release to the ledger, for all k records of a person, which change the sums k times as much.
+        Returns its event and its noise key. Raises ValueError for a used key, and if the ledger does."""
         own = key_of_query(self.key, query, sums)
         mark, answer = int(keys.mark_of_key(self.key)), int(keys.mark_of_key(own))
         if _ANSWERED.get(mark, answer) != answer:
@@ -283,8 +283,8 @@ def weighted_mean_bounds(
 ) -> tuple:
     """Bounds on sum_i w_i S_i / sum_i S_i, in [0, 1], float64 (...) each, from noisy cells of the sums S.
 
-    The true ratio f has sum_i (w_i - f) S_i = 0, so sum_i (w_i - f) cells_i is pure noise of a known half width. The f
-    that are consistent with it include the true one with a probability of at least 1 - error (Fieller 1954,
+    The true ratio f has sum_i (w_i - f) S_i = 0, so sum_i (w_i - f) cells_i is pure noise of a known half width. The
+    values of f that fit this noise include the true one with a probability of at least 1 - error (Fieller 1954,
     https://doi.org/10.1111/j.2517-6161.1954.tb00159.x). If they are not an interval, the bounds are 0 and 1.
 
     cells: float64 (number of weights, ...). weights: in [0, 1]. off: the most that rounding moves the weighted sum.
@@ -315,6 +315,6 @@ def weighted_mean_bounds(
 
 
 def safe_ratio(top: np.ndarray, bottom: np.ndarray, otherwise: float) -> np.ndarray:
-    """top / bottom, clipped to [0, 1]; `otherwise` where bottom is not positive."""
+    """Returns top / bottom, clipped to [0, 1], and `otherwise` where bottom is not positive."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(bottom > 0, np.clip(top / bottom, 0, 1), otherwise)

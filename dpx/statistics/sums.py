@@ -221,14 +221,14 @@ def release_mean(
 ) -> Statistic:
     """Releases the mean of the values that are not missing (NaN), each clipped to [low, high].
 
-    One release gives numerator and denominator, each with about the noise of a count: sums of k and of 2^24 - k quanta,
-    which add up to the count. If the noisy count is not positive, the mean is the middle of the bounds.
+    One release gives both numerator and denominator, each with about as much noise as a count. If the noisy count is
+    not positive, the mean is the middle of the bounds.
 
     data: (N,), or (N, columns) for a mean per column; or a `dpx.UserData` of such an array, for the mean over all
         records. low, high: public and finite, one number or one per column.
     complete: True promises that no value is missing. The divisor is then N, and the noise is smaller by a factor of 1.4
-        to 2. A missing value would count as the middle of the bounds. False for `dpx.UserData`, whose number of records
-        is private.
+        to 2. A missing value would count as the middle of the bounds. Must be False for `dpx.UserData`, whose number of
+        records is private.
     The other arguments and errors are those of `dpx.statistics`.
 
         >>> mean = dpx.statistics.release_mean(data[1], low=0, high=3, noise_multiplier=5.0, key=dpx.secret_key())
