@@ -11,7 +11,8 @@
     found = dpx.tuning.search(
         train, configurations=configurations, score=accuracy, optimizer=optimizer, key=key, trials=10, score_on="public"
     )
-    found.params, found.configuration, found.epsilon, found.report
+    found.params, found.configuration, found.report
+    found.epsilon  # more than that of `budget`, which is for one trial
 
 The cost covers only the winner. The number of trials, all other results, and anything that reveals them (logs, files,
 how long the search took) are as secret as the data. Everything random comes from the key. So the same program with the
@@ -43,7 +44,7 @@ from dpx.accounting.budget import Budget, least_noise_within
 from dpx.accounting.checks import require_delta
 from dpx.accounting.compose import Distribution, Selection, best_of, is_same_key
 from dpx.accounting.cost import cost_of_run
-from dpx.accounting.loss import as_hashable
+from dpx.accounting.loss import as_hashable, require_noise_to_matter
 from dpx.accounting.selection import SHAPES, draw_trial_count
 from dpx.fitting import processes
 from dpx.fitting.facts import bytes_of
@@ -200,6 +201,8 @@ class SearchSettings:
         for each, mechanism in zip(self.configurations, at_one, strict=True):
             alike = as_hashable(mechanism.event(_budget_steps(mechanism)))
             if alike not in found:
+                other = self.build_mechanism(each, own, 100.0)
+                require_noise_to_matter("optimizer", alike, other.event(_budget_steps(other)))
                 found[alike] = least(lambda noise, each=each: built([each], [noise]))
             noises.append(found[alike])
         scale = least(lambda scale: built(self.configurations, [scale * noise for noise in noises]))
@@ -311,8 +314,8 @@ class SearchResult(NamedTuple):
 
     configuration, params: the winner's; None if a Poisson number of trials was 0, which costs the same.
     score: float, the winner's score; minus infinity if it was NaN. steps: int, the steps that the winner took.
-    epsilon: float, an upper bound for the search at `delta`. cost: the search's cost, for `dpx.compose_runs` and
-        `dpx.privacy_report`.
+    epsilon: float, an upper bound for the search at `delta`, above that of one trial. cost: the search's cost, for
+        `dpx.compose_runs` and `dpx.privacy_report`.
     report: the winner's privacy report, with the cost of the search; None without a winner.
     """
 

@@ -402,9 +402,7 @@ def test_costs_that_rounding_alone_tells_apart_do_not_stop_a_search(batch_size, 
 
 def test_unreachable_budgets_are_refused():
     with pytest.raises(ValueError, match="cannot be met"):
-        accounting.calibrate(lambda x: Mechanism(0.0), steps=10, epsilon=1.0, delta=1e-5)
-    with pytest.raises(ValueError, match="cannot be met"):
-        accounting.calibrate(lambda x: Mechanism(1.0), steps=1000, epsilon=0.1, delta=1e-5)
+        accounting.calibrate(lambda x: Mechanism(min(x, 2.0)), steps=1000, epsilon=0.1, delta=1e-5)
     with pytest.raises(ValueError, match="shape must be positive"):
         accounting.calibrate_schedule([1.0, 0.0], sampling_rate=0.1, epsilon=1.0, delta=1e-5)
 

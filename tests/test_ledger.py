@@ -740,7 +740,7 @@ def test_the_least_noise_is_what_the_budget_allows(ledger):
     assert ledger.affords(GaussianDpEvent(noise), numbers=1)
     assert not ledger.affords(GaussianDpEvent(0.998 * noise), numbers=1)
     with pytest.raises(ValueError, match="must allow some noise multiplier"):
-        ledger.least_noise(lambda noise: NonPrivateDpEvent(), numbers=1)
+        ledger.least_noise(lambda noise: GaussianDpEvent(1e-9 * noise), numbers=1)
 
 
 def test_a_refused_quantile_says_why_and_which_event_fits(ledger):

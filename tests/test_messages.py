@@ -4,6 +4,7 @@ Messages go into logs, and logs are shared.
 """
 
 import inspect
+import tempfile
 import traceback
 import warnings
 from decimal import Decimal
@@ -428,6 +429,10 @@ HURRIED = {
     "call fit outside of jit, because it compiles its own steps": lambda: jax.jit(
         lambda params: dpx.fit(loss, MECHANISM, params, np.ones((40, 3)), steps=3, delta=1e-5).params
     )(PARAMS),
+    r"event must be a function from a noise multiplier .*np.full.steps, noise.., got a PoissonSampling": lambda: (
+        owned().least_noise(SAMPLING)
+    ),
+    r"event must be a function from a noise multiplier to an event.* got 1.0$": lambda: owned().least_noise(float),
     ": give private metrics to evaluate_private": lambda: dpx.fitting.progress.metrics_by_name({"private_metric": 1.0}),
 }
 
@@ -471,6 +476,28 @@ def test_a_loss_that_reads_traced_numbers_is_told_to_compute_with_jax(read):
 
 
 SEARCH = {"configurations": [0.1], "score": len, "optimizer": MECHANISM, "key": KEY, "trials": 2, "score_on": "public"}
+BUDGET = GIVEN["budget"]
+OF_ONE_NOISE = {  # a function of the noise multiplier that ignores it would have any answer
+    "make": lambda: dpx.accounting.calibrate(lambda noise: built(BUDGET), steps=3, epsilon=1.0, delta=1e-5),
+    "make ": lambda: dpx.accounting.accepts_budget(lambda *, noise_multiplier: MECHANISM)(noise_multiplier=BUDGET),
+    "event": lambda: owned().least_noise(lambda noise: MECHANISM.event(3)),
+}
+
+
+def built(noise_multiplier, key=KEY):
+    return dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=SAMPLING, key=key)
+
+
+def owned():
+    return dpx.PrivacyLedger(f"{tempfile.mkdtemp()}/ledger.jsonl", epsilon=2.0, delta=1e-5)
+
+
+@pytest.mark.parametrize("name", OF_ONE_NOISE)
+def test_a_noise_multiplier_that_is_not_used_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name.strip()} must use the noise multiplier that it is given"):
+        OF_ONE_NOISE[name]()
+
+
 OF_ANOTHER_FORM = {  # a function with other arguments, refused before it is called
     r"optimizer must be a function of \(configuration, key\) that builds .* lambda rate, key: dpx.chain": {},
     r"optimizer must be a function of \(configuration, key\), got .*: missing a required argument: 'x'": {

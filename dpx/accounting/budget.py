@@ -15,6 +15,7 @@ from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.cost import cost_of_run, require_event_and_sampling, require_reachable_epsilon
 from dpx.accounting.flat_event import DISTINCT, FEW
+from dpx.accounting.loss import require_noise_to_matter
 from dpx.accounting.pld.losses import BUCKETS, StepBuckets, bucketed_gaussians
 from dpx.accounting.schedule import Interval, implemented_profile, lower_profile, upper_profile
 from dpx.keys.noise import LARGEST_RELEASE
@@ -185,8 +186,8 @@ def calibrate(
 
     Guarantee: `dpx.epsilon` of the mechanism built with the returned multiplier is at most epsilon.
 
-    Raises ValueError for arguments outside these ranges, if no noise multiplier up to 1e6 meets the budget, and where
-    `dpx.epsilon` does.
+    Raises ValueError for arguments outside these ranges, if the cost does not depend on the multiplier, if no noise
+    multiplier up to 1e6 meets the budget, and where `dpx.epsilon` does.
 
         >>> def make(last):
         ...     noise = optax.linear_schedule(2 * last, last, 100)  # for constant noise, a dpx.Budget is enough
@@ -202,6 +203,7 @@ def calibrate(
     if not hasattr(made := make(1.0), "sampling"):
         raise ValueError(f"make must return a mechanism for a noise multiplier, got {described(made)}")
     checks.warn_of_large_delta(delta, made.sampling)
+    require_noise_to_matter("make", made.event(steps), make(100.0).event(steps))
     costs: dict[float, float] = {}
 
     def cost(noise_multiplier: float, distinct: int = DISTINCT, **options: Any) -> float:

@@ -316,8 +316,9 @@ class Selection(Composition):
     def __str__(self) -> str:
         return (
             f"Included: the run is the best of a random number of trials ({self.distribution}, {self.trials:g} "
-            f"expected), each of one of {self.configurations} configurations, drawn at random and scored {self.score}. "
-            "This holds while the number of trials and all other results are secret."
+            f"expected), each of one of {self.configurations} configurations, drawn at random and scored {self.score}, "
+            "so epsilon is larger than that of one trial. This holds while the number of trials and all other results "
+            "are secret."
         )
 
 

@@ -20,7 +20,7 @@ from dpx.accounting.checks import Profile, Relation
 from dpx.accounting.cost import profile_of_run
 from dpx.accounting.filters import NOTHING, PrivacyFilter, Spent, credit_for_untaken_steps
 from dpx.accounting.flat_event import from_event
-from dpx.accounting.loss import as_hashable, event_of_release
+from dpx.accounting.loss import as_hashable, event_of_release, require_noise_to_matter
 from dpx.accounting.profiles import least_number_satisfying
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.ledgers.entries import LedgerEntry, decode_value, encode_value, read_entries
@@ -240,8 +240,14 @@ class PrivacyLedger:
         """Finds the least noise multiplier whose event the ledger affords, to 1e-3 relative, rounded up.
 
         event: such as `lambda noise: sampling.event(np.full(steps, noise))`; the noise of every release must grow with
-        the multiplier. numbers, part: as for `spend`. Raises ValueError if 1e4 is not enough.
+        the multiplier. numbers, part: as for `spend`. Raises ValueError if it does not, or if 1e4 is not enough.
         """
+        if not callable(event) or not isinstance(event(1.0), DpEvent):
+            raise ValueError(
+                "event must be a function from a noise multiplier to an event, such as lambda noise: sampling.event("
+                f"np.full(steps, noise)), got {described(event(1.0) if callable(event) else event)}"
+            )
+        require_noise_to_matter("event", event(1.0), event(100.0))
         given: Any = {"numbers": numbers, "part": part}
         found = least_number_satisfying(lambda noise: self.affords(event(noise), **given), most=_MOST_NOISE, fine=_FINE)
         if found == math.inf:
