@@ -59,17 +59,17 @@ class Budget:
         converts epochs by `sampling.steps(epochs=epochs)`, because the sampling decides how long an epoch is.
     accountant: the accountant that must find a cost of at most epsilon, as for `dpx.epsilon`.
     records: int, at least 1. Above 1, epsilon protects a person who owns up to this many examples, for Poisson samples
-        and full batches only. So do all later costs and reports of the mechanism. You must ensure that nobody owns
-        more, for example with `dpx.sampling.records_to_keep`. With `dpx.UserData`, the sampling draws persons, so leave
-        it at 1.
+        and full batches only. All later costs and reports of the mechanism do the same. You must ensure that nobody
+        owns more, for example with `dpx.sampling.records_to_keep`. With `dpx.UserData`, the sampling draws persons, so
+        leave it at 1.
     public_stop: bool. True promises that only public information decides when a run ends: no release, no
         metric of the parameters and no private data. A run that ends early then costs only the steps that it took.
     numbers: int, at most 2^32, the most elements that a step releases: one per trained parameter, and one more with
-        adaptive clipping. Every cost is for this many, and `init` refuses more parameters. With None, the noise is for
-        2^32, and the cost of a state for its own number. It matters for small deltas (`docs/exact.md`).
+        adaptive clipping. Every cost is for this many, and `init` refuses more parameters. With None, the noise is
+        calibrated for 2^32, and a state's cost counts its own number. It matters for small deltas (`docs/exact.md`).
 
-    Raises ValueError for a field outside its range, if not exactly one of steps and epochs is given, and when it is
-    used as a number.
+    Raises ValueError for a field outside its range, if not exactly one of steps and epochs is given, and if the budget
+    is used as a number.
     """
 
     epsilon: float
@@ -311,7 +311,7 @@ def calibrate_schedule(
 
 
 def _require_tolerance(value: Any) -> float:
-    """`value` as a float. Raises ValueError for a tolerance below what a search in float64 can reach."""
+    """Returns `value` as a float. Raises ValueError for a tolerance below what a search in float64 can reach."""
     return require_number("tolerance", value, minimum=1e-9, maximum=1)
 
 
@@ -356,7 +356,7 @@ def least_noise_within(cost_at: Callable[[float], float], budget: float, toleran
 def _least_noise_near(
     cost_at: Callable[[float], float], budget: float, tolerance: float, start: float, power: float
 ) -> float:
-    """`least_noise_within` for a slow cost, about noise^-power near the start; it evaluates about three of them."""
+    """`least_noise_within` for a slow cost, about noise^-power near the start. Evaluates the cost about three times."""
     noise, last = start, None
     for _ in range(_NEAR):
         cost = cost_at(noise)

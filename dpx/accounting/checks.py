@@ -42,7 +42,7 @@ def require_concrete(name: str, value: Any) -> Any:
 
 
 def require_nonnegative(name: str, value: Any) -> float:
-    """`value` as a float. Raises ValueError unless it is at least 0; infinity is allowed, because a cost can be inf."""
+    """Returns `value` as a float. Raises ValueError unless it is at least 0; a cost may be infinite."""
     number = as_real(require_concrete(name, value))
     if number is None or not 0 <= number:
         raise ValueError(f"{name} must be at least 0, got {described(value)}")
@@ -54,7 +54,7 @@ def require_epsilon(value: Any) -> float:
 
 
 def require_positive_epsilon(value: Any) -> float:
-    """The epsilon of a budget, as a float. Raises ValueError unless it is positive and finite."""
+    """Returns the epsilon of a budget as a float. Raises ValueError unless it is positive and finite."""
     number = as_real(require_concrete("epsilon", value))
     if number is None or not 0 < number < math.inf:
         raise ValueError(f"epsilon must be positive and finite, got {described(value)}")
@@ -62,7 +62,7 @@ def require_positive_epsilon(value: Any) -> float:
 
 
 def require_delta(value: Any, *, zero: bool = False) -> float:
-    """`value` as a float. Raises ValueError unless it is in (0, 1), or 0 if `zero`."""
+    """Returns `value` as a float. Raises ValueError unless it is in (0, 1). `zero` allows 0 too."""
     if value is None:
         words = "the chance that epsilon fails, far below 1 / the number of people, such as 1e-6"
         raise ValueError(f"delta must be given: {words}")
@@ -103,7 +103,7 @@ def require_relation(value: Any) -> Relation:
 
 
 def require_schedule(multipliers: Any, sampling_rate: Any, counts: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(noise multipliers, sampling rates, counts) as arrays (T,): float64, float64, int64.
+    """Returns noise multipliers, sampling rates and counts as arrays (T,): float64, float64 and int64.
 
     Raises ValueError for other shapes, for functions or traced values, for numbers outside their domains, and for more
     than 2^53 steps.
@@ -130,7 +130,7 @@ def require_schedule(multipliers: Any, sampling_rate: Any, counts: Any) -> tuple
 
 
 def require_countable(releases: float):
-    """Raises ValueError for more releases than float64 counts exactly; int64 counts of more might overflow."""
+    """Raises ValueError for more releases than float64 counts exactly, because int64 counts might overflow."""
     if not releases <= MOST_RELEASES:
         raise ValueError(f"releases must be at most {MOST_RELEASES}, the most that float64 counts, got {releases:.6g}")
 
@@ -142,7 +142,7 @@ def _broadcast(name: str, values: np.ndarray, like: np.ndarray) -> np.ndarray:
 
 
 def numbers_per_release(numbers: Any, exact_noise: Any = False) -> int:
-    """How many elements the cost of a release counts: `numbers`, or 0 for exact noise. Raises ValueError otherwise."""
+    """Checks the arguments, and returns how many elements a release's cost covers: `numbers`, or 0 for exact noise."""
     if not isinstance(exact_noise, bool):
         raise ValueError(f"exact_noise must be True or False, got {described(exact_noise)}")
     if require_whole("numbers", numbers) > LARGEST_RELEASE:

@@ -38,10 +38,10 @@ class Composition:
     event: the event of all runs. relation: how neighboring data sets differ, the same for all runs.
     together: int, how many noisy releases each release of the event stands for.
     keys: the scalar noise keys of the runs. batch_keys: int marks of the keys that drew the batches, where known.
-    units: for each run, the int mark of what its batches hold, 0 if unknown. examples: for each run, its sampling's.
+    units: for each run, the int mark of what its batches hold, 0 if unknown. examples: each run's `sampling.examples`.
     records: int, the most records that the protected person owns; 1 means the unit that the sampling draws.
     others: alternative events of the same runs; the cost is the largest over these and `event`.
-    numbers: int, the most elements in one release of a run; or their sampler.
+    numbers: int, the most elements in one release of a run; or the `NormalSamplerError`.
     """
 
     event: dp_accounting.DpEvent
@@ -83,23 +83,22 @@ def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | 
         6.700...
 
     shared_batches: False if every run drew its own batches, with its own key. Then all their events compose.
-        True if step t of every run used the same batch. Sampling amplifies the releases of one batch only together: a
-        step costs one Gaussian of noise multiplier (sum_i sigma_i^-2)^(-1/2) on the sampled batch. At small deltas that
-        is more than the cost of independent batches (two runs at Poisson rate 0.01, noise multipliers 1, 1,000 steps,
-        delta 1e-5: epsilon 4.48 instead of 2.58).
-        None reads it from the states. If they do not show it, the cost is the largest over all ways in which up to
-        four runs can share their batches.
+        True if step t of every run used the same batch. Sampling amplifies the releases of one batch as if they were
+        one: a step costs one Gaussian of noise multiplier (sum_i sigma_i^-2)^(-1/2) on the sampled batch. At small
+        deltas that is more than the cost of independent batches (two runs at Poisson rate 0.01, noise multipliers 1,
+        1,000 steps, delta 1e-5: epsilon 4.48 instead of 2.58). None reads it from the states. If they do not show it,
+        the cost is the largest over all ways in which up to four runs can share their batches.
     records: int, the most examples that one person owns, as for `dpx.epsilon`. None takes it from the runs' budgets,
         which must then agree.
 
     Pass states rather than numbers of steps, because a state records the key of its batches, and what they hold.
 
     Raises ValueError for no runs; for two runs with one key, because they share their noise; for states whose batch
-    keys contradict `shared_batches`, or that used several; for states of different units, such as examples and users
-    (`dpx.UserData`), because a run that protects examples costs a user with many of them more; for different
-    neighboring relations; if the runs' records disagree; and, if batches are shared or unknown, for different samplings
-    and for mechanisms that do not count as one Gaussian release per step. Warns if a unit is unknown and the samplings
-    differ in size.
+    keys contradict `shared_batches`, or that used several batch keys; for states of different units, such as examples
+    and users (`dpx.UserData`), because a run that protects single examples costs more for a user with many; for
+    different neighboring relations; if the runs' records disagree; and, if batches are shared or unknown, for different
+    samplings and for mechanisms that do not count as one Gaussian release per step. Warns if a unit is unknown and the
+    samplings differ in size.
     """
     if shared_batches is not None:
         require_bool("shared_batches", shared_batches)
@@ -155,7 +154,7 @@ def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | 
 
 
 def records_per_common_unit(runs: Iterable[Any], records: int | None) -> int:
-    """The number of records that the protected unit owns: `records`, or the runs' budgets'.
+    """The number of records that the protected unit owns: `records`, or what the runs' budgets state.
 
     Raises ValueError if the runs and Compositions disagree.
     """
@@ -225,14 +224,14 @@ def require_one_unit(units: tuple[int, ...], examples: tuple[int, ...]) -> None:
 
 
 def _event_on_shared_batches(runs, events, records: int) -> dp_accounting.DpEvent:
-    """The event of releases that share the batch of every step.
+    """The event of several runs that use the same batch at every step.
 
     Proof: given the batch, the releases of a step are Gaussians, and each may depend on the earlier ones. One Gaussian
     with the sum of their precisions sigma^-2 dominates them together, because Gaussian differential privacy composes
     like this (Dong, Roth and Su 2022, https://arxiv.org/abs/1905.02383). This Gaussian also dominates their mixture
     over whether the example is in the batch.
 
-    For a unit of several records: given which of them are in the batch, the releases cost together at most this one
+    For a unit of several records: given which records are in the batch, all releases together cost at most this one
     Gaussian, moved by their number. The proof in `groups` asks no more of a release.
     """
     if any(isinstance(run, Composition) for run in runs):
@@ -342,8 +341,8 @@ def best_of(
         secret, as in `dpx.tuning.search`; for the best of a fixed number of runs, use `dpx.compose_runs`.
     score_on: "public" if the score sees only a trial's release and public data; otherwise the event of the noise in the
         score, which adds to the cost of every trial.
-    distribution: "logarithmic", "geometric" or "poisson"; in this order, many trials cost more, and their number varies
-        less.
+    distribution: "logarithmic", "geometric" or "poisson"; the later ones cost more for many trials, but the number
+        varies less.
     relation: for events, "zero_out" by default; None for mechanisms, whose samplings state it.
     records: int, the most examples that one person owns, as for `dpx.compose_runs`; also applies to the score.
 

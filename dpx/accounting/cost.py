@@ -1,10 +1,10 @@
 """The cost, as epsilon and delta, of an event and of a run's steps, whether planned or taken.
 
 An event is flattened, its releases become step losses, and these become a profile. The cost of an event treats its
-noise as real numbers, so that it can be compared with other libraries. `profile_of_run` adds the cost of dpx's
-arithmetic (`arithmetic`), and the cost of every run comes from it.
+noise as real numbers, so that it can be compared with other libraries. The cost of every run comes from
+`profile_of_run`, which adds the cost of dpx's arithmetic (`arithmetic`).
 
-dpx computes the cost of Gaussian events, on all data, on Poisson samples (also truncated) and on samples of a fixed
+dpx computes the cost of Gaussian events, on all data, on Poisson samples (truncated or not) and on samples of a fixed
 size, and of events that are a `PrivacyLoss`. dp-accounting's own accountants compute all others.
 """
 
@@ -224,9 +224,9 @@ def delta(
 
 
 class RunCost(NamedTuple):
-    """What a run releases and whom it protects: everything that its profile depends on.
+    """What a run releases and whom it protects, which is all that its profile depends on.
 
-    event: the event of the steps, for a unit that owns `records` records. relation: the one that the cost is for.
+    event: the event of the steps, for a unit that owns `records` records. relation: how neighboring data sets differ.
     numbers: the most elements in one release, or their sampler. record: facts read from its steps or its state.
     """
 
@@ -238,7 +238,7 @@ class RunCost(NamedTuple):
 
     @property
     def normal_sampler_error(self) -> NormalSamplerError:
-        """The sampler of a release's normals, for the cost of its arithmetic."""
+        """The error of the sampler that draws a release's noise, for the cost of its arithmetic."""
         return normal_sampler_error(self.numbers, self.record.in_integers)
 
     def profile(self, accountant: Accountant = "tightest", **options: Any) -> RunProfile:
@@ -257,10 +257,10 @@ def cost_of_run(
     numbers: int | None = None,
     distinct: int = DISTINCT,
 ) -> RunCost:
-    """The cost of the steps. The arguments are as for `epsilon`; distinct: as for `event_for_unit`.
+    """The cost of a run's steps. The arguments are as for `epsilon`, and `distinct` is as for `event_for_unit`.
 
     Raises ValueError for a state that another mechanism made, for a relation that the event does not hold for, for
-    records or a weight whose cost is unknown, and for fewer numbers than the run is known to have.
+    records or a weight whose cost is unknown, and if the run is known to have more numbers.
     """
     require_event_and_sampling(optimizer)
     record, sampling = read_run_facts(steps_or_state), optimizer.sampling
@@ -284,7 +284,7 @@ def cost_of_run(
 
 
 def records_per_unit_of_run(optimizer: Any, records: int | None) -> int:
-    """The most records that the protected unit owns: `records`, or the mechanism's budget's, or 1."""
+    """The most records that the protected unit owns: `records`, or what the mechanism's budget states, or 1."""
     budget = getattr(optimizer, "budget", None)
     if records is None:
         return 1 if budget is None else budget.records
@@ -292,7 +292,7 @@ def records_per_unit_of_run(optimizer: Any, records: int | None) -> int:
 
 
 def _relation_of(event: dp_accounting.DpEvent, sampling: Sampling, relation: Relation | None) -> Relation:
-    """`relation`, or the one that the sampling states. Raises ValueError if the event does not hold for it."""
+    """Returns `relation`, or the sampling's if None. Raises ValueError if the event does not hold for it."""
     stated = checks.require_relation(sampling.relation)
     if relation is None or checks.require_relation(relation) == stated:
         return stated
@@ -328,7 +328,7 @@ def _event_for_weight(event: dp_accounting.DpEvent, sampling: Sampling, weight: 
 def event_for_unit(
     event: dp_accounting.DpEvent, sampling: Sampling, relation: Relation, records: int, *, distinct: int = DISTINCT
 ) -> dp_accounting.DpEvent:
-    """The event of the same releases for a unit that owns this many examples. Raises ValueError if it is not known.
+    """The event of the same releases for a unit that owns this many examples. Raises ValueError if none is known.
 
     distinct: int, the most distinct noise multipliers that the event keeps for more than one example.
     """

@@ -1,9 +1,9 @@
 """A privacy filter: a budget for releases that are chosen one after another, each based on the earlier ones.
 
 A composed privacy loss distribution bounds releases whose events are fixed in advance. It is no bound if an event
-depends on earlier releases: after a large privacy loss, one may choose releases that add to large losses, and after a
-small loss, releases whose loss is rarely large but then huge. `tests/test_filters.py` has such a case. So a filter
-counts each release in one unit, in which such a choice gains nothing.
+depends on earlier releases: after a large privacy loss, one may choose releases that make it larger, and after a small
+one, releases whose loss is rarely large but then huge. `tests/test_filters.py` has such a case. So a filter counts all
+releases in one unit, in which such a choice gains nothing.
 
 **The unit.** A release is counted by the mu and d for which its delta(epsilon) is at most d + (1 - d) delta_mu(epsilon)
 at every epsilon >= 0, where delta_mu is that of N(0, 1) against N(mu, 1). A profile covers both directions, and a pair
@@ -13,11 +13,11 @@ whose steps alternate with other releases) the release is then a random function
 everything with probability d, and one sample of N(0, 1) or of N(mu, 1). `dominating_mu` finds mu.
 
 **The filter.** Releases are allowed while sum mu_i^2 <= B and sum d_i <= S. Then all of them together are
-(epsilon, delta)-private if a Gaussian of mu = sqrt(B) is (epsilon, delta - S)-private. Proof: the samples, each divided
-by its deviation and added up, are a Brownian motion that is read at the times sum mu_i^2, each of which is chosen by
-what was read before. Reading the whole path up to B reveals no more than its end, which is one Gaussian of
-mu = sqrt(B). The coins show something with a probability of at most S. (Smith and Thakurta 2022,
-https://arxiv.org/abs/2210.17520; Koskela, Tobaben and Honkela 2023, https://arxiv.org/abs/2209.15596.)
+(epsilon, delta)-private if a Gaussian of mu = sqrt(B) is (epsilon, delta - S)-private. Proof: the sum of the samples,
+each divided by its deviation, is a Brownian motion that is read at the times sum mu_i^2, each chosen from what was read
+before. Reading the whole path up to B reveals no more than its end, which is one Gaussian of mu = sqrt(B). The coins
+show something with a probability of at most S. (Smith and Thakurta 2022, https://arxiv.org/abs/2210.17520; Koskela,
+Tobaben and Honkela 2023, https://arxiv.org/abs/2209.15596.)
 
 **Pure releases.** One with epsilon e and delta 0 counts as mu = 2 Phi^-1(1 / (1 + exp(-e))), which costs several times
 e. If a share E of epsilon were reserved for them in advance, their epsilons could simply add up to it: on every path,
@@ -39,9 +39,9 @@ by less than 2.
 was released: P(E) <= E'[e^epsilon; E] + delta for its epsilon at that time. Proof: at the time v the motion
 has lost L = v / 2 + w, and M = 2 sqrt(r / (v + r)) e^(w^2 / 2 (v + r)) Phi(w / sqrt(v + r)), a mixture of e^(t w - t^2
 v / 2) over positive t, has a mean of at most 1 whenever one stops (Robbins 1970,
-https://doi.org/10.1214/aoms/1177696786). The epsilon is the least for which 1 - e^(epsilon - L) <= (delta - S) M for
-every w, so the mean of the left side, which is P(E) - E'[e^epsilon; E] for the worst E, is at most delta - S. r is B /
-16.
+https://doi.org/10.1214/aoms/1177696786). The odometer's epsilon is the least for which 1 - e^(epsilon - L) <= (delta -
+S) M for every w, so the mean of the left side, which is P(E) - E'[e^epsilon; E] for the worst E, is at most delta - S.
+r is B / 16.
 """
 
 import functools
@@ -67,7 +67,7 @@ _FARTHEST = 500.0  # an epsilon, and a mu
 
 
 class Spent(NamedTuple):
-    """The sums over all releases of mu^2 (precision) and of the probabilities of their coins (delta), floats."""
+    """Sums over all releases, floats: of mu^2 (precision) and of the probabilities of their coins (delta)."""
 
     precision: float
     delta: float
@@ -78,7 +78,7 @@ NOTHING = Spent(0.0, 0.0)
 
 @dataclass(frozen=True)
 class PrivacyFilter:
-    """The filter of a budget. epsilon: positive and finite. delta: in (0, 1). Raises ValueError otherwise."""
+    """A filter for a budget. epsilon: positive and finite. delta: in (0, 1). Raises ValueError otherwise."""
 
     epsilon: float
     delta: float
@@ -89,7 +89,7 @@ class PrivacyFilter:
 
     @property
     def limits(self) -> Spent:
-        """The limits B and S."""
+        """The limits B on precision and S on delta."""
         return Spent(gdp.mu(epsilon=self.epsilon, delta=(1 - COINS) * self.delta) ** 2, COINS * self.delta)
 
     def affords(self, spent: Spent) -> bool:
@@ -111,7 +111,7 @@ class PrivacyFilter:
         return gdp.epsilon(math.sqrt(spent.precision), delta=self.delta - spent.delta)
 
     def odometer(self, spent: Spent) -> float:
-        """Epsilon at the budget's delta, valid at all times simultaneously. spent: before credits are subtracted."""
+        """Epsilon at the budget's delta, valid at all times at once. spent: before credits are subtracted."""
         time, rate, delta = spent.precision, self.limits.precision / 16, self.delta - self.limits.delta
         if not 0 < time < math.inf:
             return time
@@ -127,7 +127,7 @@ class PrivacyFilter:
 def dominating_mu(profile: Profile, delta: float) -> float:
     """The least mu for which `profile` is at most delta + (1 - delta) delta_mu at every epsilon, rounded up.
 
-    Proof: as functions of e^epsilon, both are convex. So between two points the profile is below its chord, and
+    Proof: as functions of e^epsilon, both sides are convex. So between two points the profile is below its chord, and
     delta_mu is above its tangent in the middle; both are lines, so comparing the ends is enough. Beyond the last point,
     delta is enough. Any set of points gives a bound, so points are added only where they decide the least mu.
     """
@@ -165,10 +165,10 @@ def _tangents_above_chords(points: np.ndarray, needed: np.ndarray, mu: float) ->
 
 
 def credit_for_untaken_steps(losses: Losses, coins: float) -> Spent:
-    """What steps give back that were paid for but not taken: the largest mu^2 of a Gaussian that they dominate, and its
-    coins. Nothing if no lower bound of the steps is known. losses: Poisson-sampled Gaussians. Proof: both deltas fall
-    with epsilon, so between two points the Gaussian's is at most its value at the first, and the steps' is at least
-    their value at the second.
+    """What steps give back if they were paid for but not taken: the largest mu^2 of a Gaussian that they dominate, and
+    its coins. Nothing if no lower bound on the steps is known. losses: Poisson-sampled Gaussians. Proof: both deltas
+    fall with epsilon, so between two points the Gaussian's is at most its value at the first, and the steps' is at
+    least their value at the second.
     """
     exact = unsampled_profile(losses)
     if exact is not None:

@@ -1,7 +1,7 @@
-"""`FlatEvent`: counts how often an event makes each kind of release, and knows the cost. `from_event` makes one.
+"""`FlatEvent` counts how often an event makes each kind of release, and computes the cost. `from_event` makes one.
 
-Samplings and mechanisms state their cost as dp-accounting events, and `from_event` is the border. All facts about a
-kind of release are in its `PrivacyLoss`, so no other code inspects events.
+Samplings and mechanisms state their cost as dp-accounting events, which `from_event` reads. All facts about a kind of
+release are in its `PrivacyLoss`, so no other code inspects events.
 """
 
 import math
@@ -55,7 +55,7 @@ DISTINCT, FEW = 32, 6  # the most noise multipliers in the cost of several recor
 
 @dataclass(frozen=True)
 class FlatEvent:
-    """The releases of an event tree, flattened, without free events. The sum of two composes their runs.
+    """The flattened releases of an event tree, except those that cost nothing. Adding two composes their runs.
 
     event: the tree. counts: release -> how often it was made.
     """
@@ -90,7 +90,7 @@ class FlatEvent:
 
     @property
     def independent(self) -> bool:
-        """Whether every private release was made on a batch that each example joins by its own chance."""
+        """Whether every private release was made on a batch that each example joins independently."""
         return self.all_releases_satisfy(lambda loss: loss.independent or not loss.private)
 
     @property
@@ -107,7 +107,7 @@ class FlatEvent:
         return ReleaseCount(most, mean)
 
     def largest_shift(self, relation: Relation) -> float:
-        """The largest shift of any release."""
+        """The largest `PrivacyLoss.largest_shift` of the releases."""
         return max((loss.largest_shift(relation) for loss in self.counts), default=0.0)
 
     def pure(self, relation: Relation) -> float:
@@ -120,7 +120,7 @@ class FlatEvent:
 
     @property
     def whole_run_release(self) -> PrivacyLoss | None:
-        """The release whose cost is that of a whole run, or None. Raises ValueError if there are other releases."""
+        """The release that covers a whole run, or None. Raises ValueError if there are other releases beside it."""
         if not self.whole_runs:
             return None
         loss = self.whole_runs[0]
@@ -241,7 +241,7 @@ class NoiselessRelease(PrivacyLoss):
 class GaussianRelease(PrivacyLoss):
     """Gaussian releases on all data, or on one Poisson sample, treated as one.
 
-    event: the event of the release, or of several merged. parts: their pairs (noise multiplier, count).
+    event: the event of the release, or of several merged. parts: pairs (noise multiplier, count) of these releases.
     """
 
     event: Any
@@ -295,7 +295,7 @@ KINDS: Mapping[type, Callable[[Any], PrivacyLoss]] = {
 
 
 def from_event(event: DpEvent) -> FlatEvent:
-    """Reads the releases of a tree of dp-accounting events and events that are a `PrivacyLoss`.
+    """Reads the releases of an event tree, whose events come from dp-accounting or are a `PrivacyLoss`.
 
     Raises ValueError for a repetition count that is not an integer of at least 0, and for composed events that are not
     in a list, a tuple or an array.
@@ -338,7 +338,7 @@ def _privacy_loss_of(event: Any) -> PrivacyLoss | None:
 
 
 def _merge_on_one_sample(event: PoissonSampledDpEvent) -> PrivacyLoss | None:
-    """Merges Gaussian releases on one Poisson sample into one of sigma^-2 = sum_i sigma_i^-2; None if there are none.
+    """Merges Gaussian releases on one Poisson sample into one with sigma^-2 = sum_i sigma_i^-2; None if there are none.
 
     Proof: rotate the joint release so that the sampled example moves it along one axis only. The other axes then hold
     only noise. Other releases on a sample are left to dp-accounting.

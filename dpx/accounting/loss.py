@@ -3,11 +3,11 @@
 Two are here: `DpAccountingRelease`, whose cost dp-accounting's own accountants compute, and `PureDpEvent`.
 
 Releases with Laplace noise and by the exponential mechanism are examples of pure differential privacy: no set of
-outputs is more than e^epsilon times as likely with an example as without. All such pairs of laws are dominated by a
-coin that shows a secret bit with probability p = e^epsilon / (1 + e^epsilon), and the other bit otherwise (Kairouz, Oh
-and Viswanath 2015, https://arxiv.org/abs/1311.0776, theorem 3.4). So the privacy loss is epsilon with probability p,
-and -epsilon otherwise. Compared with the loss of Laplace noise itself, this costs up to 2% of epsilon in a composition
-of 100 releases, and nothing for one. It needs only the largest ratio of two probabilities, which programs compute.
+outputs is more than e^epsilon times as likely with an example as without. All such pairs of distributions are dominated
+by a coin that shows a secret bit with probability p = e^epsilon / (1 + e^epsilon), and the other bit otherwise
+(Kairouz, Oh and Viswanath 2015, https://arxiv.org/abs/1311.0776, theorem 3.4). So the privacy loss is epsilon with
+probability p, and -epsilon otherwise. Compared with the loss of Laplace noise itself, this costs up to 2% of epsilon
+in a composition of 100 releases, and nothing for one. It needs only the largest ratio of two probabilities.
 """
 
 import functools
@@ -42,7 +42,7 @@ class ReleaseCount(NamedTuple):
 
 
 class PrivacyLoss:
-    """One kind of release, hashable. An event of dpx is itself one; others hold a dp-accounting event in `event`.
+    """One kind of release; hashable. An event of dpx is its own `PrivacyLoss`; others hold a dp-accounting `event`.
 
     fresh: whether its noise is independent of other releases' noise, so that a run may skip it.
     gaussian: whether it is a Gaussian, on all data or on a Poisson sample.
@@ -59,12 +59,12 @@ class PrivacyLoss:
 
     @property
     def release_count(self) -> ReleaseCount:
-        """The number of noisy releases that it stands for."""
+        """How many noisy releases this one stands for."""
         return ReleaseCount(1, 1.0)
 
     @property
     def independent(self) -> bool:
-        """Whether each example joins the batch by its own chance, so that adding one does not affect the others."""
+        """Whether each example joins the batch independently, so that adding one does not affect the others."""
         return False
 
     @property
@@ -78,7 +78,7 @@ class PrivacyLoss:
         return ""
 
     def step_loss(self, relation: Relation) -> StepLoss:
-        """Its privacy loss. Raises ValueError if that is unknown under this relation."""
+        """The privacy loss of one step. Raises ValueError if it is unknown under this relation."""
         raise NotImplementedError
 
     def profile(self, accountant: Accountant, relation: Relation) -> Profile:
@@ -86,7 +86,7 @@ class PrivacyLoss:
         raise NotImplementedError
 
     def pure(self, relation: Relation) -> float:
-        """Its epsilon at delta 0; inf if it has none."""
+        """Epsilon at delta 0; inf if there is none."""
         return math.inf
 
     def explain(self, delta: float, relation: Relation) -> str:
@@ -107,7 +107,7 @@ class PrivacyLoss:
         )
 
     def in_words(self) -> str:
-        """The release, as a report lists it."""
+        """Describes the release as a report lists it."""
         return str(event_of_release(self))
 
 
@@ -147,7 +147,7 @@ def require_noise_to_matter(name: str, at_one: Any, at_hundred: Any):
 
 @dataclass(frozen=True)
 class DpAccountingRelease(PrivacyLoss):
-    """A release whose kind dpx does not know. inner: for a Poisson sample, the `FlatEvent` of the releases on it."""
+    """A release of a kind unknown to dpx. inner: for a Poisson sample, the `FlatEvent` of the releases on it."""
 
     event: DpEvent
     inner: Any = None
@@ -194,7 +194,7 @@ class DelegatedProfile:
 
 
 def delegated_profile(event: DpEvent, accountant: Accountant, relation: Relation) -> DelegatedProfile:
-    """The profile by dp-accounting; "tightest" is its PLD, or its RDP if the PLD accountant refuses the event."""
+    """The profile from dp-accounting. "tightest" uses its PLD accountant, or RDP if that refuses the event."""
     refusals = []
     for name in ("pld", "rdp") if accountant == "tightest" else (accountant,):
         if name == "pld":
@@ -216,7 +216,7 @@ _LARGEST = 600.0  # largest epsilon; more counts as no noise, because e^epsilon 
 
 @attrs.frozen
 class PureDpEvent(DpEvent, PrivacyLoss):
-    """One release that is epsilon-differentially private at delta 0, for a null in place of one example.
+    """One release that is epsilon-differentially private, with delta 0, if a null replaces one example.
 
     epsilon: float, at least 0; converted to a float, because doubling or negating a small numpy integer may overflow.
         dp-accounting's accountants refuse this event.
@@ -253,7 +253,7 @@ class PureLoss(StepLoss):
         return self.epsilon > _LARGEST
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:
-        """ln(p^a (1-p)^(1-a) + (1-p)^a p^(1-a)) / (a - 1), float64 (orders,)."""
+        """Returns ln(p^a (1-p)^(1-a) + (1-p)^a p^(1-a)) / (a - 1), float64 (orders,)."""
         p, rest = special.log_expit(self.epsilon), special.log_expit(-self.epsilon)
         moments = np.logaddexp(orders * p + (1 - orders) * rest, orders * rest + (1 - orders) * p)
         return np.minimum(np.maximum(moments, 0.0) / (orders - 1), self.epsilon)

@@ -32,7 +32,7 @@ _MOST_ATTEMPTS = 5  # compositions for one question
 
 @dataclass(frozen=True)
 class GaussianProfile:
-    """Exact mu-GDP. With mu = inf there is no privacy."""
+    """The exact profile of mu-GDP. At mu = inf, there is no privacy."""
 
     mu: float
 
@@ -49,9 +49,9 @@ UNBOUNDED = GaussianProfile(math.inf)
 def least_number_satisfying(
     holds: Callable[[float], bool], *, most: float, fine: float, smallest: float = 0.0
 ) -> float:
-    """The least positive number for which `holds`, rounded up by a share of at most `fine`; inf if above `most`.
+    """The least positive number for which `holds` is true, rounded up by a share of at most `fine`; inf above `most`.
 
-    holds: if true for a number, it must be true for all larger ones. smallest: a step fine enough for any number.
+    holds: if true for a number, it must be true for all larger ones. smallest: an error that is always small enough.
     """
     low, high = 0.0, 1.0
     while not holds(high):
@@ -66,7 +66,7 @@ def least_number_satisfying(
 
 @dataclass(frozen=True, eq=False)
 class RenyiProfile:
-    """Renyi divergences of at most `rdp` at `orders`, except for outcomes of probability `missing`.
+    """A profile from Renyi divergences of at most `rdp` at `orders`, except for outcomes of probability `missing`.
 
     rdp, orders: float64 (orders,). missing: float, in [0, 1).
     """
@@ -103,7 +103,7 @@ class DeltaProfile:
 
 @dataclass(frozen=True)
 class MinOrMaxProfile:
-    """The least of several profiles of one run (`min`); or the largest (`max`), if the run may have any of them."""
+    """The lowest of several bounds on one run (`min`), or the highest of several profiles it may have (`max`)."""
 
     pick: Callable[[Iterable[float]], float]
     profiles: tuple[Profile, ...]
@@ -124,7 +124,7 @@ class ComposedProfile:
     Its epsilon is at most the RDP cost of these steps.
 
     The first composition is planned around the RDP cost. If too much of the answer was bounded instead of computed, or
-    if epsilon is much smaller than planned, further ones are planned around the answer. Compositions are kept for later
+    if epsilon is much smaller than planned, further compositions are planned around the answer. They are kept for later
     queries of delta, because one composition answers for all nearby epsilons.
 
     side: "below" gives lower bounds instead; the losses must then be `SampledGaussian`s.
@@ -157,7 +157,7 @@ class ComposedProfile:
     def _tightest_epsilon_delta(
         self, epsilon: float, delta: float, read: Callable[[Directions], tuple[float, float]]
     ) -> tuple[float, float]:
-        """The least (epsilon, delta) that compositions prove, given a pair that holds by RDP."""
+        """The least (epsilon, delta) that compositions prove, starting from a pair that RDP proves."""
         if self._side == "below":
             directions = self._compose_around(epsilon, delta, self._renyi, None)
             return read(directions) if directions else (0.0, 0.0)
@@ -203,7 +203,7 @@ class ComposedProfile:
 def lower_deltas(losses: Losses, epsilons: np.ndarray) -> np.ndarray:
     """Lower bounds on delta at epsilons rising from 0, in the direction of the smaller delta, float64 (epsilons,).
 
-    losses: `SampledGaussian`s. Composes them several times, each time precisely around another delta.
+    losses: `SampledGaussian`s. They are composed several times, each time precisely around another delta.
     """
     upper, found = ComposedProfile(losses), np.zeros(len(epsilons))
     below = ComposedProfile(losses, side="below", deviations=_DEVIATIONS_CURVE)
@@ -224,7 +224,7 @@ def _uncomputed_share(directions: Directions, epsilon: float) -> float:
 
 
 def loss_profile(losses: Losses, accountant: Accountant = "tightest", *, curve: bool = False) -> Profile:
-    """The profile of composed steps by an accountant. No other function chooses accountants.
+    """The profile of composed steps from an accountant. No other function chooses accountants.
 
     "pld" is exact for unsampled Gaussians. Otherwise it composes privacy loss distributions, and costs at most the RDP
     of the steps that it composes (after rounding many distinct ones to few). So "tightest" is "pld" if every step has a

@@ -176,7 +176,7 @@ def upper_profile(steps: StepBuckets, *, accountant: Accountant, relation: Relat
 def implemented_profile(
     exact: Profile, sigmas: np.ndarray, counts: np.ndarray, relation: Relation, numbers: int | NormalSamplerError
 ) -> RunProfile:
-    """The profile of a run of dpx with these steps, as by `cost.profile_of_run`. exact: the one of exact arithmetic."""
+    """The profile of a run of dpx with these steps, as by `cost.profile_of_run`. exact: that of exact arithmetic."""
     least, effect = float(sigmas[counts > 0].min(initial=math.inf)), 2 if relation == "replace_one" else 1
     shift, normals = effect / least if least > 0 else math.inf, normal_sampler_error(numbers)
     return RunProfile(exact, int(counts.sum()), float(counts.sum()), shift, normals)
@@ -231,7 +231,7 @@ def dp_sgd_epsilon(
         "fixed": a new random subset of `batch_size` examples at every step; protects against replacing one example.
         "shuffled": the usual data loader, where each example takes part at most once an epoch, in any order. No
         amplification is proved; protects against setting one example's contribution to zero. Needs epochs, because
-        loaders differ in the steps of an epoch.
+        loaders differ in how many steps an epoch has.
     accountant: as for `dpx.epsilon`, which gives the same cost for a run of dpx (except that dpx rounds the noise
         multiplier to float32 when it adds noise).
     records: int, at least 1, the most examples that one person owns, as for `dpx.epsilon`; above 1, only "poisson".

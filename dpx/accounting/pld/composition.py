@@ -3,9 +3,9 @@
 The probability mass function (pmf) of the summed loss is computed under a tilt e^(theta loss), which moves most of its
 mass to the losses that decide delta. So deltas far below the rounding error of a plain transform are still precise.
 
-Proof that delta is an upper bound: everything that is dropped is added to delta. Losses beyond the window have a
-Chernoff bound, which is added, and so is the rounding error of the transform. Losses that wrap around the window only
-increase delta.
+Proof that delta is an upper bound: everything that is dropped is added to delta. A Chernoff bound on the losses beyond
+the window is added, and so is the rounding error of the transform. Losses that wrap around the window only increase
+delta.
 """
 
 import copy
@@ -39,7 +39,7 @@ class CompositionGrid:
     """The grid and the tilt of a composition.
 
     grid: spacing of privacy losses. size: grid points of the window, a quarter of them below 0.
-    tilt: theta. tail: probability that may be dropped. wrap_tilt: a larger tilt, which bounds the losses that wrap
+    tilt: theta. tail: the probability that may be dropped. wrap_tilt: a larger tilt, which bounds the losses that wrap
     around the window. wrap_log_moment: ln of the moment of the summed loss at that tilt.
     """
 
@@ -77,10 +77,10 @@ def plan_composition(
     expected_epsilon: float | None = None,
     deviations: float = 0.5,
 ) -> CompositionGrid | None:
-    """Plans a composition from the RDP of `steps` steps; None if epsilon is too large (thousands) for any grid.
+    """Plans a composition from the RDP of `steps` steps; None if epsilon is too large for any grid (thousands).
 
-    rdp, orders: float64 (orders,). epsilon, delta: a pair that is proved. expected_epsilon: an estimate closer to the
-    truth at that delta. deviations: the grid is no finer for epsilons below this many standard deviations of the loss.
+    rdp, orders: float64 (orders,). epsilon, delta: a proved pair. expected_epsilon: an estimate closer to the truth at
+    that delta. deviations: the grid is no finer for epsilons below this many standard deviations of the loss.
 
     With R the Renyi divergence at order t + 1, the tilt t needs, by Chernoff, a window up to R + ln(1/tail) / t. Losses
     that wrap around from above have e^(t span) times too much weight; a larger tilt bounds them. The rounding error at
@@ -119,17 +119,17 @@ def plan_composition(
 
 
 def _more_tilts(tilts: np.ndarray, renyis: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The tilts, float64 (n,), and `_TILTS` more between them, with upper bounds of the divergences at all of them."""
+    """Adds `_TILTS` tilts between the given ones; float64 (n,), with upper bounds on the divergences at all tilts."""
     more = np.unique(np.concatenate([tilts, np.geomspace(tilts[0], tilts[-1], _TILTS)]))
     return more, np.interp(more, tilts, tilts * renyis) / more
 
 
 class SummedLoss:
-    """A bound on the summed privacy loss in one direction of the relation, from above or below, at grid points >= 0.
+    """An upper or lower bound on the summed privacy loss in one direction of the relation, at grid points >= 0.
 
     delta at a point is `upper - lower + bounded`. upper and lower: the probability of larger losses under each
     distribution of the pair, the second times e^(loss at the point). bounded: for an upper bound, the probability that
-    was dropped or may have been rounded to 0; for a lower bound, minus the most that rounding and wrapping added.
+    was dropped or may have been rounded to 0; for a lower bound, minus the most that rounding and wrapping can add.
     """
 
     def __init__(self, total: "_Spectrum", plan: CompositionGrid, *, side: Side):

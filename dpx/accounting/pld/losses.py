@@ -21,7 +21,7 @@ from dpx.accounting.pld import renyi
 
 
 class Pmf(NamedTuple):
-    """The loss `(first + i) * grid` has probability `probabilities[i]`, float64 (n,); inf has `infinity`, float."""
+    """The loss `(first + i) * grid` has probability `probabilities[i]`, float64 (n,), and inf has `infinity`, float."""
 
     first: int
     probabilities: np.ndarray
@@ -70,7 +70,7 @@ class StepLoss:
 
 @dataclass(frozen=True)
 class GaussianStep(StepLoss):
-    """A step with a noise multiplier and a rate. For speed, many of one kind share a computation of divergences."""
+    """A step with a noise multiplier and a rate. For speed, the divergences of many steps are computed at once."""
 
     noise_multiplier: float
     rate: float
@@ -110,7 +110,7 @@ class SampledGaussian(GaussianStep):
         return self._discretized(dominating_pmf, grid, tail, largest)
 
     def dominated_pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
-        """Like `pmfs`, but dominated by the true pair, for lower bounds."""
+        """Like `pmfs`, but dominated by the true pair of distributions, for lower bounds."""
         return self._discretized(dominated_pmf, grid, tail, largest)
 
     def _discretized(self, make_pmf: Callable[..., Pmf], grid: float, tail: float, largest: float) -> tuple[Pmf, ...]:
@@ -190,9 +190,9 @@ def total_renyi(losses: Losses, orders: np.ndarray = renyi.ORDERS) -> np.ndarray
 
 
 def dominating_pmf(upper: np.ndarray, lower: np.ndarray, first: int, grid: float) -> Pmf:
-    """Connect-the-dots: the pmf on the grid that keeps both masses of every cell. It dominates the true pair.
+    """Connect-the-dots: the pmf on the grid that keeps both masses of every cell, so it dominates the true pair.
 
-    upper, lower: masses, float64 (n + 1,), below, between and above n grid points.
+    upper, lower: the masses below, between and above n grid points, float64 (n + 1,).
 
     Proof for any grid: the mass of a cell is shared between its two ends so that the mass of `lower` is kept as well
     (Doroshenko et al. 2022, https://arxiv.org/abs/2207.04380). This form uses the masses of the cells instead of
@@ -217,7 +217,7 @@ def dominated_pmf(upper: np.ndarray, lower: np.ndarray, first: int, grid: float)
 
     Proof for any grid: each grid point takes a share of the cell below it and a share of the cell above it, such that
     their merged likelihood ratio is at least that of the point. Merging is post-processing. Rounding the merged loss
-    down to the point gives a lower bound too. Little must be rounded, because the shares balance except for the
+    down to the point gives a lower bound too. The rounding is small, because the shares balance except for the
     curvature of the density.
     """
     points = _exp_of_grid(first, len(upper) - 1, grid)
@@ -290,7 +290,7 @@ def round_losses_to_buckets(losses: Losses, gaussian: type, buckets: int) -> Los
 
 
 def bucketed_gaussians(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, buckets: int) -> StepBuckets:
-    """Buckets sampled Gaussians. All unsampled Gaussians become one of precision sum 1 / sigma^2, which is exact."""
+    """Buckets sampled Gaussians. All unsampled ones become one of precision sum 1 / sigma^2, which is exact."""
     used = counts > 0
     sigmas, rates, counts = sigmas[used], rates[used], counts[used]
     plain = (rates == 1) & (sigmas > 0)
@@ -303,7 +303,7 @@ def bucketed_gaussians(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray
 
 
 def bucketed_steps(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, buckets: int) -> StepBuckets:
-    """Groups steps into at most `buckets`, of about equal rounding cost; exact if there are no more distinct steps.
+    """Groups steps into at most `buckets` of about equal rounding cost; exact for up to `buckets` distinct steps.
 
     sigmas, rates: float64 (T,). counts: int64 (T,). Rates are grouped first, because more than sqrt(buckets) distinct
     rates would leave too few buckets for the noise.
@@ -339,13 +339,13 @@ def bucketed_steps(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, bu
 
 
 def _noise_cost_slope(sigmas: np.ndarray, rates: np.ndarray) -> np.ndarray:
-    """The change of each step's cost with a relative change of its noise, up to a constant factor; float64 (T,)."""
+    """How fast each step's cost changes with the log of its noise, up to a constant factor; float64 (T,)."""
     precision = np.minimum(sigmas**-2.0, _LARGEST_PRECISION)
     return precision * np.exp(np.minimum(precision, -2 * np.log(rates)))
 
 
 def _label_rounding_groups(logs: np.ndarray, cost: np.ndarray, groups: int) -> np.ndarray:
-    """A label in [0, groups) for each of the increasing `logs`, int64 (n,).
+    """Assigns each of the increasing `logs` to a group in [0, groups), int64 (n,).
 
     The total rounding cost, the sum over t of cost_t (width of t's group), is least if the widths are proportional to
     (cost density)^(-1/2).

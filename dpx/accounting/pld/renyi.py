@@ -38,7 +38,7 @@ _MOMENT_ROUNDING = 1e-14  # rounding error of a moment near 1, added to its ln, 
 
 
 def gaussian_rdp(sigmas: np.ndarray, rates: np.ndarray, orders: np.ndarray = ORDERS) -> np.ndarray:
-    """The RDP of each step, float64 (T, orders); inf if the series of a fractional order does not converge.
+    """The RDP of each step, float64 (T, orders); inf where the series of a fractional order does not converge.
 
     At fractional orders, sums the absolute values of an alternating series, which gives upper bounds.
     """
@@ -75,8 +75,8 @@ def fixed_size_rdp(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, or
     Noise is relative to the effect of replacing one example. Proof for the pair of `limited_samples.py`: let r be the
     likelihood ratio of the Poisson-sampled Gaussian, under the second distribution. The moment of the pair is
     1 + E (r^a - r + r^(1-a) - 1) over r > 1 only. This integrand is at least 0 at every r. Over all r the moment is
-    E r^a + E r^(1-a) - 1, and the second moment is at most the first (Mironov et al., Theorem 5). So the bound is
-    ln(2 E r^a - 1) / (a - 1), or that of the unsampled Gaussian, if it is less.
+    E r^a + E r^(1-a) - 1, and the second moment is at most the first (Mironov et al., Theorem 5). So the bound is ln(2
+    E r^a - 1) / (a - 1), or that of the unsampled Gaussian if that is less.
     """
     if np.any(sigmas[counts > 0] < SMALLEST_NOISE):
         return np.full(len(orders), np.inf)
@@ -92,7 +92,7 @@ def _fixed_size_rdp_of_steps(steps: np.ndarray, orders: np.ndarray) -> np.ndarra
 
 
 class FullTruncatedSample(NamedTuple):
-    """The probability that a truncated sample is full without the example, and the example's rate given that."""
+    """The probability that a truncated sample is full without the example, and the example's rate if it is full."""
 
     probability: float
     rate: float
@@ -126,7 +126,7 @@ def truncated_poisson_rdp(
 
 
 def _distinct_steps(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Counts the distinct steps, float64 (n,), and returns their noise multipliers and rates, float64 (2, n)."""
+    """Returns the counts of the distinct steps, float64 (n,), and their noise multipliers and rates, float64 (2, n)."""
     steps, inverse = np.unique(np.stack([sigmas, rates]), axis=1, return_inverse=True)
     repeats = np.bincount(inverse.reshape(-1), counts, steps.shape[1])
     return repeats[repeats > 0], steps[:, repeats > 0]
@@ -146,7 +146,7 @@ def schedule_rdp(
 
     Replacing one example means removing one and adding another. So its bound is the weak triangle inequality
     D_a(P|R) <= (a - 1/2)/(a - 1) D_2a(P|Q) + D_(2a-1)(Q|R) (Mironov 2017, https://arxiv.org/abs/1702.07476,
-    Proposition 11), or that of the unsampled Gaussian of sensitivity 2, if it is less.
+    Proposition 11), or the bound of the unsampled Gaussian of sensitivity 2 if that is less.
     """
     if np.any(sigmas[counts > 0] < SMALLEST_NOISE):
         return np.full(len(orders), np.inf)
@@ -171,12 +171,12 @@ def delta(rdp: np.ndarray, epsilon: float, orders: np.ndarray = ORDERS) -> float
 
 
 def log_binomial(n, k):
-    """ln |C(n, k)|, the generalized binomial coefficient; n and k broadcast."""
+    """Returns ln |C(n, k)| of the generalized binomial coefficient; n and k broadcast."""
     return special.gammaln(n + 1) - special.gammaln(k + 1) - special.gammaln(n - k + 1)
 
 
 def _log_moment_whole(s: np.ndarray, q: np.ndarray, order: int) -> np.ndarray:
-    """ln sum_k C(order, k) (1-q)^(order-k) q^k exp((k^2 - k) / 2 s^2), for columns s and q, (T, 1); (T,)."""
+    """Returns ln sum_k C(order, k) (1-q)^(order-k) q^k exp((k^2 - k) / 2 s^2), for columns s and q, (T, 1); (T,)."""
     k = np.arange(order + 1)
     binomial = log_binomial(order, k)
     log_moments, chunk = np.empty(len(s)), max(1, _CHUNK_TERMS // (order + 1))
