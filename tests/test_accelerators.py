@@ -9,7 +9,7 @@ from jax.extend import core
 
 import dpx
 from benchmarks import accelerators, adders, on_a_gpu, programs
-from dpx.xla.jaxprs import equations
+from dpx.xla.jaxprs import walk_equations
 from dpx.xla.place import tracing_for_place
 from tests import mechanisms
 from tests.test_export import callbacks, precisions
@@ -119,7 +119,7 @@ NEEDS_FLOAT64 = {"dice_sgd", "band_mf_sgd", "lambda_cgd", "clip, then project"}
 
 def types(jaxpr: core.Jaxpr) -> set[str]:
     """Of all numbers of a program."""
-    return {str(v.aval.dtype) for equation in equations(jaxpr) for v in (*equation.invars, *equation.outvars)}
+    return {str(v.aval.dtype) for equation in walk_equations(jaxpr) for v in (*equation.invars, *equation.outvars)}
 
 
 def traced(mechanism: dpx.Mechanism, platform: str, sharding: jax.sharding.Sharding | None = None) -> jax.stages.Traced:

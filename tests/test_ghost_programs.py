@@ -11,7 +11,7 @@ import jax
 import pytest
 
 import dpx
-from dpx.xla.jaxprs import equations
+from dpx.xla.jaxprs import walk_equations
 from tests import test_ghost_scans, test_ghost_zoo
 from tests.ghost import QUICK, mechanism, noiseless
 
@@ -32,7 +32,7 @@ def measured(name: str) -> dict[str, int]:
     return {
         "products": len(PRODUCT.findall(program.as_text())),
         "bytes": program.memory_analysis().temp_size_in_bytes,
-        "equations": sum(1 for _ in equations(traced.jaxpr)),
+        "equations": sum(1 for _ in walk_equations(traced.jaxpr)),
     }
 
 

@@ -9,7 +9,7 @@ from jax import lax
 
 import dpx
 from dpx.gradients.ghost import hooks
-from dpx.xla.jaxprs import equations
+from dpx.xla.jaxprs import walk_equations
 from dpx.xla.place import tracing_for_place
 from tests.ghost import (
     WAYS,
@@ -807,7 +807,7 @@ def test_no_array_is_as_large_as_the_gradients_of_all_examples(remat):
     one = jax.checkpoint(tanh_layer) if remat else tanh_layer
     step = dpx.private_updates(lambda w, x: score(lax.scan(one, x, w)[0]), mechanism(), norms="ghost")
     traced = jax.make_jaxpr(lambda w, x: step(w, dpx.Batch(x, None), mechanism().init(w)).updates)(params, batch)
-    largest = max(v.aval.size for equation in equations(traced.jaxpr) for v in equation.outvars)
+    largest = max(v.aval.size for equation in walk_equations(traced.jaxpr) for v in equation.outvars)
     assert largest <= max(params.size, 6 * batch.size) < len(batch) * params.size / 10
 
 
@@ -827,7 +827,7 @@ def test_a_part_under_checkpoint_is_computed_again():
             return step(w, dpx.Batch(x, None), made.init(w)).updates
 
         traced = jax.make_jaxpr(of)(normal(1, 6, 8, 8), normal(2, 4, 8))
-        return sum(v.aval.shape == (6, 4, 8) for equation in equations(traced.jaxpr) for v in equation.outvars)
+        return sum(v.aval.shape == (6, 4, 8) for equation in walk_equations(traced.jaxpr) for v in equation.outvars)
 
     assert stacked(jax.checkpoint(block)) <= stacked(block) - 3
 
@@ -848,7 +848,7 @@ def test_layers_that_a_loop_indexes_share_their_kernels(devices):
         return step(params, dpx.Batch(batch, None), mechanism().init(params)).updates
 
     def slices_of(primitive, jaxpr):
-        found = [equation for equation in equations(jaxpr) if equation.primitive.name == primitive]
+        found = [equation for equation in walk_equations(jaxpr) if equation.primitive.name == primitive]
         return sum(equation.invars[0].aval.shape == (8, 4, 4) for equation in found)
 
     with tracing_for_place(devices=devices):
@@ -866,7 +866,7 @@ def test_the_norms_of_small_slices_are_computed_at_once_where_a_matrix_unit_roun
     def found():
         step = dpx.private_updates(loss, made, norms="ghost", platform="tpu")
         closed = jax.make_jaxpr(step)(params, batch, made.init(params))
-        loops = sum(one.primitive.name == "scan" for one in equations(closed.jaxpr))
+        loops = sum(one.primitive.name == "scan" for one in walk_equations(closed.jaxpr))
         return loops, jax.jit(step)(params, batch, made.init(params))
 
     with tracing_for_place(platform="tpu"):

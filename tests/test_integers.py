@@ -13,7 +13,7 @@ from dpx import keys
 from dpx.accounting.arithmetic import INTEGERS, NORMALS
 from dpx.keys import integer_normals, noise, normals
 from dpx.sums.rounding import FloatPair
-from dpx.xla.place import float64, tracing_for_place
+from dpx.xla.place import enabling_float64, tracing_for_place
 from tests.problems import dp_sgd, on_a_cpu
 from tests.test_noise import KEY, LONG, RARE, chosen_words, uniform_numbers, words_at_random
 
@@ -195,7 +195,7 @@ def test_float64_is_refused_for_a_tpu():
         tracing_for_place(platform="tpu"),
         pytest.raises(ValueError, match="error feedback must be computed in IEEE's float64"),
     ):
-        float64("error feedback")
+        enabling_float64("error feedback")
 
 
 def test_what_is_billed_for_the_integers_is_above_their_errors():

@@ -15,7 +15,7 @@ from jax import lax
 
 import dpx
 from dpx.sums.clipped_sum import LARGEST
-from dpx.xla.jaxprs import equations
+from dpx.xla.jaxprs import walk_equations
 from dpx.xla.place import tracing_for_place
 from dpx.xla.rows_apart import may_mix_rows, with_rows_apart
 from tests.devices import on_eight_devices
@@ -311,7 +311,7 @@ def test_the_cases_have_every_primitive_that_can_hold_a_row():
     seen = set()
     for name in VALUES:
         closed = jax.make_jaxpr(functools.partial(of_row, name))(jax.tree.map(lambda leaf: leaf[0], ROW))
-        seen |= {equation.primitive.name for equation in equations(closed.jaxpr)}
+        seen |= {equation.primitive.name for equation in walk_equations(closed.jaxpr)}
     outside = {name for names in OUTSIDE.values() for name in names.split()}
     assert {primitive.name for primitive in batching.fancy_primitive_batchers} <= seen | outside
 
@@ -567,7 +567,7 @@ def test_matrices_are_decomposed_one_by_one_on_a_tpu(function):
 
     def operands():
         closed = jax.make_jaxpr(jax.vmap(with_rows_apart(lambda x: function(x))))(x)
-        found = [each for each in equations(closed) if each.primitive.name in ("eigh", "svd")]
+        found = [each for each in walk_equations(closed) if each.primitive.name in ("eigh", "svd")]
         return may_mix_rows(jax.make_jaxpr(lambda x: function(x))(x[0])), [each.invars[0].aval.shape for each in found]
 
     assert operands() == (False, [(ROWS, SIZE, SIZE)])

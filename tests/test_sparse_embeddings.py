@@ -13,7 +13,7 @@ from dpx.papers import sparse_embeddings
 from dpx.states.reading import release_state
 from dpx.sums.clipped_sum import sum_contributions
 from dpx.sums.rounding import ETA
-from dpx.xla.jaxprs import equations
+from dpx.xla.jaxprs import walk_equations
 from tests.ghost import integers, noiseless, normal
 
 KEY = jax.random.key(5)
@@ -167,7 +167,7 @@ def test_no_array_is_as_large_as_the_table():
     given = params(rows=100_000)
     step = dpx.coordinates.row_updates(loss, rows=rows, noise_multiplier=1.0, **OPTIONS)
     traced = jax.make_jaxpr(step)(given, batch(8, 100_000), step.optimizer.init(given))
-    largest = max(v.aval.size for equation in equations(traced.jaxpr) for v in equation.outvars)
+    largest = max(v.aval.size for equation in walk_equations(traced.jaxpr) for v in equation.outvars)
     assert largest < 1.2 * 100_000 < given["tables"]["a"].size
 
 

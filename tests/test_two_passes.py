@@ -10,7 +10,7 @@ from dpx.gradients.clipped_gradients import choose_microbatches
 from dpx.gradients.ghost import hooks
 from dpx.gradients.ghost.plan import GhostPlan
 from dpx.sums.rounding import FloatPair
-from dpx.xla.jaxprs import equations
+from dpx.xla.jaxprs import walk_equations
 from dpx.xla.place import Place, tracing_for_place
 from tests import test_ghost_scans
 from tests.ghost import QUICK, assert_same, key, mechanism, noiseless, normal
@@ -88,7 +88,7 @@ def stacked(passes, loss=layers, params=PARAMS, **options):
     """How many arrays of the program have the numbers of all layers, examples and positions."""
     made = jax.make_jaxpr(step(loss, params, backward_passes=passes, **options))(params, ROWS)
     results = [
-        v.aval for equation in equations(made.jaxpr) if equation.primitive.name == "scan" for v in equation.outvars
+        v.aval for equation in walk_equations(made.jaxpr) if equation.primitive.name == "scan" for v in equation.outvars
     ]
     return sum(aval.size == LAYERS * BATCH * POSITIONS * WIDTH for aval in results)
 

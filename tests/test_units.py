@@ -20,7 +20,7 @@ from dpx.sums import rounding as bounds
 from dpx.sums.clipped_sum import sum_in_blocks
 from dpx.sums.rounding import ETA, MOST_ROWS, RESERVE, UNIT
 from dpx.xla import matrix_units
-from dpx.xla.jaxprs import equations
+from dpx.xla.jaxprs import walk_equations
 from dpx.xla.matrix_units import BFLOAT16, FLOAT32, FUSED, OF_A_TPU, TF32, MatrixUnit
 from dpx.xla.place import Place, current_place, full_precision, tracing_for_place
 from dpx.xla.rewrites import with_uninitialized_stacks
@@ -278,9 +278,11 @@ def test_a_tpu_adds_rows_and_squares_in_parts(shape):
     with tracing_for_place(platform="tpu"):
         assert len(sums._split_for_tpu(factors, data)) == (math.gcd(len(data), 16) if len(data) > 8 else 1)
         total = jax.jit(sums.weighted_sum)(factors, data)
-        of_rows = jax.jit(jax.vmap(lambda x: norms.norm([x])))(exact.astype(np.float32))
-        of_scaled = jax.jit(jax.vmap(lambda x: norms.norm([x], [jnp.full_like(x, 3)])))(exact.astype(np.float32))
-        of_both = jax.jit(jax.vmap(lambda *each: norms.norm([*each, jnp.zeros(0)])))(4 * of_rows, 3 * of_rows)
+        of_rows = jax.jit(jax.vmap(lambda x: norms.norm_of_arrays([x])))(exact.astype(np.float32))
+        of_scaled = jax.jit(jax.vmap(lambda x: norms.norm_of_arrays([x], [jnp.full_like(x, 3)])))(
+            exact.astype(np.float32)
+        )
+        of_both = jax.jit(jax.vmap(lambda *each: norms.norm_of_arrays([*each, jnp.zeros(0)])))(4 * of_rows, 3 * of_rows)
     sizes = np.sqrt(np.sum(exact.astype(np.float32).astype(np.float64).reshape(len(data), -1) ** 2, 1))
     np.testing.assert_allclose(total, np.tensordot(factors, exact, 1), rtol=0, atol=1e-5)
     for found, scale in ((of_rows, 1), (of_scaled, 3), (of_both, 5)):
@@ -366,7 +368,7 @@ def test_a_scan_stacks_records_that_are_rounded_once(platform, dtype):
     made = mechanism()
     step = dpx.private_updates(loss, made, norms="ghost", platform=platform)
     traced = jax.make_jaxpr(step)(params, dpx.Batch(rows, None), jax.eval_shape(made.init, params))
-    program = list(equations(traced.jaxpr))
+    program = list(walk_equations(traced.jaxpr))
     rounded = [v.aval.shape for one in program if one.primitive.name == "reduce_precision" for v in one.outvars]
     assert rounded.count(rows.shape) == 2 and (3, *rows.shape) not in rounded
     stacked = [v.aval for one in program if one.primitive.name == "scan" for v in one.outvars]
@@ -388,7 +390,7 @@ def test_a_scan_on_a_tpu_stacks_gradients_that_are_kept_in_place_of_records(plat
     step = dpx.private_updates(tanh_layers, made, norms="ghost", platform=platform)
     with tracing_for_place(devices=devices), jax.default_matmul_precision(precision):
         traced = jax.make_jaxpr(step)(params, dpx.Batch(rows, None), jax.eval_shape(made.init, params))
-    program = list(equations(traced.jaxpr))
+    program = list(walk_equations(traced.jaxpr))
     stacked = [v.aval for one in program if one.primitive.name in ("scan", "while") for v in one.outvars]
     assert [aval.shape for aval in stacked].count((3, 8, 1, 16, 16)) == 1
     assert ((3, 8, 1, 16, 16) in [aval.shape for aval in stacked if aval.dtype == jnp.bfloat16]) == (platform == "tpu")
@@ -410,7 +412,7 @@ def test_a_scan_that_stacks_into_unfilled_memory_finds_the_same(reverse):
     tree = {"w": jax.random.normal(jax.random.key(0), (3, 3)), "x": jax.random.normal(jax.random.key(1), (5, 2, 3))}
     with mock.patch.object(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan).astype(dtype)):
         made = jax.jit(with_uninitialized_stacks(function))
-        program = list(equations(jax.make_jaxpr(made)(tree).jaxpr))
+        program = list(walk_equations(jax.make_jaxpr(made)(tree).jaxpr))
         jax.tree.map(np.testing.assert_array_equal, made(tree), jax.jit(function)(tree))
     assert not any(one.params["reverse"] for one in program if one.primitive.name == "scan")
 
@@ -453,7 +455,7 @@ def test_gradients_of_a_tied_table_are_those_of_all_uses_on_a_tpu(monkeypatch, d
     assert algorithms.TIED.words in str(explained)
     with tracing_for_place(platform="tpu", devices=devices):
         program = jax.make_jaxpr(step.__wrapped__)(table, dpx.Batch((tokens, x), None), made.init(table))
-    first = next(each for each in equations(program.jaxpr) if each.primitive.name == "reduce_precision")
+    first = next(each for each in walk_equations(program.jaxpr) if each.primitive.name == "reduce_precision")
     assert first.outvars[0].aval.shape == (2, 300, 30)  # the cotangent of the product, and not what it multiplies
 
 
@@ -464,7 +466,7 @@ def test_few_blocks_are_made_at_once_where_a_turn_of_a_loop_takes_longer(platfor
 
     with tracing_for_place(platform=platform, devices=1):
         program = jax.make_jaxpr(summed)(jax.ShapeDtypeStruct((512, 3), jnp.float32))
-    assert len([each for each in equations(program.jaxpr) if each.primitive.name in ("scan", "while")]) == loops
+    assert len([each for each in walk_equations(program.jaxpr) if each.primitive.name in ("scan", "while")]) == loops
 
 
 def test_programs_that_are_compared_have_float32_products():

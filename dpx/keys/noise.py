@@ -43,7 +43,7 @@ from dpx.keys.streams import key_words as secret_words
 from dpx.sums.rounding import FloatPair, as_pair, released_minus_total
 from dpx.values import Tree, require_number
 from dpx.xla.ordering import opaque_false
-from dpx.xla.place import Place, current_place, float64, refuse_to_compile_for_tpu, require_exact_math
+from dpx.xla.place import Place, current_place, enabling_float64, refuse_to_compile_for_tpu, require_exact_math
 from dpx.xla.rows_apart import require_rows_apart
 
 # 32 KiB; from 2^11 to 2^17 elements, a CPU is about equally fast (benchmarks/results/noise.md).
@@ -522,7 +522,7 @@ def _release_and_rest(
     shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(total, parts).high)]
 
     def rest(released, highs, lows) -> tuple:
-        with float64("noise that is kept"):
+        with enabling_float64("noise that is kept"):
             return released, *released_minus_total(released, FloatPair(highs, lows))
 
     def by_chunks(parts) -> tuple:

@@ -120,7 +120,7 @@ def dp_sgd(
 
 def tree_norm(tree: Tree) -> jax.Array:
     """Returns the 2-norm of a tree of float32 arrays, a float32 scalar, never below the true one (`dpx.sums.norms`)."""
-    return norms.norm(jax.tree.leaves(tree))
+    return norms.norm_of_arrays(jax.tree.leaves(tree))
 
 
 def _clip_norms_at_step(clip_norm: Tree, step: jax.Array) -> Tree:

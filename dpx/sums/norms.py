@@ -31,7 +31,7 @@ SHORT = 64  # rows of a long array that a TPU adds; a multiple of its registers'
 MARGIN = 16  # units in the last place
 
 
-def norm(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.Array:
+def norm_of_arrays(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.Array:
     """The 2-norm of real arrays, computed in float32, as a float32 scalar. scales: arrays that multiply them, or
     None."""
     parts, roundings, devices, on_tpu = [], 0, current_place().devices, current_place().platform == "tpu"

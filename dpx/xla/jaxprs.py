@@ -24,12 +24,12 @@ def open_jaxprs(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
     return (getattr(each, "jaxpr", each) for each in inner_jaxprs(equation))
 
 
-def equations(jaxpr: Any) -> Iterator[core.JaxprEqn]:
+def walk_equations(jaxpr: Any) -> Iterator[core.JaxprEqn]:
     """Yields all equations, each before those that it calls."""
     for equation in jaxpr.eqns:
         yield equation
         for body in inner_jaxprs(equation):
-            yield from equations(body)
+            yield from walk_equations(body)
 
 
 def closure_arrays(jaxpr: Any) -> Iterator[Any]:
@@ -98,7 +98,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def convolves(jaxpr: Any) -> bool:
-    return any(equation.primitive.name == "conv_general_dilated" for equation in equations(jaxpr))
+    return any(equation.primitive.name == "conv_general_dilated" for equation in walk_equations(jaxpr))
 
 
 def inputs_read(jaxpr: Any) -> list[bool]:
@@ -147,7 +147,7 @@ def replace_equations(function: Callable, changes: Callable[[core.JaxprEqn], boo
         return bind_equation(equation, operands, params)
 
     def body(value: Any) -> Any:
-        if not _is_jaxpr(value) or not any(map(changes, equations(value))):
+        if not _is_jaxpr(value) or not any(map(changes, walk_equations(value))):
             return value
         jaxpr, constants = getattr(value, "jaxpr", value), getattr(value, "consts", ())
         avals: list[Any] = [variable.aval for variable in jaxpr.invars]

@@ -74,7 +74,7 @@ def full_precision() -> contextlib.AbstractContextManager[None]:
     return jax.default_matmul_precision("highest") if rounds else contextlib.nullcontext()
 
 
-def float64(what: str) -> contextlib.AbstractContextManager[None]:
+def enabling_float64(what: str) -> contextlib.AbstractContextManager[None]:
     """Like `jax.enable_x64`, for computations that need IEEE's float64. what: their name, for an error message. Raises
     as `require_ieee_float64` does."""
     require_ieee_float64(what)

@@ -34,9 +34,9 @@ from dpx.xla.jaxprs import (
     bind_equation,
     constants_and_carry_of_scan,
     convolves,
-    equations,
     evaluate_jaxpr,
     replace_equations,
+    walk_equations,
 )
 from dpx.xla.place import current_place
 
@@ -89,7 +89,7 @@ def multiplies_matrices(jaxpr: core.Jaxpr) -> bool:
     """Whether the loss of one example multiplies a matrix, so that a gradient may be a sum of outer products."""
     return any(
         equation.primitive.name == "dot_general" and max(getattr(v.aval, "ndim", 0) for v in equation.outvars) > 1
-        for equation in equations(jaxpr)
+        for equation in walk_equations(jaxpr)
     )
 
 

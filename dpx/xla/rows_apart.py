@@ -39,7 +39,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from dpx.xla.jaxprs import bind_equation, equations, replace_equations
+from dpx.xla.jaxprs import bind_equation, replace_equations, walk_equations
 from dpx.xla.place import current_place
 
 # Primitives that are one loop over all their elements. On a TPU, XLA rotates all matrices until the last is diagonal.
@@ -66,7 +66,7 @@ def may_mix_rows(jaxpr: Any, *, tangents: bool = True) -> bool:
             return tangents and _may_mix_tangents(equation)
         return _needs_row_loop(equation) or name.startswith("custom_vjp_call")  # its derivative may hold anything
 
-    return any(map(may_mix, equations(jaxpr)))
+    return any(map(may_mix, walk_equations(jaxpr)))
 
 
 def _rows_are_sharded() -> bool:

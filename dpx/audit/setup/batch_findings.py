@@ -26,7 +26,7 @@ from dpx.schedules import values_over
 from dpx.sums.clipped_sum import LARGEST, norms_in_range, sum_contributions, sum_over_microbatches
 from dpx.sums.rounding import as_pair
 from dpx.values import Tree, leaf_path, list_first_few
-from dpx.xla.jaxprs import equations
+from dpx.xla.jaxprs import walk_equations
 from dpx.xla.rows_apart import loops_until_all_converge
 
 MICROBATCH_NUMBERS = 2**26  # gradient values in memory at once: 256 MiB in float32
@@ -167,7 +167,7 @@ def find_mixed_rows(measured: BatchDiagnostics, params: Tree, alone: Callable, r
 def find_spreading_nan(measured: BatchDiagnostics, closed: core.ClosedJaxpr) -> Finding:
     """Checks that NaN in one row does not spread to others under `jax.vmap`, and that the loss has no functions whose
     rounding in one row depends on other rows. closed: the jaxpr of the loss."""
-    together = sorted({each.primitive.name for each in equations(closed) if loops_until_all_converge(each)})
+    together = sorted({each.primitive.name for each in walk_equations(closed) if loops_until_all_converge(each)})
     numbers = {"reached": measured.reached or 0, "iterating": len(together)}
     if measured.reached:
         what = f"a row of NaN changes {measured.reached} other rows"

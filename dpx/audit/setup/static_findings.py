@@ -246,9 +246,9 @@ def find_closed_over_arrays(closed: core.ClosedJaxpr, example: Tree, rows: int, 
 
 def find_batch_dependence(closed: core.ClosedJaxpr) -> Finding:
     """Finds equations that may see all rows of a batch under `jax.vmap`, in the loss or its backward pass."""
-    found = list(jaxprs.equations(closed))
+    found = list(jaxprs.walk_equations(closed))
     if any(equation.primitive.name in OWN_BACKWARD for equation in found):
-        found += jaxprs.equations(_gradient_jaxpr(closed))
+        found += jaxprs.walk_equations(_gradient_jaxpr(closed))
     whole = {equation.primitive.name for equation in found if equation.params.get("vmap_method") in WHOLE_BATCH}
     all_names = {equation.primitive.name for equation in found}
     names = whole | {name for name in all_names if "callback" in name or name in ("debug_print", "custom_vmap_call")}

@@ -99,11 +99,11 @@ def parameter_site_in_kernel(site: Site, use: ParameterUse, shape: tuple[int, ..
     of_a = (lambda values: slopes_in_kernel(values)[:, None, :, 0]) if by_input and not by_output else None
     of_b = (lambda values: slopes_in_kernel(values)[:, :1]) if steps and not by_input else None
     if box != (ALL, ALL, ALL) or is_complex or of_a:
-        return _site_of_block(moved, labels.shape, box, of_a, of_b, is_complex=is_complex)
+        return _product_block_site(moved, labels.shape, box, of_a, of_b, is_complex=is_complex)
     return moved if of_b is None else moved._replace(record=CaptureReplacements(None, _scaled_cotangents(site, of_b)))
 
 
-def _site_of_block(site: Site, sizes: tuple[int, int, int], box: tuple, of_a, of_b, *, is_complex: bool) -> Site:
+def _product_block_site(site: Site, sizes: tuple[int, int, int], box: tuple, of_a, of_b, *, is_complex: bool) -> Site:
     """The site of the block `box`, (K, I, O), of A^T B. of_a, of_b: Values -> factors of A and of B, or None."""
     groups, rows, columns = box
 
@@ -283,7 +283,7 @@ def find_made_kernels(
     program: LossProgram, wanted: set[int], made: Mapping[Any, Equation], shapes: list[tuple[int, ...]]
 ) -> list[MadeKernelGroup]:
     """The kernels of every `wanted` parameter whose kernels can all be followed, in groups that share no parameter.
-    made: as in `rules.find_site`. shapes: those of all parameters."""
+    made: as in `rules.find_parameter_site`. shapes: those of all parameters."""
     uses = {kernel: _kernel_uses(kernel, program, made, shapes) for kernel in program.kernels if kernel.leaves & wanted}
     known = wanted.difference(*(kernel.leaves for kernel, found in uses.items() if found is None))
     groups: list[MadeKernelGroup] = []
@@ -316,7 +316,7 @@ def _site_of_kernel_use(use: ParameterUse, program: LossProgram, made: Mapping[A
     loops = [(place, step) for place, step in enumerate(use.view.steps, 1) if isinstance(step, ScanStep)]
     end = max((place for place, step in loops if step.sliced), default=0)
     begin, rest = ParameterView(use.view.steps[:end]), ParameterView(use.view.steps[end:])
-    site = rules.find_site(use._replace(view=rest), program, made)
+    site = rules.find_parameter_site(use._replace(view=rest), program, made)
     if isinstance(site, str) or begin.scan_repeats or 0 in begin.slice_counts or (end and (site.lookup or site.record)):
         return None
     if rules.is_complex(program.equations[use.equation]):

@@ -30,7 +30,7 @@ import numpy as np
 from jax import lax  # traces faster than `jnp`
 
 from dpx.sums.clipped_sum import LARGEST, add_part_by_part, repeat_to_shape
-from dpx.sums.norms import norm, norm_raised_for_rounding
+from dpx.sums.norms import norm_of_arrays, norm_raised_for_rounding
 from dpx.sums.rounding import PRODUCTS, UNIT, FloatPair, add_pairs, error_of_chained_sum, with_low_part
 from dpx.xla.place import current_place
 from dpx.xla.rewrites import sum_of_outer_products
@@ -317,7 +317,7 @@ def gradient_rows_of_lookup(indices: jax.Array, b: jax.Array, *, distinct: bool 
 
 def frobenius(x: jax.Array) -> jax.Array:
     """The root of the sum of the squares, float32 ()."""
-    return norm([x])
+    return norm_of_arrays([x])
 
 
 def split_off_scale(x: jax.Array) -> tuple[jax.Array, jax.Array]:

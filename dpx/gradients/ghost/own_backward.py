@@ -52,7 +52,7 @@ class GradientProduct(NamedTuple):
 
 def find_gradient_product(equation: core.JaxprEqn, operand: int) -> GradientProduct | None:
     """The product by which the backward pass computes an operand's gradient; None if it is not one product."""
-    if operand not in (places := _differentiated(equation)):
+    if operand not in (places := _differentiated_operands(equation)):
         return None
     operands = [jax.ShapeDtypeStruct(_shape(variable), _dtype(variable)) for variable in equation.invars]
     dtypes = [_dtype(v) if jnp.issubdtype(_dtype(v), jnp.inexact) else jax.dtypes.float0 for v in equation.outvars]
@@ -82,7 +82,7 @@ def bind_with_slots(equation: Any, operands: list, slots: dict[int, tuple]) -> l
             return jaxprs.bind_equation(each, values, each.params)
 
         gradients = jaxprs.evaluate_jaxpr(closed.jaxpr, closed.consts, jax.tree.leaves((pullback, cotangents)), results)
-        places, found = _differentiated(equation), {}
+        places, found = _differentiated_operands(equation), {}
         for operand in slots:
             product = _find_product(closed.jaxpr, closed.jaxpr.outvars[places.index(operand)])
             assert product is not None  # see `find_gradient_product`
@@ -201,7 +201,7 @@ def _is_wide_real(variable: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
 
 
-def _differentiated(equation: core.JaxprEqn) -> list[int]:
+def _differentiated_operands(equation: core.JaxprEqn) -> list[int]:
     """The operands that get a gradient from the backward pass; closed-over constants do not."""
     first = equation.params.get("num_consts", 0)
     return [i for i, v in enumerate(equation.invars) if i >= first and jnp.issubdtype(_dtype(v), jnp.inexact)]
@@ -214,7 +214,7 @@ def _bind(equation: core.JaxprEqn, operands: list) -> list[jax.Array]:
 
 def _equation_vjp(equation: core.JaxprEqn, operands: list) -> tuple[list[jax.Array], Callable]:
     """Evaluates an equation, and returns its outputs and the pullback to the operands that have gradients."""
-    places = _differentiated(equation)
+    places = _differentiated_operands(equation)
 
     def outputs(*values):
         given = dict(zip(places, values, strict=True))

@@ -164,7 +164,7 @@ class GhostPlan(NamedTuple):
         if choice.uses.sharing is not None or any(each.primitive.name in own_backward.NAMES for each in equations):
             return None
         operands = [site.use.operand for site in sites]
-        rest = [(site.use.view.moves_key(), site.sizes, site.record and site.record.inputs is None) for site in sites]
+        rest = [(one.use.view.key_of_moves(), one.sizes, one.record and one.record.inputs is None) for one in sites]
         same = map(identity_of_equation, equations)
         return choice.algorithm, shape, choice.view.slice_counts, *operands, *same, *rest
 
@@ -309,7 +309,7 @@ def _follow_parts(
         for number, rest in zip(part.uses, part.rests, strict=True):
             use = uses[number]._replace(view=rest)
             is_kernel = rest.changes_values or (use.equation >= 0 and rules.is_complex(program.equations[use.equation]))
-            site = rules.find_site(use.as_kernel_use() if is_kernel else use, program, made)
+            site = rules.find_parameter_site(use.as_kernel_use() if is_kernel else use, program, made)
             if isinstance(site, rules.Site) and is_kernel:
                 site = parameter_site_in_kernel(site, use, inside, program)
             if isinstance(site, str):

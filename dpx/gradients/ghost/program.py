@@ -131,7 +131,7 @@ class ParameterView(NamedTuple):
         """The shape in which a use sees a parameter of this shape, with a leading axis for each of `slice_counts`."""
         return jax.eval_shape(self.apply_steps, jax.ShapeDtypeStruct(shape, jnp.float32)).shape
 
-    def sliced_box(self, shape: tuple[int, ...]) -> Box:
+    def box_of_slices(self, shape: tuple[int, ...]) -> Box:
         """The elements that the leading slices select from a parameter of this shape."""
         found = [range(size) for size in shape]
         for step in self.steps[: self.initial_slice_step_count]:
@@ -143,7 +143,7 @@ class ParameterView(NamedTuple):
                 found = [elements[start:limit:stride] for elements, start, limit, stride in of_axes]
         return found
 
-    def moves_key(self) -> tuple:
+    def key_of_moves(self) -> tuple:
         """A key that is equal for views that move elements in the same way."""
 
         def identity_of_step(step: Step) -> Any:
@@ -214,14 +214,14 @@ def parts_of_parameter(seen: list[ParameterView], shape: tuple[int, ...]) -> lis
         if ParameterView(view.steps[:end]).changes_values:
             return "used in slices by a scan after an equation that computes or places"
         begin, rest = ParameterView(view.steps[:end]), ParameterView(view.steps[end:])
-        key = ParameterView(tuple(step for step in begin.steps if not moves_nothing(step))).moves_key()
+        key = ParameterView(tuple(step for step in begin.steps if not moves_nothing(step))).key_of_moves()
         before = found.get(key, ParameterPart(begin, (), ()))
         ends = {step.number for step in begin.steps[-1:] if isinstance(step, RearrangeStep)}
         ends = tuple(sorted(ends.union(before.ends)))
         found[key] = ParameterPart(before.view, (*before.uses, number), (*before.rests, rest), ends)
     sliced = any(part.view.slice_counts for part in found.values())
     if len(found) > 1 or sliced:
-        if are_disjoint([part.view.sliced_box(shape) for part in found.values()]):
+        if are_disjoint([part.view.box_of_slices(shape) for part in found.values()]):
             return list(found.values())
         if sliced:
             return f"used {len(seen)} times, in slices by a scan that another use may overlap"
@@ -245,7 +245,7 @@ def are_disjoint(boxes: list[Box]) -> bool:
 
 def assemble_parts(views: list[ParameterView], parts: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
     """Assembles a float32 array of this shape from disjoint parts, with zeros elsewhere."""
-    boxes = [view.sliced_box(shape) for view in views]
+    boxes = [view.box_of_slices(shape) for view in views]
     parts = [_in_box(*each) for each in zip(views, parts, boxes, strict=True)]
     axes = [axis for axis in range(len(shape)) if any(len(each[axis]) != shape[axis] for each in boxes)]
     if not axes:

@@ -212,7 +212,7 @@ class Site(NamedTuple):
     reads: frozenset[int] = frozenset()
 
 
-def find_site(use: ParameterUse, program: LossProgram, made: Mapping[Any, Equation]) -> Site | str:
+def find_parameter_site(use: ParameterUse, program: LossProgram, made: Mapping[Any, Equation]) -> Site | str:
     """The site of a use, or why the parameter is not followed there. The use's view begins at a part of the parameter.
     made: for each value, by index, the equation that computes it."""
     if use.equation < 0:

@@ -232,7 +232,7 @@ class _ParameterTracer:
         number = self.append(Equation(equation, tuple(inputs), outputs, counts=self.counts))
         if all(map(self.is_public, inputs)):
             self.public.update(dict.fromkeys(outputs, number))
-        elif all(map(self.same_for_all, inputs)):
+        elif all(map(self.same_for_all_examples, inputs)):
             loops = set().union(*map(self.scan_depths_of_variation, inputs))
             self.slices.update(dict.fromkeys(outputs, PublicOrigin(number, tuple(sorted(loops)))))
         if carries_gradient(equation):
@@ -253,7 +253,7 @@ class _ParameterTracer:
     def record_kernels_or_uses(self, equation, number, inputs, outputs, of_kernels):
         """Records the kernels that an equation makes from other kernels or, if it makes none, its uses of them."""
         found = [(i, *self.kernels[inputs[i]]) for i in of_kernels]
-        public, varying = self.same_for_all(outputs[0]), self.scan_depths_of_variation(outputs[0])
+        public, varying = self.same_for_all_examples(outputs[0]), self.scan_depths_of_variation(outputs[0])
         loops = tuple(ScanStep(count, sliced=loop in varying) for loop, count in enumerate(self.counts))
         # The backward pass of a custom_vjp may be nonlinear, and would see the sum over iterations, not each of them.
         if public and (all(loop.sliced for loop in loops) or not _has_custom_derivative(equation, "custom_vjp")):
@@ -379,7 +379,7 @@ class _ParameterTracer:
     def is_public(self, value) -> bool:
         return isinstance(value, Constant) or value in self.public
 
-    def same_for_all(self, value) -> bool:
+    def same_for_all_examples(self, value) -> bool:
         """Whether a value is the same for all examples; it may differ between iterations."""
         return self.is_public(value) or value in self.slices
 
@@ -395,13 +395,14 @@ class _ParameterTracer:
         body, (first, count), length = params["jaxpr"], count_scan_operands(equation), params.get("length")
         if length is not None:
             self.counts = (*self.counts, length)
-        arguments, is_public = self.new_numbers(len(equation.inputs)), all(map(self.same_for_all, equation.inputs))
+        arguments = self.new_numbers(len(equation.inputs))
+        is_public = all(map(self.same_for_all_examples, equation.inputs))
         for i, value in enumerate(equation.inputs):
             if self.data & _numbers([value]):
                 self.data.add(arguments[i])
             if i < first and self.is_public(value):
                 self.public[arguments[i]] = SameValue(value)
-            elif self.same_for_all(value) and not first <= i < first + count:
+            elif self.same_for_all_examples(value) and not first <= i < first + count:
                 loop = () if i < first else (len(self.counts) - 1,)
                 self.slices[arguments[i]] = PublicOrigin(SameValue(value), self.scan_depths_of_variation(value) + loop)
             if known := self.integers_per_iteration(equation, body, i):
@@ -440,7 +441,7 @@ class _ParameterTracer:
         for leaf, view in self.views.get(value, ()):
             self.uses[leaf].append(ParameterUse(leaf, view, number, operand))
         outputs = self.equations[number].outputs if number >= 0 else ()
-        if value in self.kernels and not any(map(self.same_for_all, outputs)):
+        if value in self.kernels and not any(map(self.same_for_all_examples, outputs)):
             made, view = self.kernels[value]
             self.kernel_uses.setdefault(made, []).append(ParameterUse(made, view, number, operand))
 
@@ -473,7 +474,7 @@ def custom_derivatives_usable(program: LossProgram) -> bool:
 
 def _has_custom_derivative(equation: core.JaxprEqn, kind: str = "custom_") -> bool:
     """Whether an equation, or one in a function that it calls, has a custom derivative; `kind` is part of its name."""
-    inside = (each for body in jaxprs.open_jaxprs(equation) for each in jaxprs.equations(body))
+    inside = (each for body in jaxprs.open_jaxprs(equation) for each in jaxprs.walk_equations(body))
     return any(kind in each.primitive.name for each in itertools.chain([equation], inside))
 
 

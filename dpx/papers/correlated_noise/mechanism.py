@@ -45,7 +45,7 @@ from dpx.sums.rounding import (
     split_float64,
 )
 from dpx.values import Tree, described, require_number, require_whole
-from dpx.xla.place import float64, require_ieee_float64
+from dpx.xla.place import enabling_float64, require_ieee_float64
 
 
 @accepts_budget
@@ -144,7 +144,7 @@ def _make_correlated_release(inner: Mechanism, strategy: Strategy, noise_key: ja
 
     def with_past(parts) -> FloatPair:
         sums, state = parts
-        with float64("correlated noise"):
+        with enabling_float64("correlated noise"):
             exact, past = as_float64(as_pair(sums)), _weighted_past_noise(state, weights)
             return split_float64(jax.tree.map(jnp.add, exact, past))
 
@@ -152,7 +152,7 @@ def _make_correlated_release(inner: Mechanism, strategy: Strategy, noise_key: ja
         given = sums[0], state
         if banded:
             released = keys.release(noise_key, state.inner.step, with_past(given), deviation)
-            with float64("correlated noise"):
+            with enabling_float64("correlated noise"):
                 noise = released_minus_total(released, as_pair(sums[0]))
         else:
             released, noise = keys.release_and_rest(noise_key, state.inner.step, with_past, given, deviation)

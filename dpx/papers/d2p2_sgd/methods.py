@@ -37,7 +37,7 @@ from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule
 from dpx.sums.rounding import FloatPair, as_float64, as_pair, split_float64
 from dpx.values import Tree, described, require_number, require_whole
-from dpx.xla.place import float64, require_ieee_float64
+from dpx.xla.place import enabling_float64, require_ieee_float64
 
 Order = Literal["project_then_clip", "clip_then_project"]
 
@@ -237,7 +237,7 @@ def _project_sum(encode: Callable[[Tree, Tree], Tree], total: FloatPair, state: 
     In float32, the rounding error would be relative to the sum, so in a batch of 65,536 an example could move it by
     half a clip norm more. In float64, the error is below 2^-52 n B clip norms if each coordinate sums up n elements.
     """
-    with float64("the projection of a sum"), jax.numpy_dtype_promotion("standard"):
+    with enabling_float64("the projection of a sum"), jax.numpy_dtype_promotion("standard"):
         return split_float64(encode(as_float64(total), state))
 
 

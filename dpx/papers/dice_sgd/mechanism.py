@@ -25,7 +25,7 @@ from dpx.states.record import ReleaseState
 from dpx.sums.rounding import ETA, FloatPair, as_float64, as_pair, norm_of_pair, split_float64
 from dpx.values import Tree, described, require_number, require_whole
 from dpx.xla.ordering import compute_after
-from dpx.xla.place import float64, require_ieee_float64
+from dpx.xla.place import enabling_float64, require_ieee_float64
 
 SMALLEST_DIVISOR = 1e-30  # in the units of the gradient; a norm of 0 is divided by this, in float32's normal range
 
@@ -180,7 +180,7 @@ class _ErrorFeedbackRun(NamedTuple):
         step, divisor = state.release.step, self.sampling.divisor
         total, withheld = map(as_pair, sums)
         remembered, fed_back = self.error_feedback_factors(step, state.unreleased_error)
-        with float64("error feedback"):
+        with enabling_float64("error feedback"):
             exact = as_float64(state.unreleased_error)
             # The error is added before the noise, because the release rounds the sum to which it adds noise.
             added = jax.tree.map(lambda t, e: t + (fed_back * e) * divisor, as_float64(total), exact)
@@ -188,7 +188,7 @@ class _ErrorFeedbackRun(NamedTuple):
         deviation = self.noise_multiplier * self.clip_norm * (1 + ETA + ERROR)
         updates = jax.tree.map(lambda r: r / divisor, keys.release(self.noise_key, step, total, deviation))
         error = compute_after(updates, state.unreleased_error)  # in its memory
-        with float64("error feedback"):
+        with enabling_float64("error feedback"):
             kept = jax.tree.map(lambda e: (remembered - fed_back) * e, as_float64(error))
             error = split_float64(jax.tree.map(lambda e, w: e + w / divisor, kept, as_float64(withheld)))
         state = ErrorFeedbackState(state.release.after_release(self.noise_multiplier), error)
@@ -198,7 +198,7 @@ class _ErrorFeedbackRun(NamedTuple):
         """Returns the factors, float64 scalars, of the error that is remembered (1 up to LARGEST_CLIP_NORM, 0 after a
         reset) and of its part that is fed back."""
         forgotten = jnp.zeros((), bool) if self.reset_every is None else step % self.reset_every == 0
-        with float64("error feedback"):
+        with enabling_float64("error feedback"):
             norm = jnp.maximum(norm_of_pair(error), SMALLEST_DIVISOR)
             remembered = jnp.minimum(norm, LARGEST_CLIP_NORM)
             both = remembered / norm, self.bounded_error_norm(remembered) / norm
