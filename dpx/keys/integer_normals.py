@@ -76,7 +76,7 @@ def normal_from_polar(polar: tuple[Words, jax.Array], words: Sequence[jax.Array]
     part, negative = sine_or_cosine(words, second)
     high, low = fraction_product(limbs(radius), limbs(part))
     size = (high << 2) | (low >> 13), low << 19  # 64 bits, to be multiplied by 2^(9 - exponent)
-    return _signed(_shift_right_64_bits(size, exponent + 2), negative)
+    return _apply_sign(_shift_right_64_bits(size, exponent + 2), negative)
 
 
 def round_to_grid(high: jax.Array, low: jax.Array | None, noise: Words | None, exponent: jax.Array) -> jax.Array:
@@ -109,7 +109,7 @@ def polar_radius(words: Sequence[jax.Array], rare: jax.Array, scale: jax.Array) 
     zeros = lax.clz(high)
     high, low = _shift_left_64_bits((high, low), zeros)
     low = ~low + np.uint32(1)  # y = 1 - m
-    high = ~high + _bit_of(low == 0)
+    high = ~high + _bool_to_bit(low == 0)
     (high, low), logarithm = _reduce_log_argument((high, low), exponent + zeros)
     high, low = _add_log_series(logarithm, high, low)
     empty = high == 0  # for r below 2^-12
@@ -130,7 +130,7 @@ def _uniform_from_words(words: Sequence[jax.Array], rare: jax.Array) -> tuple[Wo
     high, low = jnp.where(rarest, digits | (rare >> 28), high), jnp.where(rarest, (rare << 4) | 8, low)
     empty = high == 0  # a p below 2^-96
     high, low = jnp.where(empty, low, high), jnp.where(empty, nothing, low)
-    small, rarest, empty = (_bit_of(case) << 5 for case in (small, rarest, empty))
+    small, rarest, empty = (_bool_to_bit(case) << 5 for case in (small, rarest, empty))
     return (high, low), small + rarest + empty
 
 
@@ -139,17 +139,17 @@ def _reduce_log_argument(y: Words, exponent: jax.Array) -> tuple[Words, list[jax
     logarithms of the factors. This sum has three words of 19 bits, whose carries are not yet propagated.
     """
     high, low = y
-    words = [exponent * word for word in _words(LOG_2)]
+    words = [exponent * word for word in _words_of_19_bits(LOG_2)]
     for j, logarithm in enumerate(LOGARITHMS, start=1):
         one = np.uint32(2 ** (32 - j))
         above, below = _add_64_bits((high, low), _shift_right_64_bits((high, low), np.uint32(j)))
         fits = above >= one
         high, low = jnp.where(fits, above - one, high), jnp.where(fits, below, low)
-        words = [a + jnp.where(fits, b, np.uint32(0)) for a, b in zip(words, _words(logarithm), strict=True)]
+        words = [a + jnp.where(fits, b, np.uint32(0)) for a, b in zip(words, _words_of_19_bits(logarithm), strict=True)]
     return (high, low), words
 
 
-def _words(number: int) -> tuple[np.uint32, ...]:
+def _words_of_19_bits(number: int) -> tuple[np.uint32, ...]:
     return tuple(np.uint32((number >> shift) & 0x7FFFF) for shift in (38, 19, 0))
 
 
@@ -158,12 +158,12 @@ def _add_log_series(logarithm: list[jax.Array], high: jax.Array, low: jax.Array)
     top, rest = (high << 6) | (low >> 26), low << 6  # Y = 64 y
     y = top >> 17, (top >> 2) & _LOW, ((top << 13) | (rest >> 19)) & _LOW
     # Q = (2/3 + (1/2 + (2/5 + (1/3 + 2/7 Y / 64) Y / 64) ...) Y / 64) Y, v; then S = 2^-13 (Y^2 + 2^-6 Y^2 Q).
-    series = _thirty_bits(1 / 3) + ((y[0] * np.uint32(round(2 / 7 * 2**15))) >> 6)
-    series = _thirty_bits(2 / 5) + ((y[0] * (series >> 15)) >> 6)
+    series = _fraction_word(1 / 3) + ((y[0] * np.uint32(round(2 / 7 * 2**15))) >> 6)
+    series = _fraction_word(2 / 5) + ((y[0] * (series >> 15)) >> 6)
     for coefficient in (1 / 2, 2 / 3):
-        series = _thirty_bits(coefficient) + (high_word_product(y, _halves(series)) >> 6)
+        series = _fraction_word(coefficient) + (high_word_product(y, _two_limbs(series)) >> 6)
     squared = fraction_square(y)  # Y^2, the first term of S: its high word has units of 2^-43
-    more = two_limb_product(limbs(squared), _halves(high_word_product(y, _halves(series))))  # Y^2 Q, in 2^-49
+    more = two_limb_product(limbs(squared), _two_limbs(high_word_product(y, _two_limbs(series))))  # Y^2 Q, in 2^-49
     last = logarithm[2] + ((low >> 7) & _LOW_19) + ((squared[0] & 0x1F) << 14) + (squared[1] >> 1)
     last += ((more[0] & 0x7FF) << 8) + (more[1] >> 7)
     middle = logarithm[1] + (((high << 6) | (low >> 26)) & _LOW_19) + (squared[0] >> 5) + (last >> 19)
@@ -227,14 +227,14 @@ def _polynomial(squared: Limbs, even: jax.Array) -> Words:
 
     # Each coefficient times 2^shift is below 1.
     shifts = [0] + [math.floor(-math.log2(max(both))) for both in zip(COSINE[1:], SINE[1:], strict=True)]
-    first: Any = chosen(6, _thirty_bits)
+    first: Any = chosen(6, _fraction_word)
     value: Any = None
     for number in (5, 4, 3, 2, 1, 0):
         shift = shifts[number + 1] - shifts[number]
         if number >= 4:
-            first = chosen(number, _thirty_bits) - (high_word_product(squared, _halves(first)) >> shift)
+            first = chosen(number, _fraction_word) - (high_word_product(squared, _two_limbs(first)) >> shift)
             continue
-        high, low = fraction_product(squared, limbs(value)) if value else two_limb_product(squared, _halves(first))
+        high, low = fraction_product(squared, limbs(value)) if value else two_limb_product(squared, _two_limbs(first))
         first, second = chosen(number, _words_of_fraction)
         second -= ((high << (15 - shift)) & _LOW) | (low >> shift)
         value = first - (high >> shift) - (second >> 31), second & _LOW
@@ -244,17 +244,17 @@ def _polynomial(squared: Limbs, even: jax.Array) -> Words:
 def fraction_product(x: Limbs, y: Limbs) -> Words:
     """Returns x y, rounded down by at most 1.0001 u."""
     low = x[2] * y[0] + x[1] * y[1] + x[0] * y[2] + ((x[1] * y[2] + x[2] * y[1]) >> 15)
-    return _carried(x[0] * y[0], x[0] * y[1] + x[1] * y[0], low)
+    return _propagate_carries(x[0] * y[0], x[0] * y[1] + x[1] * y[0], low)
 
 
 def two_limb_product(x: Limbs, y: Limbs) -> Words:
     """Returns x y for a y of two limbs, rounded down by at most 2.0001 u."""
-    return _carried(x[0] * y[0], x[0] * y[1] + x[1] * y[0], x[1] * y[1] + x[2] * y[0])
+    return _propagate_carries(x[0] * y[0], x[0] * y[1] + x[1] * y[0], x[1] * y[1] + x[2] * y[0])
 
 
 def fraction_square(x: Limbs) -> Words:
     """Returns x^2, rounded down by at most 3.0001 u."""
-    return _carried(x[0] * x[0], 2 * x[0] * x[1], 2 * x[2] * x[0] + x[1] * x[1])
+    return _propagate_carries(x[0] * x[0], 2 * x[0] * x[1], 2 * x[2] * x[0] + x[1] * x[1])
 
 
 def high_word_product(x: Limbs, y: Limbs) -> jax.Array:
@@ -262,20 +262,20 @@ def high_word_product(x: Limbs, y: Limbs) -> jax.Array:
     return x[0] * y[0] + ((x[0] * y[1] + x[1] * y[0]) >> 15)
 
 
-def _carried(high: jax.Array, middle: jax.Array, low: jax.Array) -> Words:
+def _propagate_carries(high: jax.Array, middle: jax.Array, low: jax.Array) -> Words:
     middle = middle + (low >> 15)
     return high + (middle >> 15), middle & _LOW
 
 
 def limbs(x: Words) -> Limbs:
-    return *_halves(x[0]), x[1]
+    return *_two_limbs(x[0]), x[1]
 
 
-def _halves(word: jax.Array) -> Limbs:
+def _two_limbs(word: jax.Array) -> Limbs:
     return word >> 15, word & _LOW
 
 
-def _thirty_bits(x: float) -> np.uint32:
+def _fraction_word(x: float) -> np.uint32:
     return np.uint32(round(x * 2**30))
 
 
@@ -287,16 +287,16 @@ def _words_of_fraction(x: float) -> tuple[np.uint32, np.uint32]:
 def _add_64_bits(x: Words, y: Words) -> Words:
     """Returns the 64-bit sum x + y modulo 2^64."""
     low = x[1] + y[1]
-    return x[0] + y[0] + _bit_of(low < y[1]), low
+    return x[0] + y[0] + _bool_to_bit(low < y[1]), low
 
 
-def _signed(x: Words, negative: jax.Array) -> Words:
+def _apply_sign(x: Words, negative: jax.Array) -> Words:
     flipped = jnp.where(negative, np.uint32(0xFFFFFFFF), np.uint32(0))
     low = (x[1] ^ flipped) - flipped
-    return (x[0] ^ flipped) + _bit_of(negative & (low == 0)), low
+    return (x[0] ^ flipped) + _bool_to_bit(negative & (low == 0)), low
 
 
-def _bit_of(condition: jax.Array) -> jax.Array:
+def _bool_to_bit(condition: jax.Array) -> jax.Array:
     return condition.astype(jnp.uint32)
 
 
@@ -320,7 +320,7 @@ def _float32_to_fixed_point(x: jax.Array) -> Words:
     high = jnp.floor(size)
     low = jnp.floor((size - high) * np.float32(2**24))
     words = high.astype(jnp.int32).astype(jnp.uint32), low.astype(jnp.int32).astype(jnp.uint32) << 8
-    return _signed(words, x < 0)
+    return _apply_sign(words, x < 0)
 
 
 def _times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:

@@ -115,14 +115,14 @@ def release(
     lows = None if low is None else structure.flatten_up_to(low)
     places = stream_positions_of_leaves([leaf.shape for leaf in leaves])
     how = places, current_place(), draws_noise(deviation)
-    words, deviation = secret_words(key), as_deviation(deviation)
+    words, deviation = secret_words(key), require_deviation(deviation)
     step = refuse_to_compile_for_tpu(jnp.asarray(step))
-    _require_own_key(words, leaves)
+    _require_key_per_device(words, leaves)
     with jax.disable_jit(False):  # the loops are written for tracers
         return structure.unflatten(release_leaves(words, step, deviation, leaves, lows, *how))
 
 
-def _require_own_key(words: jax.Array, arrays: Sequence[jax.Array]) -> None:
+def _require_key_per_device(words: jax.Array, arrays: Sequence[jax.Array]) -> None:
     if axes_that_vary(arrays) - axes_that_vary([words]):
         raise ValueError(
             "sums that differ between the devices of a jax.shard_map must each have a key of their own, because with "
@@ -148,7 +148,7 @@ def draws_noise(deviation: jax.Array | float) -> bool:
     return not (isinstance(deviation, float | int) and deviation == 0)
 
 
-def as_deviation(deviation: jax.Array | float) -> jax.Array:
+def require_deviation(deviation: jax.Array | float) -> jax.Array:
     if not isinstance(deviation, jax.Array):
         deviation = require_number("deviation", deviation, minimum=0)
     return jnp.asarray(deviation, jnp.float32)
@@ -178,12 +178,12 @@ def stream_positions_of_leaves(shapes: Sequence[tuple[int, ...]]) -> tuple[Strea
         raise ValueError(f"a release must have at most {LARGEST_RELEASE} numbers, got {most}")
     size = sum(sizes)
     if len(shapes) > 1 and size >= ONE_STREAM:
-        return tuple(StreamPosition(number, 0, _half_of_chunk(size)) for number, size in enumerate(sizes))
+        return tuple(StreamPosition(number, 0, _half_chunk_size(size)) for number, size in enumerate(sizes))
     starts = itertools.accumulate(sizes[:-1], initial=0)
-    return tuple(StreamPosition(0, start, _half_of_chunk(size)) for _, start in zip(sizes, starts, strict=False))
+    return tuple(StreamPosition(0, start, _half_chunk_size(size)) for _, start in zip(sizes, starts, strict=False))
 
 
-def _half_of_chunk(size: int) -> int:
+def _half_chunk_size(size: int) -> int:
     return max(1, min(CHUNK_NUMBERS, size + 1) // 2)
 
 
@@ -219,7 +219,7 @@ def release_leaves(
         return split_into_leaves(made, step, places, shapes)
 
     def at_once(highs, lows) -> list[jax.Array]:
-        made = of_leaf(_flat_leaves(highs), None if lows is None else _flat_leaves(lows), places[0])
+        made = of_leaf(_concatenate_leaves(highs), None if lows is None else _concatenate_leaves(lows), places[0])
         return split_into_leaves(made, step, places, shapes)
 
     if as_integers:
@@ -227,7 +227,7 @@ def release_leaves(
     return jax.lax.platform_dependent(highs, lows, cpu=by_chunks, default=at_once)
 
 
-def _flat_leaves(leaves: list[jax.Array], padding: int = 0) -> jax.Array:
+def _concatenate_leaves(leaves: list[jax.Array], padding: int = 0) -> jax.Array:
     zeros = [jnp.zeros(padding, jnp.float32)] if padding else []
     return jnp.concatenate([*(leaf.reshape(-1) for leaf in leaves), *zeros])
 
@@ -235,13 +235,13 @@ def _flat_leaves(leaves: list[jax.Array], padding: int = 0) -> jax.Array:
 def concatenate_into_rows(leaves: list[jax.Array], places: tuple[StreamPosition, ...], chunks: int = 1) -> jax.Array:
     """Concatenates the leaves, padded with zeros to a multiple of this many chunks, float32 (2 * chunks, half)."""
     size, half = sum(leaf.size for leaf in leaves), places[0].half
-    return _flat_leaves(leaves, -size % (2 * half * chunks)).reshape(-1, half)
+    return _concatenate_leaves(leaves, -size % (2 * half * chunks)).reshape(-1, half)
 
 
 def split_into_leaves(
     made: jax.Array, step, places: tuple[StreamPosition, ...], shapes: list[tuple[int, ...]]
 ) -> list[jax.Array]:
-    """Splits the result of `_flat_leaves` or `concatenate_into_rows` into leaves."""
+    """Splits the result of `_concatenate_leaves` or `concatenate_into_rows` into leaves."""
     made, starts = made.reshape(-1), [at.start for at in places]
     if len(shapes) - len(set(shapes)) >= REPEATED:
         # XLA compiles equal kernels once. With constant starts, each leaf has a separate kernel. With starts that are
@@ -336,10 +336,10 @@ def _release_leaves_in_integers(
     small = [number for number, high in enumerate(highs) if 0 < high.size < SMALL_LEAF]
     if small:
         each = [_pair_indices_of_leaf(places[n], highs[n].shape) for n in small]
-        pair, second = (_flat_leaves([pairs[part] for pairs in each]) for part in (0, 1))
+        pair, second = (_concatenate_leaves([pairs[part] for pairs in each]) for part in (0, 1))
         stream = jnp.concatenate([jnp.full(highs[n].size, places[n].stream, jnp.uint32) for n in small])
         high, low = (
-            None if leaves[0] is None else _flat_leaves([leaves[n] for n in small]) for leaves in (highs, lows)
+            None if leaves[0] is None else _concatenate_leaves([leaves[n] for n in small]) for leaves in (highs, lows)
         )
         ends = np.cumsum([highs[n].size for n in small])[:-1]
         for number, part in zip(small, jnp.split(noisy(high, low, pair, second, stream), ends), strict=True):
@@ -507,9 +507,9 @@ def release_and_rest(
     leaves, structure = jax.tree.flatten(jax.eval_shape(total, parts).high)
     how = total, stream_positions_of_leaves([leaf.shape for leaf in leaves]), current_place(), draws_noise(deviation)
     words, step = secret_words(key), refuse_to_compile_for_tpu(jnp.asarray(step))
-    _require_own_key(words, jax.tree.leaves(parts))
+    _require_key_per_device(words, jax.tree.leaves(parts))
     with jax.disable_jit(False):
-        made = _release_and_rest(words, step, as_deviation(deviation), parts, *how)
+        made = _release_and_rest(words, step, require_deviation(deviation), parts, *how)
     released, high, low = map(structure.unflatten, made)
     return released, FloatPair(high, low)
 

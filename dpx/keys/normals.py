@@ -73,10 +73,10 @@ def radius_and_angle(words: Sequence[jax.Array], rare: jax.Array) -> tuple[jax.A
         return choose(_constant_like(a, if_small, jnp.float64), _constant_like(a, otherwise, jnp.float64))
 
     first = choose(b, a)
-    high = lax.mul(_float64(first), constant(2.0**-64, 2.0**-32))
-    within = lax.broadcast((_float64(rare) + 0.5) * 2.0**-32, a.shape)
+    high = lax.mul(_to_float64(first), constant(2.0**-64, 2.0**-32))
+    within = lax.broadcast((_to_float64(rare) + 0.5) * 2.0**-32, a.shape)
     within = lax.select(lax.eq(first, _constant_like(a, 0, jnp.uint32)), within, _constant_like(a, 0.5, jnp.float64))
-    low = _float64(choose(lax.shift_right_logical(d, _constant_like(d, 4, jnp.uint32)), b)) + within
+    low = _to_float64(choose(lax.shift_right_logical(d, _constant_like(d, 4, jnp.uint32)), b)) + within
     low = lax.mul(low, constant(2.0**-92, 2.0**-64))
     # log p = exponent log 2 + log m with m in [sqrt(1/2), sqrt(2)), and log m = 2 atanh((m - 1) / (m + 1)).
     bits = lax.bitcast_convert_type(high + low, jnp.int64)
@@ -86,7 +86,7 @@ def radius_and_angle(words: Sequence[jax.Array], rare: jax.Array) -> tuple[jax.A
     s = lax.div(less_one, m + 1.0)
     squared = s * _polynomial(LOGARITHM, s * s) - exponent.astype(jnp.int32).astype(jnp.float64) * (2 * math.log(2))
     rest = choose(lax.shift_left(d, _constant_like(d, 28, jnp.uint32)) + np.uint32(2**27), d)
-    theta = _float64(lax.bitcast_convert_type(c, jnp.int32)) * 2.0**-32 + (_float64(rest) + 0.5) * 2.0**-64
+    theta = _to_float64(lax.bitcast_convert_type(c, jnp.int32)) * 2.0**-32 + (_to_float64(rest) + 0.5) * 2.0**-64
     return lax.sqrt(squared), theta  # above 0, because p - 1 is below 0
 
 
@@ -106,7 +106,7 @@ def _polynomial(coefficients: tuple[float, ...], x: jax.Array) -> jax.Array:
     return value
 
 
-def _float64(x: jax.Array) -> jax.Array:
+def _to_float64(x: jax.Array) -> jax.Array:
     return lax.convert_element_type(x, jnp.float64)
 
 

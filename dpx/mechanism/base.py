@@ -117,7 +117,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
         """Takes one step from the gradient of each example, and returns (updates, state) as the class describes."""
         guards.require_no_extra_arguments(extra_args)
         guards.require_per_example_gradients(grads, params)
-        params = guards.as_arrays(params)
+        params = guards.numbers_to_arrays(params)
         rows = included_rows(batch_size(grads), included, self.sampling)
         sums, _ = sum_contributions(self, grads, state, rows)
         return self.check_and_release(sums, state, params, jnp.sum(rows), drawn)

@@ -97,7 +97,7 @@ def dp_sgd(
     def event(steps):
         for value in jax.tree.leaves(clip_norm):
             values = values_over(value, steps if callable(value) else 1)
-            _require_all("clip_norm", values, SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM)
+            _require_all_in_range("clip_norm", values, SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM)
         multipliers = values_over(noise_multiplier, steps)
         require_noise_in_range(multipliers if callable(noise_multiplier) else multipliers[:1])
         return sampling.event(multipliers)
@@ -128,7 +128,7 @@ def _clip_norms_at_step(clip_norm: Tree, step: jax.Array) -> Tree:
     return jax.tree.map(lambda c: value_at(c, step), clip_norm)
 
 
-def _require_all(name: str, values: np.ndarray, minimum: float, maximum: float):
+def _require_all_in_range(name: str, values: np.ndarray, minimum: float, maximum: float):
     wrong = np.flatnonzero(~(np.isfinite(values) & (values >= minimum) & (values <= maximum)))
     if len(wrong):
         bound = range_in_words(minimum, maximum)
@@ -137,7 +137,7 @@ def _require_all(name: str, values: np.ndarray, minimum: float, maximum: float):
 
 def require_noise_in_range(multipliers: np.ndarray):
     """Raises ValueError unless every noise multiplier is 0, or in [2^-55, 2^45]."""
-    _require_all("noise_multiplier", multipliers, 0, math.inf)
+    _require_all_in_range("noise_multiplier", multipliers, 0, math.inf)
     outside = (multipliers > 0) & ~((multipliers >= SMALLEST_NOISE) & (multipliers <= LARGEST_NOISE))
     for step in np.flatnonzero(outside)[:1]:
         raise ValueError(f"noise_multiplier must be 0 or in [2^-55, 2^45], got {multipliers[step]:g} at step {step}")

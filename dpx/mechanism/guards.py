@@ -71,22 +71,22 @@ def refuse_shared_noise(mechanism: Any, sums: Tree) -> Tree:
     """Returns `sums` unchanged. Raises ValueError if `jax.vmap` maps them with one key, and so with the same noise."""
     sums = refuse_differentiation(sums)
     silent = mechanism.noise_multiplier == 0 or STAND_INS.value.release is not None  # or an audit, which releases none
-    return sums if silent else _with_one_key(mechanism.key, sums)
+    return sums if silent else _detect_shared_key(mechanism.key, sums)
 
 
 @jax.custom_batching.custom_vmap
-def _with_one_key(key, sums):
+def _detect_shared_key(key, sums):
     return sums
 
 
-@_with_one_key.def_vmap
-def _refuse_one_key(_, mapped, key, sums):
+@_detect_shared_key.def_vmap
+def _refuse_shared_key(_, mapped, key, sums):
     if not mapped[0]:
         raise ValueError(
             "runs under jax.vmap must each build their optimizer with a key of their own, such as dpx.keys.fold_in("
             "key, run): with one key they have the same noise, and the difference of two of them has none"
         )
-    return _with_one_key(key, sums), mapped[1]  # handles an outer `jax.vmap` too
+    return _detect_shared_key(key, sums), mapped[1]  # handles an outer `jax.vmap` too
 
 
 def require_key_used(name: str, build: Any):
@@ -113,15 +113,15 @@ def checked_params(params: Tree, mechanism: Any) -> Tree:
     require_numbers(params)
     whole = [_leaf_kind(leaf) == "whole" for leaf in jax.tree.leaves(params)]
     if any(whole) and any(map(operator.and_, whole, jax.tree.leaves(trained_mask(mechanism, params)))):
-        _refuse(params, " Freeze integers by dpx.coordinates.trainable.")
+        _refuse_params(params, " Freeze integers by dpx.coordinates.trainable.")
     require_real_arrays(params)
-    return as_arrays(params)
+    return numbers_to_arrays(params)
 
 
 def require_numbers(params: Tree):
     """Raises ValueError for leaves that are not arrays, such as the functions and variables of a model."""
     if any(_leaf_kind(leaf) == "other" for leaf in jax.tree.leaves(params)):
-        _refuse(params)
+        _refuse_params(params)
 
 
 def require_no_nan(params: Tree):
@@ -139,9 +139,9 @@ def _has_nan(leaf: Any) -> bool:
     return bool(np.isnan(np.asarray(leaf)).any() if on_cpu else jax.jit(lambda array: jnp.isnan(array).any())(leaf))
 
 
-def _refuse(params: Tree, more: str = ""):
+def _refuse_params(params: Tree, more: str = ""):
     named = jax.tree_util.tree_leaves_with_path(params)
-    odd = [f"{leaf_path(path)} {_leaf_name(leaf)}".strip() for path, leaf in named if _leaf_kind(leaf) != "float"]
+    odd = [f"{leaf_path(path)} {_dtype_or_type(leaf)}".strip() for path, leaf in named if _leaf_kind(leaf) != "float"]
     packages = [
         _known_package_of(node) for node in jax.tree.leaves(params, is_leaf=lambda node: _known_package_of(node) != "")
     ]
@@ -149,7 +149,7 @@ def _refuse(params: Tree, more: str = ""):
     raise ValueError(f"params must be a pytree of float arrays, got {list_first_few(odd, FEW)}.{more} {advice}")
 
 
-def as_arrays(params: Tree) -> Tree:
+def numbers_to_arrays(params: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, bool | int | float) else leaf, params)
 
 
@@ -182,7 +182,7 @@ def _leaf_kind(leaf: Any) -> str:
     return "whole" if jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_ else "odd"
 
 
-def _leaf_name(leaf: Any) -> str:
+def _dtype_or_type(leaf: Any) -> str:
     return type(leaf).__name__ if _leaf_kind(leaf) == "other" else str(getattr(leaf, "dtype", type(leaf).__name__))
 
 

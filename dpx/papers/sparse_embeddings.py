@@ -86,7 +86,7 @@ def ada_fest(
     """
     clip_norm = require_number("clip_norm", clip_norm, minimum=0, exclusive=True)
     require_number("reads_norm", reads_norm, minimum=0, exclusive=True)
-    groups = _clip_norms(clip_norm, require_open_fraction("reads_share", reads_share))
+    groups = _split_clip_norm(clip_norm, require_open_fraction("reads_share", reads_share))
     gaussian = dp_sgd(clip_norm=groups, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
     return in_coordinates(
         gaussian,
@@ -99,7 +99,7 @@ def ada_fest(
     )
 
 
-def _clip_norms(clip_norm: float, share: float) -> dict[str, float]:
+def _split_clip_norm(clip_norm: float, share: float) -> dict[str, float]:
     return {"gradient": clip_norm * math.sqrt(1 - share), "reads": clip_norm * math.sqrt(share)}
 
 
@@ -126,12 +126,12 @@ def frequent_rows(
     def is_table(path, leaf) -> bool:
         return len(leaf.shape) >= 2 if tables is None else bool(tables(leaf_path(path)))
 
-    def of_tables(tree: Tree) -> dict[str, Any]:
+    def select_tables(tree: Tree) -> dict[str, Any]:
         found = jax.tree_util.tree_leaves_with_path(tree)
         return {leaf_path(path): leaf for path, leaf in found if is_table(path, leaf)}
 
     def init(params):
-        if not of_tables(params) or any(not leaf.shape for leaf in of_tables(params).values()):
+        if not select_tables(params) or any(not leaf.shape for leaf in select_tables(params).values()):
             paths = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
             raise ValueError(f"tables must accept the path of an array with rows, and of no scalar; got {paths}")
         return ()
@@ -140,7 +140,7 @@ def frequent_rows(
         def reads(table):
             return reads_scale * jnp.any(table.reshape(len(table), -1) != 0, 1).astype(jnp.float32)
 
-        return {"gradient": grad, "reads": {path: reads(table) for path, table in of_tables(grad).items()}}
+        return {"gradient": grad, "reads": {path: reads(table) for path, table in select_tables(grad).items()}}
 
     def decode(released, state, like):
         counts = {path: reads / reads_scale for path, reads in released["reads"].items()}
@@ -328,7 +328,7 @@ def row_updates(
     given.apply_defaults()
     made, of = ada_fest(**given.arguments), given.arguments
     most_rows = of["most_rows"]
-    groups = _clip_norms(of["clip_norm"], of["reads_share"])
+    groups = _split_clip_norm(of["clip_norm"], of["reads_share"])
     scale, threshold = groups["reads"] / of["reads_norm"], of["threshold"] / made.sampling.divisor
     same = {"noise_multiplier": made.noise_multiplier, "sampling": made.sampling}
 
@@ -345,7 +345,7 @@ def row_updates(
         gradient = {**params, TABLES: jax.tree.map(few, params[TABLES])}
         return state._replace(inner=count.begin({"gradient": gradient, "reads": reads}))
 
-    def of_few(params, example):
+    def loss_of_read_rows(params, example):
         example, places = example
         few = params["gradient"]
 
@@ -361,7 +361,7 @@ def row_updates(
     return PrivateRowStep(
         made.replace(begin=begin),
         rows,
-        sum_gradients(of_few, count, microbatch_size=microbatch_size, norms="ghost", has_aux=False),
+        sum_gradients(loss_of_read_rows, count, microbatch_size=microbatch_size, norms="ghost", has_aux=False),
         count,
         gaussian("rows"),
         lambda reads: most_read_rows(reads / scale, threshold, most_rows),

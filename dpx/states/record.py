@@ -183,14 +183,14 @@ def stamp_fingerprints(state: Tree, fingerprints: np.ndarray, budget: Any) -> Tr
     steps, numbers = (0, None) if budget is None else (budget.steps, budget.numbers)
     stamp = {"sampling": fingerprints[0], "event": fingerprints[1], "planned_steps": steps}
 
-    def stamp_one(node: ReleaseState) -> ReleaseState:
+    def stamp_record(node: ReleaseState) -> ReleaseState:
         if numbers is None:
             return node.with_fields(**stamp)
         if not isinstance(node.facts, jax.core.Tracer):
             _require_numbers_within_budget(int(node.with_facts_on_host().numbers), numbers)
         return node.with_fields(**stamp, numbers=_stored_count(numbers))
 
-    state = map_nodes_of_type(stamp_one, state, ReleaseState)
+    state = map_nodes_of_type(stamp_record, state, ReleaseState)
     return set_run_plan(state, 0 if budget is None or budget.public_stop else steps)
 
 

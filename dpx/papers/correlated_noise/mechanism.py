@@ -90,7 +90,7 @@ def correlated_noise(
     inner, noise_key = dp_sgd(**common), _noise_key_of_strategy(keys.warn_if_guessable(key), strategy)
 
     def event(steps):
-        return _event(strategy, noise_multiplier, sampling, steps)
+        return _event_of_run(strategy, noise_multiplier, sampling, steps)
 
     weights = _weights_of_past(strategy)
     return inner.wrap(
@@ -116,7 +116,7 @@ def sensitivity_under_sampling(strategy: Strategy, sampling: Sampling, steps: in
     return sensitivity(strategy, steps=steps, participations=math.ceil(steps / apart), separation=apart)
 
 
-def _event(strategy: Strategy, noise_multiplier: float, sampling: Sampling, steps: int) -> DpEvent:
+def _event_of_run(strategy: Strategy, noise_multiplier: float, sampling: Sampling, steps: int) -> DpEvent:
     if steps == 0:
         return NoOpDpEvent()
     shift = sensitivity_under_sampling(strategy, sampling, steps)

@@ -189,7 +189,7 @@ def banded_square_root(*, bands: int, momentum: float = 0.0) -> Strategy:
     return Strategy(coefficients=tuple(np.convolve(half, half * momentum ** np.arange(bands))[:bands] / half[0] ** 2))
 
 
-def _require_kind(name: str, value: Any, kind: type):
+def _require_instance(name: str, value: Any, kind: type):
     if not isinstance(value, kind):
         raise ValueError(f"{name} must be a dpx.strategies.{kind.__name__}, got {described(value)}")
 
@@ -203,7 +203,7 @@ def sensitivity(strategy: Strategy, *, steps: int, participations: int = 1, sepa
     The result is exact if `sensitivity_is_exact`, otherwise an upper bound. Its relative rounding error is below 1e-10.
     Raises ValueError for numbers outside their domains, and if a coefficient of C overflows.
     """
-    _require_kind("strategy", strategy, Strategy)
+    _require_instance("strategy", strategy, Strategy)
     steps, separation = require_whole("steps", steps), require_whole("separation", separation)
     most = min(require_whole("participations", participations), -(-steps // separation))
     column = strategy.column(steps)
@@ -322,7 +322,7 @@ def loss(
         for learning rates O(steps * coefficients^2). Raises ValueError for other numbers and if a coefficient
         overflows.
     """
-    _require_kind("workload", workload, Workload)
+    _require_instance("workload", workload, Workload)
     found = sensitivity(strategy, steps=steps, participations=participations, separation=separation)
     squares = squared_errors(strategy, workload, steps)
     return WorkloadLoss(found, found * float(np.sqrt(np.mean(squares))), found * float(np.sqrt(np.max(squares))))
@@ -396,7 +396,7 @@ def optimized(
     """
     bands = require_whole("bands", bands)
     steps = require_whole("steps", steps, minimum=bands)
-    _require_kind("workload", workload, Workload)
+    _require_instance("workload", workload, Workload)
     if bands == 1:
         return Strategy()
     denominator, quadratic = workload_objective(workload, steps, error)

@@ -155,11 +155,11 @@ class ErrorFeedbackDpEvent(DpEvent, PrivacyLoss):
         listed = ", ".join(f"{name}: {rounded_up(value, 6)}" for name, value in epsilons.items())
         return (
             "Error feedback is one event of all its steps, by dpx's own bounds. No privacy loss distribution "
-            f'is known, so "pld" gives the least of them. Used: {least}. All: {listed}. {_rounding_of_run(self)}'
+            f'is known, so "pld" gives the least of them. Used: {least}. All: {listed}. {_describe_rounding(self)}'
         )
 
 
-def _rounding_of_run(event: ErrorFeedbackDpEvent) -> str:
+def _describe_rounding(event: ErrorFeedbackDpEvent) -> str:
     covered = covers_rounding(
         steps=event.steps,
         reset_every=event.reset_every,

@@ -146,7 +146,7 @@ class _ErrorFeedbackRun(NamedTuple):
     noise_key: jax.Array
 
     @property
-    def outer(self) -> float:
+    def outer_norm(self) -> float:
         return min(self.outer_clip_norm, LARGEST_CLIP_NORM)
 
     def bounded_gradient_norm(self, norm: jax.Array) -> jax.Array:
@@ -164,17 +164,17 @@ class _ErrorFeedbackRun(NamedTuple):
     def error_sensitivity(self) -> float:
         """Returns how far one example can move the sum of what the release withholds."""
         if self.stability is None:
-            return self.outer - self.clip_norm
+            return self.outer_norm - self.clip_norm
         # An example of norm n moves what is withheld by |min(n, Cmax) - C1 n / (n + stability)|. That is largest at n =
         # Cmax or at n = sqrt(C1 stability) - stability, where a small gradient is lengthened most.
         lengthening = (self.clip_norm**0.5 - min(self.stability, self.clip_norm) ** 0.5) ** 2
-        return max(self.outer - self.clip_norm * self.outer / (self.outer + self.stability), lengthening)
+        return max(self.outer_norm - self.clip_norm * self.outer_norm / (self.outer_norm + self.stability), lengthening)
 
     def released_and_withheld_factors(self, norm: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the factors of an example of this norm, for the release and for what is withheld; float32 scalars."""
         norm = jnp.maximum(norm, SMALLEST_DIVISOR)
         released = self.bounded_gradient_norm(norm)
-        return released / norm, (jnp.minimum(norm, self.outer) - released) / norm
+        return released / norm, (jnp.minimum(norm, self.outer_norm) - released) / norm
 
     def release(self, sums: tuple[Tree, ...], state: ErrorFeedbackState, params: Tree):
         step, divisor = state.release.step, self.sampling.divisor

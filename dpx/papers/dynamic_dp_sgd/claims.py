@@ -28,7 +28,7 @@ def zcdp_rho(noise_multipliers: Any, *, counts: Any = None) -> float:
     https://arxiv.org/abs/1904.02200.
     """
     sigmas, _, repeats = checks.require_schedule(noise_multipliers, 1.0, counts)
-    return float(np.sum(repeats * _rho(sigmas)))
+    return float(np.sum(repeats * _zcdp_rho_per_step(sigmas)))
 
 
 def zcdp_epsilon(rho: float, delta: float) -> float:
@@ -54,7 +54,7 @@ def tcdp(noise_multipliers: Any, sampling_rate: Any, *, counts: Any = None) -> t
     """
     sigmas, rates, repeats = checks.require_schedule(noise_multipliers, sampling_rate, counts)
     sigmas, rates, repeats = sigmas[repeats > 0], rates[repeats > 0], repeats[repeats > 0]
-    rho, log_inverse_rate = _rho(sigmas), -np.log(rates)
+    rho, log_inverse_rate = _zcdp_rho_per_step(sigmas), -np.log(rates)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         amplified = (rates <= 0.1) & (rho <= 0.1) & (rho > 0)
         amplified &= (log_inverse_rate >= 6 * rho) & (log_inverse_rate >= 3 * rho * (2 - np.log2(rho)))
@@ -79,7 +79,7 @@ def tcdp_epsilon(rho: float, omega: float, delta: float) -> float:
     return rho * omega + math.log(1 / delta) / (omega - 1)
 
 
-def _rho(sigmas: np.ndarray) -> np.ndarray:
+def _zcdp_rho_per_step(sigmas: np.ndarray) -> np.ndarray:
     with np.errstate(divide="ignore", over="ignore"):
         return 1 / (2 * sigmas**2)
 
