@@ -125,7 +125,7 @@ class AllocatedGaussians(StepLoss):
 
 @functools.lru_cache(128)
 def _dominating_ratio_law(noise: Noise, steps_per_epoch: int, decades: int) -> RatioLaw:
-    """A law that is at least that of S in the convex order, with tails of 10^-decades."""
+    """A distribution that is at least that of S in the convex order, with tails of 10^-decades."""
     tail = 10.0**-decades
     law = None
     for noise_multiplier, count in noise:
@@ -149,7 +149,7 @@ def few_multipliers(noise: Noise) -> Noise:
 
 
 def round_to_few_epochs(losses: Losses, buckets: int) -> Losses:
-    """Rounds epochs with the same numbers of steps to few distinct ones, by lowering noise; keeps other losses.
+    """Rounds epochs with equally many steps to few distinct ones, by lowering their noise. Keeps all other losses.
 
     At most 24 remain, and at most a quarter of `buckets`, because each takes as long as many sampled Gaussians.
     """
@@ -172,7 +172,7 @@ def round_to_few_epochs(losses: Losses, buckets: int) -> Losses:
 
 
 def _elementwise_least_noise(noises: Iterable[Noise]) -> Noise:
-    """The elementwise minimum of the rising noise multipliers of epochs of equal length, rounded to few."""
+    """The elementwise minimum of several epochs' sorted noise multipliers, rounded to few distinct ones."""
     least = np.inf
     for noise in noises:
         values, counts = zip(*noise, strict=True)
@@ -279,7 +279,7 @@ class SumLaw(NamedTuple):
 
 
 def likelihood_ratio_law(noise_multiplier: float, tail: float) -> SumLaw:
-    """The law under N(0, s^2) of u = exp((2 x - 1) / (2 s^2)), the likelihood ratio of N(1, s^2)."""
+    """The law of u = exp((2 x - 1) / (2 s^2)), the likelihood ratio of N(1, s^2), if x is from N(0, s^2)."""
     s, farthest = noise_multiplier, -float(special.ndtri(tail / _CUTS))
     variance, coarsest = math.expm1(min(s**-2, 700.0)), _COARSEST * max(1.0, 1 / s)
     finer = _halvings_of_spacing(1, variance, coarsest)
@@ -349,7 +349,7 @@ def law_of_sum(one: SumLaw, other: SumLaw, tail: float) -> SumLaw:
 
 
 def _halvings_of_spacing(mean: int, variance: float, coarsest: float) -> int:
-    """How many times a spacing of 1 must be halved to be fine enough for a sum."""
+    """How often a grid spacing of 1 must be halved to be fine enough for a sum."""
     return max(0, math.ceil(-math.log2(min(coarsest, _SPACING * math.sqrt(variance) / mean))))
 
 
@@ -434,7 +434,7 @@ def renyi_of_addition(noise: Noise, steps_per_epoch: int, order: float) -> float
 
 @functools.lru_cache(64)
 def _log_laplace_of_sum(noise: Noise, steps_per_epoch: int) -> tuple[np.ndarray, np.ndarray]:
-    """The points v, and ln of the product of all Laplace transforms at l = e^v, float64 (points,) each."""
+    """Returns the points v, and ln of the product of all Laplace transforms at l = e^v, float64 (points,) each."""
     s = noise[0][0]
     v = np.arange(_FIRST, _LAST + 0.5 / s**2 + 10 / s, _STEP) - math.log(steps_per_epoch)
     others = steps_per_epoch - sum(count for _, count in noise)
@@ -448,7 +448,7 @@ def _log_laplace_of_sum(noise: Noise, steps_per_epoch: int) -> tuple[np.ndarray,
 
 
 def _log_laplace_transform(s: float, v: np.ndarray) -> np.ndarray:
-    """ln E exp(-e^v u), float64 (points,), by the trapezoidal rule, whose error decays exponentially in such cases.
+    """Returns ln E exp(-e^v u), float64 (points,), by the trapezoidal rule, whose error decays exponentially here.
 
     Beyond the range, the integrand is at most the density. The result falls with v.
     """

@@ -117,9 +117,9 @@ class NormalSamplerError:
         return self.evaluation * (1 + 1 / 512) + self.slope * r + of_p / (p * r) + 2 * np.pi * r * of_angle
 
     def largest_probability_changes(self) -> np.ndarray:
-        """h for p in (2^-(j+1), 2^-j], float64 (_MOST_BITS,): the largest for any p >= that, so that it falls with p.
+        """Returns h for p in (2^-(j+1), 2^-j], float64 (_MOST_BITS,): the largest at or above p, so it falls with p.
 
-        Just above a p below which there are more digits, the error is larger than on both sides.
+        Just above a p below which there are more digits, the error has a local maximum.
         """
         points = 2.0 ** -np.arange(1.0, _MOST_BITS + 1) / _VARIATION_OF_P
         errors = self.error(points)
@@ -150,13 +150,13 @@ def normal_sampler_error(numbers: int | NormalSamplerError, in_integers: bool = 
 
 
 def worst_sampler_error(each: Iterable[int | NormalSamplerError]) -> NormalSamplerError:
-    """A `NormalSamplerError` that costs at least as much as each of these."""
+    """Returns a `NormalSamplerError` that costs at least as much as each of these."""
     found = [normal_sampler_error(one) for one in each]
     return replace(max(found, key=lambda one: one.evaluation), pairs=max(one.pairs for one in found))
 
 
 class FinitePrecisionCost(NamedTuple):
-    """What the arithmetic of the noise adds to the cost of some releases, floats.
+    """What the noise's arithmetic adds to the cost of some releases, floats.
 
     tail: t of the theorem. loss: a1, which is also a2 at epsilon 0. slope: the slope of a2 in epsilon. radius: r0.
     releases: the expected number of releases. pairs: the most pairs of one release.
@@ -170,11 +170,11 @@ class FinitePrecisionCost(NamedTuple):
     pairs: int
 
     def epsilon(self, exact: float) -> float:
-        """a1 + a2 if exact arithmetic has the epsilon `exact`."""
+        """Returns a1 + a2 if `exact` is the epsilon of exact arithmetic."""
         return 2 * self.loss + self.slope * exact
 
     def delta(self, exact: float, delta: float, shift: float) -> float:
-        """The delta of the theorem if exact arithmetic has `delta` at the epsilon `exact`.
+        """The delta of the theorem if exact arithmetic is (`exact`, `delta`)-private.
 
         shift: as in `RunProfile`.
         """
@@ -190,7 +190,7 @@ class FinitePrecisionCost(NamedTuple):
         return min(1.0, self.tail + own + math.exp(self.loss) * (delta + far + own))
 
     def _tail_growth_factor(self, radius: float, shift: float) -> float:
-        """The factor by which a shift raises the probability of pairs beyond a radius that have a small part of it."""
+        """How much a shift raises the probability of pairs beyond a radius, if each has a small part of the shift."""
         return 1 + 4.8 * radius * shift / math.sqrt(self.pairs)
 
 
@@ -232,7 +232,7 @@ def _best_lemma_2(releases: int, mean: float, bits: int, normals: NormalSamplerE
 
 
 class EpsilonWithRounding(NamedTuple):
-    """An epsilon at some delta, and what arithmetic has added to epsilon and to delta, floats."""
+    """An epsilon at some delta, and how much arithmetic added to epsilon and to delta, floats."""
 
     epsilon: float
     of_epsilon: float
@@ -257,7 +257,7 @@ class RunProfile:
         return self.epsilon_with_rounding(delta).epsilon
 
     def epsilon_with_rounding(self, delta: float) -> EpsilonWithRounding:
-        """Epsilon at `delta`, and the parts that arithmetic added."""
+        """Returns epsilon at `delta`, and how much of it and of delta arithmetic added."""
         return min(
             (self._epsilon_for_sampler(delta, normals) for normals in self._samplers_to_try()),
             key=lambda answer: answer.epsilon,
@@ -272,8 +272,8 @@ class RunProfile:
         return (self.normals, most) if 0 < self.normals.pairs < most.pairs else (self.normals,)
 
     def _epsilon_for_sampler(self, delta: float, normals: NormalSamplerError) -> EpsilonWithRounding:
-        """Tries bounds of epsilon, because `far` may depend on it and the best p0 on its worth. The first one that
-        leaves almost all of delta to exact arithmetic is enough; otherwise, the least of all holds."""
+        """Tries bounds on epsilon, because `far` may depend on epsilon, and so may the best p0. The first one that
+        leaves almost all of delta to exact arithmetic is enough; otherwise, the least result holds."""
         least = EpsilonWithRounding(math.inf, math.inf, 1.0)
         for bound in self._bounds(delta):
             worth = delta * math.exp(-bound) if bound < _LARGEST_EPSILON else delta
@@ -310,7 +310,7 @@ class RunProfile:
         return min(self._delta_for_sampler(epsilon, normals) for normals in self._samplers_to_try())
 
     def _delta_for_sampler(self, epsilon: float, normals: NormalSamplerError) -> float:
-        """Every p0 gives a bound, so the least of several holds. All are tried, so that it grows with the releases."""
+        """The least of several bounds, one for each p0. All are tried, so that it grows with the releases."""
         grown = min(epsilon, _LARGEST_UNKNOWN) if math.isinf(self.shift) else 0.0
         least = 1.0
         for worth in _ASKED_DELTAS:

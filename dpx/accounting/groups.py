@@ -113,7 +113,7 @@ class SeveralRecordsGaussian(StepLoss):
 
     @functools.cached_property
     def shift_probabilities(self) -> tuple[np.ndarray, np.ndarray]:
-        """The values of j that the bound uses, rising from 0, and their probabilities, float64 (numbers,) each."""
+        """The numbers j that the bound uses, rising from 0, and their probabilities, float64 (numbers,) each."""
         numbers, k, q = [0], self.records, self.rate
         while numbers[-1] < k:
             last = numbers[-1]
@@ -182,11 +182,11 @@ class SeveralRecordsGaussian(StepLoss):
         return remove, dominating_pmf(lower[::-1], upper[::-1], -last, grid)
 
     def _privacy_loss_and_slope(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The privacy loss at outputs x, and its slope, float64 (n,) each: both rise."""
+        """The privacy loss at outputs x, and its slope, float64 (n,) each. Both increase with x."""
         return _log_mixture(x, self.shift_probabilities[0], self.log_probabilities, self.noise_multiplier)
 
     def _outputs_at_losses(self, losses: np.ndarray) -> np.ndarray:
-        """The outputs x, float64 (n,), rising, at which the privacy loss has these values; -inf below its infimum."""
+        """The outputs x, float64 (n,), rising, at which the privacy loss has these values; -inf below all losses."""
         none = self.shift_probabilities[1][0]
         with np.errstate(divide="ignore", invalid="ignore"):
             small = np.log(np.maximum(np.expm1(np.minimum(losses, 30)) + (1 - none), 0))
@@ -220,7 +220,7 @@ class SeveralRecordsGaussian(StepLoss):
 
 
 def _log_mixture(x: np.ndarray, numbers: np.ndarray, logs: np.ndarray, sigma: float):
-    """ln sum_j p_j exp((j x - j^2 / 2) / s^2), and its derivative, float64 (n,) each. logs: ln p_j."""
+    """Returns ln sum_j p_j exp((j x - j^2 / 2) / s^2) and its derivative, float64 (n,) each. logs: ln p_j."""
     terms = logs + (np.outer(x, numbers) - numbers**2 / 2) / sigma**2
     largest = terms.max(axis=1, keepdims=True)
     weights = np.exp(terms - largest)
@@ -230,7 +230,7 @@ def _log_mixture(x: np.ndarray, numbers: np.ndarray, logs: np.ndarray, sigma: fl
 
 @dataclass(frozen=True)
 class MixtureOfGaussians(SeveralRecordsGaussian):
-    """Has units of the largest shift. noise_multiplier: s. rate: the probability of all shifts above 0. records: 1.
+    """A mixture in units of its largest shift. noise_multiplier: s. rate: probability of a shift above 0. records: 1.
 
     numbers, weights: the shifts, rising from 0 to 1, and their probabilities.
     """
@@ -250,9 +250,9 @@ class MixtureOfGaussians(SeveralRecordsGaussian):
 
 @dataclass(frozen=True)
 class GaussianMixtureRelease(PrivacyLoss):
-    """A mixture of Gaussians, sum_j p_j N(c_j, s^2) against N(0, s^2). event: dp-accounting's event of that name.
+    """A mixture of Gaussians, sum_j p_j N(c_j, s^2) against N(0, s^2). event: dp-accounting's event.
 
-    It has the pair of `SeveralRecordsGaussian` with other shifts and probabilities. dp-accounting's own PLD takes
+    The pair is that of `SeveralRecordsGaussian` with other shifts and probabilities. dp-accounting's own PLD takes
     minutes on a fine enough grid, because it solves an equation separately for each point.
     """
 
@@ -280,7 +280,7 @@ class GaussianMixtureRelease(PrivacyLoss):
 def log_moments_of_piecewise_linear(
     powers: np.ndarray, x: np.ndarray, lines: tuple, slopes: tuple, sigma: float
 ) -> np.ndarray:
-    """ln of the integrals of exp(power * line) under N(0, s^2), float64 (powers,), where the line is straight in cells.
+    """Logs of the integrals of exp(power * line) under N(0, s^2), float64 (powers,). The line is straight in each cell.
 
     x: the ends of equally wide cells, float64 (cells + 1,). lines: the values of the line at the left and right end of
     each cell, float64 (cells,) each. slopes: the line's slopes below the first and above the last cell.
@@ -312,7 +312,7 @@ def log_moments_of_piecewise_linear(
 def _significant_cells(
     powers: np.ndarray, left: np.ndarray, right: np.ndarray, squares: np.ndarray, width: float
 ) -> np.ndarray:
-    """Whether a group of cells matters for a power, bool (powers, groups): the rest are e^-45 of the largest cell.
+    """Whether a group of cells matters for a power, bool (powers, groups). The rest are e^-45 of the largest cell.
 
     A cell is w deviations wide, so the integrand within it is at most e^(w^2 / 8) times that at one of its ends.
     """

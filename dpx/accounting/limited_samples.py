@@ -184,7 +184,7 @@ class TruncatedSampleGaussian(GaussianStep):
 
     @property
     def losses_by_fullness(self) -> tuple[SampledGaussian, FixedSizeGaussian]:
-        """The privacy losses for a batch that is not full without the example, and for one that is."""
+        """The privacy losses if the batch is not full without the example, and if it is full."""
         sampled = SampledGaussian(self.noise_multiplier, self.rate, self.relation)
         return sampled, FixedSizeGaussian(self.noise_multiplier / 2, self.rate_if_full)
 
@@ -204,7 +204,7 @@ class TruncatedSampleGaussian(GaussianStep):
 def bucketed_truncated_losses(losses: Losses, buckets: int) -> Losses:
     """Merges the steps of each sampling into at most `buckets` distinct ones by rounding their noise down.
 
-    A step with less noise dominates, because noise can be added afterwards.
+    A step with less noise dominates one with more, because noise can be added afterwards.
     """
     kinds = defaultdict(dict)
     for loss, count in losses.items():

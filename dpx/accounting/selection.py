@@ -9,7 +9,7 @@ bound the Renyi divergences of the winner by those of one trial. Their theorems 
   of a trial is at most the largest among all configurations (`OneOfLosses`), drawn or not.
 * A trial's cost covers its result: the score uses only that and public data, or is part of the trial's cost.
 * The results are totally ordered. Of equal scores the first wins; because the trials are independent and identically
-  distributed, this winner has the same law as if a random number, drawn with each result, broke the ties.
+  distributed, this winner has the same law as if random numbers broke the ties.
 * If K = 0, which only the Poisson distribution allows, the output does not depend on the data.
 """
 
@@ -63,7 +63,7 @@ class SeveralSteps(StepLoss):
 
 @dataclass(frozen=True)
 class OneOfLosses(StepLoss):
-    """One of several losses: with (a - 1) D_a = ln of a mean of e^((a - 1) D_a), at most the largest divergence."""
+    """One of several losses. Its divergence is at most the largest, because e^((a - 1) D_a) is a mean."""
 
     alternatives: tuple[StepLoss, ...]
 
@@ -92,12 +92,12 @@ class BestOf(StepLoss):
 
     @property
     def orders(self) -> np.ndarray:
-        """The orders at which to search its cost, rising, float64 (orders,)."""
+        """The orders at which to search the cost, rising, float64 (orders,)."""
         steps = self.trial.steps if isinstance(self.trial, SeveralSteps) else ()
         return _PURE_ORDERS if steps and all(isinstance(step, DpAccountingStep) for step, _ in steps) else _ORDERS
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:
-        """Theorem 2 (truncated negative binomial) and Theorem 6 (Poisson) of the paper, float64 (orders,)."""
+        """Bounds by the paper's Theorem 2 (truncated negative binomial) and Theorem 6 (Poisson), float64 (orders,)."""
         tried = np.union1d(orders, self.orders)
         one = self.trial.renyi(tried)
         total = one + math.log(self.mean) / (tried - 1)
@@ -113,7 +113,7 @@ class BestOf(StepLoss):
 
 
 def log_inverse_success_probability(mean: float, shape: float) -> float:
-    """ln(1 / gamma) of the truncated negative binomial distribution with this mean, rounded up; Definition 1.
+    """Returns ln(1 / gamma) of the truncated negative binomial distribution with this mean, rounded up; Definition 1.
 
     mean: at least 1. shape: eta, at least 0, finite. E K = eta (1 / gamma - 1) / (1 - gamma^eta), or its limit at 0.
     """
@@ -148,7 +148,7 @@ def trials_quantile(mean: float, shape: float) -> int:
 
 
 def _probability_of_more_trials(count: int, mean: float, shape: float, gamma: float) -> float:
-    """P(K > count)."""
+    """Returns P(K > count)."""
     if shape == math.inf:
         return float(special.pdtrc(count, mean))
     return float(special.betainc(count + 1, shape, 1 - gamma)) / -math.expm1(shape * math.log(gamma))
@@ -212,7 +212,7 @@ class SearchLoss(PrivacyLoss):
 
 @dataclass(frozen=True)
 class OneOfEventsLoss(PrivacyLoss):
-    """One of several events. event: a `OneOfDpEvent`. alternatives: the `FlatEvent` of each."""
+    """The privacy loss of a `OneOfDpEvent`. alternatives: the `FlatEvent` of each of its events."""
 
     event: OneOfDpEvent
     alternatives: tuple[Any, ...]

@@ -57,7 +57,7 @@ class Exposure(Bound):
         return math.log2(self.references + 1)
 
     def limit(self, *, epsilon: float, probability: float = 0.05) -> float:
-        """An upper bound, in bits, that one canary's exposure exceeds with at most this probability, given epsilon.
+        """The number of bits that one canary's exposure exceeds with at most this probability, given epsilon.
 
         It is log2(e^epsilon / (probability - delta)), for any model and any attack on released values, or inf if the
         probability is at most delta. Raises ValueError unless epsilon is at least 0 and probability in (0, 1).

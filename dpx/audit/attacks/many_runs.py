@@ -89,7 +89,7 @@ class Attack(NamedTuple):
 def participation_function(sampling: Any) -> Callable[..., Any]:
     """Returns a function (key, steps) -> bool (steps,), which says when the canary takes part.
 
-    sampling: a sampling, or such a function. Raises ValueError for anything else.
+    sampling: a sampling, or already such a function. Raises ValueError for anything else.
     """
     if isinstance(sampling, Sampling):
         return sampling.takes_part
@@ -201,7 +201,7 @@ def run_simulator(attack: Attack, chunk: int) -> Callable[..., Iterator[Observed
 
 
 class CanaryCounts(NamedTuple):
-    """The estimated number of canaries in each release, and the size of the move of one canary, float32 (runs, steps,
+    """The estimated number of canaries in each release, and how far one canary moves it, float32 (runs, steps,
     features) each. Both are 0 where the canary does not move what is observed."""
 
     counts: np.ndarray
@@ -220,8 +220,7 @@ class CanaryMoves(NamedTuple):
     noisy: np.ndarray
 
     def canary_counts(self, found: ObservedRuns) -> CanaryCounts:
-        """Returns the `CanaryCounts` of the runs. If any moves are `known`, found.moves must hold those under one
-        draw of noise."""
+        """Returns the `CanaryCounts` of the runs. If any moves are `known`, found.moves must hold one draw of each."""
         moves = np.where(self.known, found.moves[:, 0], self.mean) if self.known.any() else self.mean
         moves = np.broadcast_to(moves, found.observed.shape)
         counts = np.divide(found.observed, moves, out=np.zeros(moves.shape), where=moves != 0)
@@ -229,7 +228,7 @@ class CanaryMoves(NamedTuple):
 
 
 def estimate_canary_moves(pilot: ObservedRuns) -> CanaryMoves:
-    """Estimates the moves from pilot runs, which hold them under two draws of the adversary's noise."""
+    """Estimates the moves from pilot runs, which hold the moves under two draws of the adversary's noise."""
     one, other = pilot.moves[:, 0].astype(np.float64), pilot.moves[:, 1]
     size = _SAME_MOVES * _root_mean_square(one)
     noisy = _root_mean_square(one - other) > size

@@ -152,7 +152,7 @@ def canary_loss(
 
 
 def _guess_counts(guesses: Any, canaries: int) -> np.ndarray:
-    """The numbers of guesses to try, int64 (n,). All are even, because half of the guesses say "member"."""
+    """The numbers of guesses to try, int64 (n,); even, because half of the guesses say "member"."""
     given = [share * canaries for share in SHARES] if guesses is None else np.atleast_1d(guesses).tolist()
     counts = [int(number) // 2 * 2 for number in given] if guesses is None else given
     counts = [require_whole("guesses", number, minimum=2, maximum=canaries) // 2 * 2 for number in counts if number]
@@ -162,7 +162,7 @@ def _guess_counts(guesses: Any, canaries: int) -> np.ndarray:
 
 
 def _largest_rejected(right: int, guesses: int, canaries: int, delta: float, miss: float) -> float:
-    """The largest epsilon that `right` right guesses reject, to within 1e-6; 0 if they reject none."""
+    """The largest epsilon that this many right guesses reject, to within 1e-6; 0 if they reject none."""
     low, high = 0.0, _LARGEST_EPSILON
     if steinke_p_value(right, guesses, canaries, low, delta) > miss:
         return 0.0

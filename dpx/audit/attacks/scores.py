@@ -142,7 +142,7 @@ def lower_bound_from_scores(
 
 
 def _scores_clearly_larger(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether the scores in `one` are larger beyond doubt, by Mann and Whitney's test. other: sorted."""
+    """Whether the scores in `one` are larger beyond doubt, by the Mann-Whitney test. other: sorted."""
     below = sum(np.searchsorted(other, one, side).mean() for side in ("left", "right")) / 2 / len(other)
     return below - 0.5 > _SURE * math.sqrt((1 / len(one) + 1 / len(other)) / 12)
 
@@ -150,7 +150,7 @@ def _scores_clearly_larger(one: np.ndarray, other: np.ndarray) -> bool:
 class GuessRates(NamedTuple):
     """How often a test says "with" or, for the other direction, "without".
 
-    true, false: int (thresholds,), counts in the `true_runs` runs where that is right and the `false_runs` where not.
+    true, false: int (thresholds,), counts in the `true_runs` runs where that is right, and the `false_runs` others.
     """
 
     true: np.ndarray
@@ -172,7 +172,7 @@ def clopper_pearson(count: Any, runs: int, miss: float) -> tuple[np.ndarray, np.
 
 
 def epsilon_of_rates(rates: GuessRates, *, delta: float, miss: float) -> np.ndarray:
-    """ln((b - delta) / a) for a lower bound b and an upper bound a, float64 (n,); -inf where b may be below delta."""
+    """Returns ln((b - delta) / a) for a lower bound b and an upper bound a, float64 (n,); -inf where b <= delta."""
     true, _ = clopper_pearson(rates.true, rates.true_runs, miss)
     _, false = clopper_pearson(rates.false, rates.false_runs, miss)
     with np.errstate(divide="ignore"):
@@ -180,7 +180,7 @@ def epsilon_of_rates(rates: GuessRates, *, delta: float, miss: float) -> np.ndar
 
 
 def gaussian_mu_of_rates(rates: GuessRates, *, miss: float) -> np.ndarray:
-    """The mu for which N(0, 1) and N(mu, 1) have the error rates, both bounded from above, float64 (n,)."""
+    """The mu for which N(0, 1) and N(mu, 1) have these error rates, each bounded from above; float64 (n,)."""
     _, false = clopper_pearson(rates.false, rates.false_runs, miss)
     _, missed = clopper_pearson(rates.true_runs - rates.true, rates.true_runs, miss)
     return np.where((false < 1) & (missed < 1), -special.ndtri(false) - special.ndtri(missed), -math.inf)
@@ -225,7 +225,7 @@ def _best_test(
 
 
 def _candidate_thresholds(present: np.ndarray, absent: np.ndarray) -> np.ndarray:
-    """Scores of both worlds at logarithmically spaced ranks from both ends."""
+    """Scores of both worlds at ranks that are logarithmically spaced from both ends."""
     thresholds = []
     for world in (present, absent):
         ranks = np.unique(np.geomspace(1, len(world), _THRESHOLDS // 4).astype(int)) - 1

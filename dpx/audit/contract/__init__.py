@@ -80,7 +80,7 @@ class ContractReport(NamedTuple):
         raise ValueError(f"name must be one of {[line.name for line in self.lines]}, got {name!r}")
 
     def require(self) -> "ContractReport":
-        """For tests of your own mechanism: returns this report, or raises AssertionError with it if a line fails."""
+        """Returns this report, or raises AssertionError with it if a line fails. For tests of your own mechanism."""
         if not self.passed:
             raise AssertionError(f"the mechanism breaks the privacy contract:\n{self}")
         return self
@@ -101,7 +101,7 @@ GARBAGE = (0, 3, inputs.ROWS - 2)  # positions of the first of two rows of paddi
 
 
 def check_bounded(trial: MechanismUnderTest) -> str:
-    """No gradient of any size or dtype contributes more than a very large one, and nonfinite ones contribute zero."""
+    """Checks that no gradient of any size or dtype contributes more than a very large one, and nonfinite ones zero."""
     rows, replacements = 0, [trial.with_loud(tree) for tree in trial.hostile[1:]]
     for step in STEPS:
         clip_norm, state = trial.clip_norm(step), trial.state_after(step)
@@ -141,7 +141,7 @@ def _require_nonfinite_ignored(trial: MechanismUnderTest, sums, replaced, where:
 
 
 def check_float32(trial: MechanismUnderTest) -> str:
-    """Neither the noise nor the sums, from gradients of any dtype, are computed in less than float32.
+    """Checks that noise and sums are computed in at least float32, from gradients of any dtype.
 
     A value that depends on both comes after the noise, so an optimizer may keep its state in bfloat16.
     """
@@ -177,7 +177,7 @@ def _low_precision_in_words(equation: core.JaxprEqn) -> set[str]:
 
 
 def check_sensitivity(trial: MechanismUnderTest) -> str:
-    """On every path, one example moves the update by at most what the cost assumes, whatever the other rows are."""
+    """Checks that on every path, one example moves the update by at most what the cost assumes, in any batch."""
     trial.require_noise()
     largest, tried = 0.0, 0
     for step in STEPS:
@@ -226,7 +226,7 @@ def _with_a_loud_row(trial: MechanismUnderTest, problem: AuditProblem):
 
 
 def check_padding(trial: MechanismUnderTest) -> str:
-    """Rows that do not count change nothing, in any position. If none counts, the step is pure noise."""
+    """Checks that padding changes nothing, in any position, and that the step is pure noise if no row counts."""
     nobody = np.zeros(inputs.ROWS, bool)
     for problem in trial.problems:
         state, stacked = trial.state_after(1), next(iter(problem.paths.values()))
@@ -250,7 +250,7 @@ def check_padding(trial: MechanismUnderTest) -> str:
 
 
 def check_paths_agree(trial: MechanismUnderTest) -> str:
-    """Every path gives the same step."""
+    """Checks that every path gives the same step."""
     names = []
     for problem in trial.problems:
         names += [f"{name} of {problem.name}" for name in problem.paths]
@@ -273,7 +273,7 @@ def _require_same(found, expected, words: str, problem: AuditProblem | None = No
 
 
 def check_constant_divisor(trial: MechanismUnderTest) -> str:
-    """k copies of an example move the update k times as far, so the update is divided by a constant."""
+    """Checks that k copies of an example move the update k times as far: it is divided by a constant."""
     trial.require_linear_release(0, "not on updates")
     state, tried = trial.state_after(0), []
     one = jax.tree.map(lambda g: np.concatenate([0.01 * g[:1]] * inputs.ROWS), trial.problems[0].rows)
@@ -291,7 +291,7 @@ def check_constant_divisor(trial: MechanismUnderTest) -> str:
 
 
 def check_resume(trial: MechanismUnderTest) -> str:
-    """The step is a function of its arguments, so a run from a restored state continues with the same noise."""
+    """Checks that a run from a restored state continues with the same noise: a step reads only its arguments."""
     state = trial.state_after(4)
     restored = jax.tree.map(lambda leaf: leaf if is_key(leaf) else np.asarray(leaf), state)
     rows = trial.problems[0].rows

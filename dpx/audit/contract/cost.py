@@ -48,7 +48,7 @@ _PROBABILITY = "sampling_probability"
 
 
 def check_cost(trial: MechanismUnderTest) -> str:
-    """The event counts every release at the noise multiplier that the mechanism used, and the state counts them."""
+    """Checks that event and state count every release, at the noise multiplier that the mechanism used."""
     release = release_state(trial.state_after(TAKEN))
     if int(release.step) != TAKEN:
         raise Violation(f"the state counts {int(release.step)} releases after {TAKEN}")
@@ -106,10 +106,10 @@ def _require_all_releases_counted(expected: DpEvent, event: DpEvent, steps: int)
 
 
 def _require_plausible_event(event: DpEvent, multipliers: np.ndarray, sampling: Sampling) -> None:
-    """Raises Violation if an event assumes another sampling than the one that draws, or counts too little.
+    """Raises Violation if an event assumes a sampling that does not draw the batches, or counts too little.
 
-    A special event, such as error feedback's, needs a proof, which cannot be checked here. But it must have the
-    sampling that draws, at least its rate, all releases, and noise of at most the mechanism's largest multiplier.
+    A special event, such as error feedback's, needs a proof, which cannot be checked here. But it must have the right
+    sampling, at least its rate, all releases, and no more noise than the mechanism's largest multiplier.
     """
     steps, parts = len(multipliers), list(_releases_of(event))
     if foreign := sorted(
@@ -145,7 +145,7 @@ def _releases_of(event: DpEvent) -> Iterator[DpEvent]:
 
 
 def _find_missing_release(expected: dict[DpEvent, int], counted: dict[DpEvent, int]) -> DpEvent | None:
-    """A release that is expected more often than the event has it, or None. Values may differ by 1e-6.
+    """Returns a release that is expected more often than the event counts it, or None. Values may differ by 1e-6.
 
     Equal events are counted together. The rest are compared in sorted order.
     """
@@ -192,7 +192,7 @@ COST_SLACK = 1e-3  # relative slack, because costs are rounded
 
 
 def require_costed_sensitivity(trial: MechanismUnderTest) -> str:
-    """The cost of a short run covers the largest move over all patterns of steps."""
+    """Checks that the cost of a short run covers the largest move over all patterns of participation."""
     mechanism, shown = trial.mechanism, 0.0
     tried = 0
     for steps in range(1, SHORT + 1):
@@ -237,7 +237,7 @@ BATCH_RATE = 1e-6  # false-alarm rate of each test of the batches
 
 
 def check_sampling(trial: MechanismUnderTest) -> str:
-    """The batches that the sampling draws have the distribution that the event assumes."""
+    """Checks that the batches have the distribution that the event assumes."""
     record = trial.mechanism.sampling
     releases = from_event(record.event(np.ones(1))).event_counts
     if (count := sum(releases.values())) != 1 or record.examples > EXAMPLES:
@@ -279,7 +279,7 @@ def _drawn_examples(draw: Draw) -> np.ndarray:
 
 
 def _require_sensitivity_of_relation(event: DpEvent, record: Sampling):
-    """Raises Violation if the event of noise multiplier 1 has more than 1, or 1/2 where an example is exchanged."""
+    """Raises Violation if the event for noise multiplier 1 has more than 1, or 1/2 if an example is replaced."""
     inner = getattr(event, "event", event)
     most = 0.5 if record.relation == "replace_one" else 1.0
     stated = getattr(inner, "noise_multiplier", 0.0)
@@ -291,7 +291,7 @@ def _require_sensitivity_of_relation(event: DpEvent, record: Sampling):
 
 
 def _require_poisson(batches: list[np.ndarray], examples: int, rate: float):
-    """Sizes of batches, and how many examples neighbors share, fit independent coins at this rate."""
+    """Checks that batch sizes, and overlaps of successive batches, fit independent coins at this rate."""
     if rate == 1:
         return
     sizes = np.array([len(batch) for batch in batches])
@@ -304,7 +304,7 @@ def _require_poisson(batches: list[np.ndarray], examples: int, rate: float):
 
 
 def _require_cyclic(draw: Callable[[int], Draw], examples: int, bands: int, rate: float) -> int:
-    """Every example is in the steps of one group only, by coins of this rate; returns how many batches were drawn."""
+    """Checks that each example is drawn in one group of steps only, by coins of this rate. Returns the batch count."""
     turns = max(2, DRAWN // bands // 2 * 2)
     batches = [_drawn_examples(draw(step)) for step in range(turns * bands)]
     taken = np.array([np.bincount(np.concatenate(batches[g::bands]), minlength=examples) for g in range(bands)])
@@ -322,7 +322,7 @@ def _require_cyclic(draw: Callable[[int], Draw], examples: int, bands: int, rate
 
 
 def _require_equal_rates(taken: np.ndarray, trials: int, rate: float):
-    """Whether all examples take part about equally often, int (examples,), in this many independent trials."""
+    """Checks that all examples take part about equally often, int (examples,), in this many independent trials."""
     variance = trials * rate * (1 - rate)
     scatter = float(((taken - trials * rate) ** 2).sum()) / variance
     if scatter > len(taken) + FAR * math.sqrt(len(taken) * (2 + 1 / variance)):
@@ -332,7 +332,7 @@ def _require_equal_rates(taken: np.ndarray, trials: int, rate: float):
 
 
 def _require_weighted_poisson(batches: list[np.ndarray], rates: np.ndarray, stated: float):
-    """Counts of low-rate and high-rate examples, and of those shared with the next batch, fit independent coins."""
+    """Checks that counts of low-rate and high-rate examples, and overlaps of batches, fit independent coins."""
     if rates.max() > stated * (1 + 1e-12):
         raise Violation(f"an example takes part at rate {rates.max():.6g}, and {stated:.6g} is paid for")
     taken = np.bincount(np.concatenate(batches), minlength=len(rates))
@@ -369,7 +369,7 @@ def _require_variance(sizes: np.ndarray, variance: float):
 
 
 def _require_truncated_poisson(batches: list[np.ndarray], examples: int, event: TruncatedSubsampledGaussianDpEvent):
-    """Sizes fit coins at this rate, truncated at the most rows. Examples are uniformly random for any sizes."""
+    """Checks that sizes fit coins at this rate, cut at the most rows. Examples are uniformly random for any sizes."""
     rate, most = event.sampling_probability, event.truncated_batch_size
     sizes = np.array([len(batch) for batch in batches])
     if sizes.max() > most or examples != event.dataset_size:
@@ -401,7 +401,7 @@ def _require_uniform_subsets(batches: list[np.ndarray], examples: int, event: Sa
 
 
 def _require_random_allocation(draw: Callable[[int], Draw], examples: int, steps: int):
-    """Examples take part once an epoch, in batches that vary in size as if independent, and change between epochs."""
+    """Checks that examples join one random batch an epoch, and that batch sizes vary as if they were independent."""
     number = min(steps, DRAWN)
     epochs = [[_drawn_examples(draw(epoch * steps + place)) for place in range(number)] for epoch in (0, 1)]
     for taken in (np.bincount(np.concatenate(batches), minlength=examples) for batches in epochs):
@@ -421,7 +421,7 @@ def _require_random_allocation(draw: Callable[[int], Draw], examples: int, steps
 
 
 def _require_participations_counted(batches: list[np.ndarray], record: Sampling):
-    """Every example takes part in at most as many steps as the event of all steps has Gaussian releases."""
+    """Checks that no example takes part in more steps than the event of all steps has Gaussian releases."""
     taken = np.bincount(np.concatenate(batches), minlength=record.examples).max()
     counted = sum(from_event(record.event(np.ones(len(batches)))).counts.values())
     if taken > counted:

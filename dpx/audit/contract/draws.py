@@ -181,7 +181,7 @@ def whitened_draws(draws: NoiseDraws, step: int, release: Release) -> np.ndarray
 
 
 def solve_for_normals(change: np.ndarray, maps: np.ndarray) -> np.ndarray:
-    """Solves change[i] = maps[i] @ normals[i], of shapes (count, o) and (count, o, m): the normals in r directions.
+    """Solves change[i] = maps[i] @ normals[i], of shapes (count, o) and (count, o, m), for normals in r directions.
 
     Raises Violation if they are correlated with an entry of the maps, because then the noise shares the maps' key.
     """
@@ -211,7 +211,7 @@ def whitened_by_sample_covariance(draws: NoiseDraws, step: int, release: Release
 
 
 def _decorrelated(draws: np.ndarray) -> np.ndarray:
-    """Transforms draws, float64 (count, o), to uncorrelated directions of deviation 1, near coordinates if possible."""
+    """Transforms draws, float64 (count, o), to uncorrelated directions of deviation 1, near the axes if possible."""
     draws = draws[:, draws.std(0) > 0] - draws.mean(0)[draws.std(0) > 0]
     if not draws.shape[1]:
         raise Violation("a step of an empty batch has no noise")
@@ -297,7 +297,7 @@ def _with_key_argument(function: Callable, mechanism: Mechanism, arguments: tupl
 
 
 def _replace_if_key(key: jax.Array, leaf: Any, mark: Any = None) -> Any:
-    """Returns `leaf`, or if it is a key, another key made from `key`. mark: the leaf's, or None in the state."""
+    """Returns `leaf`, or if it is a key, another key made from `key`. mark: the leaf's mark, or None in a state."""
     if not is_key(leaf):
         return leaf
     if mark is None:
@@ -368,10 +368,10 @@ def require_independent_columns(draws: np.ndarray, *, triples: bool = False):
 
 
 def require_no_repeated_noise(noise: np.ndarray, words: str):
-    """Raises Violation with these words if two rows of `check_noise`, float64 (rows, columns), repeat each other.
+    """Raises Violation with these words if two rows or columns of `noise`, float64 (rows, columns), repeat.
 
-    Signs do not count. Two rows repeat each other if COLUMNS of their numbers are equal. Two columns do, or a column
-    itself, if PLACES of their numbers are, with one distance between the rows. Zeros do not count.
+    Signs do not count. Two rows repeat each other if COLUMNS of their numbers are equal. Two columns, or a column and
+    itself, repeat if PLACES of their numbers are equal at one distance between the rows. Zeros do not count.
 
     The density of log |z| is below 1/2, so two independent normals share a bin of WIDTH with probability below WIDTH
     (given all others, and with the 2^22 sizes that float32 normals have). For 4,000 rows and 100 columns, the union
@@ -393,7 +393,7 @@ def require_no_repeated_noise(noise: np.ndarray, words: str):
 
 
 def _positions_of_equals(bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The positions in `bins`, float64 (n,), of equal finite numbers that are neighbors when sorted."""
+    """The positions in `bins`, float64 (n,), of pairs of equal finite numbers that are adjacent when sorted."""
     order = np.argsort(bins, kind="stable")
     equal = (bins[order][1:] == bins[order][:-1]) & np.isfinite(bins[order][1:])
     return order[:-1][equal], order[1:][equal]

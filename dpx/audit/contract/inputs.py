@@ -33,13 +33,13 @@ def extreme_values_like(params: Tree, first: int = 0) -> Tree:
 
 
 def normal_gradients(params: Tree, seed: int, scale: float = 1.0, rows: int = ROWS) -> Tree:
-    """Normally distributed per-example gradients, float32, like `params` with `rows` examples on axis 0."""
+    """Per-example gradients with normal values, float32, like `params` with `rows` examples on axis 0."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda p: np.asarray(scale * rng.normal(size=(rows, *p.shape)), np.float32), params)
 
 
 def loud_gradients(params: Tree) -> Tree:
-    """Gradients, float32 (rows, ...): RANDOM far above any clip norm, larger ones, all sizes, single coordinates."""
+    """Gradients, float32 (rows, ...): RANDOM far above any clip norm, larger ones, many sizes, single coordinates."""
     ordinary = [normal_gradients(params, 21, 1e6, rows=RANDOM), normal_gradients(params, 22, 1e12, rows=RANDOM)]
     ordinary = joined_rows([*ordinary, *[normal_gradients(params, 23, size, rows=1) for size in SWEEP]])
     size = sum(p.size for p in jax.tree.leaves(params))
@@ -50,7 +50,7 @@ def loud_gradients(params: Tree) -> Tree:
 
 
 def hostile_gradients(params: Tree) -> tuple[Tree, Tree, Tree]:
-    """Gradients of all sizes, float32 (rows, ...), and two copies with 0 and 1 in the leaves that are not finite.
+    """Gradients of all sizes, float32 (rows, ...), and two copies with 0 and 1 in place of nonfinite leaves.
 
     Each of SIZES fills the whole gradient, or one leaf among ordinary values. Every gradient occurs three times: in
     float32, and rounded to float16 and to bfloat16.
@@ -99,7 +99,7 @@ def with_garbage_row(rows: Tree, position: int) -> Tree:
 
 
 def matrix_product_loss(params: Tree, example: Tree) -> jax.Array:
-    """A loss whose gradient is the one in the example, by products that ghost norms support: A^T B with A = 1."""
+    """A loss whose gradient is in the example, by a product that ghost norms support: A^T B with A the identity."""
     ones, grad = example
     parts = jax.tree.map(lambda p, a, g: jnp.sum((a @ as_matrix(p)) * as_matrix(g)), params, ones, grad)
     return jnp.asarray(sum(jax.tree.leaves(parts)))
@@ -122,7 +122,7 @@ def as_matrix(leaf: jax.Array) -> jax.Array:
 
 
 def oscillating_values(size: int, height: float, start: float = 0.0) -> np.ndarray:
-    """Values of about this magnitude, different on every coordinate; float32 (size,)."""
+    """Values of up to this height, different on every coordinate; float32 (size,)."""
     return (height * np.cos(start + np.arange(size))).astype(np.float32)
 
 

@@ -41,7 +41,7 @@ WITH_OTHERS = (1, 50)  # steps at which the parameters have other values, too
 
 
 def check_noise(trial: MechanismUnderTest) -> str:
-    """In every direction, the noise is at least the stated multiple of what one example moves."""
+    """Checks that in every direction, the noise is at least the stated multiple of what one example moves."""
     trial.require_noise()
     if trial.obvious_noise_fault:
         raise Violation(trial.obvious_noise_fault)
@@ -96,7 +96,7 @@ def _multiplier_from_derivatives(trial: MechanismUnderTest, step: int, *, others
 
 
 def _check_draws(trial: MechanismUnderTest) -> str:
-    """Tests the draws; "" if there is nothing to test. A test fails for a sound mechanism with probability RATE."""
+    """Tests the draws; "" if there are none to test. A test fails for a sound mechanism with probability RATE."""
     if not trial.noise.has_keys:
         raise Violation("the step holds no PRNG key, so its noise is not secret, or it adds none")
     columns: dict[int, np.ndarray] = {}
@@ -117,7 +117,7 @@ def _check_draws(trial: MechanismUnderTest) -> str:
 
 
 def _require_noise_ignores_parameters(trial: MechanismUnderTest) -> None:
-    """Raises Violation if other values of the parameters change the noise, where that shows in the updates."""
+    """Raises Violation if the updates show that other values of the parameters change the noise."""
     step = WITH_OTHERS[0]
     releases = trial.release(step), trial.release(step, others=True)
     if not all(release.is_linear for release in releases):
@@ -148,8 +148,8 @@ class LargeBatchProbe:
     """The mechanism on a batch of MANY_ROWS gradients.
 
     Every second gradient is far above any clip norm, and some of them are 0 except in one leaf. silent: the update, or
-    the released sums, of an empty batch, float64 (o,). changes: what each of POSITIONS adds to it, float64 (positions,
-    o).
+    the released sums, of an empty batch, float64 (o,). changes: what each row of POSITIONS adds to `silent`, float64
+    (positions, o).
     """
 
     def __init__(self, trial: MechanismUnderTest):
@@ -215,7 +215,7 @@ def require_rows_alone(trial: MechanismUnderTest) -> str:
 
 
 def require_noise_covers_rows(trial: MechanismUnderTest) -> str:
-    """Raises Violation if the noise of larger parameters does not cover rows, or repeats; words, "" if not tried."""
+    """Raises Violation if the noise of larger parameters misses what rows move, or repeats. Words; "" if not tried."""
     release = trial.release(0)
     if not release.is_linear:
         return ""
@@ -260,7 +260,7 @@ LAST = 50  # the step from whose state the counters are set
 
 
 def require_distinct_noise(trial: MechanismUnderTest) -> str:
-    """Raises Violation if two of NUMBERS have the same noise. Words; "" if this cannot be seen."""
+    """Raises Violation if two of the steps in NUMBERS have the same noise. Words; "" if this cannot be seen."""
     seen = []
     if trial.draws_noise_by_dpx and _require_distinct_keys(trial):
         seen.append("keys")
@@ -303,7 +303,7 @@ def _require_noise_never_repeats(trial: MechanismUnderTest, release: Release) ->
 
 
 def _require_distinct_keys(trial: MechanismUnderTest) -> bool:
-    """Whether all keys given to `keys.normal_like` can be read. Raises Violation if two draws share key and step."""
+    """Whether all keys given to `keys.normal_like` are readable. Raises Violation if two draws share key and step."""
     zeros, state, elsewhere = inputs.zeros_like(trial.shapes_of_sums), trial.state_after(LAST), []
 
     def noise_at_step(step):
@@ -333,7 +333,7 @@ STEPS_OF_RUN, RUNS, DIRECTIONS = 9, 2000, 8
 
 
 def require_noise_covariance(trial: MechanismUnderTest) -> str:
-    """The noise of the first steps of a run has the covariance C^-1 C^-T; "" if its draws cannot be whitened."""
+    """Checks that a run's first steps have noise of covariance C^-1 C^-T; "" if its draws cannot be whitened."""
     release = trial.release(0)
     if not release.is_linear or trial.noise.noise_maps is not None:
         return ""

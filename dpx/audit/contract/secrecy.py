@@ -36,7 +36,7 @@ SHIFT = 16.0  # how far the data is moved, in standard deviations of the noise
 
 
 def check_no_data_leaks(trial: MechanismUnderTest) -> str:
-    """Two datasets with the same noisy sums give the same public values: the noise offsets the change of the data."""
+    """Checks that two datasets with the same noisy sums give the same public values: noise offsets data."""
     trial.require_noise()
     _require_own_event_for_unreleased(trial)
     if not trial.draws_noise_by_dpx:
@@ -65,7 +65,7 @@ def check_no_data_leaks(trial: MechanismUnderTest) -> str:
 
 
 def _noise_change_offsetting_sums(trial: MechanismUnderTest, step: int) -> np.ndarray | None:
-    """X, such that the change -X z of the noise offsets a change z of the sums. Where there is no derivative, as for a
+    """Returns X such that the change -X z of the noise offsets a change z of the sums. Without a derivative, as for a
     number that only selects among the others, the entries of X come from the stated multiplier."""
     release = trial.release(step)
     if trial.traced.normals != trial.traced.numbers:
@@ -91,7 +91,7 @@ def _require_state_ignores_data(trial: MechanismUnderTest) -> str:
 
 
 def _require_own_event_for_unreleased(trial: MechanismUnderTest):
-    """Raises Violation if unreleased state moves a release, but the event counts each release as if it stood alone."""
+    """Raises Violation if unreleased state moves a release, but the event counts each release as if it were alone."""
     state = trial.state_after(4)
     if jax.tree.structure(publishable_state(state)) == jax.tree.structure(state) or not trial.costed_by_multiplier:
         return
@@ -117,7 +117,7 @@ def public_part(result: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
 
 
 def check_no_data_branches(trial: MechanismUnderTest) -> str:
-    """No conditional or loop on any path depends on raw data."""
+    """Checks that no conditional or loop on any path depends on raw data."""
     names = []
     for problem in trial.problems:
         for name, path in problem.paths.items():
@@ -137,7 +137,7 @@ def check_no_data_branches(trial: MechanismUnderTest) -> str:
 
 
 def check_released_bits(trial: MechanismUnderTest) -> str:
-    """All public values are functions of public values and of what `keys.release` returns for exact sums."""
+    """Checks that public values depend only on public values and on what `keys.release` returns for exact sums."""
     closed, names = _program_without_releases(trial)
     grads = len(jax.tree.leaves(trial.params))
     shown = {jax.tree_util.keystr(path) for path, _ in _paths_of_leaves(publishable_state(trial.state_after(STEPS[0])))}
@@ -157,7 +157,7 @@ def check_released_bits(trial: MechanismUnderTest) -> str:
 
 
 def _program_without_releases(trial: MechanismUnderTest) -> tuple[core.ClosedJaxpr, list[str]]:
-    """The jaxpr of a step with constants for its releases, and the names of the public arrays that it returns."""
+    """The jaxpr of a step with constants in place of releases, and the names of the public arrays that it returns."""
 
     def constant(key, step, total, deviation, **_):
         stands_for = jnp.float32(deviation) + jnp.float32(step) + jax.random.key_data(key)[0].astype(jnp.float32)
@@ -193,12 +193,12 @@ class ReleaseArguments(NamedTuple):
 
 
 def require_low_parts_read(trial: MechanismUnderTest) -> None:
-    """Raises Violation if a release reads the high numbers of a sum but not the low ones."""
+    """Raises Violation if a release reads only the high parts of a sum, and not the low ones."""
     state, release = trial.state_after(0), with_recorded_releases(trial.mechanism.release)
     like = [as_pair(one).high for one in trial.shapes_of_sums]
 
     def with_changed_sum(number: int = -1, high: float = 0, low: float = 0) -> list[ReleaseArguments]:
-        """The release's arguments when the high and low numbers of one sum are changed."""
+        """The release's arguments when the high and low parts of one sum are changed."""
         sums = []
         for place, shapes in enumerate(like):
             size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
@@ -222,7 +222,7 @@ def require_low_parts_read(trial: MechanismUnderTest) -> None:
 
 
 def require_small_rounding(trial: MechanismUnderTest) -> str:
-    """Raises Violation if a row moves a long sum by over ETA more than it moves an empty one. "" if not tried."""
+    """Raises Violation if a row moves a long sum more than ETA farther than an empty one. Returns "" if not tried."""
     multiplier = trial.multiplier(0)
     if not multiplier > 0:
         return ""
@@ -290,7 +290,7 @@ def _record_arguments(number, high, low, deviation):
 def _gradients_lost_to_rounding(trial: MechanismUnderTest) -> Tree:
     """Gradients, float32 (LONG, ...). In every coordinate, the first ones sum to slightly more than a power of two, and
     to less if one is removed. Some others are below half a unit of a sum above that power, so they round away. In a sum
-    below it, each counts (Casacuberta et al. 2022, https://arxiv.org/abs/2207.10635)."""
+    below the power, each counts (Casacuberta et al. 2022, https://arxiv.org/abs/2207.10635)."""
     power = 2.0 ** ((2 * LONG // 3).bit_length() - 1)
     count = math.ceil(power / LARGE_SHARE)
     column = np.zeros(LONG)

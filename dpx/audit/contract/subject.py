@@ -33,11 +33,11 @@ AT_STEPS = f"at steps {', '.join(map(str, STEPS))}"
 
 
 class Violation(AssertionError):
-    """A line of the contract does not hold. The message says where."""
+    """Raised if a line of the contract does not hold. The message says where."""
 
 
 class NotChecked(Exception):
-    """A line of the contract cannot be checked. The message says why."""
+    """Raised if a line of the contract cannot be checked. The message says why."""
 
 
 class AuditProblem(NamedTuple):
@@ -94,7 +94,7 @@ class Subject:
 
     @functools.cached_property
     def step_counter_mask(self) -> list[bool]:
-        """For each leaf of a state, whether it counts the steps, as one in the ReleaseState or in Adam does."""
+        """For each leaf of a state, whether it counts the steps, like one in the ReleaseState or in Adam's state."""
         states = [jax.tree.leaves(self.state_after(step)) for step in COUNTED]
 
         def counts(values):
@@ -249,11 +249,11 @@ class Release(NamedTuple):
         return bool(self.affine[: self.updates].all())
 
     def change_of_sums_in_noise(self, sums: Tree) -> np.ndarray:
-        """The sizes of changes of the sums in units of the noise, with rows on axis 0; float64 (rows,)."""
+        """How large changes of the sums are in units of the noise, with rows on axis 0; float64 (rows,)."""
         return np.linalg.norm(inputs.flattened_leaves(sums, 1) @ self.exchange.T, axis=1)
 
     def change_of_update_in_noise(self, change: Tree) -> float:
-        """The size of a change of the updates in units of the noise; inf if the noise cannot make it."""
+        """How large a change of the updates is in units of the noise; inf if no noise can cause it."""
         change, noise = inputs.flattened_leaves(change), self.noise[: self.updates]
         needed, *_ = np.linalg.lstsq(noise, change, rcond=SMALL)
         missing = np.abs(noise @ needed - change).max(initial=0)
@@ -307,7 +307,7 @@ class ReleaseFunction:
         return inputs.wide_floats(leaves), [leaf for leaf in leaves if not inputs.is_wide_float(leaf)]
 
     def _floats_and_derivatives(self, sums, normals, state, params):
-        """The public floats, the others, and the derivatives by sums and by noise, float32 (o, k) and (o, m)."""
+        """The public floats, the other outputs, and the derivatives by sums and by noise, float32 (o, k) and (o, m)."""
 
         def floats(sums, normals):
             found, others = self.public_outputs(sums, normals, state, params)
@@ -376,12 +376,12 @@ def _derivative_magnitudes(by_sums: np.ndarray, by_noise: np.ndarray) -> np.ndar
 
 
 def _rounding_neighbors(*point: np.ndarray) -> list[list[np.ndarray]]:
-    """Points so near that results differ only by rounding. Each coordinate changes separately, to show rounding."""
+    """Points so near that results differ only by rounding. Each coordinate changes by its own random share."""
     random = np.random.default_rng(1)
     return [[x * (1 + random.uniform(-NEAR, NEAR, x.shape)).astype(np.float32) for x in point] for _ in range(NEARBY)]
 
 
 def numbers_as_text(values: Sequence[float]) -> str:
-    """Formats the numbers, or only the first if all are equal."""
+    """Formats the numbers, or only one if all are equal."""
     words = [f"{value:.4g}" for value in values]
     return words[0] if len(set(words)) == 1 else ", ".join(words)

@@ -72,7 +72,7 @@ class MechanismUnderTest(Subject):
         return values_over(self.mechanism.noise_multiplier, MULTIPLIERS)
 
     def contributions_by_path(self, step: int) -> dict[str, Tree]:
-        """The sums of single gradients by path, float32 with rows on axis 0: loud ones, then hostile ones.
+        """What single gradients add to the sums, by path; float32 with rows on axis 0: loud ones, then hostile ones.
 
         The steps in FULLY have all paths, and other steps only `Mechanism.update`.
         """
@@ -91,7 +91,7 @@ class MechanismUnderTest(Subject):
         return inputs.joined_rows([inputs.loud_gradients(self.params), rows])
 
     def released_sums(self, step: int, sums: tuple[Tree, ...]) -> tuple[Tree, ...]:
-        """The sums that move anything public. The others are kept as unreleased state."""
+        """The sums that move public values. The others are kept as unreleased state."""
         seen = self.release(step).seen
         return tuple(part for part, is_seen in zip(sums, seen, strict=True) if is_seen)
 
@@ -123,7 +123,7 @@ class MechanismUnderTest(Subject):
         return self.costed_by_multiplier or self.mechanism.correlated is not None
 
     def require_noise(self) -> None:
-        """Raises NotChecked if a step has no noise, because the cost then says nothing about its size."""
+        """Raises NotChecked if a step has no noise, because an infinite cost says nothing about sizes."""
         for step in STEPS:
             if self.multiplier(step) == 0:
                 raise NotChecked(f"the noise multiplier is 0 at step {step}, so the cost is infinite")
@@ -137,7 +137,7 @@ class MechanismUnderTest(Subject):
 
 
 def names_of_special_events(event: DpEvent, sampling: Sampling) -> str:
-    """The event's name if it has a Gaussian release that moves the sum by more than the clip norm; otherwise ""."""
+    """The types of the event's noisy releases that the sampling's own event lacks; "" if there are none."""
     known = {type(release).__name__ for release in from_event(sampling.event(np.ones(1))).event_counts}
     names = {type(release).__name__ for release in from_event(event).event_counts} - known - {"NonPrivateDpEvent"}
     return ", ".join(sorted(names))

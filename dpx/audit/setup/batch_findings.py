@@ -109,7 +109,7 @@ def _first_is_nan(leaf: jax.Array) -> jax.Array:
 def _group_bounds(
     mechanism: Mechanism, state: Tree, contributions: Callable, params: Tree
 ) -> tuple[jax.Array, jax.Array]:
-    """The bound on each group, float32 (G,), and a copy with 0 where every example contributes equally."""
+    """The bound of each group of layers, float32 (G,), and a copy with 0 where all examples contribute equally."""
     largest = jnp.stack(jax.tree.leaves(mechanism.bound(state)))
     least = contributions(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
     return largest, jnp.where(least < AT_THE_BOUND * largest, largest, 0)
@@ -146,8 +146,8 @@ def row_loss_function(
 
 
 def find_mixed_rows(measured: BatchDiagnostics, params: Tree, alone: Callable, rows: np.ndarray) -> Finding:
-    """Checks that losses and gradients are the same in a batch and alone. alone: from `row_loss_function`. rows: int
-    (R,)."""
+    """Checks that each row has the same loss and gradient in a batch and alone. alone: from `row_loss_function`. rows:
+    int (R,)."""
     low = any(map(is_low_precision, jax.tree.leaves(params))) or is_low_precision(measured.losses)
     tolerance, differ = LOW_TOLERANCE if low else TOLERANCE, 0
     for row in rows:
@@ -219,8 +219,8 @@ def nonfinite_rows(rows: Tree) -> np.ndarray:
 
 
 def find_nonfinite_rows(measured: BatchDiagnostics, included: np.ndarray, holes: np.ndarray) -> Finding:
-    """Finds rows that contribute zero because a loss or a gradient is not finite, or too large, and says whether the
-    data or the loss made it. holes: bool (B,), the rows that hold NaN or infinity."""
+    """Finds rows that contribute zero because a loss or a gradient is not finite or too large, and says whether the
+    data or the loss caused it. holes: bool (B,), the rows that hold NaN or infinity."""
     bad_rows = included & ~np.isfinite(np.asarray(measured.norms))
     losses, norms = np.asarray(measured.losses, np.float64)[included], np.asarray(measured.norms)[included]
     bad_losses, bad_norms = int((~np.isfinite(losses)).sum()), int((~np.isfinite(norms)).sum())
@@ -279,7 +279,7 @@ REPETITIONS = 3
 
 
 class StepOfPureNoise(NamedTuple):
-    """One step of pure noise.
+    """What one step of pure noise returned and took.
 
     unreleased_updates: like the parameters. They are the noise of a run, so never show them.
     compile_seconds: compilation time. seconds: median time of a few runs. temporary, arguments: bytes, or None.

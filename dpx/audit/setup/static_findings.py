@@ -42,7 +42,7 @@ class Finding:
     """One thing that `dpx.check_setup` checked.
 
     name: what was checked. severity: "error" (the run fails, or no epsilon covers it), "warning" (probably a mistake),
-        "note" or "ok". words: one line. numbers: by name, those in `words` and more.
+        "note" or "ok". words: one line. numbers: by name, the numbers in `words` and more.
     """
 
     name: str
@@ -200,7 +200,7 @@ LARGE = 2**20  # bytes from which an array is worth a note
 
 
 def example_loss_function(loss: Callable, *, with_key: bool, has_aux: bool) -> Callable[[Tree, Tree], jax.Array]:
-    """Returns loss(params, example) -> number. Any key is a constant, because the run's randomness must not be used."""
+    """Returns loss(params, example) -> number. Any key is a constant, because the run's keys must not be used."""
 
     def loss_value(params, example):
         result = loss(params, example, jax.random.key(0)) if with_key else loss(params, example)
@@ -260,7 +260,7 @@ def find_batch_dependence(closed: core.ClosedJaxpr) -> Finding:
 
 
 def _gradient_jaxpr(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The equations of the loss's gradient, which a custom_vjp hides until it is traced."""
+    """The equations of the loss's gradient, which a custom_vjp hides until the gradient is traced."""
     inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
     floats = [number for number, x in enumerate(inputs) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return jax.make_jaxpr(jax.grad(lambda *values: core.jaxpr_as_fun(closed)(*values)[0], floats))(*inputs)
@@ -278,8 +278,8 @@ def find_unused(closed: core.ClosedJaxpr, params: Tree, flags: Tree) -> Finding:
 
 
 def find_lost_averages(closed: core.ClosedJaxpr, params: Tree) -> list[Finding]:
-    """Finds running averages that the loss computes but nothing keeps, as BatchNorm's: a old + (1 - a) new, where `old`
-    is a constant and `new` depends on the example. Auxiliary outputs of the loss do not keep them."""
+    """Finds running averages that the loss computes but nothing keeps, such as BatchNorm's: a old + (1 - a) new, where
+    `old` is a constant and `new` depends on the example. Auxiliary outputs of the loss do not keep them."""
     parameter, data, updates = 1, 2, set()
 
     def visit(equation, marks, control):
