@@ -303,8 +303,7 @@ class RowSum:
         return adding_note("update" if self.norms == "update" else "loss", lambda: row()[0])
 
     def plan_and_cost(self, params: Tree, state: Tree, rows: tuple) -> tuple[Plan, ForwardCost]:
-        """Plans the norms, or says why only per-example gradients work, and estimates a row's cost. Shapes are
-        enough."""
+        """Plans the norms, or says why only per-example gradients work; and estimates a row's cost from shapes."""
         row = shapes_of_row(rows)
         called = "update" if self.norms == "update" else "loss"
         with explaining_user_data_error(called, self.of_row, params, row), self.with_note_on_errors(lambda: row):

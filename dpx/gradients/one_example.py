@@ -79,7 +79,7 @@ def looks_like_user_data(example: Tree) -> bool:
 
 @contextlib.contextmanager
 def explaining_user_data_error(called: str, of_row: Callable, params: Tree, row: tuple) -> Iterator[None]:
-    """If the function takes one record, and `row` holds all those of a user, replaces its error by a ValueError."""
+    """Replaces an error by a ValueError if the function takes one record but `row` holds all records of a user."""
     try:
         yield
     except Exception as error:
@@ -138,7 +138,7 @@ def adding_note(called: str, example: Callable[[], Tree]) -> Iterator[None]:
 
 
 def is_batch_norm_error(error: Exception) -> bool:
-    """Whether, by this error, Flax (nnx or Linen) refuses to change the running averages of a BatchNorm."""
+    """Whether this error says that Flax (nnx or Linen) will not change the running averages of a BatchNorm."""
     return any(word in str(error) for word in ("BatchStat", "batch_stats"))
 
 

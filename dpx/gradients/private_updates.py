@@ -129,12 +129,12 @@ def private_updates(
         shapes. `dpx.explain_norms` prints the choice.
     with_key: the loss is `loss(params, example, key)`. Every row of a batch gets its own scalar PRNG key, from the
         "example" stream of the mechanism's key, the step and its position; microbatches and devices do not change it.
-        has_aux: the loss returns (value, aux), aux any pytree of arrays; `unreleased.aux` holds it for every example.
-        platform: "cpu", "cuda", "rocm" or "tpu", if the program is compiled for a platform other than JAX's default
+    has_aux: the loss returns (value, aux), aux any pytree of arrays; `unreleased.aux` holds it for every example.
+    platform: "cpu", "cuda", "rocm" or "tpu", if the program is compiled for a platform other than JAX's default
         backend, as in `jax.export`. The number of microbatches and their loop depend on it; the result does not.
-        sharding: how the batches are sharded, as for `sampling.batches`. Give it if a mesh has more axes than that of
-        the examples (tensor parallel): without it, dpx assumes that all devices share the examples, and a step takes
-        more memory. The result is the same up to float32 rounding.
+    sharding: how the batches are sharded, as for `sampling.batches`. Give it if a mesh has more axes than that of the
+        examples (tensor parallel): without it, dpx assumes that all devices share the examples, and a step takes more
+        memory. The result is the same up to float32 rounding.
     backward_passes: int, 1 or 2. One pass keeps the inputs and cotangents of all layers until the norms are known. With
         two, the second pass recomputes those in scans or under `jax.checkpoint`, so that they are never all in memory,
         as in a step without privacy. It takes about 1.5 times as long (docs/devices.md). None: two if one pass over one

@@ -321,7 +321,7 @@ def sum_over_microbatches(
 def _scan_from_zeros(
     add: Callable[[Tree, Tree], tuple[Tree, Tree]], shapes: Tree, rows: Tree, like: Tree
 ) -> tuple[Tree, Tree]:
-    """Loops `add(sums, rows) -> (sums, output)` from zeros of these shapes; returns the sums and stacked outputs."""
+    """Repeats `add(sums, rows) -> (sums, output)` from zeros of these shapes. Returns the sums and stacked outputs."""
     alike: dict[tuple, list[tuple]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(like):
         alike.setdefault((leaf.shape, leaf.dtype), []).append((path, leaf))

@@ -57,7 +57,7 @@ def sum_of_outer_products(a: jax.Array, b: jax.Array, precision: Any = None, dty
 
 
 def with_fast_products(function: Callable) -> Callable:
-    """Makes the products in a `function` of pytrees fast, such as the gradients of a batch under `jax.vmap`."""
+    """Makes products fast in a `function` of pytrees, such as the gradients of a batch under `jax.vmap`."""
     made: dict[int, tuple] = {}  # for each product: itself, so that no other array gets its id, and how to compute it
 
     def product_after_transposes(equation, operands, turns: int) -> list[jax.Array]:

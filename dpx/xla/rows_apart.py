@@ -182,7 +182,7 @@ def is_suspected_version(version: str = jaxlib.__version__) -> bool:
 
 
 def disable_row_mixing() -> None:
-    """Turns off the fault for this process and its child processes, unless XLA has already read its flags."""
+    """Turns off XLA's fault for this process and its child processes, unless XLA has already read its flags."""
     flags = os.environ.get("XLA_FLAGS", "")
     if is_suspected_version() and FLAG not in flags and flags.strip()[:1] in ("", "-"):  # else it names a file of flags
         os.environ["XLA_FLAGS"] = f"--{FLAG}={OFF} {flags}".strip()  # first: XLA stops at a word without a dash

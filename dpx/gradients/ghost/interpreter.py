@@ -175,9 +175,9 @@ def _run(
 
 
 def _rounds_its_cotangent(equation: Equation) -> bool:
-    """Whether a TPU's backward pass reads the cotangent only in products that round it as `round_to_store` does. It
-    is then written once, in half the memory, for these products and for the record. Otherwise XLA would recompute the
-    cotangent of logits, or of an output that is split, for each product."""
+    """Whether a TPU's backward pass reads the cotangent only in products that round it as `round_to_store` does.
+    If so, it is written once, in half the memory, for these products and for the record. Otherwise XLA would recompute
+    the cotangent of logits, or of an output that is split, for each product."""
     if equation.name not in ("dot_general", "conv_general_dilated") or equation.jaxpr is None:
         return False
     passes = _params(equation)["precision"] in (None, (jax.lax.Precision.DEFAULT,) * 2)

@@ -114,7 +114,7 @@ class GhostPlan(NamedTuple):
         return followed
 
     def count_captured_elements(self, without: Set[int] = frozenset()) -> int:
-        """How many elements are kept for one example: the inputs and cotangents at sites, which no fusion avoids.
+        """How many elements are kept for one example: the inputs and cotangents at sites, which XLA cannot fuse away.
         without: leaves whose sites do not count."""
         held: dict[int, int] = {}
         unread, kept = self.unread_operands, {leaf for leaf in range(len(self.choices)) if self.keeps_gradients(leaf)}
@@ -278,7 +278,7 @@ def _with_slices_as_lookups(
     uses: tuple[ParameterUse, ...], program: LossProgram, shape: tuple[int, ...]
 ) -> tuple[ParameterUse, ...]:
     """The uses of a parameter, with each slice counted as a lookup whatever the loss does with it, such as the row of
-    one token beside rows that the data select. () without slices, or if they are a large share of the parameter."""
+    one token beside rows that the data select. Returns () without slices, or if they hold a large share."""
     found: dict[int, ParameterUse] = {}
     for place, use in enumerate(uses):
         for before, step in enumerate(use.view.steps):

@@ -88,17 +88,17 @@ class ParameterView(NamedTuple):
 
     @property
     def slice_counts(self) -> tuple[int, ...]:
-        """How many slices each scan that slices the elements takes, outermost scan first."""
+        """For each scan that slices the elements, outermost first, how many slices it takes."""
         return tuple(step.count for step in self.steps if isinstance(step, ScanStep) and step.sliced)
 
     @property
     def scan_repeats(self) -> tuple[int, ...]:
-        """How often each scan that does not slice the elements repeats them, outermost scan first."""
+        """For each scan that sees all elements in every iteration, outermost first, how many iterations it has."""
         return tuple(step.count for step in self.steps if isinstance(step, ScanStep) and not step.sliced)
 
     @property
     def initial_slice_step_count(self) -> int:
-        """How many steps the view begins with that slice or move nothing, counted up to the last slice."""
+        """How many initial steps of the view only slice or move nothing, counted up to the last slice."""
         end = 0
         for number, step in enumerate(self.steps):
             if not isinstance(step, RearrangeStep) or step.name not in (*STILL, "slice"):

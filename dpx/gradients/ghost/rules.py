@@ -37,7 +37,7 @@ class Patches(NamedTuple):
 
     All fields but the first two have an entry for each spatial axis.
 
-    features: the number of the data's features. groups: how many groups these features form, as do those of the result
+    features: the number of the data's features. groups: how many groups the features form, as in the result
     taps, strides, dilations: of the kernel. padding: (low, high, interior) of the data. spatial: sizes of the result
     """
 
@@ -50,19 +50,19 @@ class Patches(NamedTuple):
     spatial: tuple[int, ...]
 
     def patch_matrix(self, data: jax.Array, *, by_unit: bool = False) -> jax.Array:
-        """A, float32 (B, K, T, I), for data, float32 (B, images, *sizes, features). by_unit: whether a matrix unit that
-        takes bfloat16 makes the patches; the data must then be bfloat16 numbers."""
+        """The matrix A, float32 (B, K, T, I), for data, float32 (B, images, *sizes, features). by_unit: whether a
+        matrix unit that takes bfloat16 makes the patches; the data must then be bfloat16 numbers."""
         x = self._padded_data(data.reshape(-1, *data.shape[2:]))
         x = self._windows_by_convolution(x) if by_unit else self._windows(x, len(self.taps))
         x = x.reshape(len(data), -1, x.shape[-1] // self.features, self.groups, self.features // self.groups)
         return x.transpose(0, 3, 1, 2, 4).reshape(len(data), self.groups, x.shape[1], -1)
 
     def cotangent_matrix(self, dy: jax.Array) -> jax.Array:
-        """B, float32 (B, K, T, O), for the cotangents of the result, float32 (B, images, *spatial, features)."""
+        """The matrix B, float32 (B, K, T, O), for cotangents of the result, float32 (B, images, *spatial, features)."""
         return dy.reshape(len(dy), -1, self.groups, dy.shape[-1] // self.groups).transpose(0, 2, 1, 3)
 
     def kernel_gradients(self, data: jax.Array, dy: jax.Array) -> jax.Array:
-        """A^T B, float32 (B, K, I, O), for A = `patch_matrix(data)` and B = `cotangent_matrix(dy)`."""
+        """The product A^T B, float32 (B, K, I, O), for A = `patch_matrix(data)` and B = `cotangent_matrix(dy)`."""
         # On several devices, examples may be sharded and so need one product. With one tap, the patches are the data.
         if current_place().devices > 1 or math.prod(self.taps) == 1:
             return self._gradients_at_once(data, dy)

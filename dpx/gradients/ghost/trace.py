@@ -457,7 +457,7 @@ class _ParameterTracer:
 
 def custom_derivatives_usable(program: LossProgram) -> bool:
     """Whether every custom derivative of the program can be used. One that is defined inside the loss and closes over a
-    value of the loss cannot: JAX traces the derivative later, when that value is a tracer of a finished trace."""
+    value of the loss cannot be used: JAX traces it later, when that value is a tracer of a finished trace."""
     known = {id(i.value) for equation in program.equations for i in equation.inputs if isinstance(i, Constant)}
     for equation in (program.equations[number] for number in program.block.equations):  # it searches bodies
         if equation.jaxpr is not None and _has_custom_derivative(equation.jaxpr):

@@ -212,7 +212,7 @@ def _gradient_at_site(site: Site, shape: tuple[int, ...], inputs, dy: jax.Array,
 
 
 def _product_in_parameter_order(site: Site, shape: tuple[int, ...], a: jax.Array, b: jax.Array) -> jax.Array:
-    """A^T B for A, (K, T, I), and B, (K, T, O), computed in the parameter's order, so that XLA need not transpose it.
+    """Computes A^T B for A, (K, T, I), and B, (K, T, O), in the parameter's order, so that XLA need not transpose it.
     Returns it in the parameter's shape."""
     if _reorders(site.arrange, shape):
         total = einsum_by_segments("kto,kti->koi", b, a)
