@@ -40,7 +40,7 @@ def of_method(entry: catalog.CatalogEntry, **changed: Any) -> Callable[..., Any]
             record, usual = base["sampling"], catalog.SAMPLINGS[entry.samplings[0]]
             sizes = {"examples": record.examples, "batch_size": record.batch_size}
             base["sampling"] = usual.build(**usual.arguments | sizes)
-        chosen = entry.arguments | {name: base[name] for name in base if name in entry.parameters}
+        chosen = entry.arguments | {name: base[name] for name in base if name in entry.build_parameters}
         return entry.build(**chosen | changed)
 
     return make
@@ -48,7 +48,7 @@ def of_method(entry: catalog.CatalogEntry, **changed: Any) -> Callable[..., Any]
 
 def of_coordinates(entry: catalog.CatalogEntry, **changed: Any) -> Callable[..., Any]:
     def make(**base):
-        key = {"key": base["key"]} if "key" in entry.parameters else {}
+        key = {"key": base["key"]} if "key" in entry.build_parameters else {}
         return dpx.in_coordinates(dpx.dp_sgd(**base), entry.build(**entry.arguments | key | changed))
 
     return make
@@ -62,8 +62,8 @@ def clipped_first(kind: Any) -> Callable[..., Any]:
 
 
 PATHS = ("auto", "vmap")
-METHODS = {entry.name: entry for entry in catalog.METHODS if "basis" not in entry.parameters}
-COORDINATES = {entry.name: entry for entry in catalog.COORDINATES if "basis" not in entry.parameters}
+METHODS = {entry.name: entry for entry in catalog.METHODS if "basis" not in entry.build_parameters}
+COORDINATES = {entry.name: entry for entry in catalog.COORDINATES if "basis" not in entry.build_parameters}
 PROJECTION, ADA = COORDINATES.pop("random_projection"), METHODS.pop("ada_dpigu")
 ROWS = [
     *[Row(name, of_method(entry), path) for name, entry in METHODS.items() for path in PATHS],

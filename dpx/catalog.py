@@ -37,7 +37,7 @@ class CatalogEntry(NamedTuple):
         return self.build.__name__
 
     @property
-    def parameters(self) -> dict[str, inspect.Parameter]:
+    def build_parameters(self) -> dict[str, inspect.Parameter]:
         """The parameters of `build` in order, with their annotations and defaults."""
         return dict(inspect.signature(self.build, eval_str=True).parameters)
 

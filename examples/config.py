@@ -136,9 +136,9 @@ class Config:
         if batch_size > examples:
             raise ValueError(f"batch_size must be at most the {examples} training examples, got {batch_size}")
         sampling = catalog.SAMPLINGS[self.sampling]
-        if "steps_per_epoch" in sampling.parameters:
+        if "steps_per_epoch" in sampling.build_parameters:
             return sampling.build(examples=examples, steps_per_epoch=round(examples / batch_size))
-        if "bands" in sampling.parameters:  # with plain noise, more bands only cost more
+        if "bands" in sampling.build_parameters:  # with plain noise, more bands only cost more
             bands = int(self.method_options.get("bands", 1))
             return sampling.build(examples=examples, batch_size=batch_size, bands=bands)
         return sampling.build(examples=examples, batch_size=batch_size)

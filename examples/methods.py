@@ -32,7 +32,7 @@ def options(method: str) -> dict[str, Option]:
     entry = METHODS[method]
     return {
         name: Option(entry.arguments.get(name, parameter.default), explained(entry, name))
-        for name, parameter in entry.parameters.items()
+        for name, parameter in entry.build_parameters.items()
         if name not in OF_THE_RUN
     }
 
@@ -52,7 +52,7 @@ def build(method: str, chosen: dict[str, Any], *, steps_per_epoch: int, **of_the
     """The mechanism. chosen: the options, as `read` reads them. of_the_run: all of OF_THE_RUN that is known."""
     entry = METHODS[method]
     values = {name: read(value, of_the_run["steps"], steps_per_epoch) for name, value in chosen.items()}
-    return entry.build(**values, **{name: of_the_run[name] for name in OF_THE_RUN if name in entry.parameters})
+    return entry.build(**values, **{name: of_the_run[name] for name in OF_THE_RUN if name in entry.build_parameters})
 
 
 def read(value: Any, steps: int, steps_per_epoch: int) -> Any:
@@ -91,8 +91,8 @@ def _number(word: str) -> float:
 
 def explained(entry: catalog.CatalogEntry, name: str) -> str:
     """One line of help for an argument: its choices, or what the docstring says."""
-    choices = typing.get_args(entry.parameters[name].annotation)
-    if typing.get_origin(entry.parameters[name].annotation) is Literal:
+    choices = typing.get_args(entry.build_parameters[name].annotation)
+    if typing.get_origin(entry.build_parameters[name].annotation) is Literal:
         return "one of " + ", ".join(map(str, choices))
     text = inspect.getdoc(entry.build) or ""
     heads = re.findall(r"(?:^|\. +)((?:\w+, )*\w+):\s", text, re.MULTILINE)

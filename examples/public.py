@@ -23,7 +23,7 @@ def arguments(config: Config, dataset: data.Dataset, data_dir, key: jax.Array) -
     The gradients are those of the initial parameters at the first images of the data set that `public`
     names, brought to the private images' size and given labels at random.
     """
-    if "basis" not in METHODS[config.method].parameters:
+    if "basis" not in METHODS[config.method].build_parameters:
         return {}
     name, count, rank = config.public, config.public_examples, config.public_rank
     if name == config.dataset or {data.family(name), data.family(config.dataset)} <= data.NIST:

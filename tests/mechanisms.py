@@ -408,7 +408,7 @@ def arguments_of(entry: catalog.CatalogEntry, key: jax.Array, sampling: Any = PO
         sampling = {"cyclic": CYCLIC, "ordered": ORDERED}[entry.samplings[0]]
     of_the_contract = {"noise_multiplier": 1.3, "sampling": sampling, "steps": 8, "basis": ALIGNED, "bands": 3}
     of_the_contract |= {"key": key, "mechanism": _dp_sgd(key, clip_norm=entry.arguments.get("clip_norm", 1.0))}
-    return entry.arguments | {name: of_the_contract[name] for name in of_the_contract if name in entry.parameters}
+    return entry.arguments | {name: of_the_contract[name] for name in of_the_contract if name in entry.build_parameters}
 
 
 def case_of_method(entry: catalog.CatalogEntry, sampling: Any = POISSON) -> Case:
@@ -434,7 +434,7 @@ def case_of_coordinates(entry: catalog.CatalogEntry) -> Case:
 
 def case_of_sampling(entry: catalog.CatalogEntry) -> Case:
     sizes = {"examples": 24, "batch_size": 8}
-    sampling = entry.build(**{name: sizes[name] for name in sizes if name in entry.parameters})
+    sampling = entry.build(**{name: sizes[name] for name in sizes if name in entry.build_parameters})
     return Case(
         entry.name,
         lambda key: _dp_sgd(key, sampling),

@@ -455,7 +455,7 @@ class Made:
     state = None
 
     def __init__(self, *steps):
-        self.steps, self.step = steps, steps[-1][0]
+        self.steps, self.steps_made = steps, steps[-1][0]
 
     def is_deleted(self):
         return False
@@ -490,15 +490,15 @@ def train(folder, releases, turn, *, devices, start, every, ends, on_other_devic
     plan = SimpleNamespace(steps=steps, plan=steps, epsilon=lambda state: 0.0)
     with contextlib.closing(InMemory(folder, {facts.RECORD: "one", "norms": devices}, plan, on_other_devices)) as run:
         made = run.restore(Made((0, start)))[0]
-        while made.step < steps:
-            reach = min(steps, (made.step // every + 1) * every)
+        while made.steps_made < steps:
+            reach = min(steps, (made.steps_made // every + 1) * every)
             run.record_possible_steps(reach)
-            while made.step < (ends if made.step < (ends or 0) <= reach else reach):
+            while made.steps_made < (ends if made.steps_made < (ends or 0) <= reach else reach):
                 turn()
-                releases.setdefault(made.step + 1, set()).add((made.steps, devices))
-                made = Made(*made.steps, (made.step + 1, devices))
+                releases.setdefault(made.steps_made + 1, set()).add((made.steps, devices))
+                made = Made(*made.steps, (made.steps_made + 1, devices))
             run.save(made, [])
-            if made.step == ends:
+            if made.steps_made == ends:
                 return run.record_possible_steps(ends)
 
 

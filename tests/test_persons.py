@@ -235,7 +235,7 @@ def test_a_plan_is_for_the_person():
     whole = dpx.plan_noise(**given).runs[1].noise_multiplier
     assert planned.runs[1].noise_multiplier == pytest.approx(RECORDS * whole, rel=1e-3)
     assert f"epsilon 2 at delta 0.0001 for a {UNIT}, 60 examples" in str(planned).splitlines()[0]
-    assert planned.samplings.records == RECORDS and str(planned.samplings) in str(planned)
+    assert planned.sampling_plan.records == RECORDS and str(planned.sampling_plan) in str(planned)
     with pytest.raises(ValueError, match="records must be a whole number"):
         dpx.plan_noise(**given, records=0)
 

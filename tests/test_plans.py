@@ -171,8 +171,9 @@ def test_the_printed_plan_answers_which_sampling():
     plan = dpx.plan_noise(examples=1000, epsilon=2.0, delta=1e-5, epochs=[4, 8], batch_sizes=[50, 100, 1000])
     small, large = plan.runs[0], plan.runs[1]  # of the first epochs; whole batches are not suggested
     assert plan.suggested == (small if small.noise_of_run <= 1.25 * large.noise_of_run else large)
-    assert plan.samplings.runs[0].sampling == dpx.PoissonSampling(examples=1000, batch_size=plan.suggested.batch_size)
-    assert str(plan.samplings) in str(plan)
+    sizes = {"examples": 1000, "batch_size": plan.suggested.batch_size}
+    assert plan.sampling_plan.runs[0].sampling == dpx.PoissonSampling(**sizes)
+    assert str(plan.sampling_plan) in str(plan)
     for words in ("PoissonSampling(most_rows=", "RandomAllocation(steps_per_epoch=", "Take ", "Refused", *REFUSED):
         assert words in str(plan)
 
@@ -181,8 +182,8 @@ def test_the_printed_plan_answers_which_sampling():
 def test_the_epochs_are_those_that_were_asked_for():
     """20 epochs of 60,000 in batches of 1,024 are 1,172 steps, so 20.002 epochs: not 21 that were begun."""
     plan = dpx.plan_noise(examples=60_000, epsilon=2.0, delta=1e-5, epochs=20, batch_sizes=[1024])
-    ordered = plan.samplings.runs[-1]
-    assert plan.samplings.epochs == 20 and ordered.steps == 20 * ordered.sampling.steps_per_epoch
+    ordered = plan.sampling_plan.runs[-1]
+    assert plan.sampling_plan.epochs == 20 and ordered.steps == 20 * ordered.sampling.steps_per_epoch
 
 
 def test_whole_batches_have_no_alternative():

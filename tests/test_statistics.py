@@ -171,24 +171,24 @@ def test_a_uniform_output_comes_from_one_number_in_2_to_the_40():
 
 
 def test_laplace_noise_pays_for_its_arithmetic():
-    noise = Noise.of_multiplier("laplace", 2.0, UnitSensitivity(2.0**24, 2.0**23, 3))
+    noise = Noise.from_multiplier("laplace", 2.0, UnitSensitivity(2.0**24, 2.0**23, 3))
     assert 2.0**24 / noise.scale + 3 * 2.0**-39 <= 0.5 and noise.scale < 2.0**25 * (1 + 1e-10)
     with pytest.raises(ValueError, match=r"noise_multiplier must be below .* for Laplace noise"):
-        Noise.of_multiplier("laplace", 2.0**39, UnitSensitivity(2.0, 2.0, 1))
+        Noise.from_multiplier("laplace", 2.0**39, UnitSensitivity(2.0, 2.0, 1))
 
 
 @pytest.mark.parametrize("deviation", [16.0, 1000.5, 3e6])
 def test_gaussian_noise_is_that_of_a_step(deviation):
     """Its bits are those of `dpx.keys.release` for the whole sums, where these fit."""
     sums = np.random.default_rng(1).integers(-(2**23), 2**23, size=16)
-    noise = Noise.of_multiplier("gaussian", deviation, UnitSensitivity(1.0, 1.0, 1))
+    noise = Noise.from_multiplier("gaussian", deviation, UnitSensitivity(1.0, 1.0, 1))
     assert noise.scale >= deviation
-    found = noise.release(KEY, sums, -(2**23), 2**23)
+    found = noise.noisy_sums(KEY, sums, -(2**23), 2**23)
     assert (found.astype(np.float32) == dpx.keys.release(KEY, 0, sums.astype(np.float32), noise.scale)).all()
     far = 2**59 + sums  # beyond the digits of a float
-    again = noise.release(KEY, far, 0, 2**60)
+    again = noise.noisy_sums(KEY, far, 0, 2**60)
     gamma = 2 ** (math.floor(math.log2(noise.scale)) - 4)
-    assert (again == (far - far % gamma + noise.release(KEY, far % gamma, 0, 2**60).astype(np.int64))).all()
+    assert (again == (far - far % gamma + noise.noisy_sums(KEY, far % gamma, 0, 2**60).astype(np.int64))).all()
 
 
 KEY = dpx.secret_key(77)
@@ -199,8 +199,8 @@ RUNS = 4096
 def test_no_attack_beats_the_stated_epsilon(kind, multiplier):
     """And a strong one shows most of it."""
     effect = UnitSensitivity(1024.0, 1024.0, 1)
-    noise = Noise.of_multiplier(kind, multiplier, effect)
-    worlds = [noise.release(next(KEYS), np.full(RUNS, total), 0, 2**20) for total in (4 * 1024, 5 * 1024)]
+    noise = Noise.from_multiplier(kind, multiplier, effect)
+    worlds = [noise.noisy_sums(next(KEYS), np.full(RUNS, total), 0, 2**20) for total in (4 * 1024, 5 * 1024)]
     deviation = {"gaussian": multiplier, "laplace": math.sqrt(2) * multiplier}[kind]
     for total, world in zip((4, 5), worlds, strict=True):
         assert abs(world.mean() / 1024 - total) < 5 * deviation / math.sqrt(RUNS)
@@ -503,8 +503,8 @@ def test_other_sums_have_other_noise():
     own = [noises.key_of_query(KEY, "count", np.array([total])) for total in (5, 6)]
     zeros = np.zeros(16, np.int64)
     for kind in ("gaussian", "laplace"):
-        noise = Noise.of_multiplier(kind, 1.0, UnitSensitivity(1024.0, 1024.0, 1))
-        first, second = (noise.release(key, zeros, 0, 100) for key in own)
+        noise = Noise.from_multiplier(kind, 1.0, UnitSensitivity(1024.0, 1024.0, 1))
+        first, second = (noise.noisy_sums(key, zeros, 0, 100) for key in own)
         assert (first != second).mean() > 0.5 and len({*first.tolist()}) > 8
     asked_otherwise = noises.key_of_query(KEY, "sum", np.array([5]))
     assert len({int(dpx.keys.mark_of_key(key)) for key in (*own, asked_otherwise)}) == 3
@@ -524,8 +524,8 @@ class Ledger:
 
 def test_a_ledger_is_paid_before_the_release(monkeypatch):
     ledger, order = Ledger(), []
-    original = Noise.release
-    monkeypatch.setattr(Noise, "release", lambda *given: (order.append(len(ledger.lines)), original(*given))[1])
+    original = Noise.noisy_sums
+    monkeypatch.setattr(Noise, "noisy_sums", lambda *given: (order.append(len(ledger.lines)), original(*given))[1])
     key = next(KEYS)
     found = statistics.release_mean(
         np.arange(9.0), low=0, high=9, **asked(key=key), words="mean age", ledger=ledger, part="north"

@@ -109,7 +109,7 @@ class Folder:
         if autotunes_kernels():  # another program may round differently
             facts |= {KERNELS: processes.from_first_process(lambda: secrets.token_hex(8))}
         try:
-            self.known = RunFile(**processes.from_first_process(lambda: self._claim(facts)))
+            self.known = RunFile(**processes.from_first_process(lambda: self._lock_folder(facts)))
             with processes.raising_together():
                 if not (self.path / "lock").exists():
                     raise ValueError(f"checkpoints must be one folder that all processes share, but {self.path} is not")
@@ -121,7 +121,7 @@ class Folder:
         self._last: int | None = None  # the step of the checkpoint that this program stored or read last
         self.continued = False  # whether there was a checkpoint
 
-    def _claim(self, facts: dict[str, Any]) -> dict[str, Any]:
+    def _lock_folder(self, facts: dict[str, Any]) -> dict[str, Any]:
         """Locks the folder, creating it if needed, and returns its run.json, old or new. Called only in process 0."""
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"checkpoints must be a directory, got the file {self.path}")
@@ -183,7 +183,7 @@ class Folder:
         if skips:
             self._require_skippable_steps(like.state, last or 0, reach)
         plan = max(self.known.planned, self._run.plan)
-        processes.from_first_process(self._prepare_claimed_folder)
+        processes.from_first_process(self._prepare_locked_folder)
         moved = reach if self._changed or skips else self.known.moved
         self._write_run_file(facts=self._facts, moved=moved)
         self._plan = plan
@@ -193,8 +193,8 @@ class Folder:
         if plan:
             rows = [row | {"epsilon": self._run.epsilon(carry.state)} for row in rows]
         if skips:
-            _warn_of_skipped(self._changed, carry.step, reach)
-            first, carry = carry.step, count_as_skipped(carry, self._run, reach)
+            _warn_of_skipped(self._changed, carry.steps_made, reach)
+            first, carry = carry.steps_made, count_as_skipped(carry, self._run, reach)
             rows = [*rows, {"step": reach, "epsilon": self._run.epsilon(carry.state), "skipped": reach - first}]
         if skips or last is None:
             self.save(carry, rows)
@@ -209,7 +209,7 @@ class Folder:
             )
         require_skippable_steps(self._run, state, last, reach)
 
-    def _prepare_claimed_folder(self):
+    def _prepare_locked_folder(self):
         """Closes the folder to others, writes its warning, removes unfinished checkpoints. Called only in process 0."""
         make_folder(self.path)
         replace_file(self.path / "SENSITIVE", SENSITIVE)
@@ -263,7 +263,7 @@ class Folder:
         """Stores a checkpoint, named by the state's step. Returns False if an unfinished step donated the arrays."""
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(carry)):
             return False  # interrupted in the middle of a step, so keep the last checkpoint
-        step = carry.step
+        step = carry.steps_made
 
         def write_history():
             self._require_unchanged_run_file(self.known)
@@ -306,8 +306,8 @@ class Folder:
     def _read_checkpoint(self, step: int, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
         """Returns the checkpoint of a step, and the history up to it."""
         carry, history = self._load_checkpoint(step, like), self.path / "history.json"
-        if carry.step != step:
-            raise ValueError(f"checkpoint {step} in {self.path} holds a state after {carry.step} steps: rename it back")
+        if (made := carry.steps_made) != step:
+            raise ValueError(f"checkpoint {step} in {self.path} holds a state after {made} steps: rename it back")
         rows = processes.from_first_process(lambda: read_json(history) if history.is_file() else [])
         self._last = step
         return carry, [row for row in rows if row["step"] <= step]
@@ -410,7 +410,7 @@ def require_skippable_steps(run: RunPlan, state: Tree, first: int, reach: int):
 
 def count_as_skipped(carry: Carry, run: RunPlan, reach: int) -> Carry:
     """Returns `carry` with a state that counts the steps up to `reach` and their noise. Nothing else changes."""
-    steps = values_over(run.optimizer.noise_multiplier, reach)[carry.step :].astype("float32")
+    steps = values_over(run.optimizer.noise_multiplier, reach)[carry.steps_made :].astype("float32")
 
     def count_skipped(record: ReleaseState) -> ReleaseState:
         layout = jax.tree.map(lambda leaf: leaf.sharding, record)

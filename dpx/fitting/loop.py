@@ -207,7 +207,7 @@ def fit(
     result = FitResult(
         params=carry.params,
         state=carry.state,
-        steps=carry.step,
+        steps=carry.steps_made,
         epsilon=run.epsilon(carry.state),
         delta=run.delta,
         report=report,
@@ -234,7 +234,7 @@ def _train_steps(
     """Returns the carry after all steps, or after the step where a callback ended the run."""
     carry, history = folder.restore(carry)
     watcher.continue_history(history, folder)
-    first = carry.step
+    first = carry.steps_made
     if first > run.steps:
         raise ValueError(f"steps must be at least the {first} that the stored run has taken, got {run.steps}")
     payment.pay(carry, folder)
@@ -278,7 +278,7 @@ def _train_steps(
             if interrupted and consistent and jax.process_count() == 1:  # several processes may be at different steps
                 with contextlib.suppress(Exception):  # an interrupted save cannot be repeated, so keep the last one
                     if folder.save(carry, watcher.history):
-                        folder.record_possible_steps(carry.step)
+                        folder.record_possible_steps(carry.steps_made)
             if interrupted or due:  # `evaluate` or a callback may have failed
                 stop.add_note(f"dpx: {folder}")
             raise

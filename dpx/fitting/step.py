@@ -30,7 +30,7 @@ class Carry(NamedTuple):
     state: Tree
 
     @property
-    def step(self) -> int:
+    def steps_made(self) -> int:
         """The number of steps made, as counted by the state."""
         return steps_taken(self.state)
 

@@ -155,10 +155,10 @@ def _epsilon_delta_grid(profile: Profile, delta: float) -> tuple[np.ndarray, np.
     deltas = np.array([profile.delta(epsilon) for epsilon in epsilons.tolist()])
     if largest == top:
         deltas[-1] = min(deltas[-1], delta)
-    return epsilons, _symmetrized_deltas(np.exp(epsilons), np.minimum.accumulate(deltas).clip(0, 1))
+    return epsilons, _tightened_deltas(np.exp(epsilons), np.minimum.accumulate(deltas).clip(0, 1))
 
 
-def _symmetrized_deltas(growth: np.ndarray, deltas: np.ndarray) -> np.ndarray:
+def _tightened_deltas(growth: np.ndarray, deltas: np.ndarray) -> np.ndarray:
     """Tightens `deltas`, float64 (n,), to smaller upper bounds on the same profile. growth: e^epsilon, float64 (n,).
 
     Proof: (epsilon, delta) for both orders of the neighbors says that the true positive rate at a false positive rate

@@ -279,7 +279,7 @@ class NoisePlan:
         return min((run for run in runs if run.noise_of_run <= _HARDLY * least), key=lambda run: run.batch_size)
 
     @functools.cached_property
-    def samplings(self) -> SamplingPlan:
+    def sampling_plan(self) -> SamplingPlan:
         """Compares the samplings at the suggested batch size; takes a second or two."""
         batch_size, epochs = self.suggested[:2]
         budget: Any = {"epsilon": self.epsilon, "delta": self.delta, "accountant": self.accountant}
@@ -308,7 +308,7 @@ class NoisePlan:
         ]
         titles = f"{'batch size':>10} {'epochs':>8} {'steps':>7} {'noise multiplier':>16} "
         titles += f"{'of a step':>11} {'of an epoch':>11} {'of the run':>11}"
-        return "\n".join([head, titles, *rows, "", str(self.samplings)])
+        return "\n".join([head, titles, *rows, "", str(self.sampling_plan)])
 
     def plot(self, *, axes: Any = None) -> Any:
         """Draws the noise of the run over the batch size, one line for each number of epochs, on matplotlib `axes`.

@@ -68,7 +68,7 @@ class Noise:
     scale: float
 
     @classmethod
-    def of_multiplier(cls, kind: Kind, noise_multiplier: float, effect: UnitSensitivity) -> "Noise":
+    def from_multiplier(cls, kind: Kind, noise_multiplier: float, effect: UnitSensitivity) -> "Noise":
         """The noise for a multiplier relative to `effect`. Raises ValueError outside the range of the proofs."""
         if kind == "gaussian":
             scale = float(np.nextafter(np.float32(noise_multiplier * effect.two), np.float32(math.inf)))
@@ -100,7 +100,7 @@ class Noise:
         """The most that a release is rounded, beyond the rounding that `half_width` includes."""
         return 0.0 if self.kind == "gaussian" else 2.0 ** (_laplace_grid(self.scale, low, high)[2] - 1)
 
-    def release(self, key: jax.Array, sums: np.ndarray, low: int, high: int) -> np.ndarray:
+    def noisy_sums(self, key: jax.Array, sums: np.ndarray, low: int, high: int) -> np.ndarray:
         """The noisy sums, float64 (n,). key: used for this release alone. sums: int64 (n,), all in [low, high]."""
         if self.kind == "gaussian":
             return _with_gaussian(key, sums, self.scale)
@@ -145,7 +145,7 @@ def laplace_releases(
     sums: np.ndarray, noise: np.ndarray, free: np.ndarray, scale: float, low: int, high: int
 ) -> np.ndarray:
     """The releases, float64 (n,), from sums and their noise, int64 (n,). free: uint64 (n, 2), the bits of the uniform
-    part. scale, low, high: as for `Noise.release`."""
+    part. scale, low, high: as for `Noise.noisy_sums`."""
     first, span, coarse = _laplace_grid(scale, low, high)
     place = (np.clip(sums + noise, first, first + span) - first) >> coarse
     uniform = (free[:, 1] % np.uint64((span >> coarse) + 1)).astype(np.int64)

@@ -182,7 +182,7 @@ class StatisticRequest:
             multiplier = self.resolve_multiplier(
                 records, lambda multiplier, kind=kind: event_of_noise(kind, multiplier), padded_noise_count(size)
             )
-            found.append((Noise.of_multiplier(kind, multiplier, effect), multiplier))
+            found.append((Noise.from_multiplier(kind, multiplier, effect), multiplier))
         return min(found, key=lambda each: each[0].deviation)
 
     def resolve_multiplier(self, records: StatisticRecords, event: Callable[[float], DpEvent], numbers: int) -> float:
@@ -216,7 +216,7 @@ class StatisticRequest:
         event, own = self.charge(
             records, lambda each: event_of_noise(noise.kind, each), multiplier, numbers, query, sums
         )
-        noisy = noise.release(own, sums.reshape(-1), low, high).reshape(sums.shape)
+        noisy = noise.noisy_sums(own, sums.reshape(-1), low, high).reshape(sums.shape)
         facts = {"noise": noise.kind, "noise_multiplier": multiplier, "event": event, "numbers": numbers}
         return noisy, noise, facts | {"words": self.words, "unit": records.unit}
 
