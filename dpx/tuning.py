@@ -201,7 +201,7 @@ class SearchSettings:
         for each, mechanism in zip(self.configurations, at_one, strict=True):
             alike = as_hashable(mechanism.event(_budget_steps(mechanism)))
             if alike not in found:
-                other = self.build_mechanism(each, own, 100.0)
+                other = self.build_mechanism(each, own, 0.5)
                 require_noise_to_matter("optimizer", alike, other.event(_budget_steps(other)))
                 found[alike] = least(lambda noise, each=each: built([each], [noise]))
             noises.append(found[alike])

@@ -34,6 +34,11 @@ def gradients(norms):
     return {"w": jnp.asarray(flat[:, :6].reshape(-1, 3, 2), jnp.float32), "b": jnp.asarray(flat[:, 6:], jnp.float32)}
 
 
+def test_a_budget_finds_noise_below_twice_that_of_the_indicator():
+    budget = dpx.Budget(epsilon=8.0, delta=1e-5, steps=10)
+    assert 7.9 < dpx.epsilon(adaptive(noise_multiplier=budget), 10, delta=1e-5) <= 8.0
+
+
 def test_the_split_is_exact():
     """An example below, at and above the clip norm: the joint contribution is at most 1 = (a^2 + b^2)^(1/2)."""
     mechanism = adaptive()

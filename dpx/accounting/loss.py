@@ -136,12 +136,12 @@ def as_hashable(value: Any) -> Any:
         return attrs.evolve(value, **{a.alias: as_hashable(getattr(value, a.name)) for a in attrs.fields(type(value))})
 
 
-def require_noise_to_matter(name: str, at_one: Any, at_hundred: Any):
-    """Raises ValueError if the function `name` gives the noise multipliers 1 and 100 the same event."""
-    if as_hashable(at_one) == as_hashable(at_hundred):
+def require_noise_to_matter(name: str, at_one: Any, at_half: Any):
+    """Raises ValueError if the function `name` gives the noise multipliers 1 and 0.5 the same event."""
+    if as_hashable(at_one) == as_hashable(at_half):
         raise ValueError(
             f"{name} must use the noise multiplier that it is given, such as dpx.dp_sgd(noise_multiplier=noise, ...), "
-            "and not a number or a dpx.Budget of its own; got the same cost for 1 and for 100"
+            "and not a number or a dpx.Budget of its own; got the same cost for 1 and for 0.5"
         )
 
 
