@@ -13,7 +13,7 @@ import pytest
 
 import dpx
 from dpx.gradients.private_updates import _clip_bounds, _equal_up_to_rounding
-from dpx.states.record import DrawRecord, ReleaseState, fingerprint, unit_mark
+from dpx.states.record import DrawRecord, ReleaseState, fingerprint, unit_fingerprint
 from dpx.values import map_nodes_of_type
 from tests.mechanisms import ALL, PARAMS
 from tests.test_dp_sgd import KEY, SAMPLING, dp_sgd, model
@@ -29,12 +29,12 @@ def chunks(step=0, mark=2**16, included=INCLUDED, size=SIZE):
     _, batch = model()
     rows = math.ceil(16 / size) * size
     padded = jax.tree.map(lambda leaf: np.pad(leaf, ((0, rows - 16), (0, 0)), constant_values=np.nan), batch)
-    counts = np.pad(included, (0, rows - 16))
+    counts, unit = np.pad(included, (0, rows - 16)), unit_fingerprint("example")
     return [
         dpx.Batch(
             jax.tree.map(lambda leaf, at=at: leaf[at : at + size], padded),
             counts[at : at + size],
-            DrawRecord(*map(np.uint32, (step, included.sum(), mark, at, fingerprint(SAMPLING), unit_mark("example")))),
+            DrawRecord(*map(np.uint32, (step, included.sum(), mark, at, fingerprint(SAMPLING), unit))),
         )
         for at in range(0, rows, size)
     ]

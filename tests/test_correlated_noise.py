@@ -156,7 +156,7 @@ def test_the_rounding_of_the_memory_moves_less_than_is_billed(strategy, scale):
     other = sums.copy()
     other[2] += rng.normal(size=numbers).astype(np.float32) / np.float32(50)  # about one clip norm of 1
     releases, given = [], ([], [])
-    states = [module._first_state({"w": jnp.zeros(numbers)}, len(weights)) for _ in range(2)]
+    states = [module._initial_state({"w": jnp.zeros(numbers)}, len(weights)) for _ in range(2)]
     for step in range(steps):
         handed = []
         with jax.enable_x64(True):

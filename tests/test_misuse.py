@@ -17,7 +17,7 @@ import dpx
 from dpx.accounting.cost import profile_of_run
 from dpx.mechanism import guards
 from dpx.states import record
-from dpx.states.record import unit_mark
+from dpx.states.record import unit_fingerprint
 from tests import problems
 from tests.problems import as_a_user
 from tests.problems import cross_entropy as loss
@@ -558,7 +558,8 @@ def test_runs_on_different_units_are_not_added():
         batch = mechanism.sampling.take(data, mechanism.key, state)
         makers[name], runs[name] = mechanism, (mechanism, gradient(PARAMS, batch, state).state)
         ((chunk, *_),) = map(list, mechanism.sampling.batches(data, mechanism.key, state, steps=1, chunk_size=20))
-        assert int(chunk.drawn.unit) == int(runs[name][1].unit) == unit_mark({"household": "home"}.get(name, name))
+        unit = unit_fingerprint({"household": "home"}.get(name, name))
+        assert int(chunk.drawn.unit) == int(runs[name][1].unit) == unit
     for one, other in (("example", "user"), ("user", "household")):
         refused("protect the same unit", dpx.compose_runs, runs[one], runs[other], shared_batches=False)
         earlier = dpx.compose_runs(runs[one], shared_batches=False)

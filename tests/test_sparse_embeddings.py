@@ -153,7 +153,7 @@ def test_noise_of_counts_and_of_chosen_rows(ungridded):
 
 def test_working_rows():
     """A row that an example reads twice counts once, and a chosen row that nobody reads has no sum."""
-    read = sparse_embeddings.ReadRows.from_indices(jnp.array([[3, 3, 5, -1], [5, 9, 0, 5]]), 9)
+    read = sparse_embeddings.RowsRead.from_indices(jnp.array([[3, 3, 5, -1], [5, 9, 0, 5]]), 9)
     np.testing.assert_array_equal(read.rows, [0, 3, 5, 9, 9, 9, 9, 9])
     np.testing.assert_array_equal(read.places, [[1, 1, 2, 8], [2, 8, 0, 2]])
     np.testing.assert_array_equal(read.weights, [[0.5, 0.5, 1, 1], [0.5, 1, 1, 0.5]])

@@ -12,7 +12,7 @@ import pytest
 import dpx
 from dpx.audit.setup import static_findings
 from dpx.sampling import records_to_keep
-from dpx.states.record import unit_mark
+from dpx.states.record import unit_fingerprint
 from tests.problems import KEY, dp_sgd, poisson
 
 OWNERS = ["bo", "al", "bo", "cy", "bo", "al", "bo"]  # al has rows 1 and 5, bo 0, 2, 4 and 6, cy 3
@@ -246,7 +246,7 @@ def test_the_report_says_the_unit_that_the_state_records():
         ("home", None, "user"),
         ("example", "one example", "user"),
     ):
-        state = mechanism.init(PARAMS).with_fields(unit=unit_mark(recorded))
+        state = mechanism.init(PARAMS).with_fields(unit=unit_fingerprint(recorded))
         assert dpx.privacy_report(mechanism, state, delta=1e-3, unit=recorded).unit == f"one {recorded}"
         if said is not None:
             assert dpx.privacy_report(mechanism, state, delta=1e-3).unit == said

@@ -27,7 +27,7 @@ from dpx.ledgers.entries import LedgerEntry, decode_value, encode_value, read_en
 from dpx.ledgers.files import replace_file
 from dpx.reports.rendering import Section, page_as_markdown, page_as_text
 from dpx.sampling.schemes import compose_events
-from dpx.states.record import unit_mark
+from dpx.states.record import unit_fingerprint
 from dpx.values import described, explain_misuse, require_path, require_text, require_whole, rounded_up, unit_in_words
 from dpx.xla.place import current_place
 
@@ -48,7 +48,7 @@ class LedgerTerms:
     def __post_init__(self):
         checks.require_positive_epsilon(self.epsilon)
         checks.require_delta(self.delta)
-        unit_mark(self.unit)
+        unit_fingerprint(self.unit)
         require_whole("records", self.records)
         checks.require_relation(self.relation)
 
@@ -282,7 +282,7 @@ class PrivacyLedger:
         checks.numbers_per_release(numbers)
         require_text("words", words)
         require_text("part", "all" if part is None else part)
-        if unit is not None and unit_mark(unit) != unit_mark(self.terms.unit):
+        if unit is not None and unit_fingerprint(unit) != unit_fingerprint(self.terms.unit):
             advice = ": give the data as dpx.UserData" if unit == "example" else ""
             raise ValueError(
                 f"the release must protect the unit of the ledger, {self.terms.unit!r}, got {unit!r}{advice}"

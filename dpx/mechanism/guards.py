@@ -187,21 +187,21 @@ def _dtype_or_type(leaf: Any) -> str:
 
 
 def require_no_modules(params: Tree):
-    nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: _is_flax(node, "Module", "BatchStat"))
+    nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: _is_from_flax(node, "Module", "BatchStat"))
     for path, node in nodes:
-        if _is_flax(node, "Module"):
+        if _is_from_flax(node, "Module"):
             raise ValueError(
                 f"params must be a pytree of arrays, got the module {type(node).__name__}. Split it: graphdef, params, "
                 "rest = nnx.split(model, nnx.Param, ...), and call nnx.merge(graphdef, params, rest) in the loss"
             )
-        if _is_flax(node, "BatchStat") or "batch_stats" in [getattr(key, "key", None) for key in path]:
+        if _is_from_flax(node, "BatchStat") or "batch_stats" in [getattr(key, "key", None) for key in path]:
             raise ValueError(
                 f"params must hold no batch statistics, got {jax.tree_util.keystr(path)}: BatchNorm mixes the examples "
                 "of a batch, so no gradient belongs to one example alone. Use GroupNorm or LayerNorm"
             )
 
 
-def _is_flax(node: Any, *names: str) -> bool:
+def _is_from_flax(node: Any, *names: str) -> bool:
     """Whether the class of `node` is, or extends, one of these Flax NNX classes."""
     return any(kind.__name__ in names and kind.__module__.startswith("flax.nnx") for kind in type(node).__mro__)
 

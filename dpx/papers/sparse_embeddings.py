@@ -184,7 +184,7 @@ class RowUpdate(NamedTuple):
         return table.at[self.rows].add(self.values.astype(table.dtype), mode="drop")
 
 
-class ReadRows(NamedTuple):
+class RowsRead(NamedTuple):
     """The rows that a batch reads from a table of V rows. SECRET, because this is raw data.
 
     rows: int32 (n,), sorted, filled up with V at the end. places: int32 (B, ...), the position of each index in `rows`,
@@ -196,7 +196,7 @@ class ReadRows(NamedTuple):
     weights: jax.Array
 
     @classmethod
-    def from_indices(cls, indices: jax.Array, count: int) -> "ReadRows":
+    def from_indices(cls, indices: jax.Array, count: int) -> "RowsRead":
         inside = (indices >= 0) & (indices < count)
         indices = jnp.where(inside, indices, count).astype(jnp.int32)
         rows = jnp.unique(indices, size=indices.size, fill_value=count)
@@ -233,7 +233,7 @@ class PrivateRowStep:
         included = included_rows(batch_size(examples), included, self.optimizer.sampling)
         tables = _require_tables(params)[TABLES]
         read = jax.tree.map(
-            lambda table, indices: ReadRows.from_indices(indices, len(table)), tables, jax.vmap(self.rows)(examples)
+            lambda table, indices: RowsRead.from_indices(indices, len(table)), tables, jax.vmap(self.rows)(examples)
         )
         few = jax.tree.map(lambda table, read: table.at[read.rows].get(mode="fill", fill_value=0), tables, read)
         reads = jax.tree.map(lambda table, read: jnp.zeros(read.rows.size, jnp.float32), tables, read)

@@ -18,7 +18,7 @@ from dpx.accounting.cost import RunCost, cost_of_run, require_event_and_sampling
 from dpx.accounting.flat_event import from_event
 from dpx.reports.attacks import AttackBounds, attack_bounds_and_curve
 from dpx.reports.rendering import Section, attack_svg, page_as_html, page_as_markdown, page_as_text
-from dpx.states.record import unit_mark
+from dpx.states.record import unit_fingerprint
 from dpx.sums.rounding import ETA
 from dpx.values import described, explain_misuse, for_whom, require_text, rounded_up, unit_in_words
 
@@ -234,11 +234,11 @@ def require_one_line_names(name: str | None, dataset: str | None):
 
 def _checked_unit(recorded: int, unit: str | None) -> str:
     """Returns the unit in words. recorded: its mark, or 0 if unknown. Raises ValueError if `unit` contradicts it."""
-    known = {0: "example"} | {unit_mark(name): name for name in ("example", "user")}
+    known = {0: "example"} | {unit_fingerprint(name): name for name in ("example", "user")}
     if unit is not None:
-        unit_mark(unit)  # raises ValueError unless it is a name
+        unit_fingerprint(unit)  # raises ValueError unless it is a name
     subject = known.get(recorded, "") if unit is None else unit.removeprefix("one ")
-    if not subject or recorded not in (0, unit_mark(subject)):
+    if not subject or recorded not in (0, unit_fingerprint(subject)):
         raise ValueError(
             f"unit must be that of the batches, {known.get(recorded, 'the `unit` that dpx.UserData was given')!r}, got "
             f"{unit!r}: epsilon protects what the sampling draws. Draw from dpx.UserData(..., "

@@ -15,7 +15,7 @@ import scipy.special
 from dpx import keys
 from dpx.keys import streams
 from dpx.sampling.data import batch_size, zero_excluded_rows
-from dpx.states.record import DrawRecord, fingerprint, unit_mark
+from dpx.states.record import DrawRecord, fingerprint, unit_fingerprint
 from dpx.values import Tree, described, repr_with_shapes, require_whole, warn_user
 
 
@@ -126,7 +126,7 @@ class DrawnBatches:
 
 def record_draw(sampling: Any, key: jax.Array, step: int, included: np.ndarray, unit: str) -> DrawRecord:
     """Records how the batch of one step was drawn. included: bool (size,). unit: the name of what a row holds."""
-    marks = keys.mark_of_key(key), 0, fingerprint(sampling), unit_mark(unit)
+    marks = keys.mark_of_key(key), 0, fingerprint(sampling), unit_fingerprint(unit)
     return DrawRecord(*map(np.uint32, (step, included.sum(), *marks)))
 
 

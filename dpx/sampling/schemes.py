@@ -36,7 +36,7 @@ from dpx.sampling.batch import (
     step_key,
 )
 from dpx.sampling.data import CheckedData
-from dpx.states.reading import next_steps
+from dpx.states.reading import next_step_indices
 from dpx.states.record import identity_by_fields
 from dpx.values import Tree, explain_misuse, require_number, require_whole
 
@@ -179,7 +179,7 @@ class Sampling(abc.ABC):
         inside jit, where `draw_ahead` works instead.
         """
         require_not_traced(keys.warn_if_guessable(key), state)
-        (step,) = next_steps(state, self, 1, beyond_budget=beyond_budget)
+        (step,) = next_step_indices(state, self, 1, beyond_budget=beyond_budget)
         examples = CheckedData(data, self.examples, key)
         indices, included = self.draw(key, step, size=size)
         drawn = record_draw(self, key, step, included, examples.unit)
@@ -220,7 +220,7 @@ class Sampling(abc.ABC):
         """
         require_not_traced(keys.warn_if_guessable(key), state)
         steps = None if steps is None else require_whole("steps", steps)
-        run = next_steps(state, self, steps, beyond_budget=beyond_budget)
+        run = next_step_indices(state, self, steps, beyond_budget=beyond_budget)
         how = loading.LoadingSettings(chunk_size=chunk_size, sharding=sharding, prefetch=prefetch, size=size)
         return loading.load_batches(self, data, key, run, how)
 
@@ -242,7 +242,7 @@ class Sampling(abc.ABC):
         The arrays take 5 bytes for each row of each step. Raises ValueError as `batches` does.
         """
         require_not_traced(keys.warn_if_guessable(key), state)
-        run = next_steps(state, self, require_whole("steps", steps), beyond_budget=beyond_budget)
+        run = next_step_indices(state, self, require_whole("steps", steps), beyond_budget=beyond_budget)
         draws = [self.draw(key, step, size=size) for step in run]
         largest = max(len(indices) for indices, _ in draws)
         indices, included = (

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from dpx.sampling.data import batch_size, read_rows
-from dpx.states.record import unit_mark
+from dpx.states.record import unit_fingerprint
 from dpx.values import Tree, explain_misuse, require_whole, warn_user
 
 MISSING = {"", "nan", "NaN", "None", "NaT", "<NA>"}  # how numpy and pandas write a missing string
@@ -61,7 +61,7 @@ class UserData:
         owners, examples = owner_array(users), batch_size(data)
         if len(owners) != examples:
             raise ValueError(f"users must hold one owner for each of the {examples} examples, got {len(owners)}")
-        unit_mark(unit)  # raises ValueError unless it is a name
+        unit_fingerprint(unit)  # raises ValueError unless it is a name
         self._owners, numbers, counts = np.unique(owners, return_inverse=True, return_counts=True)
         self.privacy_unit = unit
         if len(counts) > FEW and counts.max() > SHARE * examples:

@@ -170,7 +170,7 @@ def read_run_facts(steps_or_state: Any) -> RunFacts:
     return RunFacts(steps, made=steps)
 
 
-def next_steps(state: Tree, sampling: Any, steps: int | None, *, beyond_budget: bool) -> range:
+def next_step_indices(state: Tree, sampling: Any, steps: int | None, *, beyond_budget: bool) -> range:
     """Returns the indices of the next `steps` steps, or of all remaining steps of the budget if `steps` is None.
 
     Raises ValueError if a step is beyond the budget, or if the state belongs to another sampling.
@@ -258,32 +258,32 @@ def publishable_state(state: Tree) -> Tree:
         return None
     if hasattr(state, "_fields"):
         names = state._fields
-        return type(state)(*[_public_part(name, getattr(state, name)) for name in names])
+        return type(state)(*[_publishable_part(name, getattr(state, name)) for name in names])
     if is_dataclass(state) and not isinstance(state, type):
         parts = {field.name: getattr(state, field.name) for field in fields(state)}
-        return replace(state, **_public_items(parts))
+        return replace(state, **_publishable_items(parts))
     if isinstance(state, dict):
-        return _public_items(state)
+        return _publishable_items(state)
     if isinstance(state, list | tuple):
         return type(state)(publishable_state(part) for part in state)
     parts, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda part: part is not state)
     if any(path for path, _ in parts):  # another container that jax knows
-        return treedef.unflatten([_public_part_of_container(path[0], part, type(state)) for path, part in parts])
+        return treedef.unflatten([_publishable_container_part(path[0], part, type(state)) for path, part in parts])
     if isinstance(state, Mapping):
-        return _public_items(state)
+        return _publishable_items(state)
     if callable(state):
         return None
     return _publishable_leaf(state)
 
 
-def _public_part_of_container(key: Any, part: Tree, kind: type) -> Tree:
+def _publishable_container_part(key: Any, part: Tree, kind: type) -> Tree:
     """Returns the public part of an element of a container that jax knows. Raises ValueError if it has no name."""
     if isinstance(key, jax.tree_util.FlattenedIndexKey):
         raise ValueError(f"state must name its parts: register {kind} with jax.tree_util.register_pytree_with_keys")
-    return _public_part(key, part)
+    return _publishable_part(key, part)
 
 
-def _public_part(name: Any, part: Tree) -> Tree:
+def _publishable_part(name: Any, part: Tree) -> Tree:
     """Returns the public part of a value that is stored under `name`."""
     if _names_unreleased_value(name):
         return None
@@ -308,8 +308,8 @@ def _publishable_leaf(state: Any) -> Any:
     raise ValueError(f"state must be NamedTuples, dataclasses, mappings, lists, tuples and arrays, got {type(state)}")
 
 
-def _public_items(items: Mapping) -> dict:
-    return {name: _public_part(name, part) for name, part in items.items()}
+def _publishable_items(items: Mapping) -> dict:
+    return {name: _publishable_part(name, part) for name, part in items.items()}
 
 
 def _names_unreleased_value(name: Any) -> bool:

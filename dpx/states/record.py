@@ -92,7 +92,7 @@ class ReleaseState(NamedTuple):
     order:           the sum of `noise_order_hash` over the releases, which depends on the order of the multipliers.
     noise_key:       the mark of the key of the noise (`keys.mark_of_key`); 0 before the first release.
     batch_key:       the mark of the key that draws the batches; 0 if unknown, 1 after several keys.
-    unit:            the mark of the privacy unit of the rows (`unit_mark`); 0 if unknown.
+    unit:            the mark of the privacy unit of the rows (`unit_fingerprint`); 0 if unknown.
     problem:         0; after a release without a true cost, the position of the reason in REASONS, from 1.
     """
 
@@ -317,7 +317,7 @@ def _marks_differ(known: jax.Array, mark: Any) -> jax.Array:
     return (known != 0) & (known != mark)
 
 
-def unit_mark(unit: str) -> int:
+def unit_fingerprint(unit: str) -> int:
     """Returns a fingerprint, in [2^31, 2^32), of the name of the privacy unit, such as "example" or "user".
 
     Raises ValueError unless it is a nonempty string, because a fingerprint of a secret, such as a key, would be public.

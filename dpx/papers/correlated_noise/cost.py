@@ -154,12 +154,12 @@ def cyclic_poisson_event(
     of a banded inverse.
     """
     sampling = CyclicPoissonSampling(examples=examples, batch_size=batch_size, bands=groups)
-    require_bands(strategy, sampling)
+    require_bands_fit_groups(strategy, sampling)
     noise = require_number("noise_multiplier", noise_multiplier, minimum=0)
     return sampling.event(np.full(require_whole("steps", steps), noise))
 
 
-def require_bands(strategy: Strategy, sampling: CyclicPoissonSampling) -> None:
+def require_bands_fit_groups(strategy: Strategy, sampling: CyclicPoissonSampling) -> None:
     """Raises ValueError unless C has at most as many bands as the sampling has groups."""
     if strategy.bands is None or strategy.bands > sampling.bands:
         found = f"{strategy.bands} bands"

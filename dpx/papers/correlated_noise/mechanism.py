@@ -27,7 +27,7 @@ from dpx.mechanism.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, dp_sgd
 from dpx.papers.correlated_noise.cost import (
     CorrelatedGaussianDpEvent,
     CyclicBandedDpEvent,
-    require_bands,
+    require_bands_fit_groups,
     rounding_shift_bound,
 )
 from dpx.papers.correlated_noise.strategy import Strategy, Workload, optimized, sensitivity, shuffled_sensitivity
@@ -94,7 +94,7 @@ def correlated_noise(
 
     weights = _weights_of_past(strategy)
     return inner.wrap(
-        begin=lambda params: _first_state(params, len(weights)),
+        begin=lambda params: _initial_state(params, len(weights)),
         release=_make_correlated_release(inner, strategy, noise_key, noise_multiplier * clip_norm * (1 + ETA)),
         event=event,
         correlated=strategy,
@@ -182,7 +182,7 @@ def _noise_key_of_strategy(key: jax.Array, strategy: Strategy) -> jax.Array:
 
 def _require_sampling(sampling: Sampling, strategy: Strategy) -> None:
     if isinstance(sampling, CyclicPoissonSampling):
-        require_bands(strategy, sampling)
+        require_bands_fit_groups(strategy, sampling)
     elif not isinstance(sampling, FixedOrder | ShuffledEpochs | FullBatch):
         words = "CyclicPoissonSampling (with a banded C), FixedOrder, ShuffledEpochs or FullBatch"
         raise ValueError(f"sampling must be {words}, got {described(sampling)}")
@@ -214,7 +214,7 @@ class CorrelatedNoiseState(NamedTuple):
     unreleased_noise: FloatPair
 
 
-def _first_state(params: Tree, steps: int) -> CorrelatedNoiseState:
+def _initial_state(params: Tree, steps: int) -> CorrelatedNoiseState:
     """Returns the state before the first release, sharded like the parameters. steps: w, int, at least 1."""
     require_ieee_float64("correlated noise")
 

@@ -207,7 +207,7 @@ def sensitivity(strategy: Strategy, *, steps: int, participations: int = 1, sepa
     steps, separation = require_whole("steps", steps), require_whole("separation", separation)
     most = min(require_whole("participations", participations), -(-steps // separation))
     column = strategy.column(steps)
-    bounds = [_sensitivity_if_decreasing(_largest_from_here_on(column), most, separation)]
+    bounds = [_sensitivity_if_decreasing(_largest_magnitude_onward(column), most, separation)]
     if strategy.bands is not None:
         bounds.append(_sensitivity_by_distance(column[: strategy.bands], most, separation))
     return math.sqrt(min(bounds))
@@ -220,7 +220,7 @@ def shuffled_sensitivity(strategy: Strategy, *, steps: int, steps_per_epoch: int
         O(steps * epochs). Raises ValueError for other numbers, and if a coefficient of C overflows.
     """
     steps, length = require_whole("steps", steps), require_whole("steps_per_epoch", steps_per_epoch)
-    bound, epochs = _largest_from_here_on(strategy.column(steps)), -(-steps // length)
+    bound, epochs = _largest_magnitude_onward(strategy.column(steps)), -(-steps // length)
     distances = ((i - 1) * length + 1 for i in range(1, epochs))
     pairs = sum((epochs - i) * (bound[: steps - d] @ bound[d:]) for i, d in enumerate(distances, start=1))
     neighbors = sensitivity(strategy, steps=steps, participations=epochs, separation=1)
@@ -241,7 +241,7 @@ def column_norm(strategy: Strategy, *, steps: int) -> float:
     return float(np.linalg.norm(strategy.column(steps)))
 
 
-def _largest_from_here_on(column: np.ndarray) -> np.ndarray:
+def _largest_magnitude_onward(column: np.ndarray) -> np.ndarray:
     """Returns the largest absolute value at or after each position, float64 (steps,)."""
     return np.maximum.accumulate(np.abs(column)[::-1])[::-1]
 

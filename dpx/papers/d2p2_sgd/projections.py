@@ -224,7 +224,7 @@ def _hadamard_project(key: jax.Array, segments: Segments, rank: int) -> Segments
     signs = split_vector(random_signs(sign_key, sum(sizes)), sizes)
     kept = random_subset(row_key, padded, rank)
     return [
-        _transform_segment(*each, scale=math.sqrt(sum(padded) / rank))
+        _hadamard_transform_segment(*each, scale=math.sqrt(sum(padded) / rank))
         for each in zip(segments, signs, kept, strict=True)
     ]
 
@@ -233,7 +233,7 @@ def _hadamard_stretch(sizes: Sequence[int], rank: int) -> float:
     return math.sqrt(sum(map(_padded_size, sizes)) / rank)
 
 
-def _transform_segment(segment: jax.Array, signs: jax.Array, kept: jax.Array, *, scale: float) -> jax.Array:
+def _hadamard_transform_segment(segment: jax.Array, signs: jax.Array, kept: jax.Array, *, scale: float) -> jax.Array:
     """Returns a segment's transform times `scale`, float32 (padded size,), with zeros for results that are not kept.
 
     segment, signs: float32 (size,). kept: bool (padded size,).
