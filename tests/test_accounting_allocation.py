@@ -344,7 +344,7 @@ def test_it_composes_with_other_events():
     together = ComposedDpEvent([epoch((2.0,) * 5), epoch((2.0,) * 3, 5), GaussianDpEvent(4.0)])
     parts = [accounting.event_epsilon(event, delta=1e-6) for event in together.events]
     assert max(parts) < accounting.event_epsilon(together, delta=1e-6) < sum(parts)
-    counts = from_event(SelfComposedDpEvent(together, 3)).events
+    counts = from_event(SelfComposedDpEvent(together, 3)).event_counts
     assert counts[epoch((2.0,) * 5)] == 3 and counts[epoch((2.0,) * 3, 5)] == 3
     assert not isinstance(together.events[0], dp_accounting.NoOpDpEvent)
 

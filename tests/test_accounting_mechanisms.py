@@ -137,7 +137,7 @@ def test_several_releases_of_one_poisson_sample_are_one():
     event = dp_accounting.SelfComposedDpEvent(dp_accounting.PoissonSampledDpEvent(0.05, inner), 30)
     by_rdp = dp_accounting.rdp.RdpAccountant().compose(event).get_epsilon(1e-5)
     assert accounting.event_epsilon(event, delta=1e-5, accountant="rdp") == pytest.approx(by_rdp, rel=1e-9)
-    assert from_event(event).independent
+    assert from_event(event).all_drawn_independently
     independent = dp_accounting.ComposedDpEvent([Poisson(0.05).event(s) for s in (2.0, 3.0, 3.0)] * 30)
     for relation in ("add_or_remove", "zero_out", "replace_one"):
         bill, less = (accounting.event_epsilon(one, delta=1e-5, relation=relation) for one in (event, independent))
@@ -177,7 +177,7 @@ def test_poisson_samples_without_noise_and_without_releases():
     never = dp_accounting.PoissonSampledDpEvent(0.0, dp_accounting.ComposedDpEvent([Gaussian(0.0), Gaussian(1.0)]))
     assert accounting.event_epsilon(never, delta=1e-5) == 0
     other = dp_accounting.PoissonSampledDpEvent(0.05, dp_accounting.LaplaceDpEvent(1.0))
-    assert not from_event(other).independent
+    assert not from_event(other).all_drawn_independently
     assert 0 < accounting.event_epsilon(other, delta=1e-5) < 1
 
 
@@ -313,7 +313,7 @@ def test_a_new_cost_is_one_class():
         expected = accounting.event_epsilon(same, delta=1e-5, accountant=accountant)
         assert accounting.event_epsilon(tree, delta=1e-5, accountant=accountant) == pytest.approx(expected, rel=1e-3)
     ledger = from_event(tree)
-    assert ledger.release_count == (5, 5.0) and ledger.largest_shift("zero_out") == math.inf and not ledger.gaussian
+    assert ledger.release_count == (5, 5.0) and ledger.largest_shift("zero_out") == math.inf and not ledger.all_gaussian
     assert (ledger + ledger).losses("zero_out") == {loss: 2 * n for loss, n in ledger.losses("zero_out").items()}
     assert any(line.startswith("2 x ") for line in ledger.words())
     with pytest.raises(ValueError, match="must not be"):

@@ -316,7 +316,7 @@ def test_the_divergences_of_a_pure_release(epsilon):
     q = math.exp(-epsilon) * p
     exact = [math.log(p**a * q ** (1 - a) + q**a * p ** (1 - a)) / (a - 1) for a in orders]
     np.testing.assert_allclose(PureLoss(epsilon).renyi(orders), exact, rtol=1e-9)
-    assert PureLoss(1e4).unbounded and not PureLoss(600.0).unbounded
+    assert PureLoss(1e4).is_noiseless and not PureLoss(600.0).is_noiseless
 
 
 @pytest.mark.parametrize("noise", ["gaussian", "laplace", None])

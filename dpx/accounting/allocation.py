@@ -97,7 +97,7 @@ class AllocatedGaussians(StepLoss):
     steps_per_epoch: int
 
     @property
-    def unbounded(self) -> bool:
+    def is_noiseless(self) -> bool:
         return self.noise[0][0] < renyi.SMALLEST_NOISE
 
     @property
@@ -188,7 +188,7 @@ class Allocation(PrivacyLoss):
     fresh = True
 
     @property
-    def independent(self) -> bool:
+    def draws_examples_independently(self) -> bool:
         return True
 
     @property

@@ -401,6 +401,6 @@ def _event_of_score(score_on: Any, records: int) -> DpEvent | None:
         words = f"a score on private data without noise has no known cost. Got {described(score_on)}"
         raise ValueError(f'score_on must be "public", or the event of the noise in the score: {words}')
     event = from_event(score_on)
-    if not event.counts or not event.private:
+    if not event.counts or not event.all_noisy:
         raise ValueError(f"a score on private data must have noise, got the event {score_on}")
     return event.of_records(records)

@@ -302,7 +302,7 @@ def _relation_of(event: dp_accounting.DpEvent, sampling: Sampling, relation: Rel
         words = 'the weight of another example would change all rates; its event is true only for "zero_out"'
         raise ValueError(f"relation {relation!r} does not fit {sampling}: {words}")
     flat = from_event(event)
-    if relation == "add_or_remove" and not (flat.independent or flat.whole_runs):
+    if relation == "add_or_remove" and not (flat.all_drawn_independently or flat.whole_runs):
         words = 'one example more or fewer would change the other batches; its event is true for "zero_out"'
         raise ValueError(f'relation "add_or_remove" does not fit {sampling}: {words}')
     return relation

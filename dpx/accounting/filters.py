@@ -173,7 +173,7 @@ def credit_for_untaken_steps(losses: Losses, coins: float) -> Spent:
     exact = unsampled_profile(losses)
     if exact is not None:
         return Spent(exact.mu**2, 0.0)
-    if not coins > 0 or not all(isinstance(loss, SampledGaussian) and not loss.unbounded for loss in losses):
+    if not coins > 0 or not all(isinstance(loss, SampledGaussian) and not loss.is_noiseless for loss in losses):
         return NOTHING
     top = ComposedProfile(losses).epsilon(coins)
     if not 0 < top < _FARTHEST:

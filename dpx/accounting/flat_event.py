@@ -79,22 +79,22 @@ class FlatEvent:
         return events
 
     @property
-    def private(self) -> bool:
+    def all_noisy(self) -> bool:
         """Whether every release adds noise."""
         return self.all_releases_satisfy(lambda loss: loss.private)
 
     @property
-    def costed_by_dpx(self) -> bool:
+    def all_costed_by_dpx(self) -> bool:
         """Whether dpx computes the cost of every release, without dp-accounting's accountants."""
         return self.all_releases_satisfy(lambda loss: loss.costed_by_dpx)
 
     @property
-    def independent(self) -> bool:
+    def all_drawn_independently(self) -> bool:
         """Whether every private release was made on a batch that each example joins independently."""
-        return self.all_releases_satisfy(lambda loss: loss.independent or not loss.private)
+        return self.all_releases_satisfy(lambda loss: loss.draws_examples_independently or not loss.private)
 
     @property
-    def gaussian(self) -> bool:
+    def all_gaussian(self) -> bool:
         """Whether every release is a Gaussian, on all data or on a Poisson sample."""
         return self.all_releases_satisfy(lambda loss: loss.gaussian)
 
@@ -144,15 +144,15 @@ class FlatEvent:
         self, accountant: Accountant, relation: Relation, *, buckets: int = BUCKETS, curve: bool = False
     ) -> Profile:
         """The profile for real-valued noise; see `cost.event_profile`."""
-        if not self.private:
+        if not self.all_noisy:
             return UNBOUNDED
         require_countable(sum(self.counts.values()))
         if (run := self.whole_run_release) is not None:
             return run.profile(accountant, relation)
-        if not self.costed_by_dpx:
+        if not self.all_costed_by_dpx:
             return delegated_profile(as_hashable(self.event), accountant, relation)
         losses = self.losses(relation)
-        if any(loss.unbounded for loss in losses):
+        if any(loss.is_noiseless for loss in losses):
             return UNBOUNDED
         losses = round_to_few_epochs(losses, buckets)
         if accountant != "rdp":
@@ -163,7 +163,7 @@ class FlatEvent:
 
     def words(self) -> tuple[str, ...]:
         """The releases in words. Lists up to 8 noise multipliers one by one, and gives the range of more."""
-        if not self.costed_by_dpx:
+        if not self.all_costed_by_dpx:
             return (str(self.event),)
         gaussians: dict[str, Counter[float]] = defaultdict(Counter)  # by name, how often each noise multiplier was used
         others, lines = [], []
@@ -180,7 +180,7 @@ class FlatEvent:
                     f"{sum(sigmas.values())} x {name}, {len(sigmas)} distinct noise multipliers "
                     f"from {min(sigmas):.6g} to {max(sigmas):.6g}"
                 )
-        return (*lines, *others) if self.private else (*lines, *others, "a release without noise")
+        return (*lines, *others) if self.all_noisy else (*lines, *others, "a release without noise")
 
     def in_one_line(self) -> str:
         """Describes the releases in one line."""
@@ -201,9 +201,9 @@ class FlatEvent:
         """
         if records == 1:
             return self.event
-        if not self.private:
+        if not self.all_noisy:
             return dp_accounting.NonPrivateDpEvent()
-        if not self.gaussian:
+        if not self.all_gaussian:
             words = "must have only Gaussian releases, on all data or on Poisson samples, for more than one record"
             raise ValueError(f"the event {words}; got {self.event}")
         losses = self.losses("add_or_remove")
@@ -261,7 +261,7 @@ class GaussianRelease(PrivacyLoss):
         return getattr(self.event, "sampling_probability", 1.0)
 
     @property
-    def independent(self) -> bool:
+    def draws_examples_independently(self) -> bool:
         return isinstance(self.event, PoissonSampledDpEvent)
 
     @property
@@ -276,7 +276,7 @@ class GaussianRelease(PrivacyLoss):
         return max(in_deviations(2 if relation == "replace_one" else 1, sigma) for sigma, _ in self.parts)
 
     def at_rate(self, rate: float) -> DpEvent:
-        return PoissonSampledDpEvent(rate, self.inner) if self.independent else super().at_rate(rate)
+        return PoissonSampledDpEvent(rate, self.inner) if self.draws_examples_independently else super().at_rate(rate)
 
     @property
     def name(self) -> str:
@@ -347,7 +347,7 @@ def _merge_on_one_sample(event: PoissonSampledDpEvent) -> PrivacyLoss | None:
     if not inner.counts:
         return None
     if not inner.all_releases_satisfy(
-        lambda loss: isinstance(loss, NoiselessRelease | GaussianRelease) and not loss.independent
+        lambda loss: isinstance(loss, NoiselessRelease | GaussianRelease) and not loss.draws_examples_independently
     ):
         return DpAccountingRelease(event, inner)
     sigmas = [getattr(loss, "noise_multiplier", 0.0) for loss in inner.counts]

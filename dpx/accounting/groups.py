@@ -108,7 +108,7 @@ class SeveralRecordsGaussian(StepLoss):
     records: int
 
     @property
-    def unbounded(self) -> bool:
+    def is_noiseless(self) -> bool:
         return self.noise_multiplier / self.records < renyi.SMALLEST_NOISE
 
     @functools.cached_property

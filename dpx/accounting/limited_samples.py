@@ -179,7 +179,7 @@ class TruncatedSampleGaussian(GaussianStep):
     relation: Relation
 
     @property
-    def unbounded(self) -> bool:
+    def is_noiseless(self) -> bool:
         return self.noise_multiplier / 2 < renyi.SMALLEST_NOISE
 
     @property

@@ -63,7 +63,7 @@ class PrivacyLoss:
         return ReleaseCount(1, 1.0)
 
     @property
-    def independent(self) -> bool:
+    def draws_examples_independently(self) -> bool:
         """Whether each example joins the batch independently, so that adding one does not affect the others."""
         return False
 
@@ -249,7 +249,7 @@ class PureLoss(StepLoss):
     epsilon: float
 
     @property
-    def unbounded(self) -> bool:
+    def is_noiseless(self) -> bool:
         return self.epsilon > _LARGEST
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:

@@ -252,7 +252,7 @@ def unsampled_profile(losses: Losses) -> GaussianProfile | None:
     for loss, count in losses.items():
         if not isinstance(loss, SampledGaussian) or loss.rate < 1:
             return None
-        if loss.unbounded:
+        if loss.is_noiseless:
             return UNBOUNDED
         squares += count * ((2 if loss.relation == "replace_one" else 1) / loss.noise_multiplier) ** 2
     return GaussianProfile(math.sqrt(squares))

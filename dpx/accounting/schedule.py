@@ -190,7 +190,7 @@ def lower_profile(steps: StepBuckets, *, relation: Relation) -> Profile:
     losses = schedule_losses(steps.largest_noise, steps.smallest_rate, steps.counts, relation)
     if any(loss.noise_multiplier == 0 for loss in losses):
         return UNBOUNDED
-    if any(loss.unbounded for loss in losses):
+    if any(loss.is_noiseless for loss in losses):
         return GaussianProfile(0.0)
     return unsampled_profile(losses) or ComposedProfile(losses, side="below")
 

@@ -54,8 +54,8 @@ class SeveralSteps(StepLoss):
     steps: tuple[tuple[StepLoss, int], ...]
 
     @property
-    def unbounded(self) -> bool:
-        return any(step.unbounded for step, _ in self.steps)
+    def is_noiseless(self) -> bool:
+        return any(step.is_noiseless for step, _ in self.steps)
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:
         return total_renyi(dict(self.steps), orders)
@@ -68,8 +68,8 @@ class OneOfLosses(StepLoss):
     alternatives: tuple[StepLoss, ...]
 
     @property
-    def unbounded(self) -> bool:
-        return any(step.unbounded for step in self.alternatives)
+    def is_noiseless(self) -> bool:
+        return any(step.is_noiseless for step in self.alternatives)
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:
         return np.max([step.renyi(orders) for step in self.alternatives], axis=0)
@@ -87,8 +87,8 @@ class BestOf(StepLoss):
     shape: float
 
     @property
-    def unbounded(self) -> bool:
-        return bool(self.trial.unbounded)
+    def is_noiseless(self) -> bool:
+        return bool(self.trial.is_noiseless)
 
     @property
     def orders(self) -> np.ndarray:
@@ -179,7 +179,7 @@ def trial_loss(trial: Any, relation: Relation) -> StepLoss:
 
     trial: the `FlatEvent` of one trial.
     """
-    if not trial.private:
+    if not trial.all_noisy:
         return SampledGaussian(0.0, 1.0, relation)  # no noise
     if trial.whole_runs:
         run = event_of_release(trial.whole_runs[0])

@@ -174,7 +174,7 @@ class PrivacyLedger:
             if stored.steps is not None or not stored.made or stored.event != entry.event:
                 raise ValueError(f"entry must be a run that has not ended, got entry {entry.number} ({stored.words})")
             gained = NOTHING
-            if from_event(stored.event).gaussian and self.terms.records == 1:
+            if from_event(stored.event).all_gaussian and self.terms.records == 1:
                 rest = from_event(_remaining_event(stored.event, as_hashable(event))).losses(self.terms.relation)
                 spent = max(_total_spent(group).delta for group in _entries_by_part(self.entries) if stored in group)
                 gained = credit_for_untaken_steps(rest, max(0.0, self.terms.filter.limits.delta - spent) / 8)
@@ -344,7 +344,7 @@ class PrivacyLedger:
             self._joint_profile(fixed, self.terms.filter.limits.precision)
         except ValueError:
             return False
-        return all(from_event(entry.event).costed_by_dpx for entry in fixed)
+        return all(from_event(entry.event).all_costed_by_dpx for entry in fixed)
 
     def _epsilon(self, group: Sequence[LedgerEntry], coins: float | None = None) -> float:
         """The epsilon of the entries that count for one part. coins: their delta; None takes that of the entries."""

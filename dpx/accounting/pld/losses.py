@@ -43,7 +43,7 @@ class StepLoss:
     """The privacy loss of one step under a relation; hashable."""
 
     @property
-    def unbounded(self) -> bool:
+    def is_noiseless(self) -> bool:
         """Whether the noise is so small that it counts as none."""
         return False
 
@@ -76,7 +76,7 @@ class GaussianStep(StepLoss):
     rate: float
 
     @property
-    def unbounded(self) -> bool:
+    def is_noiseless(self) -> bool:
         return self.noise_multiplier < renyi.SMALLEST_NOISE
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:

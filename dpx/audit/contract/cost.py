@@ -128,7 +128,7 @@ def _require_plausible_event(event: DpEvent, multipliers: np.ndarray, sampling: 
         noise = getattr(part, "noise_multiplier", 0.0)
         if isinstance(noise, int | float) and noise > multipliers.max(initial=0) * (1 + 1e-6):
             raise Violation(f"{steps} steps count {part}, of more noise than the largest multiplier of the mechanism")
-    if (flat := from_event(event)).costed_by_dpx and (most := flat.release_count.most) < steps:
+    if (flat := from_event(event)).all_costed_by_dpx and (most := flat.release_count.most) < steps:
         raise Violation(f"{steps} steps are counted as {most} releases of noisy numbers")
 
 

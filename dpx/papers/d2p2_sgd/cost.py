@@ -84,9 +84,9 @@ def event_with_projection(event: dp_accounting.DpEvent, *, rank: int, blocks: in
         Gaussian, on all data or on a Poisson sample.
     """
     flat = from_event(event)
-    if not flat.private:
+    if not flat.all_noisy:
         return dp_accounting.NonPrivateDpEvent()
-    if not flat.gaussian:
+    if not flat.all_gaussian:
         raise ValueError(f"a fresh projection has a known cost before (Poisson-sampled) Gaussians only, got {event}")
     losses = flat.losses("add_or_remove")
     if not losses:
