@@ -4,19 +4,19 @@ For a sum S, with R = deviation / gamma, where gamma is a power of two and R is 
 
     y = S / gamma;   k = floor(y) + floor(y - floor(y) + R g + 1/2);   released: gamma k, as float32
 
-For real g, k is round(S / gamma + R g), because the floor of a sum of an integer and a number is the sum of the integer
-and the floor. So it is a function of S + deviation * g, which is the Gaussian mechanism: rounding is post-processing
-that costs nothing, and adds at most gamma^2 / 12 = 3.3e-4 deviation^2 of variance. The computed g differs from a real
-one within the bound of `normals.py`, which `dpx.accounting.arithmetic` adds to the cost. Without the grid, released
-floats would show which sums are possible at all (Mironov 2012, https://doi.org/10.1145/2382196.2382264; docs/exact.md).
+For real g, k is round(S / gamma + R g), because floor(n + x) = n + floor(x) for an integer n. So k is a function of
+S + deviation * g, the Gaussian mechanism: rounding is post-processing, which costs nothing, and adds at most
+gamma^2 / 12 = 3.3e-4 deviation^2 of variance. The computed g differs from a real one by at most the bound of
+`normals.py`, which `dpx.accounting.arithmetic` adds to the cost. Without the grid, released floats would show which
+sums are possible at all (Mironov 2012, https://doi.org/10.1145/2382196.2382264; docs/exact.md).
 
 gamma comes from the bits of the deviation, because a logarithm may be wrong at powers of two. y and y - floor(y) are
-exact, because S has at most 53 bits and gamma is a power of two. k may be rounded where it has more than 53 bits: that
-is a function of k. It is never -0., whose sign could show that of S, because a sum is -0. only if both of its terms
-are, and neither y - floor(y) nor 1/2 is.
+exact, because S has at most 53 bits and gamma is a power of two. Where k has more than 53 bits, it may be rounded,
+which is a function of k. It is never -0., whose sign could show that of S, because a sum is -0. only if both of its
+terms are, and neither y - floor(y) nor 1/2 is.
 
 Element n of the tree, counted leaf after leaf, gets element n of one stream of noise, which is a function of the key,
-the step and n, and of the tree's size if it has fewer than CHUNK_NUMBERS elements. So it does not depend on how the
+the step and n, and of the tree's size if it has fewer than CHUNK_NUMBERS elements. So noise does not depend on how
 arrays are computed or sharded. The cipher takes the block (step + 1, index of a pair, index of a stream, 0), and
 (step + 1, 1, 0, RARE) for the word that the rarest pairs of the release share (`normals.py`). No two releases of a key
 share a block, and no block of a release derives a key, because those blocks end in another word (`streams.py`).

@@ -14,16 +14,16 @@ would not be independent. With n pairs, the probability of that is at most n^2 2
 
 The error. Let U and Theta be uniform real numbers that start with the digits of p and theta. (U is below 2^-32 if and
 only if a = 0, and below 2^-64 if and only if a = b = 0. In each of the three cases, the digits of both numbers are
-different bits, so U and Theta are uniform and independent in each case, and altogether.) Their normals g are exact, and
-the computed ones g~ differ from them by at most, with r = sqrt(-2 log p),
+different bits, so U and Theta are uniform and independent in each case, and altogether.) With r = sqrt(-2 log p), the
+computed normals g~ differ from the exact normals g of U and Theta by at most
 
     p >= 2^-32   EVALUATION + 2^-65 / (p r)
     p >= 2^-64   EVALUATION + 2^-93 / (p r) + 2 pi r 2^-37
     p < 2^-64    EVALUATION + 2^-125 / (p r) + 2 pi r 2^-37
 
 because U is within half a digit of p, dr/dp = -1 / (p r), and Theta is within half a digit of theta. (Where a > 0, half
-a digit of theta moves g by at most 2^-58, which EVALUATION includes.) EVALUATION, 2^-45, is for float64, in units of
-2^-53, whether products and sums are fused or not:
+a digit of theta moves g by at most 2^-58, which EVALUATION includes.) EVALUATION, 2^-45, covers the errors of float64,
+with products and sums fused or not. In units of 2^-53, these are:
 
     log p      its two terms have relative errors of 2 and 7.2, and the second is at most half of the first, or alone;
                p has one of 1, but where the exponent is 0, p - 1 has it instead
@@ -33,7 +33,7 @@ a digit of theta moves g by at most 2^-58, which EVALUATION includes.) EVALUATIO
     `noise.py` 40: R g + 1/2 has at most 3 roundings, of 2^-45 cells where it is above 256, so that a deviation has
                19.4 cells or more; otherwise of 2^-46 cells, where a deviation has 16 or more
 
-The sum is 204, below 256. tests/test_noise.py compares 100,000 blocks with extended precision, and finds less than
+The sum is 204, below 256. tests/test_noise.py compares 100,000 blocks with extended precision, and finds errors below
 2^-46. There is no branch on a value and no rejection, because their time would reveal the noise (Jin et al. 2021,
 https://arxiv.org/abs/2112.05307).
 """

@@ -1,4 +1,4 @@
-"""Random and ranked freeze: trains only some coordinates at a time, and only these get noise."""
+"""Random and ranked freeze: only some coordinates are trained at a time, and only these get noise."""
 
 import math
 from collections.abc import Callable

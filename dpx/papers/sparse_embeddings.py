@@ -6,8 +6,8 @@ DP-AdaFEST finds the rows that many examples of the batch read, by a noisy count
 Proof of the cost of `ada_fest`. An example contributes its gradient, clipped to C sqrt(1 - s), and the indicators of
 the rows that it reads, clipped to C sqrt(s), which together have norm at most C. One Gaussian release with noise
 multiplier sigma covers both sums. Choosing rows and dropping the others is a function of this release, so it costs
-nothing. The counts alone have noise multiplier sigma / sqrt(s), and the gradient sigma / sqrt(1 - s): two releases of
-the same batch, whose precisions s / sigma^2 and (1 - s) / sigma^2 add up to that of the one.
+nothing. The counts alone have noise multiplier sigma / sqrt(s), and the gradient sigma / sqrt(1 - s). As two releases
+of the same batch, they have precisions s / sigma^2 and (1 - s) / sigma^2, which add up to that of the one.
 
 `row_updates` does not draw noise that would be dropped: it releases the counts first, and then the gradient of the
 chosen rows. Its result has the same distribution as that of `ada_fest`, because the noise is independent over

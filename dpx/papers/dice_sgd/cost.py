@@ -19,7 +19,7 @@ rho (`error_sensitivity`) at a participation. For given participations:
    Gaussian increments whose variances add up to E / nu^2 in every case, so it is N(-+ E / 2 nu^2, E / nu^2).
 3. For any error, S <= 2 C2 (`feedback_shift`, in units of C1 / B), and S = 0 at the first step and after each reset.
    These shifts have the trivial energy.
-4. If the participations are random, delta is at most the mean over them of delta for known participations, because
+4. If the participations are random, delta is at most the mean, over all of them, of delta for known ones, because
    delta is jointly convex. This bound has no amplification. c_k^2 is convex in k, so the worst case puts k
    participations into as few stretches between resets as possible.
 
