@@ -279,9 +279,7 @@ def test_a_tpu_adds_rows_and_squares_in_parts(shape):
         assert len(sums._split_for_tpu(factors, data)) == (math.gcd(len(data), 16) if len(data) > 8 else 1)
         total = jax.jit(sums.weighted_sum)(factors, data)
         of_rows = jax.jit(jax.vmap(lambda x: norms.norm_of_arrays([x])))(exact.astype(np.float32))
-        of_scaled = jax.jit(jax.vmap(lambda x: norms.norm_of_arrays([x], [jnp.full_like(x, 3)])))(
-            exact.astype(np.float32)
-        )
+        of_scaled = jax.jit(jax.vmap(lambda x: norms.norm_of_arrays([x], [3 + 0 * x])))(exact.astype(np.float32))
         of_both = jax.jit(jax.vmap(lambda *each: norms.norm_of_arrays([*each, jnp.zeros(0)])))(4 * of_rows, 3 * of_rows)
     sizes = np.sqrt(np.sum(exact.astype(np.float32).astype(np.float64).reshape(len(data), -1) ** 2, 1))
     np.testing.assert_allclose(total, np.tensordot(factors, exact, 1), rtol=0, atol=1e-5)

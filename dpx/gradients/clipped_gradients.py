@@ -17,6 +17,7 @@ import jax
 from jax.extend import core
 
 from dpx.gradients import ghost
+from dpx.gradients.ghost.plan import Plan
 from dpx.gradients.ghost.program import REMAT
 from dpx.gradients.one_example import (
     adding_note,
@@ -50,9 +51,6 @@ CONVOLUTION_EXAMPLES = 8  # at least; with fewer, convolutions are slower
 # For a TPU, by the cycles that its compiler estimates (benchmarks/results/accelerators.md).
 FAST_BYTES = 2**26  # of an array, so that two fit into the 128 MiB of a v5e's or a v6e's fast memory
 EQUATION_BYTES = 2**21  # that it could read in the time of the kernels of an equation and its backward pass
-
-
-Plan = ghost.GhostPlan | ghost.ForwardModePlan | str  # a string is the reason for per-example gradients
 
 
 class ForwardCost(NamedTuple):

@@ -26,9 +26,9 @@ tend to 2 (1 / k + 2^-e), which is at most 1.5.
 The same sum with one term replaced by zero. What an instruction drops from a term has the term's sign. So for a
 product, which is the same in both runs or missing in one, the dropped parts differ by at most 2^-(23 + e) M; for the
 partial sum, by twice that. But one term loses nothing, so together they differ by at most n + 1 times 2^-(23 + e) M,
-whichever term is the largest in each run. What is dropped from the result differs by at most 2^-23 M, as results of
-different signs are as far apart as both
-together. Let D_i count the instruction that adds row i and all later ones. Then all this is at most
+whichever term is the largest in each run. What is dropped from the result differs by at most 2^-23 M, because results
+of different signs are as far apart as both together. Let D_i count the instruction that adds row i and all later ones.
+Then all this is at most
 
     2 u c sum_i D_i |z_i|,   c = 1 + (k + 1) 2^-e,
 

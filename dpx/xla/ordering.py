@@ -3,8 +3,8 @@ once, or only once for all its readers.
 
 XLA orders a program by its data dependencies alone, and drops an optimization_barrier before it does. So
 `compute_after` adds a dependency: it selects between the array and zeros by a predicate that needs the other arrays.
-That predicate, `x > inf` for a float32 x, is False for every value, both infinities and NaN, so no value can change.
-"""
+That predicate, `x > inf` for a float32 x, is False for every value, including infinities and NaN, so no value can
+change."""
 
 import functools
 

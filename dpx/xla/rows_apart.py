@@ -1,5 +1,5 @@
 """Keeps the rows of a batch apart under `jax.vmap`, whatever one of them holds. Also turns off, at `import dpx`, a
-fault of XLA that mixes rows, and refuses to release with it.
+fault of XLA that mixes rows, and refuses to release while it is on.
 
 The gradient of a kernel in feature groups is a convolution in *batch* groups. `jax.vmap` turns the rows of a batch into
 more such groups, and on CPUs and GPUs XLA computes one convolution of all groups, with zeros between them. Because 0 *
@@ -10,8 +10,8 @@ clip norms. So `with_rows_apart` writes batch groups as feature groups, which XL
 A CPU computes feature groups one by one only for floats of up to 32 bits. In float64 it computes one convolution with
 zeros, so `with_rows_apart` computes it row after row.
 
-Some functions are one loop over all their elements, which ends when the last element has converged. The rest go on and
-move by roundings (1.5e-6 for `lax.betainc`), so the slowest row of a batch would change all rows. `with_rows_apart`
+Some functions are one loop over all their elements, which ends when the last element has converged. The others go on
+and move by roundings (1.5e-6 for `lax.betainc`), so the slowest row of a batch would change all rows. `with_rows_apart`
 computes such functions row after row. No other loop needs this: `jax.vmap` stops each row of a loop in the loss
 separately, and jax's other series (igamma and its derivatives) stop each element separately.
 

@@ -309,9 +309,7 @@ def require_equal_jaxprs(first: core.ClosedJaxpr, second: core.ClosedJaxpr) -> N
 
 def _same_constants(first, second) -> bool:
     """Whether the constants are bitwise equal, including those in functions that a program calls."""
-    words = (
-        [np.asarray(c).tobytes() for c in inputs.keys_as_bits([*closure_arrays(closed)])] for closed in (first, second)
-    )
+    words = ([np.asarray(c).tobytes() for c in inputs.keys_as_bits([*closure_arrays(one)])] for one in (first, second))
     return [*next(words)] == [*next(words)]
 
 

@@ -421,9 +421,10 @@ def _path_pattern(paths: list[str]) -> str:
     return f"{_NUMBER.sub(lambda _: next(numbers), paths[0])} ({len(paths)})"
 
 
-def explain_plan(
-    plan: GhostPlan | ForwardModePlan | str, params: Tree, microbatches: str, backward_passes: str
-) -> NormExplanation:
+Plan = GhostPlan | ForwardModePlan | str  # a string is the reason for per-example gradients
+
+
+def explain_plan(plan: Plan, params: Tree, microbatches: str, backward_passes: str) -> NormExplanation:
     """Explains the plan in words, or the reason for per-example gradients, and what is in memory at once."""
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     choices = [(NormChoice(algorithms.GRADIENT, plan),)] * len(paths) if isinstance(plan, str) else plan.choices

@@ -416,9 +416,7 @@ class _ParameterTracer:
                 continue
             loop = () if length is None else (ScanStep(length, sliced=i >= first),)
             if value in self.views:
-                self.views[arguments[i]] = tuple(
-                    (leaf, ParameterView(view.steps + loop)) for leaf, view in self.views[value]
-                )
+                self.views[arguments[i]] = tuple((n, ParameterView(one.steps + loop)) for n, one in self.views[value])
             if value in self.kernels and not is_public:
                 made, view = self.kernels[value]
                 self.kernels[arguments[i]] = made, ParameterView(view.steps + loop)
