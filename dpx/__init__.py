@@ -40,8 +40,10 @@ Audits           `dpx.audit.check_contract`: tests the privacy contract of any m
 """
 
 from difflib import get_close_matches
+from functools import partial
+from inspect import isfunction
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dpx import (
     accounting,
@@ -71,6 +73,7 @@ from dpx.mechanisms import dp_sgd
 from dpx.reports import plan_noise, privacy_report
 from dpx.sampling import Batch, FixedSizeSampling, FullBatch, PoissonSampling, ShuffledEpochs, UserData
 from dpx.states.reading import publishable_state
+from dpx.values import explain_methods, list_first_few
 from dpx.xla.rows_apart import disable_row_mixing
 
 disable_row_mixing()
@@ -122,20 +125,62 @@ __all__ = [
 
 _OF_OTHERS = {
     "PrivacyEngine": ": write a mechanism, such as dpx.dp_sgd(...), and give it to dpx.fit or dpx.private_updates",
+    "RDPAccountant": '; there is dpx.epsilon(..., accountant="rdp")',
     "compute_epsilon": "; there is dpx.epsilon of a mechanism, and dpx.accounting.dp_sgd_epsilon of numbers",
     "dp_adam": ": write dpx.chain(dpx.dp_sgd(...), optax.adam(learning_rate))",
+    "tune": "; there is dpx.tuning.search",
+    **dict.fromkeys(("median", "release_median"), "; there is dpx.statistics.release_quantiles"),
 }
+_ROOMS = {room.__name__[4:]: room for room in (*map(globals().get, __all__), strategies) if type(room) is ModuleType}
+_MOST_PLACES, _MOST_NAMES = 3, 12  # in a message
+_ALIKE = 0.75  # how alike two names must be, as for difflib
+
+
+def _public_names(room: ModuleType) -> list[str]:
+    own = [name for name, value in vars(room).items() if getattr(value, "__module__", "").startswith(room.__name__)]
+    return getattr(room, "__all__", None) or [name for name in own if name[0] != "_"]
+
+
+def _public_places() -> dict[str, Any]:
+    """Everything public, by where it is: "PoissonSampling", "sampling.FixedOrder"."""
+    top = {name: globals()[name] for name in (*__all__, "strategies")}
+    shown = {*map(id, top.values())}
+    inner = {f"{place}.{one}": vars(room)[one] for place, room in _ROOMS.items() for one in _public_names(room)}
+    return top | {place: value for place, value in inner.items() if id(value) not in shown}
+
+
+def _refuse_name(here: str, name: str) -> NoReturn:
+    """Says where a public name is that the module `here` lacks, or which one is meant. here: "" for dpx itself."""
+    found = _OF_OTHERS.get(name, "")
+    if name[0] != "_" and not found:
+        places, wanted = _public_places(), name.lower().replace("_", "")
+        short = {one: one.rpartition(".")[2].lower().replace("_", "") for one in places if one != here}
+        near = get_close_matches(wanted, short.values(), 1, _ALIKE)
+        exact = [one for one in short if one.rpartition(".")[2] == name]
+        parts = [
+            one for one in short if one.rpartition(".")[0] in (here, "") and len(name) > 4 and wanted in short[one]
+        ]
+        methods = [
+            f"{one}.{name}" for one, kind in places.items() if isfunction(getattr(kind, "__dict__", {}).get(name))
+        ]
+        chosen = [*exact, *parts] or methods or [one for one in short if short[one] in near]
+        found = "; there is " * bool(chosen) + ", ".join(
+            f"dpx.{one}" for one in [*dict.fromkeys(chosen)][:_MOST_PLACES]
+        )
+        if here and not found:
+            found = f"; it has {list_first_few(_public_names(_ROOMS[here]), _MOST_NAMES)}"
+    raise AttributeError(f"module {f'dpx.{here}'.rstrip('.')!r} has no attribute {name!r}{found}")
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Says in which module of dpx a missing name is, or which name was meant."""
-    rooms = [room for room in __all__ if type(globals()[room]) is ModuleType]
-    places = [f"{room}.{one}" for room in rooms for one in dir(globals()[room]) if one[0] != "_"]
-    here = [place for place in places if place.partition(".")[2] == name]
-    short = {one.rpartition(".")[2].lower().replace("_", ""): one for one in (*places, *__all__)}
-    near = get_close_matches(name.lower().replace("_", ""), [one for one in short if name[0] != "_"], 1)
-    found = _OF_OTHERS.get(name) or "".join(f"; there is dpx.{one}" for one in here or [short[one] for one in near])
-    raise AttributeError(f"module 'dpx' has no attribute {name!r}{found}")
+    _refuse_name("", name)
+
+
+for _name, _value in _public_places().items():
+    if type(_value) is ModuleType and _name in _ROOMS:
+        vars(_value)["__getattr__"] = partial(_refuse_name, _name)
+    elif isinstance(_value, type):
+        explain_methods(_value)
 
 
 def __dir__() -> list[str]:

@@ -329,6 +329,33 @@ def explain_misuse(function: Named) -> Named:
     return named
 
 
+def explain_methods(kind: type):
+    """Makes the TypeErrors of a class's public methods name its arguments, and those of the bases that dpx defines."""
+    for base in kind.__mro__:
+        for name, method in vars(base).copy().items():
+            is_ours = base.__module__.startswith("dpx.") and inspect.isfunction(method) and name[0] != "_"
+            if is_ours and "explained" not in vars(method):
+                setattr(base, name, _explained_method(method))
+
+
+def _explained_method(method: Any) -> Callable:
+    @functools.wraps(method)
+    def checked(self, *args, **kwargs):
+        try:
+            return method(self, *args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise  # it comes from within
+            wrong = error
+        signature = inspect.signature(method)
+        signature = signature.replace(parameters=[*signature.parameters.values()][1:])
+        bind_arguments(f"{type(self).__name__}.{method.__name__}", signature, args, kwargs)
+        raise wrong
+
+    vars(checked)["explained"] = True
+    return checked
+
+
 def _unnamed(signature: inspect.Signature) -> list[str]:
     return [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
 

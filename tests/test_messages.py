@@ -4,6 +4,7 @@ Messages go into logs, and logs are shared.
 """
 
 import inspect
+import operator
 import tempfile
 import traceback
 import warnings
@@ -315,8 +316,6 @@ def test_a_wrong_keyword_of_a_method_names_the_nearest():
 
 
 def test_names_and_values_that_are_nearly_right_say_what_there_is():
-    with pytest.raises(AttributeError, match=r"there is release_accuracy, .*\(a median is a quantile\)"):
-        dpx.statistics.release_median  # noqa: B018
     progress = next(printed())
     with pytest.raises(AttributeError, match=r"no 'private_metric'; metrics: \['accuracy'\]"):
         progress.private_metric  # noqa: B018
@@ -444,15 +443,55 @@ def test_what_is_written_in_a_hurry_is_answered_with_what_to_write(words):
 
 
 def test_names_of_other_libraries_lead_to_those_of_dpx():
-    for name, words in {
+    for place, words in {
         "DPSGD": "; there is dpx.dp_sgd$",
         "Trainable": "; there is dpx.coordinates.trainable$",
         "get_epsilon": "; there is dpx.epsilon$",
         "PrivacyEngine": r": write a mechanism, such as dpx.dp_sgd\(...\), and give it to dpx.fit",
         "zebra": "no attribute 'zebra'$",
+        "folder": "no attribute 'folder'$",  # of an internal module
+        "Ledger": "; there is dpx.PrivacyLedger$",
+        "least_noise": "; there is dpx.PrivacyLedger.least_noise$",
+        "tuning.tune": "; there is dpx.tuning.search$",
+        "mechanisms.strategies": "; there is dpx.strategies$",
+        "methods.random_freeze": "; there is dpx.coordinates.random_freeze, dpx.methods.random_freeze_sgd$",
+        "methods.band_mf": "; there is dpx.methods.band_mf_sgd$",
+        "methods.adaptive_clipping": "; there is dpx.mechanisms.adaptive_clipping$",
+        "strategies.banded": "; there is dpx.strategies.banded_inverse_square_root, dpx.strategies.banded_square_root$",
+        "accounting.compute_epsilon": "; there is dpx.epsilon of a mechanism, and dpx.accounting.dp_sgd_epsilon",
+        "accounting.RDPAccountant": "; there is dpx.epsilon",
+        "statistics.release_median": "; there is dpx.statistics.release_quantiles",
+        "tuning.zebra": "; it has NoisySum, SearchResult, Trial, search$",
+        "schedules.cosine": "; it has every, growing_mu",
     }.items():
-        with pytest.raises(AttributeError, match=words):
-            getattr(dpx, name)
+        with pytest.raises(AttributeError, match=f"'dpx.*{words}"):
+            operator.attrgetter(place)(dpx)
+
+
+def test_calls_of_methods_name_their_arguments():
+    for call, words in {
+        SAMPLING.event: r"PoissonSampling.event\(\) missing a required argument: 'multipliers'",
+        SAMPLING.take: r"PoissonSampling.take\(\) missing required arguments: 'data', 'key', 'state'",
+        REPORT.save: r"PrivacyReport.save\(\) missing a required argument: 'path'",
+        MECHANISM.init: r"Mechanism.init\(\) missing a required argument: 'params'",
+        owned().least_noise: r"PrivacyLedger.least_noise\(\) missing a required argument: 'event'",
+        lambda: SAMPLING.event(steps=3): r"PoissonSampling.event\(\) got an unexpected argument 'steps'",
+        lambda: REPORT.save(3): "expected str, bytes or os.PathLike object, not int|argument should be a str",
+    }.items():
+        with pytest.raises(TypeError, match=words):
+            call()
+    assert [*inspect.signature(SAMPLING.event).parameters] == ["multipliers"]
+
+
+@pytest.mark.parametrize("given", [1.3, "noise", None, np.ones((2, 2)), np.full(3, -1.0), np.full(3, np.nan)])
+def test_an_event_takes_one_multiplier_for_each_step(given):
+    sizes = {"examples": 40, "batch_size": 4}
+    samplings = [SAMPLING, dpx.FullBatch(examples=40), dpx.sampling.RandomAllocation(examples=40, steps_per_epoch=10)]
+    samplings += [dpx.FixedSizeSampling(**sizes), dpx.ShuffledEpochs(**sizes), dpx.sampling.FixedOrder(**sizes)]
+    for sampling in (*samplings, dpx.sampling.CyclicPoissonSampling(**sizes, bands=2)):
+        with pytest.raises(ValueError, match=r"one noise multiplier for each step, such as np.full\(100, 1.3\), got"):
+            sampling.event(given)
+        assert sampling.event([1, 1]) == sampling.event(np.ones(2))
 
 
 @pytest.mark.parametrize("share", [Fraction(1, 2), Decimal("0.5"), jnp.float32(0.5), np.array(0.5), 0.5])

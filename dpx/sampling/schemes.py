@@ -38,7 +38,7 @@ from dpx.sampling.batch import (
 from dpx.sampling.data import CheckedData
 from dpx.states.reading import next_step_indices
 from dpx.states.record import identity_by_fields
-from dpx.values import Tree, explain_misuse, require_number, require_whole
+from dpx.values import Tree, described, explain_misuse, require_number, require_whole
 
 _ROUNDING = 1e-12  # relative tolerance of a number of steps: 0.1 epochs of 30 steps are 3 steps, not 4
 
@@ -63,6 +63,12 @@ class Sampling(abc.ABC):
     examples: int
     relation: ClassVar[str]
     one_key: ClassVar[bool] = False
+
+    def __init_subclass__(cls):
+        super().__init_subclass__()
+        if event := vars(cls).get("event"):
+            checked = functools.wraps(event)(lambda self, multipliers: event(self, require_multipliers(multipliers)))
+            cls.event = checked  # pyrefly: ignore[bad-assignment]
 
     def identity(self) -> tuple:
         """Everything that decides which examples are drawn, as plain values, which optimizer states remember."""
@@ -250,6 +256,18 @@ class Sampling(abc.ABC):
         )
         drawn = [record_draw(self, key, step, rows, unit) for step, rows in zip(run, included, strict=True)]
         return DrawnBatches(indices, included, jax.tree.map(lambda *numbers: np.stack(numbers), *drawn), self.examples)
+
+
+def require_multipliers(value: Any) -> np.ndarray:
+    """Returns noise multipliers as float64 (steps,). Raises ValueError for other shapes, and below 0."""
+    found = np.asarray(value)
+    some = found[:1] if found.ndim == 1 and found.strides == (0,) else found
+    if found.ndim != 1 or found.dtype.kind not in "fiu" or not np.all(some >= 0):
+        raise ValueError(
+            "multipliers must be numbers of at least 0, float (steps,), one noise multiplier for each step, such as "
+            f"np.full(100, 1.3), got {described(value)}"
+        )
+    return found if found.dtype == np.float64 else found.astype(np.float64)
 
 
 def is_constant(noise_multipliers: np.ndarray) -> bool:

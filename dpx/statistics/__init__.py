@@ -29,8 +29,6 @@ The effect of one unit is bounded in whole numbers (`sums.py`, `quantiles.py`), 
 bit of the noise (`noise.py`). `released.py` has the record of a release. Values are read on the host, in float64.
 """
 
-from typing import NoReturn
-
 from dpx.statistics.metrics import PrivateMetric as PrivateMetric
 from dpx.statistics.metrics import release_accuracy as release_accuracy
 from dpx.statistics.quantiles import Quantiles as Quantiles
@@ -43,8 +41,3 @@ from dpx.statistics.sums import release_histogram as release_histogram
 from dpx.statistics.sums import release_mean as release_mean
 from dpx.statistics.sums import release_sum as release_sum
 from dpx.statistics.sums import standardize as standardize
-
-
-def __getattr__(name: str) -> NoReturn:
-    there = ", ".join(one for one in globals() if one.startswith("release_"))
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; there is {there} (a median is a quantile)")
