@@ -489,8 +489,7 @@ def release_and_rest(
     The released bits are those of `release`. The rest is a pair of float32 numbers. It is SECRET, because it is noise.
 
     key: scalar key of the mechanism's "noise" stream. step: int (), below 2^31; two steps have independent noise.
-    total: a function of `parts` alone, the same object at every call, because jax caches its trace. parts: a tree of
-        arrays.
+    total: a function of `parts` alone, the same object at every call, because jax caches its trace. parts: a pytree.
     deviation: as for `release`.
 
     On a CPU, the total is written where the chunks are computed, and the rest is computed from there. To call `release`

@@ -211,7 +211,6 @@ def _typed_key(data: jax.Array) -> jax.Array:
 
 def mark_of_key(key: jax.Array) -> jax.Array:
     """Returns a number in [2^31, 2^32), uint32 (), that differs between two keys with probability 1 - 2^-31 and reveals
-    no more: a word of the key of the "mark" stream, which draws nothing. If the key is known, so is the mark, even
-    inside jit."""
+    no more: a word of the key of the "mark" stream, which draws nothing. It is known if the key is, even in jit."""
     with jax.ensure_compile_time_eval():
         return key_words(stream(key, "mark"))[0] | jnp.uint32(2**31)

@@ -232,8 +232,7 @@ def masked_params(params: Tree, state: Tree) -> Tree:
     """Returns `params` with 0 in the coordinates that `importance_mask` has frozen: AdaDPIGU computes its loss there.
 
     Pass the result to the function from `private_updates`, but add the updates to `params`.
-    state: the state of the mechanism or of a `dpx.chain` with it. Raises ValueError unless it has exactly one
-        importance mask.
+    state: that of the mechanism or of a `dpx.chain` with it. Raises ValueError unless it has one importance mask.
     """
     return apply_mask(params, find_only_node(state, ImportanceState, "importance mask").mask)
 

@@ -137,8 +137,7 @@ class RunFacts(NamedTuple):
     A callback or a person may look at the releases, and then decide to end the run. No proof covers a number of steps
     that is chosen like this, but one covers all steps that the run could make, because the run is a function of their
     releases. So a run costs its whole plan. With a budget, that is the whole budget, because someone could plan fewer
-    steps, look, and then plan more. Without a plan, nobody knows where the run could have ended, so it costs the steps
-    that were made.
+    steps, look, and plan more. Without a plan, nobody knows where the run could have ended: it costs the steps made.
     """
 
     steps: int

@@ -177,8 +177,7 @@ def noise_order_hash(bits: Any, step: Any) -> Any:
 def stamp_fingerprints(state: Tree, fingerprints: np.ndarray, budget: Any) -> Tree:
     """Returns a new `state` with the `fingerprints`, uint32 (2,), of what its releases will cost.
 
-    budget: the `dpx.Budget` that plans the run, or None. Raises ValueError if releases will have more values than it
-        states.
+    budget: the `dpx.Budget` that plans the run, or None. Raises ValueError if releases exceed the `numbers` it states.
     """
     steps, numbers = (0, None) if budget is None else (budget.steps, budget.numbers)
     stamp = {"sampling": fingerprints[0], "event": fingerprints[1], "planned_steps": steps}

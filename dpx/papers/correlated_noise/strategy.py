@@ -319,8 +319,7 @@ def loss(
     """Computes the error of `workload` after `steps` steps, for noise proportional to the sensitivity of C.
 
     strategy: the matrix C. steps, participations, separation: as in `sensitivity`. Takes O(steps * coefficients), and
-        for learning rates O(steps * coefficients^2). Raises ValueError for other numbers and if a coefficient
-        overflows.
+        for learning rates O(steps * coefficients^2). Raises ValueError for other numbers and overflows.
     """
     _require_instance("workload", workload, Workload)
     found = sensitivity(strategy, steps=steps, participations=participations, separation=separation)

@@ -91,8 +91,7 @@ def mu_total(noise_multipliers: Any, *, sampling_rate: Any, counts: Any = None) 
     sqrt(sum_t 1 / sigma_t^2).
 
     noise_multipliers: float (T,), at least 0. sampling_rate: in (0, 1], one float or (T,). counts: int (T,), how often
-        each step is repeated; default once. Raises ValueError for numbers outside these domains. Source: see the
-        module.
+        each step is repeated; default once. Raises ValueError outside these domains. Source: see the module.
     """
     sigmas, rates, repeats = checks.require_schedule(noise_multipliers, sampling_rate, counts)
     with np.errstate(divide="ignore", over="ignore"):
