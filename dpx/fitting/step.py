@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dpx import keys
 from dpx.audit.setup import warn_of_loss
 from dpx.gradients import Unreleased, private_updates, private_updates_in_chunks
-from dpx.gradients.clipped_gradients import with_inspector
+from dpx.gradients.clipped_gradients import with_loss_inspector
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch
 from dpx.states.reading import steps_taken
@@ -78,7 +78,7 @@ def compiled_step(
     carry: the carry before the first step, whose shardings every later one keeps on a mesh. whole: whether to return
         all values of a batch.
     """
-    gradient = with_inspector(
+    gradient = with_loss_inspector(
         private_updates(loss, optimizer, sharding=sharding, **options), _warn_of_loss_once(optimizer)
     )
 
@@ -99,7 +99,7 @@ def compiled_step_in_chunks(
 ) -> Callable[[Carry, Iterator[Batch]], tuple[Carry, BatchLosses]]:
     """Like `compiled_step`, for a batch in chunks: compiles a function that adds a chunk and one that releases sums."""
     in_chunks = private_updates_in_chunks(loss, optimizer, sharding=sharding, **options)
-    in_chunks = with_inspector(in_chunks, _warn_of_loss_once(optimizer))
+    in_chunks = with_loss_inspector(in_chunks, _warn_of_loss_once(optimizer))
 
     def add_chunk(carry, chunk, sums, total):
         sums = in_chunks.add(loss_at(carry.params, carry.state), chunk, carry.state, sums)

@@ -281,7 +281,7 @@ class RowSum:
         """Returns the sums, and every row's loss, norms and aux. rows: from `rows_with_keys`. included: bool (B,)."""
         if axes := axes_that_vary(jax.tree.leaves(rows)):  # otherwise jax.grad sums over the devices of a shard_map
             params = jax.tree.map(lambda x: jax.lax.pcast(x, (*axes - axes_that_vary([x]),), to="varying"), params)
-        with self.placed():
+        with self.tracing_context():
             plan, cost = self.plan_and_cost(params, state, rows)
             at_once = self.microbatches_for(plan, cost, params, included.shape[0])
 
@@ -294,7 +294,7 @@ class RowSum:
             with self.with_note_on_errors(lambda: shapes_of_row(rows)):
                 return sum_over_microbatches(microbatch, (rows, included), max(1, at_once.size), **how)
 
-    def placed(self) -> contextlib.AbstractContextManager[None]:
+    def tracing_context(self) -> contextlib.AbstractContextManager[None]:
         return tracing_for_place(platform=self.platform, row_devices=self.devices)
 
     def with_note_on_errors(self, row: Callable[[], tuple]) -> Any:
@@ -376,7 +376,7 @@ def sum_gradients(
     return RowSum(of_row, optimizer, norms, microbatch_size, *where, backward_passes)
 
 
-def with_inspector(step: Any, inspect_loss: Callable[[Any, Tree, tuple], None]) -> Any:
+def with_loss_inspector(step: Any, inspect_loss: Callable[[Any, Tree, tuple], None]) -> Any:
     return replace(step, row_sum=replace(step.row_sum, inspect_loss=inspect_loss))
 
 

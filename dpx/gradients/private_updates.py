@@ -95,7 +95,7 @@ class PrivateStep:
         included = included_rows(batch_size(examples), included, self.optimizer.sampling)
         rows = rows_with_keys(self.optimizer, state, examples, with_key=self.with_key)
         sums, of_each = self.row_sum(params, state, rows, included)
-        with self.row_sum.placed():  # this decides how noise is drawn
+        with self.row_sum.tracing_context():  # this decides how noise is drawn
             updates, state = self.optimizer.check_and_release(sums, state, params, jnp.sum(included), drawn)
         return PrivateUpdates(updates, state, Unreleased(*of_each))
 
@@ -229,7 +229,7 @@ def explain_norms(
     params, state = checked_params(params, optimizer), jax.eval_shape(optimizer.init, params)
     examples = require_batch(batch).examples
     rows = jax.eval_shape(functools.partial(rows_with_keys, optimizer, with_key=with_key), state, examples)
-    with row_sum.placed():
+    with row_sum.tracing_context():
         plan, cost = row_sum.plan_and_cost(params, state, rows)
         at_once = row_sum.microbatches_for(plan, cost, params, batch_size(examples))
     return ghost.explain_plan(plan, params, *at_once.reasons_in_words)
@@ -340,9 +340,9 @@ class PrivateChunks:
         """Adds one more chunk of the batch to `sums`, which is None for the first chunk."""
         require_batch(chunk)
         params = checked_params(params, self.optimizer)
-        _step_of(state)
+        _step_of_state(state)
         if sums is not None:
-            _require_sums(sums)
+            _require_accumulated_sums(sums)
             if (sums.unreleased_drawn is None) != (chunk.drawn is None):
                 raise ValueError("all chunks of a batch must have `drawn`, or none of them; got some of each")
             sums = sums._replace(unreleased=None)  # left by the chunk before
@@ -361,7 +361,7 @@ class PrivateChunks:
 
     def release(self, params: Tree, sums: AccumulatedSums, state: Tree) -> tuple[Tree, Tree]:
         """Returns (updates, state) for the whole batch: private updates, like `params`, and the next state."""
-        _require_sums(sums)
+        _require_accumulated_sums(sums)
         params = checked_params(params, self.optimizer)
         arguments = params, sums._replace(unreleased=None), state
         return call_with_auto_axes(self._release, arguments, lambda params, sums, state: (params, state))
@@ -380,7 +380,7 @@ class PrivateChunks:
             unreleased_drawn=drawn,
             unreleased=Unreleased(*of_each),
             unreleased_rows=jnp.int32(size),
-            step=_step_of(state),
+            step=_step_of_state(state),
             mechanism=_fingerprint_of_mechanism(self.optimizer, params, state),
             clipping=_clip_bounds(self.optimizer, state),
             ordered=jnp.bool_(True) if drawn is None else drawn.first_row == first.astype(jnp.uint32),
@@ -388,11 +388,11 @@ class PrivateChunks:
         return one if sums is None else _plus_chunk(sums, one)
 
     def _release(self, params, sums, state):
-        ordered = sums.ordered & (sums.step == _step_of(state))
+        ordered = sums.ordered & (sums.step == _step_of_state(state))
         ordered &= sums.mechanism == _fingerprint_of_mechanism(self.optimizer, params, state)
         ordered &= _equal_up_to_rounding(sums.clipping, _clip_bounds(self.optimizer, state))
         total, count, drawn = sums.unreleased_sums, sums.unreleased_count, sums.unreleased_drawn
-        with self.row_sum.placed():  # as in `PrivateStep`
+        with self.row_sum.tracing_context():  # as in `PrivateStep`
             return self.optimizer.check_and_release(total, state, params, count, drawn, ordered=ordered)
 
 
@@ -437,7 +437,7 @@ def private_updates_in_chunks(
     return PrivateChunks(row_sum, optimizer, with_key)
 
 
-def _step_of(state: Tree) -> jax.Array:
+def _step_of_state(state: Tree) -> jax.Array:
     return find_only_node(state, ReleaseState, "mechanism's state").step
 
 
@@ -465,7 +465,7 @@ def _shapes_of_sums(params: Tree, state: Tree) -> tuple[Tree, Tree]:
     return float32_like(params), jax.eval_shape(lambda state: state, state)
 
 
-def _require_sums(sums):
+def _require_accumulated_sums(sums):
     if not isinstance(sums, AccumulatedSums):
         raise ValueError(f"sums must be the AccumulatedSums that `add` returned, got {type(sums)}")
 

@@ -246,7 +246,7 @@ class PrivateRowStep:
             return self._release_counts_then_rows(sums, state, tables, read)
 
         optimizer = self.optimizer.replace(release=release)
-        with self.row_sum.placed():  # the place decides how noise is drawn
+        with self.row_sum.tracing_context():  # the place decides how noise is drawn
             updates, state = optimizer.check_and_release(sums, state, params, jnp.sum(included), drawn)
         return PrivateUpdates(updates, state, Unreleased(*of_each))
 
@@ -254,7 +254,7 @@ class PrivateRowStep:
         """Raises ValueError without ghost norms. One example more or less moves the rows that others read to other
         positions. Lookups add rows one after another, wherever they are, but the rounding of a matrix product may
         depend on the positions by more than `dpx.sums.rounding` proves."""
-        with self.row_sum.placed():
+        with self.row_sum.tracing_context():
             plan, _ = self.row_sum.plan_and_cost(*given)
         if isinstance(plan, str):
             raise ValueError(f"loss must be one that ghost norms follow, got one where {plan}")

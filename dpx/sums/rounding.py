@@ -242,8 +242,8 @@ def norm_of_pair(total: FloatPair) -> jax.Array:
     for high, low in zip(*map(jax.tree.leaves, total), strict=True):
         rows, rest = zip(*(_split_into_rows(x.reshape(-1), FIRST) for x in (high, low)), strict=True)
         # Barriers as in norms.py: rows before squares, for speed, and short sums, for precision.
-        sums, more = _split_into_rows(jnp.sum(_squares(*jax.lax.optimization_barrier(rows)), -1), SECOND)
-        parts += [jnp.sum(jax.lax.optimization_barrier(sums), -1), more, _squares(*rest)]
+        sums, more = _split_into_rows(jnp.sum(_squares_of_pairs(*jax.lax.optimization_barrier(rows)), -1), SECOND)
+        parts += [jnp.sum(jax.lax.optimization_barrier(sums), -1), more, _squares_of_pairs(*rest)]
     sums = jnp.concatenate(parts)
     while sums.size > NEXT:
         padded = jnp.pad(jax.lax.optimization_barrier(sums), (0, -sums.size % NEXT))
@@ -257,5 +257,5 @@ def _split_into_rows(x: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
     return x[:whole].reshape(-1, width), x[whole:]
 
 
-def _squares(high: jax.Array, low: jax.Array) -> jax.Array:
+def _squares_of_pairs(high: jax.Array, low: jax.Array) -> jax.Array:
     return jnp.square(high.astype(jnp.float64) + low.astype(jnp.float64))

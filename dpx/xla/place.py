@@ -96,7 +96,7 @@ _AWAY_FROM_TPUS.def_abstract_eval(lambda x: x)
 batching.primitive_batchers[_AWAY_FROM_TPUS] = lambda given, axes: (_AWAY_FROM_TPUS.bind(*given), axes[0])
 
 
-def _lowered(context, x):
+def _lower_away_from_tpus(context, x):
     if "tpu" in (context.platforms or context.module_context.platforms):
         raise ValueError(
             'a step that is compiled for a TPU must be traced for one: give platform="tpu" to private_updates, because '
@@ -105,7 +105,7 @@ def _lowered(context, x):
     return [x]
 
 
-mlir.register_lowering(_AWAY_FROM_TPUS, _lowered)
+mlir.register_lowering(_AWAY_FROM_TPUS, _lower_away_from_tpus)
 
 
 def refuse_to_compile_for_tpu(x: jax.Array) -> jax.Array:

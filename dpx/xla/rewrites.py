@@ -149,13 +149,13 @@ def with_uninitialized_stacks(function: Callable[[Tree], Tree]) -> Callable[[Tre
     return replace_equations(function, lambda equation: False, results)
 
 
-def _stacked(equation: core.JaxprEqn) -> list[Any]:
+def _stacked_results(equation: core.JaxprEqn) -> list[Any]:
     return [v.aval for v in equation.outvars[constants_and_carry_of_scan(equation.params)[1] :]]
 
 
 def _stacks_numbers(equation: core.JaxprEqn) -> bool:
     """Whether a scan stacks any results, and no keys."""
-    stacked = _stacked(equation)
+    stacked = _stacked_results(equation)
     return bool(stacked) and not any(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) for aval in stacked)
 
 
@@ -174,6 +174,6 @@ def _run_scan_as_loop(equation: core.JaxprEqn, operands: list) -> list[jax.Array
         stacks = [jax.lax.dynamic_update_index_in_dim(x, y, place, 0, allow_negative_indices=False) for x, y in put]
         return found[:carried], stacks
 
-    stacks = [jax.lax.empty(aval.shape, aval.dtype) for aval in _stacked(equation)]
+    stacks = [jax.lax.empty(aval.shape, aval.dtype) for aval in _stacked_results(equation)]
     carry, stacks = jax.lax.fori_loop(np.int32(0), np.int32(length), turn, (list(begin), stacks))
     return [*carry, *stacks]

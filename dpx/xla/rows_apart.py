@@ -51,7 +51,7 @@ GROUPS_APART = ("float32", "bfloat16", "float16", "complex64")  # dtypes of conv
 def with_rows_apart(function: Callable) -> Callable:
     """Keeps the rows of a `function` of pytrees of arrays apart under `jax.vmap`, whatever values they hold."""
 
-    return replace_equations(function, _mixes_rows, _rewritten_apart)
+    return replace_equations(function, _mixes_rows, _compute_rows_apart)
 
 
 def may_mix_rows(jaxpr: Any, *, tangents: bool = True) -> bool:
@@ -117,7 +117,7 @@ def _may_mix_tangents(equation: core.JaxprEqn) -> bool:
         return True  # a derivative that cannot be inspected
 
 
-def _rewritten_apart(equation: core.JaxprEqn, operands: list) -> list[jax.Array] | None:
+def _compute_rows_apart(equation: core.JaxprEqn, operands: list) -> list[jax.Array] | None:
     if equation.primitive.name == "conv_general_dilated" and not _may_join_groups(equation):
         return [_convolution_apart(*operands, **equation.params)]
     if _needs_row_loop(equation):

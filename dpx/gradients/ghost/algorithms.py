@@ -99,15 +99,15 @@ class _ElementsByUse:
 
     def __init__(self, sites: tuple[Site, ...], shape: tuple[int, ...]):
         self.sites, self.shape = sites, shape
-        self.views = self.seen(np.empty(shape, np.int8))  # never read, so even a large array takes no memory
+        self.views = self.elements_by_use(np.empty(shape, np.int8))  # never read, so even a large array takes no memory
 
-    def seen(self, elements: Any) -> list[np.ndarray]:  # NumPy returns views, not copies
+    def elements_by_use(self, elements: Any) -> list[np.ndarray]:  # NumPy returns views, not copies
         with jax.ensure_compile_time_eval():
             return [np.asarray(site.arrange(elements)) for site in self.sites]
 
     @functools.cached_property
     def numbers(self) -> list[np.ndarray]:
-        return self.seen(np.arange(math.prod(self.shape), dtype=np.int32).reshape(self.shape))
+        return self.elements_by_use(np.arange(math.prod(self.shape), dtype=np.int32).reshape(self.shape))
 
     def see_same_order(self, i: int, j: int, axes: tuple[int, ...] = (0, 1, 2)) -> bool:
         """Whether use i sees the elements in the same order as use j with its axes permuted to `axes`."""
@@ -405,7 +405,7 @@ def _norm_by_rows(uses: ParameterUses, scale: jax.Array | None, records: Records
     return (indices, rows), jnp.where(inside, _scaled_gradient_norms(rows * of_rows, None), jnp.inf)
 
 
-def _rows_sum(uses: ParameterUses, shape: tuple[int, ...], records: Any, factors: jax.Array) -> jax.Array:
+def _sum_of_looked_up_rows(uses: ParameterUses, shape: tuple[int, ...], records: Any, factors: jax.Array) -> jax.Array:
     return weighted_sums.sum_of_table_rows(uses.sites[0], shape, records, factors)
 
 
@@ -498,7 +498,7 @@ def _with_lookup_as_column(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.A
     return taken.astype(jnp.float32)[None], jnp.where(taken, b, 0)[None]
 
 
-def _site_sum(uses: ParameterUses, shape: tuple[int, ...], records: list, factors: jax.Array) -> jax.Array:
+def _sum_at_only_site(uses: ParameterUses, shape: tuple[int, ...], records: list, factors: jax.Array) -> jax.Array:
     (site,), (record,) = uses.sites, records
     return weighted_sums.sum_at_site(site, shape, record, factors)
 
@@ -565,12 +565,12 @@ def _scaled_gradient_norms(grads: jax.Array, scale: jax.Array | None) -> jax.Arr
     return jax.vmap(lambda grad: norms.frobenius(grad if scale is None else grad * scale))(grads)
 
 
-OUTER = NormAlgorithm("norm from |input| |cotangent|", _outer_cost, _outer_norm, _site_sum)
+OUTER = NormAlgorithm("norm from |input| |cotangent|", _outer_cost, _outer_norm, _sum_at_only_site)
 GRAM = NormAlgorithm("norm from Gram matrices", _gram_cost, _gram_norm, _sum_of_examples, increase=_gram_increase)
 PRODUCT = NormAlgorithm(
     "per-example gradients from inputs and cotangents", _product_cost, _product_norm, _product_sum, keeps_gradients=True
 )
-ROWS = NormAlgorithm("norm from the rows looked up", _norm_by_rows_cost, _norm_by_rows, _rows_sum)
+ROWS = NormAlgorithm("norm from the rows looked up", _norm_by_rows_cost, _norm_by_rows, _sum_of_looked_up_rows)
 TIED = NormAlgorithm(
     "per-example gradients of a table from all uses",
     _tied_cost,

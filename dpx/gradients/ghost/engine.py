@@ -91,7 +91,7 @@ def sum_by_plan(
         for part, totals in _second_pass(plan, leaves, examples, make_hooks, included, before, apart).items():
             for of_factor, total in zip(sums, totals, strict=True):
                 of_factor[part] = total
-    return tuple(_joined(plan, leaves, of_factor) for of_factor in sums), (losses, norms, aux)
+    return tuple(_join_parts_of_leaves(plan, leaves, of_factor) for of_factor in sums), (losses, norms, aux)
 
 
 def _second_pass(
@@ -283,7 +283,7 @@ def _weighted_sums(
     return sums
 
 
-def _joined(plan: GhostPlan, leaves: list[jax.Array], sums: dict[Part, FloatPair]) -> FloatPair:
+def _join_parts_of_leaves(plan: GhostPlan, leaves: list[jax.Array], sums: dict[Part, FloatPair]) -> FloatPair:
 
     def of_leaf(leaf):
         choices = plan.choices[leaf]

@@ -53,7 +53,7 @@ def slice_starts(program: LossProgram, leaves: dict[int, jax.Array]) -> dict[int
     for number in program.block.equations:
         operand = program.equations[number].inputs[:1]
         if program.equations[number].name == "slice" and isinstance(operand[0], int) and operand[0] in real:
-            params = _params(program.equations[number])
+            params = _equation_params(program.equations[number])
             slices |= {} if params["strides"] else {number: params["start_indices"]}
     if len(slices) < MANY_SLICES or current_place().devices > 1:
         return {}
@@ -101,13 +101,13 @@ def _bind_in_all_iterations(program: LossProgram, equation: Equation, operands: 
     return bind(*operands)
 
 
-def _params(equation: Equation) -> dict[str, Any]:
+def _equation_params(equation: Equation) -> dict[str, Any]:
     assert equation.jaxpr is not None
     return equation.jaxpr.params
 
 
 def _slice_at_starts(equation: Equation, operand: jax.Array, starts: list[jax.Array]) -> list[jax.Array]:
-    params = _params(equation)
+    params = _equation_params(equation)
     ends = zip(params["start_indices"], params["limit_indices"], strict=True)
     sizes = [end - start for start, end in ends]
     return [jax.lax.dynamic_slice(operand, starts, sizes, allow_negative_indices=False)]
@@ -121,11 +121,11 @@ def eval_program(
     added: by index of an equation, an array to add to its output, whose gradient is the output's cotangent; if the
         equation has a hook, any arrays
     """
-    results, seen = _run(program, instruments, program.block, inputs, added)
+    results, seen = _run_block(program, instruments, program.block, inputs, added)
     return results[0], jax.tree.unflatten(program.aux, results[1:]), seen
 
 
-def _run(
+def _run_block(
     program: LossProgram, instruments: InterpreterHooks, block: EquationBlock, inputs, added: dict
 ) -> tuple[list, Seen]:
     values: dict[int, Any] = dict(zip(block.inputs, inputs, strict=True))
@@ -141,7 +141,7 @@ def _run(
         body = equation.body
         inside = {n: array for n, array in added.items() if body is not None and number < n < body.stop}
         if body is not None and inside:
-            run_body = functools.partial(_run, program, instruments, body)
+            run_body = functools.partial(_run_block, program, instruments, body)
             run = _run_scan if equation.name == "scan" else _run_checkpoint
             outputs, more = run(run_body, equation, operands, inside)
             seen.update(more)
@@ -180,7 +180,7 @@ def _rounds_its_cotangent(equation: Equation) -> bool:
     the cotangent of logits, or of an output that is split, for each product."""
     if equation.name not in ("dot_general", "conv_general_dilated") or equation.jaxpr is None:
         return False
-    passes = _params(equation)["precision"] in (None, (jax.lax.Precision.DEFAULT,) * 2)
+    passes = _equation_params(equation)["precision"] in (None, (jax.lax.Precision.DEFAULT,) * 2)
     avals: list[Any] = [v.aval for v in (*equation.jaxpr.invars, *equation.jaxpr.outvars)]
     return current_place().platform == "tpu" and passes and all(aval.dtype == jnp.float32 for aval in avals)
 

@@ -234,7 +234,7 @@ def inner_products_of_segments(left: jax.Array, right: jax.Array) -> jax.Array:
     """
     groups, positions, size = left.shape[0], max(left.shape[1], right.shape[1]), left.shape[-1]
     precision = current_place().matrix_unit.precision
-    count, width, rows = _segments(size), terms_per_sum(positions), [left] if left is right else [left, right]
+    count, width, rows = _count_row_segments(size), terms_per_sum(positions), [left] if left is right else [left, right]
     if count > 1:
         rows, by = [jnp.pad(x, ((0, 0), (0, 0), (0, -size % count))) for x in rows], "ksci,ktci->kcst"
         rows = [x.reshape(*x.shape[:2], count, -1) for x in rows]
@@ -281,12 +281,12 @@ def error_of_inner_products(left: jax.Array, right: jax.Array) -> float:
 
 
 def _gram_rounding_error(size: int, positions: int) -> float:
-    count = _segments(size)
+    count = _count_row_segments(size)
     size, width = math.ceil(size / count), terms_per_sum(positions)
     return (min(size, width + MOST_SUMS) + count + 5) * ROUNDING * current_place().matrix_unit.rounding_factor
 
 
-def _segments(size: int) -> int:
+def _count_row_segments(size: int) -> int:
     return min(MOST_SEGMENTS, math.ceil(size / SHORTEST_SUM)) if current_place().devices > 1 else 1
 
 

@@ -69,7 +69,7 @@ def bind_with_slots(equation: Any, operands: list, slots: dict[int, tuple]) -> l
 
     @jax.custom_vjp
     def call(operands, slots):
-        return _bind(equation, operands)
+        return _bind_in_context(equation, operands)
 
     def forward(operands, slots):
         return _equation_vjp(equation, operands)
@@ -207,7 +207,7 @@ def _differentiated_operands(equation: core.JaxprEqn) -> list[int]:
     return [i for i, v in enumerate(equation.invars) if i >= first and jnp.issubdtype(_dtype(v), jnp.inexact)]
 
 
-def _bind(equation: core.JaxprEqn, operands: list) -> list[jax.Array]:
+def _bind_in_context(equation: core.JaxprEqn, operands: list) -> list[jax.Array]:
     with equation.ctx.manager:
         return jaxprs.bind_equation(equation, operands, equation.params)
 
@@ -218,7 +218,7 @@ def _equation_vjp(equation: core.JaxprEqn, operands: list) -> tuple[list[jax.Arr
 
     def outputs(*values):
         given = dict(zip(places, values, strict=True))
-        return _bind(equation, [given.get(i, x) for i, x in enumerate(operands)])
+        return _bind_in_context(equation, [given.get(i, x) for i, x in enumerate(operands)])
 
     return jax.vjp(outputs, *(operands[i] for i in places))
 

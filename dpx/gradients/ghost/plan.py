@@ -20,7 +20,7 @@ from dpx.gradients.ghost.program import (
     ParameterView,
     RearrangeStep,
     ScanStep,
-    moves_nothing,
+    keeps_places,
     parts_of_parameter,
 )
 from dpx.mechanism import Mechanism
@@ -285,7 +285,7 @@ def _with_slices_as_lookups(
             if isinstance(step, RearrangeStep) and program.equations[step.number].name == "slice":
                 use = use._replace(view=ParameterView(use.view.steps[:before]), equation=step.number, operand=0)
                 place = ~step.number  # so that all uses of one slice are one lookup
-            if not (moves_nothing(step) or (isinstance(step, ScanStep) and not step.sliced)):
+            if not (keeps_places(step) or (isinstance(step, ScanStep) and not step.sliced)):
                 break
         found[place] = use
     numbers = sum(math.prod(program.output_shape(~place).shape) for place in found if place < 0)

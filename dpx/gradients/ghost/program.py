@@ -214,7 +214,7 @@ def parts_of_parameter(seen: list[ParameterView], shape: tuple[int, ...]) -> lis
         if ParameterView(view.steps[:end]).changes_values:
             return "used in slices by a scan after an equation that computes or places"
         begin, rest = ParameterView(view.steps[:end]), ParameterView(view.steps[end:])
-        key = ParameterView(tuple(step for step in begin.steps if not moves_nothing(step))).key_of_moves()
+        key = ParameterView(tuple(step for step in begin.steps if not keeps_places(step))).key_of_moves()
         before = found.get(key, ParameterPart(begin, (), ()))
         ends = {step.number for step in begin.steps[-1:] if isinstance(step, RearrangeStep)}
         ends = tuple(sorted(ends.union(before.ends)))
@@ -228,7 +228,7 @@ def parts_of_parameter(seen: list[ParameterView], shape: tuple[int, ...]) -> lis
     return [ParameterPart(ParameterView(), tuple(range(len(seen))), tuple(seen))]
 
 
-def moves_nothing(step: Step) -> bool:
+def keeps_places(step: Step) -> bool:
     return isinstance(step, RearrangeStep) and step.name in STILL
 
 
@@ -246,7 +246,7 @@ def are_disjoint(boxes: list[Box]) -> bool:
 def assemble_parts(views: list[ParameterView], parts: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
     """Assembles a float32 array of this shape from disjoint parts, with zeros elsewhere."""
     boxes = [view.box_of_slices(shape) for view in views]
-    parts = [_in_box(*each) for each in zip(views, parts, boxes, strict=True)]
+    parts = [_part_in_box(*each) for each in zip(views, parts, boxes, strict=True)]
     axes = [axis for axis in range(len(shape)) if any(len(each[axis]) != shape[axis] for each in boxes)]
     if not axes:
         return parts[0]
@@ -261,9 +261,9 @@ def assemble_parts(views: list[ParameterView], parts: list[jax.Array], shape: tu
     return whole
 
 
-def _in_box(view: ParameterView, part: jax.Array, elements: Box) -> jax.Array:
+def _part_in_box(view: ParameterView, part: jax.Array, elements: Box) -> jax.Array:
     rest = view.steps[view.initial_slice_step_count :]
-    if all(isinstance(step, ScanStep) or moves_nothing(step) for step in rest):
+    if all(isinstance(step, ScanStep) or keeps_places(step) for step in rest):
         return part
     inside = jax.ShapeDtypeStruct(tuple(map(len, elements)), jnp.float32)
     (part,) = jax.linear_transpose(ParameterView(rest).apply_steps, inside)(part)
@@ -362,7 +362,7 @@ class LossProgram(NamedTuple):
 
     def original_index(self, value: int | Constant) -> int | Constant:
         """The index of a value where it was computed, because a body gives its arguments new indices."""
-        return source_of(value, self.public)
+        return original_index_of(value, self.public)
 
     def public_origin(self, value: int) -> "PublicOrigin":
         """The origin of a value that is public, at least within each iteration."""
@@ -370,7 +370,7 @@ class LossProgram(NamedTuple):
 
     def unsliced_index(self, value: int | Constant) -> int | Constant:
         """The index of a value where it was computed, before any loop slices it."""
-        while isinstance(value, int) and isinstance(origin := self.public_origin(value).origin, SameValue):
+        while isinstance(value, int) and isinstance(origin := self.public_origin(value).origin, OuterValue):
             value = origin.value
         return value
 
@@ -382,15 +382,15 @@ class LossProgram(NamedTuple):
         return jax.ShapeDtypeStruct((*found.counts, *aval.shape), aval.dtype)
 
 
-class SameValue(NamedTuple):
+class OuterValue(NamedTuple):
     value: int | Constant
 
 
-Origin = int | None | SameValue
+Origin = int | None | OuterValue
 
 
-def source_of(value: Any, public: Mapping[int, Origin]) -> Any:  # see `LossProgram.original_index`
-    while isinstance(value, int) and isinstance(origin := public.get(value), SameValue):
+def original_index_of(value: Any, public: Mapping[int, Origin]) -> Any:  # see `LossProgram.original_index`
+    while isinstance(value, int) and isinstance(origin := public.get(value), OuterValue):
         value = origin.value
     return value
 

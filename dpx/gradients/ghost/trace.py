@@ -30,18 +30,18 @@ from dpx.gradients.ghost.program import (
     LossProgram,
     MadeKernel,
     Origin,
+    OuterValue,
     ParameterUse,
     ParameterView,
     PublicOrigin,
     RearrangeStep,
-    SameValue,
     ScanStep,
     carries_gradient,
     count_scan_operands,
     is_elementwise,
+    keeps_places,
     moves_elements,
-    moves_nothing,
-    source_of,
+    original_index_of,
 )
 from dpx.values import Tree, described
 from dpx.xla import jaxprs
@@ -110,7 +110,7 @@ def follow_parameters(traced: TracedLoss, leaves: int) -> LossProgram:
     if isinstance(result, int):
         tracer.record_use(result, -1, 0)
     block = EquationBlock(inputs, tuple(tracer.block), (result, *beside), len(tracer.equations))
-    live = {-1} | _live_equations(tracer.equations, block, _numbers([result]))[0]
+    live = {-1} | _live_equations(tracer.equations, block, _value_indices([result]))[0]
 
     def live_uses(uses):
         return tuple(use for use in uses if use.equation in live)
@@ -118,12 +118,12 @@ def follow_parameters(traced: TracedLoss, leaves: int) -> LossProgram:
     found = ((value, of, live_uses(tracer.kernel_uses.get(value, ()))) for value, of in tracer.kernel_leaves.items())
     kernels = tuple(MadeKernel(*each) for each in found if each[2])
     uses = tuple(map(live_uses, tracer.uses))
-    data = _values_from_data(tracer.equations, inputs[leaves:])
+    data = _values_depending_on_data(tracer.equations, inputs[leaves:])
     equations, beside = tuple(tracer.equations), jax.tree.structure(aux)
     return LossProgram(equations, block, beside, uses, tracer.public, kernels, data, tracer.slices)
 
 
-def _values_from_data(equations: list[Equation], example: tuple[int, ...]) -> frozenset[int]:
+def _values_depending_on_data(equations: list[Equation], example: tuple[int, ...]) -> frozenset[int]:
     found, before = set(example), -1
     while len(found) > before:  # until carries add no more values
         before = len(found)
@@ -139,7 +139,7 @@ def _values_from_data(equations: list[Equation], example: tuple[int, ...]) -> fr
     return frozenset(found)
 
 
-def _numbers(values) -> set[int]:
+def _value_indices(values) -> set[int]:
     return {value for value in values if isinstance(value, int)}
 
 
@@ -154,7 +154,7 @@ def _live_equations(equations: list[Equation], block: EquationBlock, wanted: set
             live.add(number)
             if equation.body is not None:
                 live |= _live_equations_of_body(equations, equation, equation.body, needed)
-            needed |= _numbers(equation.inputs)
+            needed |= _value_indices(equation.inputs)
     return live, needed
 
 
@@ -163,12 +163,12 @@ def _live_equations_of_body(
 ) -> set[int]:
     """The live equations of an equation's body, for its results in `needed` and for the carry between iterations."""
     results = zip(equation.outputs, body.outputs, strict=True)
-    wanted = _numbers(inner for outer, inner in results if outer in needed)
+    wanted = _value_indices(inner for outer, inner in results if outer in needed)
     first, count = count_scan_operands(equation)
     carry = list(zip(body.inputs[first : first + count], body.outputs[:count], strict=True))
     while True:
         live, inside = _live_equations(equations, body, wanted)
-        more = wanted | _numbers(after for before, after in carry if before in inside)
+        more = wanted | _value_indices(after for before, after in carry if before in inside)
         if more == wanted:
             return live
         wanted = more
@@ -221,13 +221,13 @@ class _ParameterTracer:
             return self.walk(body.jaxpr, [Constant(value) for value in body.consts], inputs)
         if (followed or of_kernels) and (parts := slices_of_split(equation)):
             return self.walk(parts.jaxpr, [], inputs)
-        if name == "cond" and (followed or of_kernels) and self.data & _numbers(inputs[:1]):
+        if name == "cond" and (followed or of_kernels) and self.data & _value_indices(inputs[:1]):
             kinds = [PARAMETER if i in (*followed, *of_kernels) else CONSTANT for i in range(len(inputs))]
             kinds = [kind if self.is_public(x) or kind else DATA for kind, x in zip(kinds, inputs, strict=True)]
             if every := branches_as_select(equation, kinds):
                 return self.walk(every.jaxpr, [Constant(value) for value in every.consts], inputs)
         outputs = self.new_numbers(len(equation.outvars))
-        if self.data & _numbers(inputs):
+        if self.data & _value_indices(inputs):
             self.data.update(outputs)
         number = self.append(Equation(equation, tuple(inputs), outputs, counts=self.counts))
         if all(map(self.is_public, inputs)):
@@ -294,7 +294,7 @@ class _ParameterTracer:
             *before, last = view.steps or (None,)
             if not isinstance(last, ElementwiseStep):
                 # A body may get one outside value as several arguments; the derivative is with respect to them all.
-                before, last = view.steps, ElementwiseStep(source_of(inputs[i], self.public), ())
+                before, last = view.steps, ElementwiseStep(original_index_of(inputs[i], self.public), ())
             key = leaf, last.base, *before
             same = merged[key][2].equations if key in merged else ()
             together = tuple(sorted({*same, *last.equations, number}))
@@ -316,7 +316,7 @@ class _ParameterTracer:
         at = [place for place, step in enumerate(view.steps) if isinstance(step, ScanStep)][start.loop]
         inside = view.steps[at + 1 :]
         if any(
-            step.sliced if isinstance(step, ScanStep) else not moves_nothing(step) for step in (view.steps[at], *inside)
+            step.sliced if isinstance(step, ScanStep) else not keeps_places(step) for step in (view.steps[at], *inside)
         ):
             return None
 
@@ -398,17 +398,17 @@ class _ParameterTracer:
         arguments = self.new_numbers(len(equation.inputs))
         is_public = all(map(self.same_for_all_examples, equation.inputs))
         for i, value in enumerate(equation.inputs):
-            if self.data & _numbers([value]):
+            if self.data & _value_indices([value]):
                 self.data.add(arguments[i])
             if i < first and self.is_public(value):
-                self.public[arguments[i]] = SameValue(value)
+                self.public[arguments[i]] = OuterValue(value)
             elif self.same_for_all_examples(value) and not first <= i < first + count:
                 loop = () if i < first else (len(self.counts) - 1,)
-                self.slices[arguments[i]] = PublicOrigin(SameValue(value), self.scan_depths_of_variation(value) + loop)
+                self.slices[arguments[i]] = PublicOrigin(OuterValue(value), self.scan_depths_of_variation(value) + loop)
             if known := self.integers_per_iteration(equation, body, i):
                 self.known[arguments[i]] = known
                 if known.loop is not None and first <= i < first + count:
-                    self.slices[arguments[i]] = PublicOrigin(SameValue(Constant(known.numbers)), (known.loop,))
+                    self.slices[arguments[i]] = PublicOrigin(OuterValue(Constant(known.numbers)), (known.loop,))
             if isinstance(value, Constant) or not (value in self.views or value in self.kernels):
                 continue
             if first <= i < first + count:

@@ -214,7 +214,7 @@ def _gradient_at_site(site: Site, shape: tuple[int, ...], inputs, dy: jax.Array,
 def _product_in_parameter_order(site: Site, shape: tuple[int, ...], a: jax.Array, b: jax.Array) -> jax.Array:
     """Computes A^T B for A, (K, T, I), and B, (K, T, O), in the parameter's order, so that XLA need not transpose it.
     Returns it in the parameter's shape."""
-    if _reorders(site.arrange, shape):
+    if _reorders_axes(site.arrange, shape):
         total = einsum_by_segments("kto,kti->koi", b, a)
         if len(total) == 1:  # XLA would write both transposes to memory if an axis of length 1 stood between them
             return apply_transpose(lambda w: site.arrange(w)[0].T, shape, total[0])
@@ -224,7 +224,7 @@ def _product_in_parameter_order(site: Site, shape: tuple[int, ...], a: jax.Array
     return apply_transpose(site.arrange, shape, total)
 
 
-def _reorders(function: Callable, shape: tuple[int, ...]) -> bool:
+def _reorders_axes(function: Callable, shape: tuple[int, ...]) -> bool:
     equations = jax.make_jaxpr(function)(jax.ShapeDtypeStruct(shape, jnp.float32)).eqns
     orders = [list(one.params["permutation"]) for one in equations if one.primitive.name == "transpose"]
     return any(order != sorted(order) for order in orders)
