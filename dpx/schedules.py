@@ -84,7 +84,7 @@ def _with_fixed_constants(name: str, schedule: Schedule) -> Schedule:
     values, numbers = traced.out_avals, (jnp.integer, jnp.floating)
     if len(values) != 1 or values[0].shape or not any(jnp.issubdtype(values[0].dtype, kind) for kind in numbers):
         raise ValueError(f"{needed}; got one with the values {[str(value) for value in values]}")
-    if traced.effects or not _CHANGING.isdisjoint(_primitives(traced.jaxpr)):
+    if traced.effects or not _CHANGING.isdisjoint(_primitive_names(traced.jaxpr)):
         raise ValueError(f"{needed}; got one that calls Python or reads a reference, whose value may change")
     numbers_at = jax.extend.core.jaxpr_as_fun(_copy_constants(traced))
     # Converted to float32 here, because XLA rounds a bfloat16 that a program returns, but not one within a program.
@@ -94,8 +94,8 @@ def _with_fixed_constants(name: str, schedule: Schedule) -> Schedule:
 _CHANGING = {"pure_callback", "rng_uniform"}  # primitives without effects that return a new value at every call
 
 
-def _primitives(jaxpr: Any) -> set[str]:
-    inside = (_primitives(inner) for inner in jax.extend.core.subjaxprs(jaxpr))
+def _primitive_names(jaxpr: Any) -> set[str]:
+    inside = (_primitive_names(inner) for inner in jax.extend.core.subjaxprs(jaxpr))
     return {equation.primitive.name for equation in jaxpr.eqns}.union(*inside)
 
 

@@ -317,7 +317,7 @@ def explain_misuse(function: Named) -> Named:
             return call(*args, **kwargs)
         except Exception as error:
             if words := " and ".join(f"{other} looks like the {name}" for name, other in _swapped_arguments(given)):
-                order = ", ".join(_unnamed(signature))
+                order = ", ".join(_positional_names(signature))
                 error.add_note(
                     f"dpx: are arguments swapped? {made.__name__} takes {order}, and what was given as {words}"
                 )
@@ -356,7 +356,7 @@ def _explained_method(method: Any) -> Callable:
     return checked
 
 
-def _unnamed(signature: inspect.Signature) -> list[str]:
+def _positional_names(signature: inspect.Signature) -> list[str]:
     return [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
@@ -378,7 +378,7 @@ def bind_arguments(
     if not (words := _explain_signature_mismatch(signature, args, kwargs)):
         return signature.bind(*args, **kwargs)
     if "too many" in words:
-        plain = ", ".join(_unnamed(signature)) or "no argument"
+        plain = ", ".join(_positional_names(signature)) or "no argument"
         words = f"takes {plain} without a name, and every other one as name=value"
     words += "".join(f" ({form})" for lacking, form in MISSING.items() if "missing" in words and repr(lacking) in words)
     unknown = [given for given in kwargs if given not in parameters]

@@ -59,7 +59,7 @@ ENTRIES = (*catalog.METHODS, *catalog.COORDINATES, *catalog.MECHANISMS)
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_outside_of_its_domain_an_argument_is_refused(name):
     domain, values = OUTSIDE[name]
-    entries = [entry for entry in ENTRIES if name in entry.parameters]
+    entries = [entry for entry in ENTRIES if name in entry.build_parameters]
     assert entries
     for entry in entries:
         arguments = arguments_of(entry, jax.random.key(7))

@@ -152,7 +152,7 @@ def test_a_compiled_step_holds_no_key(name):
         step = fitting_step.compiled_step(
             mechanism_loss, optimizer, lambda params, state: params, carry, None, {}, whole=False
         )
-        program, closed_over = step.compiled((carry, batch))
+        program, closed_over = step.compile_for_shapes((carry, batch))
         assert len(closed_over) > 0
         texts.append(program.lower(closed_over, carry, batch).as_text())
     assert texts[0] == texts[1]

@@ -84,5 +84,5 @@ def test_fit_makes_it_an_argument(closed_over):
     step = compiled_step(loss, optimizer, lambda params, state: params, carry, None, {}, whole=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _, hoisted = step.compiled((carry, batch))
+        _, hoisted = step.compile_for_shapes((carry, batch))
     assert max(array.nbytes for array in hoisted if hasattr(array, "nbytes")) == 5 * WIDTH * WIDTH * 4

@@ -69,7 +69,7 @@ def test_a_sampling_has_a_stream_of_its_own(sampling, monkeypatch):
     by_own_stream = [list(drawn(sampling, step)) for step in range(3)]
     names, stream = set(), keys.stream
     monkeypatch.setattr(keys, "stream", lambda key, name, step=None: names.add(name) or stream(key, name, step))
-    draws._permutation_of_words.cache_clear()
+    draws._cached_permutation.cache_clear()
     varying.allocate_examples.cache_clear()
     assert [list(drawn(sampling, step)) for step in range(3)] == by_own_stream and names == {"sampling"}
     monkeypatch.setattr(keys, "stream", lambda key, name, step=None: stream(key, "noise", step))
@@ -153,7 +153,7 @@ def test_batches_depend_on_every_bit_of_the_key_and_on_no_setting():
     expected = batches_as_text()
     with jax.enable_x64(True), jax.threefry_partitionable(False), jax.numpy_dtype_promotion("standard"):
         jax.clear_caches()
-        draws._permutation_of_words.cache_clear()
+        draws._cached_permutation.cache_clear()
         varying.allocate_examples.cache_clear()
         assert batches_as_text() == expected
     printed = on_eight_devices("import jax; from tests import test_sampling as t; print(t.batches_as_text())")

@@ -163,7 +163,7 @@ class Payment:
         if self.ledger is not None and not isinstance(self.ledger, PrivacyLedger):
             raise ValueError(f"ledger must be a dpx.PrivacyLedger, got {described(self.ledger)}")
 
-    def _event(self, steps: int) -> DpEvent:
+    def _event_of_steps(self, steps: int) -> DpEvent:
         assert self.ledger is not None
         terms = self.ledger.terms
         return cost_of_run(self.run.optimizer, steps, terms.relation, records=terms.records).event
@@ -175,7 +175,7 @@ class Payment:
         """
         self.planned = max(self.run.steps, read_run_facts(carry.state).steps)
         if self.ledger is not None:
-            self.number = processes.from_first_process(lambda: self._pay(self.ledger, carry, folder))
+            self.number = processes.from_first_process(lambda: self._charge_ledger(self.ledger, carry, folder))
             folder.record_paid_steps(self.planned)
         elif 0 < folder.known.paid < self.planned:
             raise ValueError(
@@ -183,10 +183,10 @@ class Payment:
                 f"for {folder.known.paid} of them, got None"
             )
 
-    def _pay(self, ledger: Any, carry: Carry, folder: Any) -> int:
+    def _charge_ledger(self, ledger: Any, carry: Carry, folder: Any) -> int:
         run = self.run
         entry = ledger.spend(
-            self._event(self.planned),
+            self._event_of_steps(self.planned),
             key=[run.optimizer.key, run.key],
             numbers=read_run_facts(carry.state).numbers,
             holder=folder.known.mark,
@@ -208,7 +208,7 @@ class Payment:
         sampling = self.run.optimizer.sampling
         epoch = max(sampling.group_count, sampling.steps_per_exact_epoch)
         whole = min(math.ceil(made / epoch) * epoch, self.planned)
-        ledger.end(ledger.entries[self.number], self._event(whole), steps=made)
+        ledger.end(ledger.entries[self.number], self._event_of_steps(whole), steps=made)
 
     def ledger_caveats(self) -> tuple[str, ...]:
         """The report's lines about the run's entry in the ledger, if a ledger was given. Runs in every process."""

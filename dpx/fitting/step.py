@@ -168,11 +168,11 @@ class CompiledByShapes:
         leaves, structure = jax.tree.flatten(arguments)
         shapes = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         if shapes not in self.programs:
-            self.programs[shapes] = self.compiled(arguments)
+            self.programs[shapes] = self.compile_for_shapes(arguments)
         program, closed_over = self.programs[shapes]
         return program(closed_over, *arguments)
 
-    def compiled(self, arguments: Any) -> tuple[Callable, list]:
+    def compile_for_shapes(self, arguments: Any) -> tuple[Callable, list]:
         traced, results = jax.make_jaxpr(self.function, return_shape=True)(*arguments)
 
         def program(closed_over, *arguments):

@@ -85,7 +85,7 @@ def encode_value(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [encode_value(part) for part in value]
     if _known_classes().get(type(value).__name__) is type(value):
-        return {"type": type(value).__name__} | {name: encode_value(part) for name, part in _fields(value)}
+        return {"type": type(value).__name__} | {name: encode_value(part) for name, part in _fields_to_encode(value)}
     raise ValueError(f"event must hold numbers, words and events, got {described(value)}")
 
 
@@ -102,7 +102,7 @@ def decode_value(value: Any) -> Any:
     return kind(**{name: decode_value(part) for name, part in value.items() if name != "type"})
 
 
-def _fields(value: Any) -> Iterator[tuple[str, Any]]:
+def _fields_to_encode(value: Any) -> Iterator[tuple[str, Any]]:
     if attrs.has(type(value)):
         return ((field.alias or field.name, getattr(value, field.name)) for field in attrs.fields(type(value)))
     return ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value) if field.init)

@@ -188,9 +188,9 @@ class PrivacyLedger:
         It holds even for a reader who decides by what was released when to read it. It is at most the budget, and above
         `epsilon`, which is for a time chosen in advance and subtracts refunds.
         """
-        return min(self.terms.epsilon, max(self._odometer(group) for group in _entries_by_part(self.entries)))
+        return min(self.terms.epsilon, max(self._odometer_of_group(group) for group in _entries_by_part(self.entries)))
 
-    def _odometer(self, group: Sequence[LedgerEntry]) -> float:
+    def _odometer_of_group(self, group: Sequence[LedgerEntry]) -> float:
         spent = _total_spent(_without_refunds(group))
         if fixed := [entry for entry in group if entry.planned]:
             more = self.terms.filter.charge(self._joint_profile(fixed, curve=True), _total_spent(group))
@@ -208,12 +208,12 @@ class PrivacyLedger:
 
         If earlier releases decided later ones, rely on the budget or on `odometer` instead.
         """
-        return self._epsilon_of(self.entries)
+        return self._epsilon_of_entries(self.entries)
 
-    def _epsilon_of(self, entries: Sequence[LedgerEntry]) -> float:
+    def _epsilon_of_entries(self, entries: Sequence[LedgerEntry]) -> float:
         # The coins of a credit take a share of delta. Until other releases use it, that may cost more than it saves.
         ways = ((group, _without_refunds(group)) for group in _entries_by_part(entries))
-        return max(min(map(self._epsilon, both if both[0] != both[1] else both[:1])) for both in ways)
+        return max(min(map(self._epsilon_of_group, both if both[0] != both[1] else both[:1])) for both in ways)
 
     def affords(self, event: DpEvent, *, numbers: int = LARGEST_RELEASE, part: str | None = None) -> bool:
         """Whether the budget still allows a release. The arguments are as for `spend`.
@@ -312,7 +312,7 @@ class PrivacyLedger:
         chosen = replace(fixed, planned=False, charge=charge)
         if not self._budget_allows([*entries, chosen]):
             budget = f"epsilon={self.terms.epsilon} at delta={self.terms.delta}"
-            cost = self._epsilon_of([*entries, fixed if planned else chosen])
+            cost = self._epsilon_of_entries([*entries, fixed if planned else chosen])
             more = f"with it, epsilon is {cost:.4g}; " * (cost > self.terms.epsilon)
             of = why = ""
             if from_event(given["event"]).pure(self.terms.relation) < math.inf:
@@ -333,7 +333,7 @@ class PrivacyLedger:
             spent, coins = _total_spent(group), 0.0 if all(entry.planned for entry in group) else most.delta
             if spent.delta > most.delta or spent.precision > most.precision:
                 return False
-            if any(entry.planned for entry in group) and self._epsilon(group, coins) > self.terms.epsilon:
+            if any(entry.planned for entry in group) and self._epsilon_of_group(group, coins) > self.terms.epsilon:
                 return False
         return True
 
@@ -346,7 +346,7 @@ class PrivacyLedger:
             return False
         return all(from_event(entry.event).all_costed_by_dpx for entry in fixed)
 
-    def _epsilon(self, group: Sequence[LedgerEntry], coins: float | None = None) -> float:
+    def _epsilon_of_group(self, group: Sequence[LedgerEntry], coins: float | None = None) -> float:
         """The epsilon of the entries that count for one part. coins: their delta; None takes that of the entries."""
         fixed, spent = [entry for entry in group if entry.planned], _total_spent(group)
         spent = spent if coins is None else spent._replace(delta=coins)

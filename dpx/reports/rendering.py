@@ -105,11 +105,11 @@ def page_as_text(title: str, sections: Sequence[Section]) -> str:
 
 def page_as_markdown(title: str, sections: Sequence[Section]) -> str:
     """Formats a page as Markdown. Escapes its words, so that a browser finds no HTML in them."""
-    parts = [f"# {_escaped(title)}"]
+    parts = [f"# {_escape_markdown(title)}"]
     for section in sections:
-        parts.append(f"## {_escaped(section.title)}")
-        parts.append("\n".join(f"* {_escaped(sentence)}" for sentence in section.sentences))
-        rows = [f"| {_escaped(name)} | {_escaped(value)} |" for name, value in section.rows]
+        parts.append(f"## {_escape_markdown(section.title)}")
+        parts.append("\n".join(f"* {_escape_markdown(sentence)}" for sentence in section.sentences))
+        rows = [f"| {_escape_markdown(name)} | {_escape_markdown(value)} |" for name, value in section.rows]
         parts.append("\n".join(["| | |", "|---|---|", *rows]) if rows else "")
         parts.append(f"```\n{section.code}\n```" if section.code else "")
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -133,7 +133,7 @@ def page_as_html(title: str, sections: Sequence[Section]) -> str:
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{body}\n</body></html>\n'
 
 
-def _escaped(words: str) -> str:
+def _escape_markdown(words: str) -> str:
     return re.sub(r"([\\|*<`\[]|\b_|_\b)", r"\\\1", " ".join(words.split()))
 
 

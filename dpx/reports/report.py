@@ -381,8 +381,8 @@ def report_sections(report: PrivacyReport) -> tuple[Section, ...]:
         Section("What may be published", (published,)),
         Section("What to confirm before you publish", (*report.conditions, report.tuning)),
         Section("What is not protected", report.caveats),
-        _what_readers_learn(report, unit),
-        Section("How much is spent", (*_spent(report, unit), *report.attacks.sentences(unit)), form="folded"),
+        _attack_section(report, unit),
+        Section("How much is spent", (*_cost_in_words(report, unit), *report.attacks.sentences(unit)), form="folded"),
         Section("In the words of the code", rows=_code_versions_in_words(report), form="folded"),
         Section("Mechanism", code=report.mechanism, form="folded"),
     )
@@ -426,7 +426,7 @@ def _how_strong(report: PrivacyReport, unit: str) -> tuple[str, ...]:
     )
 
 
-def _what_readers_learn(report: PrivacyReport, unit: str) -> Section:
+def _attack_section(report: PrivacyReport, unit: str) -> Section:
     meaning = (
         "An attack names those who it believes took part. For each share of outsiders that it names wrongly, the table "
         f"says which share of those who did take part it finds at most. Guessing about one {unit} finds the same share."
@@ -438,7 +438,7 @@ def _what_readers_learn(report: PrivacyReport, unit: str) -> Section:
     return Section("What an attacker can learn", (meaning,), (*rows,), picture=attack_svg(report.attack_curve, unit))
 
 
-def _spent(report: PrivacyReport, unit: str) -> tuple[str, ...]:
+def _cost_in_words(report: PrivacyReport, unit: str) -> tuple[str, ...]:
     spent, delta, added = report.spent, rounded_up(report.delta, 6), report.arithmetic
     if math.isinf(spent) and "least delta" in added:
         return (
@@ -460,13 +460,13 @@ def _spent(report: PrivacyReport, unit: str) -> tuple[str, ...]:
         f"{'' if report.records == 1 else ' for each record'}. The noise is larger by this share, so the epsilon for "
         f"one {unit} contains it.",
         *([f"{report.ending}."] if report.ending else []),
-        _target(report, unit),
+        _target_in_words(report, unit),
         f"Any result of the run is at most {factor} times as likely with one {unit} as {other}, and vice versa, "
         f"except with a probability of {delta}. That is the most for a single result; the first lines count all.",
     )
 
 
-def _target(report: PrivacyReport, unit: str) -> str:
+def _target_in_words(report: PrivacyReport, unit: str) -> str:
     budget, spent = report.budget, report.spent
     if budget is None:
         return f"No epsilon was set as the target for one {unit}."

@@ -274,11 +274,11 @@ def permutation(key: jax.Array, examples: int) -> np.ndarray:
 
     The last two orders stay in memory, because every step of an epoch needs the same one.
     """
-    return _permutation_of_words(np.asarray(keys.key_words(key)).tobytes(), examples)
+    return _cached_permutation(np.asarray(keys.key_words(key)).tobytes(), examples)
 
 
 @functools.lru_cache(maxsize=2)
-def _permutation_of_words(words: bytes, examples: int) -> np.ndarray:
+def _cached_permutation(words: bytes, examples: int) -> np.ndarray:
     return random_order(key_of_words(words), examples, examples)
 
 

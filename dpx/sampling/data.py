@@ -201,7 +201,7 @@ def _item_reader(source: Any, key: jax.Array) -> Callable[[np.ndarray, int], Tre
     """Returns a function that reads a source's items. Reads item 0 at once, because all others must be alike."""
     chance, several = getattr(source, "random_item", None), getattr(source, "__getitems__", None)
     first = source[0] if chance is None else chance(0, generators_of_items(key, 0)(0))
-    expected = _describe(jax.tree.map(np.asarray, first))
+    expected = _item_structure(jax.tree.map(np.asarray, first))
     kinds = [jnp.issubdtype(dtype, jnp.number) or dtype.kind == "b" for _, dtype in expected[1]]
     if not kinds or not all(kinds):
         paths = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(first)]
@@ -220,22 +220,22 @@ def _item_reader(source: Any, key: jax.Array) -> Callable[[np.ndarray, int], Tre
         if len(items) != len(numbers):
             raise ValueError(f"__getitems__ of data must give {len(numbers)} items, one for each row, got {len(items)}")
         for number, item in zip(numbers, items, strict=True):
-            if (found := _describe(item)) != expected:
+            if (found := _item_structure(item)) != expected:
                 raise ValueError(
                     "the items of data must be alike in structure, shapes and dtypes: row 0 has "
-                    f"{_in_words(expected)}, row {number} has {_in_words(found)}"
+                    f"{_structure_in_words(expected)}, row {number} has {_structure_in_words(found)}"
                 )
         return jax.tree.map(lambda *leaves: np.stack(leaves), *items)
 
     return read
 
 
-def _describe(item: Tree) -> tuple[Any, list[tuple[tuple[int, ...], np.dtype]]]:
+def _item_structure(item: Tree) -> tuple[Any, list[tuple[tuple[int, ...], np.dtype]]]:
     leaves, structure = jax.tree.flatten(item)
     return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
-def _in_words(description: tuple[Any, list]) -> str:
+def _structure_in_words(description: tuple[Any, list]) -> str:
     structure, leaves = description
     return str(jax.tree.unflatten(structure, [f"{dtype}{list(shape)}" for shape, dtype in leaves]))
 

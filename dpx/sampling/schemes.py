@@ -300,7 +300,7 @@ def compose_releases(multipliers: np.ndarray, event_of: Callable[[float], DpEven
 
 
 @dataclass(frozen=True, kw_only=True)
-class _WholeSize(Sampling):
+class _IntegerSizeSampling(Sampling):
     batch_size: int
 
     def __post_init__(self):
@@ -313,7 +313,7 @@ class _WholeSize(Sampling):
 
 @explain_misuse
 @dataclass(frozen=True, kw_only=True)
-class FixedSizeSampling(_WholeSize):
+class FixedSizeSampling(_IntegerSizeSampling):
     """Every step draws a new subset of `batch_size` examples, uniformly and without replacement.
 
     examples: int, size of the data set, a public number. batch_size: int, the rows of every batch, and the divisor.
@@ -347,7 +347,7 @@ class FixedSizeSampling(_WholeSize):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _EpochSampling(_WholeSize):
+class _EpochSampling(_IntegerSizeSampling):
     """Epochs that hold every example once, cut into batches of one size; the last batch of an epoch may be short.
 
     A run that has begun k epochs costs k Gaussian releases, each at the smallest noise multiplier of its epoch. Proof:

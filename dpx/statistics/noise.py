@@ -103,8 +103,8 @@ class Noise:
     def noisy_sums(self, key: jax.Array, sums: np.ndarray, low: int, high: int) -> np.ndarray:
         """The noisy sums, float64 (n,). key: used for this release alone. sums: int64 (n,), all in [low, high]."""
         if self.kind == "gaussian":
-            return _with_gaussian(key, sums, self.scale)
-        return _with_laplace(key, sums, self.scale, low, high)
+            return _add_gaussian_noise(key, sums, self.scale)
+        return _add_laplace_noise(key, sums, self.scale, low, high)
 
 
 def key_of_query(key: jax.Array, query: str, sums: np.ndarray) -> jax.Array:
@@ -122,7 +122,7 @@ def padded_noise_count(numbers: int) -> int:
     return max(_LEAST_SIZE, 1 << (numbers - 1).bit_length())
 
 
-def _with_gaussian(key: jax.Array, sums: np.ndarray, deviation: float) -> np.ndarray:
+def _add_gaussian_noise(key: jax.Array, sums: np.ndarray, deviation: float) -> np.ndarray:
     gamma = 1 << (math.frexp(deviation)[1] - 1 - GRID)  # as `dpx.keys.release` has it
     rest = np.zeros(padded_noise_count(len(sums)), np.int64)
     rest[: len(sums)] = sums % gamma
@@ -132,7 +132,7 @@ def _with_gaussian(key: jax.Array, sums: np.ndarray, deviation: float) -> np.nda
     return (sums + (noisy - rest)[: len(sums)]).astype(np.float64)  # rounded after the addition of whole numbers
 
 
-def _with_laplace(key: jax.Array, sums: np.ndarray, scale: float, low: int, high: int) -> np.ndarray:
+def _add_laplace_noise(key: jax.Array, sums: np.ndarray, scale: float, low: int, high: int) -> np.ndarray:
     center, digits = laplace_coin_probabilities(scale)
     *coins, of_center, signs, free = random_words(key, (len(digits) + 3) * len(sums)).reshape(-1, len(sums), 2)
     shown = [_coin_results(coin, digit).astype(np.int64) for coin, digit in zip(coins, digits, strict=True)]
