@@ -210,7 +210,7 @@ class Folder:
         require_skippable_steps(self._run, state, last, reach)
 
     def _prepare_locked_folder(self):
-        """Closes the folder to others, writes its warning, removes unfinished checkpoints. Called only in process 0."""
+        """Only in process 0: closes the folder to others, writes its warning and removes unfinished checkpoints."""
         make_folder(self.path)
         replace_file(self.path / "SENSITIVE", SENSITIVE)
         self._delete_older_checkpoints()

@@ -76,7 +76,7 @@ def compiled_step(
     """Returns the step for one batch, compiled once. The step deletes the arrays of the carry that it is given.
 
     carry: the carry before the first step, whose shardings every later one keeps on a mesh. whole: whether to return
-        all values of a batch.
+        the values of every row.
     """
     gradient = with_loss_inspector(
         private_updates(loss, optimizer, sharding=sharding, **options), _warn_of_loss_once(optimizer)

@@ -37,7 +37,7 @@ _PATIENCE = 300.0  # seconds to wait for other programs to write their lines
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerTerms:
-    """The first line of a ledger, which never changes. The fields are as for `PrivacyLedger`."""
+    """The first line of a ledger, which never changes. `PrivacyLedger` explains the fields."""
 
     epsilon: float
     delta: float
@@ -411,8 +411,8 @@ def _existing_entry(
 ) -> LedgerEntry:
     """Returns the existing entry for a key: a matching reservation, or a run that continues in its own folder.
 
-    Raises ValueError for anything else, because it would repeat the noise of an earlier release; and for more numbers
-    than were paid for, or noise drawn in integers that was not, because both cost more.
+    Raises ValueError for anything else, because it would repeat the noise of an earlier release; and for more numbers,
+    or noise drawn in integers, if that was not paid for.
     """
     dearer = numbers > entry.numbers or (current_place().platform == "tpu" and not entry.in_integers)
     if dearer or (entry.event, entry.marks, entry.part) != (event, marks, part):

@@ -45,7 +45,7 @@ OF_SEVERAL = (
 
 
 class PlannedSampling(NamedTuple):
-    """One row of the plan.
+    """One row of a `SamplingPlan`.
 
     sampling: the record. steps: int, in the planned epochs. noise_multiplier: float, the least for the budget. epsilon:
         float, at Poisson sampling's noise multiplier. rows: int, the rows computed for a batch, padding included.
@@ -234,7 +234,7 @@ _MOST_LABELS = 8  # batch sizes that label a plot; more would overlap
 
 
 class PlannedRun(NamedTuple):
-    """One row of a plan. Noise is a standard deviation of each coordinate, divided by the clip norm.
+    """One row of a `NoisePlan`. Noise is a standard deviation of each coordinate, divided by the clip norm.
 
     batch_size: int, expected. epochs: float, as requested. steps: int, in these epochs. noise_multiplier: float, the
         least for the budget. step_noise, epoch_noise, noise_of_run: floats, the noise in the private gradient of one

@@ -70,7 +70,7 @@ class CheckedData:
 
     @functools.cached_property
     def some_rows(self) -> Tree:
-        """Returns MARKED rows of arrays, on axis 0; of a source, whose items may be slow to read, MARKED_ITEMS."""
+        """Returns MARKED rows of arrays, or MARKED_ITEMS items of a source, which may be slow to read, on axis 0."""
         many = MARKED_ITEMS if self._from_source else MARKED
         places = np.unique(np.linspace(0, self.examples - 1, many).astype(np.int32))
         if self._from_source:

@@ -122,7 +122,7 @@ class Sampling(abc.ABC):
 
     @property
     def steps_per_public_epoch(self) -> int:
-        """The `steps_per_exact_epoch` if an example's step is not secret, so that an epoch costs one release; or 0."""
+        """The `steps_per_exact_epoch` if an example's step is not secret, so that an epoch costs one release, or 0."""
         return self.steps_per_exact_epoch
 
     @functools.cached_property  # not a property, because `RandomAllocation` makes it a field

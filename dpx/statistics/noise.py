@@ -69,7 +69,7 @@ class Noise:
 
     @classmethod
     def from_multiplier(cls, kind: Kind, noise_multiplier: float, effect: UnitSensitivity) -> "Noise":
-        """The noise for a multiplier relative to `effect`. Raises ValueError outside the range of the proofs."""
+        """Returns the noise for a multiplier relative to `effect`. Raises ValueError outside the proofs' range."""
         if kind == "gaussian":
             scale = float(np.nextafter(np.float32(noise_multiplier * effect.two), np.float32(math.inf)))
         else:

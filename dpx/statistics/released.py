@@ -109,7 +109,7 @@ class Release:
 
     value: float, or float64 (...). words: what it is. unit: what epsilon protects, such as "example"; neighbors have a
         null in place of one.
-    event: what the release costs. numbers: int, the number of elements whose Gaussian arithmetic epsilon counts.
+    event: what the release costs. numbers: int, for how many elements epsilon counts Gaussian arithmetic.
     noise: "gaussian", "laplace" or "exponential". noise_multiplier: float, the multiplier of this noise.
     """
 
@@ -173,7 +173,7 @@ class StatisticRequest:
             )
 
     def choose_noise(self, records: StatisticRecords, effect: UnitSensitivity, size: int) -> tuple[Noise, float]:
-        """Returns noise for `size` sums, and its multiplier; of two possible kinds, that with the smaller deviation."""
+        """Returns noise for `size` sums and its multiplier. If two kinds are possible, takes the smaller deviation."""
         kinds: list[Any] = [self.noise or "gaussian"]
         if self.noise is None and isinstance(self.noise_multiplier, Budget) and self.ledger is None:
             kinds = ["laplace", "gaussian"]
@@ -204,7 +204,7 @@ class StatisticRequest:
     def release_noisy_sums(
         self, records: StatisticRecords, sums: np.ndarray, effect: UnitSensitivity, low: int, high: int, *, query: str
     ) -> tuple[np.ndarray, Noise, dict[str, Any]]:
-        """Charges sums, int64 (...), and adds noise. Returns float64 (...), the noise, and fields of the `Statistic`.
+        """Charges a release, and adds noise to sums, int64 (...). Returns the sums, the noise and `Statistic` fields.
 
         effect: that of one record. low, high: public bounds on the sums. query: the question and all public arguments.
         """

@@ -277,7 +277,7 @@ def release_bernstein_sums(
     asked: StatisticRequest, records: StatisticRecords, low: np.ndarray, high: np.ndarray, degree: int, query: str
 ) -> tuple[np.ndarray, Noise, dict[str, Any]]:
     """Spreads each record's quanta over `degree + 1` cells, and releases the noisy sums, (degree + 1, columns). The
-    shares are Bernstein polynomials, at least 0 and 1 in total, so the quanta of a value present add up to QUANTA."""
+    shares are Bernstein polynomials, which are not negative and add up to 1, so a value's quanta add up to QUANTA."""
     there = ~np.isnan(records.values)
     share = (np.clip(np.where(there, records.values, low), low, high) - low) / (high - low)
     last = _in_quanta(share**degree)
