@@ -246,7 +246,7 @@ def test_notebooks_are_sound(path):
 def test_every_message_has_a_way_out():
     """If this fails: python -m docs._site.errors > docs/errors.md"""
     assert (DOCS / "errors.md").read_text() == errors.page()
-    assert all(own for _, own in errors.tracing_context()), "a way out without a message"
+    assert all(own for _, own in errors.placed()), "a way out without a message"
     assert all(way.text and way.patterns for way in errors.ways_out())
 
 
