@@ -323,9 +323,8 @@ def test_epochs_of_many_noises_are_rounded_to_few_that_cost_more():
     mixed = [AllocatedGaussians(((1.0 + i / 100, 2), (2.0, 1)), 9) for i in range(30)]
     rounded = allocation.round_to_few_epochs(dict.fromkeys(mixed, 1), 512)
     assert len(allocation.round_to_few_epochs(dict.fromkeys(mixed, 1), 9)) <= 3
-    assert sum(rounded.values()) == 30 and all(
-        loss.released_steps == 3 and loss.steps_per_epoch == 9 for loss in rounded
-    )
+    assert sum(rounded.values()) == 30
+    assert all(loss.released_steps == 3 and loss.steps_per_epoch == 9 for loss in rounded)
 
 
 def test_what_is_not_billed_is_refused():

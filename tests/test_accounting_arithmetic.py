@@ -302,9 +302,8 @@ def test_releases_are_counted_in_every_event():
     assert from_event(gaussian(0.0)).largest_shift("zero_out") == math.inf
     assert from_event(dp_accounting.NoOpDpEvent()).release_count == (0, 0.0)
     feedback = ErrorFeedbackDpEvent(4.0, 1.0, 2e3, 60, 60, SAMPLING)
-    assert (
-        from_event(feedback).release_count == (60, 60.0) and from_event(feedback).largest_shift("zero_out") == math.inf
-    )
+    flat = from_event(feedback)
+    assert flat.release_count == (60, 60.0) and flat.largest_shift("zero_out") == math.inf
     fixed = dp_accounting.SampledWithoutReplacementDpEvent(10, 2, gaussian(3.0))
     assert from_event(fixed).release_count == (1, 1.0) and from_event(fixed).largest_shift("replace_one") == 1 / 3
     of_two = dp_accounting.SampledWithoutReplacementDpEvent(10, 2, dp_accounting.ComposedDpEvent([gaussian(3.0)]))

@@ -48,11 +48,7 @@ RESTS = {  # lines that cannot be checked without facts: the words that the repo
     # tests/test_sparse_embeddings.py has the sums of `ada_fest` by brute force, and the noise of its step.
     "ada_fest": {"adjacent": "on the sums", "divisor": "not a linear function"},
     "frequent_rows": {"adjacent": "on the sums", "divisor": "not a linear function"},
-    "signs": {
-        "adjacent": "on the sums",
-        "divisor": "not a linear function",
-        "noise": "the line `secrecy` alone sees its",
-    },
+    "signs": {"adjacent": "on the sums", "divisor": "not a linear function", "noise": "line `secrecy` alone sees its"},
 }
 
 

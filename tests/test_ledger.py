@@ -470,9 +470,8 @@ def test_a_run_ends_once_and_with_its_own_steps(rich):
     with pytest.raises(ValueError, match="must hold its own steps"):
         rich.end(entry, of_run(13), steps=13)
     ended = rich.end(entry, of_run(5), steps=5)
-    assert ended.credit == credit_for_untaken_steps(
-        from_event(of_run(7)).losses("zero_out"), rich.terms.filter.limits.delta / 8
-    )
+    left, coins = from_event(of_run(7)).losses("zero_out"), rich.terms.filter.limits.delta / 8
+    assert ended.credit == credit_for_untaken_steps(left, coins)
     assert rich.end(entry, of_run(5), steps=5) == ended == rich.entries[0]
     assert rich.epsilon == spent  # what was given back is for later releases
     with pytest.raises(ValueError, match="that has not ended"):

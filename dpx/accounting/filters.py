@@ -55,7 +55,7 @@ from scipy import special
 from dpx.accounting import gdp
 from dpx.accounting.checks import Profile, require_delta, require_positive_epsilon
 from dpx.accounting.pld.losses import Losses, SampledGaussian
-from dpx.accounting.profiles import ComposedProfile, least_number_satisfying, lower_deltas, unsampled_profile
+from dpx.accounting.profiles import ComposedProfile, least_satisfying, lower_deltas, unsampled_profile
 
 COINS = 0.2  # share of delta for coins; a tenth and a third give the same epsilons to 1%
 _COARSE, _POINTS = 32, 512  # intervals of epsilon in which profiles are compared, at first and where it matters most
@@ -135,16 +135,12 @@ def dominating_mu(profile: Profile, delta: float) -> float:
     if not top < _FARTHEST:
         return math.inf
     points, mu = np.linspace(0, top, _COARSE + 1), math.inf
+    search = {"most": _FARTHEST, "fine": 1e-5, "smallest": _ROUNDING}
     bounds = np.array([profile.delta(epsilon) for epsilon in points.tolist()])
     while True:
         needed = (bounds * (1 + _ROUNDING) - delta) / (1 - delta)
         bounded = functools.partial(_tangents_above_chords, points, needed)
-        mu = min(
-            mu,
-            least_number_satisfying(
-                lambda mu, of=bounded: bool(of(mu).all()), most=_FARTHEST, fine=1e-5, smallest=_ROUNDING
-            ),
-        )
+        mu = min(mu, least_satisfying(lambda mu, of=bounded: bool(of(mu).all()), **search))
         decide = ~bounded(mu * (1 - _NEAR)) if mu < math.inf else np.ones(len(points) - 1, bool)
         split = decide & (np.diff(points) > 1.5 * top / _POINTS)
         if not split.any():

@@ -346,9 +346,8 @@ def _merge_on_one_sample(event: PoissonSampledDpEvent) -> PrivacyLoss | None:
     inner = from_event(event.event)
     if not inner.counts:
         return None
-    if not inner.all_releases_satisfy(
-        lambda loss: isinstance(loss, NoiselessRelease | GaussianRelease) and not loss.draws_examples_independently
-    ):
+    kinds = NoiselessRelease, GaussianRelease
+    if not inner.all_releases_satisfy(lambda loss: isinstance(loss, kinds) and not loss.draws_examples_independently):
         return DpAccountingRelease(event, inner)
     sigmas = [getattr(loss, "noise_multiplier", 0.0) for loss in inner.counts]
     parts = tuple(zip(sigmas, inner.counts.values(), strict=True))

@@ -46,9 +46,7 @@ class GaussianProfile:
 UNBOUNDED = GaussianProfile(math.inf)
 
 
-def least_number_satisfying(
-    holds: Callable[[float], bool], *, most: float, fine: float, smallest: float = 0.0
-) -> float:
+def least_satisfying(holds: Callable[[float], bool], *, most: float, fine: float, smallest: float = 0.0) -> float:
     """The least positive number for which `holds` is true, rounded up by a share of at most `fine`; inf above `most`.
 
     holds: if true for a number, it must be true for all larger ones. smallest: an error that is always small enough.
@@ -93,9 +91,7 @@ class DeltaProfile:
     def epsilon(self, delta: float) -> float:
         if self.deltas(0.0) <= delta:
             return 0.0
-        return least_number_satisfying(
-            lambda epsilon: self.deltas(epsilon) <= delta, most=_INFINITE_EPSILON, fine=1e-12
-        )
+        return least_satisfying(lambda epsilon: self.deltas(epsilon) <= delta, most=_INFINITE_EPSILON, fine=1e-12)
 
     def delta(self, epsilon: float) -> float:
         return self.deltas(epsilon)
@@ -159,11 +155,11 @@ class ComposedProfile:
     ) -> tuple[float, float]:
         """The least (epsilon, delta) that compositions prove, starting from a pair that RDP proves."""
         if self._side == "below":
-            directions = self._compose_around(epsilon, delta, self._renyi, None)
+            directions = self._compose_near(epsilon, delta, self._renyi, None)
             return read(directions) if directions else (0.0, 0.0)
         rdp_profile, expected_epsilon = self._renyi, None
         for attempt in range(_MOST_ATTEMPTS):
-            directions = self._compose_around(epsilon, delta, rdp_profile, expected_epsilon)
+            directions = self._compose_near(epsilon, delta, rdp_profile, expected_epsilon)
             if directions:
                 planned = epsilon, delta
                 epsilon, delta = (min(pair) for pair in zip(planned, read(directions), strict=True))
@@ -182,7 +178,7 @@ class ComposedProfile:
     def _wide_renyi(self) -> RenyiProfile:
         return RenyiProfile(total_renyi(self._losses, renyi.WIDE_ORDERS), orders=renyi.WIDE_ORDERS)
 
-    def _compose_around(
+    def _compose_near(
         self, epsilon: float, delta: float, rdp_profile: RenyiProfile, expected_epsilon: float | None
     ) -> Directions | None:
         """A composition that is precise around (epsilon, delta); None if that needs too large a grid."""
@@ -209,9 +205,7 @@ def lower_deltas(losses: Losses, epsilons: np.ndarray) -> np.ndarray:
     below = ComposedProfile(losses, side="below", deviations=_DEVIATIONS_CURVE)
     for delta in _LOWER_DELTAS:
         epsilon = max(upper.epsilon(delta), float(epsilons[1]))
-        directions = (
-            below._compose_around(epsilon, delta, below._wide_renyi, epsilon) if epsilon < epsilons[-1] else None
-        )
+        directions = below._compose_near(epsilon, delta, below._wide_renyi, epsilon) if epsilon < epsilons[-1] else None
         if directions:
             each = [[direction.delta(epsilon) for epsilon in epsilons.tolist()] for direction in directions]
             found = np.maximum(found, np.min(each, axis=0))

@@ -21,7 +21,7 @@ from dpx.accounting.cost import profile_of_run
 from dpx.accounting.filters import NOTHING, PrivacyFilter, Spent, credit_for_untaken_steps
 from dpx.accounting.flat_event import from_event
 from dpx.accounting.loss import as_hashable, event_of_release, require_noise_to_matter
-from dpx.accounting.profiles import least_number_satisfying
+from dpx.accounting.profiles import least_satisfying
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.ledgers.entries import LedgerEntry, decode_value, encode_value, read_entries
 from dpx.ledgers.files import replace_file
@@ -249,7 +249,7 @@ class PrivacyLedger:
             )
         require_noise_to_matter("event", event(1.0), event(0.5))
         given: Any = {"numbers": numbers, "part": part}
-        found = least_number_satisfying(lambda noise: self.affords(event(noise), **given), most=_MOST_NOISE, fine=_FINE)
+        found = least_satisfying(lambda noise: self.affords(event(noise), **given), most=_MOST_NOISE, fine=_FINE)
         if found == math.inf:
             raise ValueError(f"the budget of {self.path} must allow some noise multiplier up to {_MOST_NOISE:g}")
         return found

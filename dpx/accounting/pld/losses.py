@@ -317,9 +317,8 @@ def bucketed_steps(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, bu
     rate_groups = np.searchsorted(distinct_rates, rates)
     most_rates = math.isqrt(buckets)
     if len(distinct_rates) > most_rates:
-        rate_groups = _label_rounding_groups(np.log(distinct_rates), np.ones(len(distinct_rates)), most_rates)[
-            rate_groups
-        ]
+        labels = _label_rounding_groups(np.log(distinct_rates), np.ones(len(distinct_rates)), most_rates)
+        rate_groups = labels[rate_groups]
     numbers = np.unique(rate_groups)
     buckets_each = max(1, buckets // len(numbers))
     labels = np.empty(len(repeats), np.int64)

@@ -502,9 +502,8 @@ def _canary_gradients(canary: Any, instead: Any, params: Tree, sampling: Any) ->
         canary = jax.tree.map(lambda p: jnp.full(p.shape, _LARGE_NORM / math.sqrt(size), jnp.float32), params)
     if instead is None and getattr(sampling, "relation", None) == "replace_one" and not callable(canary):
         instead = jax.tree.map(jnp.negative, canary)
-    return _as_gradient_function("canary", canary, params), None if instead is None else _as_gradient_function(
-        "instead", instead, params
-    )
+    other = None if instead is None else _as_gradient_function("instead", instead, params)
+    return _as_gradient_function("canary", canary, params), other
 
 
 def _as_gradient_function(name: str, gradient: Tree | Gradient, params: Tree) -> Gradient:

@@ -255,9 +255,8 @@ def check_paths_agree(trial: MechanismUnderTest) -> str:
     for problem in trial.problems:
         names += [f"{name} of {problem.name}" for name in problem.paths]
         for step in STEPS:
-            first, *others = [
-                path(problem.rows, trial.state_after(step), all_but_one(2)) for path in problem.paths.values()
-            ]
+            state = trial.state_after(step)
+            first, *others = [path(problem.rows, state, all_but_one(2)) for path in problem.paths.values()]
             for name, found in zip(list(problem.paths)[1:], others, strict=True):
                 _require_same(found, first, f"{name} and update differ at step {step}", problem)
     return f"the same step by {', '.join(names)}"

@@ -70,9 +70,8 @@ class NoiseDraws:
         if (step, others) not in self._found:
             count = self.count if step in FULLY and not others else AT_LEAST
             steps, params = np.full(count, step), self.subject.others if others else self.subject.params
-            self._found[step, others] = self.draw_public_floats(
-                self.words[:count], self.subject.state_after(step), steps, params
-            )
+            state = self.subject.state_after(step)
+            self._found[step, others] = self.draw_public_floats(self.words[:count], state, steps, params)
         return self._found[step, others]
 
     def draw_public_floats(self, words: np.ndarray, state: Tree, steps: np.ndarray, params: Tree = None) -> np.ndarray:

@@ -283,9 +283,8 @@ def has_independent_noise(release: Release) -> bool:
 def _require_noise_never_repeats(trial: MechanismUnderTest, release: Release) -> None:
     """Raises Violation if the noise repeats: from step to step, or from draw to draw under other keys."""
     draws, state = trial.noise, trial.state_after(LAST)
-    found = draws.draw_public_floats(np.repeat(draws.words[:1], len(NUMBERS), axis=0), state, NUMBERS)[
-        :, : release.updates
-    ]
+    words = np.repeat(draws.words[:1], len(NUMBERS), axis=0)
+    found = draws.draw_public_floats(words, state, NUMBERS)[:, : release.updates]
     found = found - release.offset[: release.updates]
     # A CPU's denormal numbers are 0. A GPU's have few bits, and repeat by chance, where a schedule ends near 0.
     found[np.abs(found) < np.finfo(np.float32).tiny] = 0

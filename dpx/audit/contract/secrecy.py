@@ -42,10 +42,8 @@ def check_no_data_leaks(trial: MechanismUnderTest) -> str:
     if not trial.draws_noise_by_dpx:
         return _require_state_ignores_data(trial)
     for step in STEPS:
-        sums = inputs.take_rows(
-            trial.contributions_by_path(step)["update"], slice(inputs.RANDOM)
-        )  # some loud gradients
-        sums = inputs.flattened_leaves(jax.tree.map(lambda rows: rows.sum(0), sums)).astype(np.float32)
+        loud = inputs.take_rows(trial.contributions_by_path(step)["update"], slice(inputs.RANDOM))
+        sums = inputs.flattened_leaves(jax.tree.map(lambda rows: rows.sum(0), loud)).astype(np.float32)
         change = inputs.oscillating_values(trial.traced.numbers, 1.0, 0.3)
         exchange = _noise_change_offsetting_sums(trial, step)
         if exchange is None:
@@ -140,10 +138,9 @@ def check_released_bits(trial: MechanismUnderTest) -> str:
     """Checks that public values depend only on public values and on what `keys.release` returns for exact sums."""
     closed, names = _program_without_releases(trial)
     grads = len(jax.tree.leaves(trial.params))
-    shown = {jax.tree_util.keystr(path) for path, _ in _paths_of_leaves(publishable_state(trial.state_after(STEPS[0])))}
-    state = [
-        0 if jax.tree_util.keystr(path) in shown else RAW for path, _ in _paths_of_leaves(trial.state_after(STEPS[0]))
-    ]
+    state = trial.state_after(STEPS[0])
+    shown = {jax.tree_util.keystr(path) for path, _ in _paths_of_leaves(publishable_state(state))}
+    state = [0 if jax.tree_util.keystr(path) in shown else RAW for path, _ in _paths_of_leaves(state)]
     marks = propagate_marks(closed, [RAW] * grads + state + [0], lambda *_: None)
     raw = [name for name, mark in zip(names, marks, strict=True) if mark & RAW]
     if raw:

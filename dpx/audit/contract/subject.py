@@ -331,9 +331,8 @@ class ReleaseFunction:
     def release_at(self, state: Tree, params: Tree) -> Release:
         """The release after this state."""
         points = [(np.zeros(self.numbers, np.float32), np.zeros(self.normals, np.float32)), *self._derivative_points()]
-        every = self._point_slopes(
-            [near for one in points for near in (one, *_rounding_neighbors(*one))], state, params
-        )
+        tried = [near for one in points for near in (one, *_rounding_neighbors(*one))]
+        every = self._point_slopes(tried, state, params)
         first, first_sums, first_noise = origin = next(every)
         affine, data, noise = np.ones(len(first), bool), [], []
         # A transform that clips has zero slope at some points, so the derivatives at several points are joined.

@@ -106,12 +106,10 @@ def _first_is_nan(leaf: jax.Array) -> jax.Array:
     return leaf.at[0].set(jnp.nan) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
 
-def _group_bounds(
-    mechanism: Mechanism, state: Tree, contributions: Callable, params: Tree
-) -> tuple[jax.Array, jax.Array]:
+def _group_bounds(mechanism: Mechanism, state: Tree, norms: Callable, params: Tree) -> tuple[jax.Array, jax.Array]:
     """The bound of each group of layers, float32 (G,), and a copy with 0 where all examples contribute equally."""
     largest = jnp.stack(jax.tree.leaves(mechanism.bound(state)))
-    least = contributions(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
+    least = norms(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
     return largest, jnp.where(least < AT_THE_BOUND * largest, largest, 0)
 
 
