@@ -16,24 +16,24 @@ post-processing of w, in both directions. This fails if an example is replaced, 
 and if the steps of the others depend on I, as in a permutation.
 
 S = dP/dQ = (t - j) / t + (1/t) sum_{i <= j} u_i with independent u_i = exp((2 x_i - 1) / (2 s_i^2)) under Q. Its law
-does not depend on the order of the steps. `_dominating_ratio_law` computes one that is larger in the convex order, and
-so dominates in both directions. Epochs with new steps compose, direction by direction. Less noise dominates, because
-noise can be added to each w_i.
+does not depend on the order of the steps. `_dominating_ratio_law` computes a law that is larger in the convex order,
+and so dominates in both directions. Epochs with new steps compose, direction by direction. Less noise dominates,
+because noise can be added to each w_i.
 
 At a noise multiplier below 0.05, the cost is that of one Gaussian release, as if the example's step were known. This is
 an upper bound, because divergences are jointly convex. At an epsilon of 200, the excess is below ln t. At a small
 epsilon, the cost of random allocation may exceed that of Poisson sampling at rate 1/t, so neither bounds the other.
 
-LAWS of sums of independent likelihood ratios, on a geometric grid, bounded from above in the convex order. A likelihood
-ratio S = dP/dQ has mean 1 under Q, and E (S - a)+ and E (1 - a S)+, the hockey-stick divergences in both directions,
-are convex in S. So a law that is larger in the convex order (the same mean, and a larger expectation of every convex
-function) dominates in both directions. Independent sums preserve that order. So does this rounding: a number between
-two grid points becomes one of them, with probabilities that preserve its mean.
+**Laws** of sums of independent likelihood ratios are bounded from above in the convex order, on a geometric grid. A
+likelihood ratio S = dP/dQ has mean 1 under Q, and E (S - a)+ and E (1 - a S)+, the hockey-stick divergences in both
+directions, are convex in S. So a law that is larger in the convex order (the same mean, and a larger expectation of
+every convex function) dominates in both directions. Independent sums preserve that order. So does this rounding: a
+number between two grid points becomes one of them, with probabilities that preserve its mean.
 
 The ends of the grid preserve the mean too. A small number becomes 0 or the first point. A large one becomes the last
 point or infinity, which has only P-probability: the part `lost` of the mean. Nothing is renormalized.
 
-MOMENTS of S, for the Renyi divergences in both directions.
+**Moments** of S give the Renyi divergences in both directions.
 
 **Removal.** E S^n = n! t^-n c_n, where c_n is the coefficient of x^n in f(x) = e^((t - j) x) prod_i f_i(x) and
 f_i(x) = sum_k x^k e^(k (k-1) / (2 s_i^2)) / k!. Every f_i may be truncated after x^n. By Cauchy, the mean of f(z) z^-n

@@ -12,7 +12,7 @@ Proof. Let the coins of all other records be public, as joint convexity allows. 
 S with probability p_S, and the sum moves by c_S, |c_S| <= |S|, because records are nulled one after the other. With x
 from Q = N(0, s^2 I), the density of the step relative to Q is L(x) = sum_S p_S G_S(x),
 G_S(x) = exp(<c_S, x> / s^2 - |c_S|^2 / (2 s^2)). The divergence at e^epsilon = a is E max(L - a, 0), convex in L.
-1. The law of G_S depends on |c_S| alone, and a sum of given laws is largest in convex order where its terms are
+1. The law of G_S depends on |c_S| alone, and a sum of given laws is largest in convex order if its terms are
    comonotone. So all c_S may be |c_S| times one direction.
 2. G grows in convex order with |c_S|, because it is lognormal with mean 1. So do comonotone sums with each of their
    terms. So |c_S| may be |S|, and a unit with fewer records costs less. A record of a lower rate costs less too: it
@@ -25,8 +25,8 @@ differ by at most D = sum_i |v_i|. For normals G around one value, the pair is b
 and the root of the sum of D^2 over the pairs is at most k / s (Minkowski). So `far` has the bound of one example of
 that shift.
 
-Where Bin(k, q) exceeds j with a probability below 1e-40, numbers above j are rounded up, in steps of a quarter. More
-than 32 distinct noise multipliers are rounded down to 32.
+If Bin(k, q) exceeds j with a probability below 1e-40, numbers above j are rounded up, in steps of a quarter. More than
+32 distinct noise multipliers are rounded down to 32.
 """
 
 import functools

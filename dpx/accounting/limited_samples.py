@@ -13,8 +13,8 @@ Theorem: H_a(M(D) | M(D')) <= f(a) for every a > 0, with
 
 Proof:
 1. Take B, and exchange the example for one that is drawn from outside the sample. The result has the distribution of
-   A. An exchange moves the sum by at most 1 (in units in which the noise is s), and so it is from B to B'. Therefore
-   H_a(B|A) and H_a(B|B') are at most G(a) for a >= 1, because H_a is jointly convex.
+   A. An exchange moves the sum by at most 1 (in units in which the noise is s), and so does the change from B to B'.
+   Therefore H_a(B|A) and H_a(B|B') are at most G(a) for a >= 1, because H_a is jointly convex.
 2. Let a >= 1 and c = 1 + q (a-1). By advanced joint convexity (Balle, Barthe and Gaboardi 2018, Theorem 2,
    https://arxiv.org/abs/1807.01647), H_c(M(D) | M(D')) = q H_a(B | (1-b) A + b B') with b = c/a. By joint convexity and
    step 1, this is at most q G(a).
@@ -30,12 +30,12 @@ https://arxiv.org/abs/2106.08567). The pair's privacy loss has
     below 0:  its mirror image, with the probabilities under the second distribution;
     at 0:     the probability (1-q) (2 Phi(1/(2s)) - 1).
 
-It is not assumed that the data sets which are worst for one step are worst for many, which is false (Lebeda, Regehr,
-Kamath and Steinke 2024, https://arxiv.org/abs/2405.20769), because f bounds all neighbors at every a, in both orders.
+The proof does not assume that the worst data sets for one step are the worst for many, which is false (Lebeda, Regehr,
+Kamath and Steinke 2024, https://arxiv.org/abs/2405.20769): f bounds all neighbors at every a, in both orders.
 
-f is attained at a >= 1: if one example contributes C and all others -C, and it is replaced by one of -C, then the
-outputs are the pair of the removed example. So no cost may be below that of these two data sets, which is the cost
-of Poisson sampling at HALF the noise multiplier on the sum.
+f is attained at a >= 1: if one example contributes C and all others -C, and it is replaced by one that contributes -C,
+then the outputs are the pair of the removed example. So no cost may be below that of these two data sets, which is the
+cost of Poisson sampling at HALF the noise multiplier on the sum.
 
 **Public coins.** `arithmetic` needs a cost that holds if all coins but those of the example are public. A batch has
 the law of these coins: a uniform subset U of the others, in random rows; a uniform j in U; and a coin of rate q,
@@ -43,7 +43,7 @@ independent of both, by which the example takes the row of j. Given U and j, A i
 example, or the one that replaces it, has the place of j. Any two of them differ by at most 1, so the proof holds given
 U and j too: what step 1 draws is j. The shift of a release is 1 / s.
 
-# A truncated Poisson sample: coins, then a random subset where they choose too many
+# A truncated Poisson sample: coins, then a random subset if they choose too many
 
 N examples, coins of rate q, at most n rows, noise multiplier s. K is the number of the other examples that a coin
 chooses. The example takes part with probability q if K < n, and with q n / (K + 1) if K >= n ("full"), where it
@@ -58,8 +58,8 @@ h of replacing an example, if it is replaced.
 
 Proof: "full" does not depend on the example. So H_a, which is jointly convex, is at most the mean of both cases.
 1. Not full: no batch is cut, with or without the example. Given the coins of the others, this is one Poisson step.
-2. Full: n examples take part. Let A be the output if the example is not among them, which then are a uniform n-subset
-   of the others, at any K. B is the output if it is, beside a uniform (n-1)-subset of the others, at any K. So the
+2. Full: n examples take part. Let A be the output if the example is not among them: they are then a uniform n-subset of
+   the others, at any K. B is the output if it is, next to a uniform (n-1)-subset of the others, at any K. So the
    outputs are (1-p) A + p B and (1-p) A + p B', where B' has a null in place of the example, or another example. (If
    the example is not there, the second one is A.) Exchange the example in B for one that is drawn from outside the
    sample: this gives A, and moves the sum by at most 2, as does the exchange of B for B'. That is what the proof of
@@ -69,7 +69,7 @@ public coin of probability tau, so its privacy loss is the mixture of both. exp(
 gives the Renyi divergences. (dp-accounting, after https://arxiv.org/abs/2508.15089, has the pair of a replaced example
 in place of f, which costs a little more.)
 
-Poisson's cost would be below the truth: if all others contribute -1 and the example +1, a full batch moves by 2.
+The cost of Poisson sampling would be too low: if all others contribute -1 and the example +1, a full batch moves by 2.
 
 **Public coins.** `arithmetic` needs a cost that holds if all coins but those of the example are public. The coins of
 the others here are not public, because K decides about p. But a full batch has the law of these coins: a uniform

@@ -1,7 +1,7 @@
 """The lines of the contract about the cost: what the releases cost, and that batches are drawn as the event says.
 
 If noise is correlated over the steps, one example moves C G, where G holds the sums of the steps. The cost must cover
-the largest move over all signs of its gradients and all sets of steps in which the sampling lets it take part.
+the largest move over all signs of the gradients and all sets of steps in which one example may take part.
 """
 
 import itertools
@@ -350,7 +350,7 @@ def _require_weighted_poisson(batches: list[np.ndarray], rates: np.ndarray, stat
 
 
 def _require_counts_fit_rates(count: int, rates: np.ndarray, words: str):
-    """Bernstein's inequality for independent coins."""
+    """Tests a count of independent coins by Bernstein's inequality."""
     mean, variance, log = rates.sum(), float((rates * (1 - rates)).sum()), math.log(2 / BATCH_RATE)
     if abs(count - mean) > log / 3 + math.sqrt(log**2 / 9 + 2 * log * variance) + 1e-9 * mean:
         raise Violation(f"batches hold {count} {words}, where coins of the stated rates hold {mean:.1f}")

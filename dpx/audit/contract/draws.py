@@ -38,7 +38,7 @@ SOON = 1000  # steps whose noise is checked before any slow test
 class NoiseDraws:
     """Draws of the public values of a step of an empty batch, which are its noise.
 
-    traced: the release. count: int, draws at the steps FULLY; others have AT_LEAST. seed: draws the keys.
+    traced: the release. count: int, draws at the steps FULLY; others have AT_LEAST. seed: for the keys.
         rebuild: (key) -> the mechanism with this key, or None. has_keys: whether the step reads a key at all.
     """
 
@@ -161,7 +161,7 @@ def find_noise_fault(traced: ReleaseFunction) -> str:
 
 
 def whitened_draws(draws: NoiseDraws, step: int, release: Release) -> np.ndarray:
-    """The draws of a step, float64 (count, r). They are standard normals if the noise is what the trace says."""
+    """The whitened draws of a step, float64 (count, r): standard normals if the noise is what the trace says."""
     rows = release.affine.copy()
     if rows[: release.updates].all():
         rows[release.updates :] = False
@@ -182,7 +182,7 @@ def whitened_draws(draws: NoiseDraws, step: int, release: Release) -> np.ndarray
 def solve_for_normals(change: np.ndarray, maps: np.ndarray) -> np.ndarray:
     """Solves change[i] = maps[i] @ normals[i], of shapes (count, o) and (count, o, m), for normals in r directions.
 
-    Raises Violation if they are correlated with an entry of the maps, because then the noise shares the maps' key.
+    Raises Violation if the normals are correlated with an entry of the maps, because then noise and maps share a key.
     """
     left, sizes, right = np.linalg.svd(maps, full_matrices=False)
     large = sizes > SMALL * sizes[:, :1]

@@ -1,9 +1,9 @@
 """The line of the contract about noise: whether it is as large as the cost says, and independent standard normals.
 
-For steps that no run of the check reaches, it sets the counters. With larger parameters, it releases one batch of many
-rows: each row must contribute independently of the others, and the noise must not repeat. Noise that is correlated over
-the steps (`Mechanism.correlated`) is C^-1 z in a run. So in the first steps of many runs, C times the released noise
-must be independent standard normals, in units of the noise of the first step.
+For steps that no run of the check reaches, the counters are set. With larger parameters, one batch of many rows is
+released: each row must contribute independently of the others, and the noise must not repeat. Noise that is correlated
+over the steps (`Mechanism.correlated`) is C^-1 z in a run. So in the first steps of many runs, C times the released
+noise must be independent standard normals, in units of the noise of the first step.
 """
 
 import functools

@@ -3,11 +3,11 @@
 Marks spread from raw data and keys through the equations of a program, and show what depends on them.
 
 The line "bits": a Gaussian mechanism on real numbers need not be private in floating point, because the bits of a noisy
-float can show the sum under it. `keys.release` is private for the bits. So the check traces the step with constants in
-place of its results, and then no public number may depend on raw data. The constants still depend on the key, the step
-and the deviation, so a grid or noise that depends on the data is found too. The sum that `keys.release` gets must have
-no more rounding than ETA, by which the noise is larger than stated. A `FloatPair` (two float32 per coordinate) ensures
-that. A mechanism that merges the pair into one number, or adds rows in its own way, does not.
+float can show the sum under it. The bits that `keys.release` returns are private. So the check traces the step with
+constants in place of its results, and then no public number may depend on raw data. The constants still depend on the
+key, the step and the deviation, so a grid or noise that depends on the data is found too. The rounding of the sum that
+`keys.release` gets must be at most ETA, by which the noise is larger than stated. A `FloatPair` (two float32 per
+coordinate) ensures that. A mechanism that merges the pair into one number, or adds rows in its own way, does not.
 """
 
 import functools
@@ -36,7 +36,7 @@ SHIFT = 16.0  # how far the data is moved, in standard deviations of the noise
 
 
 def check_no_data_leaks(trial: MechanismUnderTest) -> str:
-    """Checks that two datasets with the same noisy sums give the same public values: noise offsets data."""
+    """Checks that two datasets with the same noisy sums give the same public values."""
     trial.require_noise()
     _require_own_event_for_unreleased(trial)
     if not trial.draws_noise_by_dpx:

@@ -1,10 +1,10 @@
-"""The mechanism that is checked: the ways to its private gradient, and its release as a function of data and noise.
+"""The mechanism that is checked: the paths to its private gradient, and its release as a function of data and noise.
 
 A release is a function F(s, n) of the sums s and the standard normals n of `keys.release`, here without its grid. If it
 is private as a Gaussian mechanism is, F(s, n) = G(s + D n) for some G, and the change -X z of the noise, X = D^-1,
 offsets a change z of the sums. So |X z| is the size of z in units of the noise, whatever G is: a mask, a scale, a
-projection that is undone, or an optimizer. One release is then the Gaussian mechanism with the noise multiplier 1 / max
-|X z|, where z runs through what one example can add to the sums.
+projection that is undone, or an optimizer. So one release is the Gaussian mechanism with the noise multiplier 1 / max
+|X z|, over all z that one example can add to the sums.
 """
 
 import functools
@@ -77,7 +77,7 @@ class Subject:
         return jax.jit(jax.vmap(of_one, (0, None)))
 
     def update(self, grads: Tree, state: Tree, included: np.ndarray) -> tuple[Tree, Tree]:
-        """`Mechanism.update`, compiled."""
+        """Runs `Mechanism.update`, compiled."""
         return next(iter(self.problems[0].paths.values()))(grads, state, included)
 
     def state_after(self, step: int) -> Tree:

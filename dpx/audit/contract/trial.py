@@ -19,7 +19,7 @@ MULTIPLIERS = 2**20  # number of steps whose noise multipliers are read
 
 
 class MechanismUnderTest(Subject):
-    """A mechanism under test. subject: the arguments of `Subject`. draws: int, number of draws of a step's noise.
+    """A `Subject` with the facts that several lines need. subject: its arguments. draws: int, draws of a step's noise.
     seed: for the keys of these draws. rebuild: (key) -> the mechanism with this key, or None."""
 
     def __init__(self, *subject: Any, draws: int, seed: int, rebuild: Callable | None = None):
