@@ -5,7 +5,7 @@ microbatches), private_updates.py (the release, also for a batch in chunks).
 
 To extend it: a layer that ghost norms can follow needs a rule in ghost/rules.py, and a way to compute norms needs a
 record in ghost/algorithms.py. Both need a model in tests/test_ghost_zoo.py and a case in tests/test_ghost_hostile.py.
-Another value of `norms` belongs in clipped_gradients.py (`Norms`, `RowSum.plan`).
+Another value of `norms` belongs in clipped_gradients.py (`Norms`, `RowSum.plan_and_cost`).
 """
 
 from dpx.gradients.private_updates import PrivateUpdates as PrivateUpdates
