@@ -30,14 +30,7 @@ from jax import lax
 from jax.extend import core
 
 from dpx.values import Tree
-from dpx.xla.jaxprs import (
-    bind_equation,
-    constants_and_carry_of_scan,
-    convolves,
-    evaluate_jaxpr,
-    replace_equations,
-    walk_equations,
-)
+from dpx.xla import jaxprs
 from dpx.xla.place import current_place
 
 FEWEST, MOST_PER_OUTPUT = 4, 32  # numbers of positions for which the fast kernel saves more than the transpose takes
@@ -64,7 +57,7 @@ def with_fast_products(function: Callable) -> Callable:
         """Computes A^T B, [(..., I, O)]; after one turn B^T A, [(..., O, I)]; and after two the original equation."""
         ((axes, others), (batch, batches)) = equation.params["dimension_numbers"]
         if turns == 2:  # XLA has already transposed the first matrix
-            return bind_equation(equation, operands, equation.params)
+            return jaxprs.bind_equation(equation, operands, equation.params)
         a, b = (_merge_position_axes(*of) for of in zip(operands, (batch, batches), (axes, others), strict=True))
         first, second = (a, b) if turns == 0 else (b, a)
         how = equation.params["precision"], equation.params["preferred_element_type"]
@@ -82,14 +75,14 @@ def with_fast_products(function: Callable) -> Callable:
                 return product_after_transposes(of, factors, turns + 1)
         return None
 
-    return replace_equations(function, _adds_outer_products, results)
+    return jaxprs.replace_equations(function, _adds_outer_products, results)
 
 
 def multiplies_matrices(jaxpr: core.Jaxpr) -> bool:
     """Whether the loss of one example multiplies a matrix, so that a gradient may be a sum of outer products."""
     return any(
         equation.primitive.name == "dot_general" and max(getattr(v.aval, "ndim", 0) for v in equation.outvars) > 1
-        for equation in walk_equations(jaxpr)
+        for equation in jaxprs.walk_equations(jaxpr)
     )
 
 
@@ -121,11 +114,11 @@ def with_reordered_convolutions(closed: core.ClosedJaxpr) -> Callable:
         primitive, params = equation.primitive, equation.params
         if primitive.name == "conv_general_dilated":
             return [_convolution_in_fast_order(*operands, **params)]
-        if primitive.name in CALLS and convolves(params["jaxpr"].jaxpr):
+        if primitive.name in CALLS and jaxprs.convolves(params["jaxpr"].jaxpr):
             return jax.jit(with_reordered_convolutions(params["jaxpr"]))(*operands)
-        return bind_equation(equation, operands, params)
+        return jaxprs.bind_equation(equation, operands, params)
 
-    return lambda *arguments: evaluate_jaxpr(closed.jaxpr, closed.consts, arguments, results)
+    return lambda *arguments: jaxprs.evaluate_jaxpr(closed.jaxpr, closed.consts, arguments, results)
 
 
 def _convolution_in_fast_order(data: jax.Array, kernel: jax.Array, *, dimension_numbers, **params) -> jax.Array:
@@ -146,11 +139,11 @@ def with_uninitialized_stacks(function: Callable[[Tree], Tree]) -> Callable[[Tre
         loops = equation.primitive.name == "scan" and equation.params["reverse"] and _stacks_numbers(equation)
         return _run_scan_as_loop(equation, operands) if loops else None
 
-    return replace_equations(function, lambda equation: False, results)
+    return jaxprs.replace_equations(function, lambda equation: False, results)
 
 
 def _stacked_results(equation: core.JaxprEqn) -> list[Any]:
-    return [v.aval for v in equation.outvars[constants_and_carry_of_scan(equation.params)[1] :]]
+    return [v.aval for v in equation.outvars[jaxprs.constants_and_carry_of_scan(equation.params)[1] :]]
 
 
 def _stacks_numbers(equation: core.JaxprEqn) -> bool:
@@ -162,7 +155,7 @@ def _stacks_numbers(equation: core.JaxprEqn) -> bool:
 def _run_scan_as_loop(equation: core.JaxprEqn, operands: list) -> list[jax.Array]:
     """Runs a backward scan as a loop and returns its results."""
     body, length = core.jaxpr_as_fun(equation.params["jaxpr"]), equation.params["length"]
-    constants, carried = constants_and_carry_of_scan(equation.params)
+    constants, carried = jaxprs.constants_and_carry_of_scan(equation.params)
     fixed, begin, rows = operands[:constants], operands[constants:][:carried], operands[constants + carried :]
 
     def turn(number, state):
