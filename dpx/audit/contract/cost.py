@@ -65,14 +65,13 @@ def check_counted_releases(trial: MechanismUnderTest) -> str:
     own, more, last = "", False, 0
     all_steps = RUN_LENGTHS if callable(mechanism.noise_multiplier) else (*RUN_LENGTHS, LONGEST_WITHOUT_SCHEDULE)
     for steps in all_steps:
-        expected = mechanism.sampling.event(trial.multipliers[:steps])
         try:
             event = trial.event(steps)
         except ValueError as error:
             if steps > MUST:
                 break
             raise NotChecked(f"{steps} steps have no event: {error}") from None
-        last = steps
+        last, expected = steps, mechanism.sampling.event(trial.multipliers[:steps])
         if mechanism.correlated is None and _are_equal(event, expected):
             continue  # nothing is missing, and reading each release of a long schedule takes seconds
         name = names_of_special_events(event, mechanism.sampling)
