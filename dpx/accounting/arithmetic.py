@@ -275,7 +275,7 @@ class RunProfile:
         """Tries bounds on epsilon, because `far` may depend on epsilon, and so may the best p0. The first one that
         leaves almost all of delta to exact arithmetic is enough; otherwise, the least result holds."""
         least = EpsilonWithRounding(math.inf, math.inf, 1.0)
-        for bound in self._bounds(delta):
+        for bound in self._epsilon_bounds(delta):
             worth = delta * math.exp(-bound) if bound < _LARGEST_EPSILON else delta
             added = finite_precision_cost(self.releases, self.mean, worth, normals)
             spare = delta - added.delta(bound, 0.0, self.shift)
@@ -302,7 +302,7 @@ class RunProfile:
             low, high = (low, middle) if math.isfinite(self.epsilon(math.exp(middle))) else (middle, high)
         return math.exp(high) if high < 0 else None
 
-    def _bounds(self, delta: float) -> Iterator[float]:
+    def _epsilon_bounds(self, delta: float) -> Iterator[float]:
         yield from (_LARGEST_EPSILON, _USUAL_EPSILON)
         yield min(self.exact.epsilon(delta / 2), _LARGEST_UNKNOWN)
 

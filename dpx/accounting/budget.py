@@ -102,15 +102,15 @@ class Budget:
             return self
         return replace(self, steps=sampling.steps(epochs=self.epochs), epochs=None)
 
-    def _no_number(self, *_: Any) -> NoReturn:
+    def _refuse_arithmetic(self, *_: Any) -> NoReturn:
         raise ValueError(
             "a Budget is not a number: give it as the noise_multiplier itself, which is then constant. For a schedule "
             "that meets a budget, decorate a function of noise_multiplier with dpx.accounting.accepts_budget, and "
             "multiply the schedule by that number inside"
         )
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _no_number
-    __pow__ = __rpow__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _no_number
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_arithmetic
+    __pow__ = __rpow__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse_arithmetic
 
 
 def accepts_budget(build: Callable[..., M]) -> Callable[..., M]:
@@ -152,12 +152,12 @@ def accepts_budget(build: Callable[..., M]) -> Callable[..., M]:
         )
         return make_with_noise(noise_multiplier).replace(budget=budget)
 
-    parameters = [p if p.name != "noise_multiplier" else _accepting_budget(p) for p in signature.parameters.values()]
+    parameters = [p if p.name != "noise_multiplier" else _annotate_budget(p) for p in signature.parameters.values()]
     vars(builder)["__signature__"] = signature.replace(parameters=parameters)
     return builder
 
 
-def _accepting_budget(parameter: inspect.Parameter) -> inspect.Parameter:
+def _annotate_budget(parameter: inspect.Parameter) -> inspect.Parameter:
     annotation: Any = parameter.annotation
     return parameter.replace(annotation=Budget if annotation is parameter.empty else annotation | Budget)
 
@@ -212,15 +212,15 @@ def calibrate(
         costs[noise_multiplier] = require_reachable_epsilon(profile, epsilon, delta)
         return costs[noise_multiplier]
 
-    def rough(noise_multiplier: float) -> float:
+    def rough_cost(noise_multiplier: float) -> float:
         return cost(noise_multiplier, distinct=FEW, buckets=_COARSE_BUCKETS)
 
     if records in (None, 1):
-        start = 1.0 if accountant == "rdp" else least_noise_within(rough, epsilon, _COARSE_TOLERANCE, 1.0)
+        start = 1.0 if accountant == "rdp" else least_noise_within(rough_cost, epsilon, _COARSE_TOLERANCE, 1.0)
         found = least_noise_within(cost, epsilon, tolerance, start)
     else:
-        start = least_noise_within(rough, epsilon, _COARSE_TOLERANCE, math.sqrt(records))
-        near, far = rough(start), rough(1.05 * start)
+        start = least_noise_within(rough_cost, epsilon, _COARSE_TOLERANCE, math.sqrt(records))
+        near, far = rough_cost(start), rough_cost(1.05 * start)
         power = math.log(near / far) / math.log(1.05) if 0 < far < near < math.inf else 1.0
         found = _least_noise_near(cost, epsilon, tolerance, start, power)
     _warn_of_unused_budget(epsilon, found, costs)
@@ -414,7 +414,7 @@ def max_steps(
     require_event_and_sampling(optimizer)
     checks.warn_of_large_delta(delta, optimizer.sampling)
 
-    def affordable(steps: int) -> bool:
+    def is_affordable(steps: int) -> bool:
         try:
             spent = cost_of_run(optimizer, steps, relation, records=records)
         except ValueError:
@@ -424,7 +424,7 @@ def max_steps(
         return spent.profile(accountant).epsilon(delta) <= epsilon
 
     low, high = 0, 1
-    while affordable(high):
+    while is_affordable(high):
         if high == _MOST_STEPS:
             raise ValueError(
                 f"epsilon={epsilon} at delta={delta} must limit the steps, but {_MOST_STEPS} steps cost no more"
@@ -432,5 +432,5 @@ def max_steps(
         low, high = high, min(2 * high, _MOST_STEPS)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if affordable(middle) else (low, middle)
+        low, high = (middle, high) if is_affordable(middle) else (low, middle)
     return low

@@ -25,11 +25,11 @@ def replacing_key_functions(**functions: Callable) -> contextlib.AbstractContext
 def drawing_normals_by(draw: Callable) -> contextlib.AbstractContextManager:
     """Replaces `keys.normal_like` by `draw(key, step, tree)` inside the context, and makes `keys.release` add it to its
     sum in floating point, without the grid: for a trace, never for a run."""
-    return replacing_key_functions(normal_like=draw, release=_release_adding(draw))
+    return replacing_key_functions(normal_like=draw, release=_release_adding_noise(draw))
 
 
 @functools.lru_cache(64)  # the same object each time, because jax traces again for a new one
-def _release_adding(draw: Callable) -> Callable:
+def _release_adding_noise(draw: Callable) -> Callable:
     def release(key, step, total, deviation):
         high, low = as_pair(total)
         whole = high if low is None else jax.tree.map(jnp.add, high, low)
@@ -54,7 +54,7 @@ def with_quick_noise(function: Callable) -> Callable:
     the same. The cipher and the normals take two thirds of the time to compile a small step."""
 
     def trace_with_quick_noise(*arguments):
-        with replacing_key_functions(release=_release_adding(quick_noise)):
+        with replacing_key_functions(release=_release_adding_noise(quick_noise)):
             return function(*arguments)
 
     return trace_with_quick_noise

@@ -159,14 +159,14 @@ class SummedLoss:
 
     def uncomputed_share(self, epsilon: float) -> float:
         """The share of delta at epsilon that was bounded instead of computed, because it was dropped or rounded."""
-        k = self._index(epsilon)
+        k = self._index_of_epsilon(epsilon)
         return float(self._bounded[k]) / max(self.delta(epsilon), 1e-300)
 
-    def _index(self, epsilon: float) -> int:
+    def _index_of_epsilon(self, epsilon: float) -> int:
         return min(int(np.searchsorted(self._losses, epsilon, side="right")) - 1, len(self._losses) - 1)
 
     def delta(self, epsilon: float) -> float:
-        k = self._index(epsilon)
+        k = self._index_of_epsilon(epsilon)
         lower = math.exp(epsilon - self._losses[k]) * self._lower[k] if self._lower[k] > 0 else 0.0
         found = float(np.clip(np.maximum(0.0, self._upper[k] - lower) + self._bounded[k], 0, 1))
         return 1.0 if math.isnan(found) else found

@@ -107,13 +107,13 @@ class SampledGaussian(GaussianStep):
         return renyi.schedule_rdp(sigmas, rates, counts, self.relation, orders)
 
     def pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
-        return self._discretized(dominating_pmf, grid, tail, largest)
+        return self._discretize(dominating_pmf, grid, tail, largest)
 
     def dominated_pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
         """Like `pmfs`, but dominated by the true pair of distributions, for lower bounds."""
-        return self._discretized(dominated_pmf, grid, tail, largest)
+        return self._discretize(dominated_pmf, grid, tail, largest)
 
-    def _discretized(self, make_pmf: Callable[..., Pmf], grid: float, tail: float, largest: float) -> tuple[Pmf, ...]:
+    def _discretize(self, make_pmf: Callable[..., Pmf], grid: float, tail: float, largest: float) -> tuple[Pmf, ...]:
         first, losses = self.grid_points(grid, tail, largest)
         upper, lower = self.masses(losses)
         remove = make_pmf(upper, lower, first, grid)

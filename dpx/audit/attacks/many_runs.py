@@ -266,7 +266,7 @@ class PilotStatistic(NamedTuple):
         weights = _weights_by_move(found.moves, self.moves, self.gain)
         residuals = ((_flat_counts(found.counts) - self.center) * _flat_counts(weights)) @ self.whitening.T
         if self.columns is not None:
-            return self._group_statistics(residuals.reshape(found.counts.shape), self.columns)
+            return self._scores_by_group(residuals.reshape(found.counts.shape), self.columns)
         signal = self.signal * weights
         exponents = (residuals.reshape(signal.shape) * signal - signal**2 / 2).sum(axis=2)
         if self.period:
@@ -277,7 +277,7 @@ class PilotStatistic(NamedTuple):
         with np.errstate(divide="ignore"):
             return np.logaddexp(np.log1p(-self.rates), np.log(self.rates) + exponents).sum(axis=1)
 
-    def _group_statistics(self, residuals: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    def _scores_by_group(self, residuals: np.ndarray, columns: np.ndarray) -> np.ndarray:
         exponents = np.einsum("nsf,tsf->nt", residuals, columns) - np.square(columns).sum(axis=(1, 2)) / 2
         coins = np.minimum(self.rates * self.groups, 1.0)
         with np.errstate(divide="ignore"):

@@ -104,10 +104,10 @@ class NoiseDraws:
         given = self.subject.mechanism, self.rebuild
         if not with_other_keys(moved_by_noise, *given, (state,))[1]:
             return None
-        return _maps_of(with_other_keys(floats, *given, (state, vector))[0], vector)
+        return _noise_maps_by_key(with_other_keys(floats, *given, (state, vector))[0], vector)
 
 
-def _maps_of(run: Callable, vector: jax.Array) -> Callable:
+def _noise_maps_by_key(run: Callable, vector: jax.Array) -> Callable:
     def of_key(key, state):
         def floats(vector):
             found = run(key, (state, vector))

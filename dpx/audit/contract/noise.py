@@ -155,12 +155,12 @@ class LargeBatchProbe:
     def __init__(self, trial: MechanismUnderTest):
         self.trial = trial
         try:
-            self._take(jax.tree.map(lambda leaf: np.empty(*leaf), LARGE, is_leaf=lambda node: isinstance(node, tuple)))
+            self._set_up(jax.tree.map(lambda leaf: np.empty(*leaf), LARGE, is_leaf=lambda one: isinstance(one, tuple)))
         except Exception:  # whatever a mechanism raises for parameters it was not built for
             leaves, structure = jax.tree.flatten(trial.params)
-            self._take(structure.unflatten([np.empty(p.shape, DTYPES[n % 3]) for n, p in enumerate(leaves)]))
+            self._set_up(structure.unflatten([np.empty(p.shape, DTYPES[n % 3]) for n, p in enumerate(leaves)]))
 
-    def _take(self, like: Tree) -> None:
+    def _set_up(self, like: Tree) -> None:
         mechanism, params = self.trial.mechanism, inputs.extreme_values_like(like)
         self.params, self.state = params, jax.jit(mechanism.init)(params)
         leaves, structure = jax.tree.flatten(inputs.normal_gradients(params, 31, 5e3, rows=MANY_ROWS))

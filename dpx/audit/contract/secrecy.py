@@ -230,7 +230,7 @@ def require_small_rounding(trial: MechanismUnderTest) -> str:
 
     handed, every = with_recorded_releases(update), np.arange(LONG)
     sets = (every >= 0, every != REMOVED, every == REMOVED, every < 0)
-    whole, others, alone, none = (handed(_nulled_rows(rows, included), included) for included in sets)
+    whole, others, alone, none = (handed(_null_excluded_rows(rows, included), included) for included in sets)
     squares = [
         np.sum(((a.total - b.total) - (c.total - d.total)) ** 2) / a.deviation**2
         for a, b, c, d in zip(whole, others, alone, none, strict=True)
@@ -299,5 +299,5 @@ def _gradients_lost_to_rounding(trial: MechanismUnderTest) -> Tree:
     return unflatten_vectors(np.broadcast_to(np.float32(unit * column[:, None]), (LONG, size)), trial.params)
 
 
-def _nulled_rows(rows: Tree, included: np.ndarray) -> Tree:
+def _null_excluded_rows(rows: Tree, included: np.ndarray) -> Tree:
     return jax.tree.map(lambda g: g * included.reshape(-1, *[1] * (g.ndim - 1)), rows)
