@@ -217,7 +217,7 @@ def _checked_budget(epsilon: Any, delta: Any, accountant: Any, records: Any, num
 def _epsilon_of_noise(
     sampling: Sampling, steps: int, *, epsilon: float, delta: float, accountant: Accountant, records: int, numbers: int
 ) -> Callable[[float], float]:
-    """Returns (noise multiplier) -> epsilon of this many steps, for a person with up to `records` records."""
+    """Returns the function noise multiplier -> epsilon of this many steps, for a person with `records` records."""
     relation = checks.require_relation(sampling.relation)
 
     def spent(noise: float) -> float:

@@ -1,9 +1,9 @@
 """Which examples take part in a step: records that draw the batches and state their cost; batches; users.
 
-The files follow a batch on its way. schemes.py has `Sampling`, which says which examples take part and what that costs;
-its `take`, `batches` and `draw_ahead` read the step from the optimizer state. batch.py has `Batch`, coins and
-permutations. loading.py reads rows and loads batches ahead. users.py makes a user the privacy unit, and chooses which
-records to keep when a record has several owners.
+The files are in the order in which a batch is made. schemes.py has `Sampling`, which says which examples take part and
+what that costs; its `take`, `batches` and `draw_ahead` read the step from the optimizer state. batch.py has `Batch`,
+coins and permutations. loading.py reads rows and loads batches ahead. users.py makes a user the privacy unit, and
+chooses which records to keep when a record has several owners.
 
 To add one: write a frozen dataclass that extends `Sampling`, in schemes.py, or in varying.py if the size of its batches
 is random, and add a line to `dpx/catalog.py`.

@@ -241,7 +241,7 @@ LARGE = 1e-9  # the probability that a batch needs more rows than usual
 
 @functools.lru_cache
 def usual_row_count(examples: int, probability: float) -> int:
-    """Returns a row count that a Poisson-sampled batch exceeds with probability below 1e-9: a multiple of 8, or N."""
+    """Returns a row count, a multiple of 8 or N, that a Poisson-sampled batch exceeds with probability below 1e-9."""
     mean = examples * probability
     sizes = np.arange(round_up(mean, 8), mean + 10 * math.sqrt(mean) + 80, 8)
     tails = scipy.special.betainc(sizes + 1, np.maximum(examples - sizes, 1), probability)

@@ -121,7 +121,7 @@ class CoinThresholds(NamedTuple):
 
 
 def coin_thresholds(rates: np.ndarray) -> CoinThresholds:
-    """Rounds rates, float64 (examples,), down to multiples of 2^-64."""
+    """Returns the thresholds of coins with these rates, float64 (examples,), rounded down to multiples of 2^-64."""
     always = rates >= 1
     limits = np.where(always, 0.0, rates * 2.0**64).astype(np.uint64)  # an exact product, rounded down
     return CoinThresholds((limits >> np.uint64(32)).astype(np.uint32), limits.astype(np.uint32), always)
