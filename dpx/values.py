@@ -88,8 +88,7 @@ MISSING = {  # what a required argument can be, if its name does not say it
 
 
 def find_only_node(tree: Tree, kind: type[State], called: str) -> State:
-    """Returns the only node of type `kind` in `tree`. Raises ValueError for none or several, and calls them
-    `called`."""
+    """Returns the only node of type `kind` in `tree`. Raises ValueError about `called` for none or several."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
     states = [node for node in nodes if isinstance(node, kind)]
     if len(states) != 1:
