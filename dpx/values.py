@@ -49,13 +49,16 @@ FOREIGN = {
     "chunk_size": "physical_batch_size max_physical_batch_size",
     "learning_rate": "lr",
     "loss": "loss_fn loss_function",
-    "data = (x, y)": "x y labels targets",
+    "data = (x, y)": "x y X Y labels targets inputs",
+    "data = dpx.UserData(data, users)": "users owners groups user_ids group_ids",
     "edges": "bins",
     "evaluate": "metrics metric eval_fn",
     "evaluate_private": "private_metric",
     "callbacks": "callback",
+    "callbacks = [a function that returns True to end the run]": "stop early_stopping patience should_stop",
     "progress": "verbose progress_bar",
     "checkpoints": "checkpoint_dir checkpoint_path ckpt_dir workdir output_dir",
+    "checkpoints = folder (the same call again continues the run)": "resume restore resume_from restore_from",
     "most": "max max_records",
     "low and high": "bounds",
 }
@@ -69,9 +72,13 @@ HOMES = {  # where an argument that a function lacks belongs: in a mechanism's a
     "clip_norm": "clip_norm=...",
     "noise_multiplier": "noise_multiplier=...",
     "key": "key=dpx.secret_key()",
+    "coordinates": "dpx.in_coordinates(mechanism, coordinates)",
+    **dict.fromkeys(("loss", "data"), "dpx.fit(loss, optimizer, params, data)"),
     **dict.fromkeys(("epsilon", "delta", "steps"), "noise_multiplier=dpx.Budget(epsilon=..., delta=..., steps=...)"),
     "epochs": "noise_multiplier=dpx.Budget(epsilon=..., delta=..., epochs=...)",
-    **dict.fromkeys(("examples", "batch_size"), "sampling=dpx.PoissonSampling(examples=..., batch_size=...)"),
+    **dict.fromkeys(
+        ("sampling", "examples", "batch_size"), "sampling=dpx.PoissonSampling(examples=..., batch_size=...)"
+    ),
     "microbatch_size": "dpx.fit(microbatch_size=...) or dpx.private_updates(microbatch_size=...)",
     "chunk_size": "dpx.fit(chunk_size=...)",
     "learning_rate": "dpx.chain(mechanism, optax.sgd(learning_rate))",
@@ -80,7 +87,19 @@ HOMES = {  # where an argument that a function lacks belongs: in a mechanism's a
     "momentum": "dpx.chain(mechanism, optax.sgd(learning_rate, momentum))",
     "schedule": "a mechanism's noise_multiplier, as a function of the step (dpx.accounting.accepts_budget)",
 }
+JOINED = {  # what happens to the result of a call with too many arguments, or one of another call; by its type
+    "Coordinates": "; give its result to dpx.in_coordinates(dpx.dp_sgd(...), coordinates)",
+    "PrivateStep": "; it returns a function of (params, batch, state)",
+}
 MISSING = {  # what a required argument can be, if its name does not say it
+    "bands": "bands=8, for example",
+    "event": "event=mechanism.event(steps)",
+    "least_noise.event": "event=lambda noise: sampling.event(np.full(steps, noise))",
+    "feedback_norm": "feedback_norm=clip_norm removes the bias",
+    "indicator_noise": "indicator_noise=batch_size / 20, as in the paper",
+    "kind": "kind='gaussian', 'orthonormal', 'subset', 'countsketch' or 'hadamard'",
+    "multipliers": "multipliers=np.full(steps, 1.3)",
+    "steps_or_state": "a number of steps, or an optimizer state; a run of dpx.fit has run.report and run.epsilon",
     "strategy": "strategy=dpx.strategies.lambda_cgd(correlation=0.9), for example",
     "score_on": "score_on='public' if score reads no private data, or else dpx.tuning.NoisySum(...)",
     "every": "every=1 for new coordinates in each step",
@@ -235,7 +254,8 @@ def require_whole(name: str, value: Any, *, minimum: int = 1, maximum: float = m
 
 def require_bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {described(value)}")
+        advice = ": what ends a run belongs in dpx.fit(callbacks=[...])" * callable(value)
+        raise ValueError(f"{name} must be True or False, got {described(value)}{advice * (name == 'public_stop')}")
     return value
 
 
@@ -374,34 +394,52 @@ def bind_arguments(
     name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]
 ) -> inspect.BoundArguments:
     """Binds arguments to their names. Raises a TypeError that names the function, and dpx's word for an argument."""
-    parameters = signature.parameters
     if not (words := _explain_signature_mismatch(signature, args, kwargs)):
         return signature.bind(*args, **kwargs)
+    parameters, unnamed, called = signature.parameters, _positional_names(signature), name.rpartition(".")[2]
+    ending = JOINED.get(str(getattr(signature.return_annotation, "__name__", signature.return_annotation)), "")
     if "too many" in words:
-        plain = ", ".join(_positional_names(signature)) or "no argument"
-        words = f"takes {plain} without a name, and every other one as name=value"
-    words += "".join(f" ({form})" for lacking, form in MISSING.items() if "missing" in words and repr(lacking) in words)
+        rest = ", and the others by name" * (len(parameters) > len(unnamed))
+        words = f"takes {', '.join(unnamed)} by position{rest}{ending}"
+        words = words if unnamed else f"takes its arguments by name: {', '.join(parameters)}{ending}"
+        words += "; give several arrays as data=(x, y)" * ("data" in unnamed)
+    elif "missing" in words:
+        for lacking in (one for one in MISSING if repr(one) in words):
+            words += f" ({MISSING.get(f'{called}.{lacking}', MISSING[lacking])})"
     unknown = [given for given in kwargs if given not in parameters]
     if unknown and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
         homes = [f"{n!r}, which is what it returns" if n == name else _argument_hint(n, parameters) for n in unknown]
-        words = f"got an unexpected argument {', and '.join(homes)}"
+        ending *= any(" belongs in " in home for home in homes) or not {"params", "batch", "state"}.isdisjoint(unknown)
+        ending = ending or f"; its arguments are {', '.join(parameters)}" * any("," not in home for home in homes)
+        words = f"got an unexpected argument {', and '.join(homes)}{ending}"
         if name == "epsilon" and "noise_multiplier" in unknown:
             words = "reads these numbers from a mechanism; dpx.accounting.dp_sgd_epsilon takes them as arguments"
-    raise TypeError(f"{name}() {words}; its arguments are {', '.join(parameters)}")
+    raise TypeError(f"{name}() {words}")
 
 
 def _argument_hint(given: str, parameters: Any) -> str:
     """Quotes an unknown argument, and says what dpx calls it or where it belongs."""
     ours = OURS.get(given, given)
     name = ours.partition(" ")[0]
+    if "UserData" in ours and "users" in parameters:
+        ours = name = "users"
     if name in parameters:
         return f"{given!r}, which is {ours} here"
+    if name == "epochs" and "steps" in parameters:
+        budget = " or in its budget" * ("budget" in parameters)
+        return f"{given!r}, which is steps = sampling.steps({given}=...) here{budget}"
+    if "canary" in parameters and name in ("loss", "data", "optimizer"):
+        return f"{given!r}, but it runs the mechanism alone (dpx.audit.one_run is for a training run)"
     if holder := next((p for p in parameters if name in p.split("_or_") or (name == "epochs" and "steps_or" in p)), ""):
         is_steps = f" = sampling.steps({given}=...)" if name == "epochs" else ""
         return f"{given!r}, which is argument {[*parameters].index(holder) + 1} here, {holder}{is_steps}"
-    if name == "steps" and "shape" in parameters:
-        return f"{given!r}, which is the length of shape here"
-    near = difflib.get_close_matches(given, parameters, n=1)
+    if name == "steps" and (holder := next((p for p in ("shape", "multipliers") if p in parameters), "")):
+        return f"{given!r}, which is the length of {holder} here"
+    if name in ("steps", "epsilon", "noise_multiplier") and "event" in parameters:
+        return (
+            f"{given!r}, which belongs in event: {MISSING['event']}, or for least_noise {MISSING['least_noise.event']}"
+        )
+    near = difflib.get_close_matches(given, parameters, n=1, cutoff=0.75)
     lacked = "sampling" if HOMES.get(name, "").startswith(f"{name}=") else "examples" if name == "batch_size" else ""
     if name in HOMES and lacked not in parameters and not difflib.get_close_matches(given, near, cutoff=0.9):
         home, holder = HOMES[name], HOMES[name].partition("=")[0]

@@ -143,7 +143,7 @@ def constant(params, x):
 
 
 SEEN = {
-    "training data": (shifted, PARAMS, "the loss closes over an array of shape"),
+    "training data": (shifted, PARAMS, "closes over an array of shape .* frozen base, is safe; to end this"),
     "a callback": (called, PARAMS, "debug_callback|debug_print|which can see the whole batch"),
     "a backward pass of its own": (mixed_behind, PARAMS, "custom_vmap_call, which can see the whole batch"),
     "an unused parameter": (loss, {**PARAMS, "b": jnp.zeros(2)}, "the loss does not use b"),

@@ -749,7 +749,7 @@ def test_a_refused_quantile_says_why_and_which_event_fits(ledger):
     )
     with pytest.raises(ValueError, match=refused):
         ledger.spend(dpx.accounting.PureDpEvent(ledger.terms.epsilon), key=dpx.secret_key(), words="median")
-    with pytest.raises(ValueError, match="`least_noise` finds"):
+    with pytest.raises(ValueError, match="`ledger.least_noise` finds"):
         ledger.spend(GaussianDpEvent(0.1), key=dpx.secret_key(), words="sum")
 
 

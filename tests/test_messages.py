@@ -311,7 +311,7 @@ def test_a_wrong_keyword_of_a_method_names_the_nearest():
             build(epsilon=1.0)
     with pytest.raises(AttributeError, match="no attribute 'FixedOrder'; there is dpx.sampling.FixedOrder"):
         dpx.FixedOrder  # noqa: B018
-    with pytest.raises(TypeError, match=r"d2p2_sgd\(\) missing a required argument: 'kind'; its arguments are rank"):
+    with pytest.raises(TypeError, match=r"d2p2_sgd\(\) missing a required argument: 'kind' \(kind='gaussian', 'orth"):
         dpx.methods.d2p2_sgd(noise_multiplier=1.0, sampling=SAMPLING, key=KEY)
 
 
@@ -319,6 +319,8 @@ def test_names_and_values_that_are_nearly_right_say_what_there_is():
     progress = next(printed())
     with pytest.raises(AttributeError, match=r"no 'private_metric'; metrics: \['accuracy'\]"):
         progress.private_metric  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no 'html': report.save\(\"report.html\"\) writes it"):
+        REPORT.html  # noqa: B018
     with pytest.raises(AttributeError, match="no 'accuracy'; each row of its history has the metrics"):
         [one for one in printed() if isinstance(one, dpx.fitting.FitResult)][0].accuracy  # noqa: B018
     with pytest.raises(KeyError, match=r"no metric is called 'loss'; there are \['accuracy'\]"):
@@ -345,26 +347,55 @@ OF_OTHERS = {  # an argument of another library, or of another function, in a ca
     "'n', which is examples here, and 'size'": lambda: dpx.PoissonSampling(n=9, size=3),
     "'batch_size', did you mean 'batch_sizes'": lambda: dpx.plan_noise(examples=9, epsilon=1.0, batch_size=3),
     "dpx.accounting.dp_sgd_epsilon takes them": lambda: dpx.epsilon(noise_multiplier=0.8, batch_size=4, delta=1e-5),
-    "'epsilon', which is what it returns; its": lambda: dpx.epsilon(MECHANISM, 3, epsilon=1.0),
+    "'epsilon', which is what it returns$": lambda: dpx.epsilon(MECHANISM, 3, epsilon=1.0),
     "argument 'clip_norm'; its arguments are rank": lambda: dpx.methods.d2p2_sgd(clip_norm=1.0, sampling=SAMPLING),
-    r"'seed', which is key = .* here; its arguments are freeze_rate": lambda: dpx.coordinates.random_freeze(seed=0),
+    r"'seed', which is key = .* here$": lambda: dpx.coordinates.random_freeze(seed=0),
     "argument 'batch_size'; its arguments are examples, steps": lambda: dpx.sampling.RandomAllocation(batch_size=3),
-    "'steps', which is argument 2 here, steps_or_state; its": lambda: dpx.epsilon(MECHANISM, steps=3, delta=1e-5),
+    "'steps', which is argument 2 here, steps_or_state$": lambda: dpx.epsilon(MECHANISM, steps=3, delta=1e-5),
     "'num_steps', which is argument 2 here, steps_or": lambda: dpx.privacy_report(MECHANISM, num_steps=3, delta=1e-5),
     r"is argument 2 here, steps_or_state = sampling.steps\(epochs=": lambda: dpx.epsilon(
         MECHANISM, epochs=3, delta=1e-5
     ),
-    "missing required arguments: 'noise_multiplier', 'sampling', 'key'; its": lambda: dpx.dp_sgd(clip_norm=1.0),
+    "missing required arguments: 'noise_multiplier', 'sampling', 'key'$": lambda: dpx.dp_sgd(clip_norm=1.0),
     "'private_metric', which is evaluate_private here": lambda: dpx.fit(loss, MECHANISM, PARAMS, [], private_metric=3),
     r"'shuffle', which belongs in dpx.dp_sgd\(sampling=": lambda: dpx.fit(loss, MECHANISM, PARAMS, [], shuffle=True),
     r"which belongs in dpx.fit\(evaluate=...\) if it is p": lambda: dpx.fit(
         loss, MECHANISM, PARAMS, [], validation_data=3
     ),
     r"'key' \(strategy=dpx.strategies.lambda_cgd\(": lambda: dpx.mechanisms.correlated_noise(clip_norm=1.0),
-    r"'steps', which is the length of shape here; its": lambda: dpx.accounting.calibrate_schedule([1.0], steps=3),
+    r"'steps', which is the length of shape here$": lambda: dpx.accounting.calibrate_schedule([1.0], steps=3),
     "'schedule', which belongs in a mechanism's noise_": lambda: dpx.plan_noise(examples=9, schedule=lambda step: 1.0),
-    "takes no argument without a name": lambda: dpx.Budget(1.0, 1e-5),
-    "takes loss, optimizer, params, data without a name": lambda: dpx.fit(loss, MECHANISM, PARAMS, [], KEY),
+    "takes its arguments by name: epsilon, delta, steps": lambda: dpx.Budget(1.0, 1e-5),
+    r"takes loss, optimizer, params, data by position.* data=\(x, y\)$": lambda: dpx.fit(
+        loss, MECHANISM, PARAMS, [], KEY
+    ),
+    r"'coordinates', which belongs in dpx.in_coordinates\(mechanism, coordinates\)$": lambda: dpx.dp_sgd(coordinates=3),
+    r"'users', which is data = dpx.UserData\(data, users\) here$": lambda: dpx.fit(users=3),
+    "'owners', which is users here$": lambda: dpx.UserData(owners=3),
+    r"'stop', which is callbacks = \[a function that returns True to end the run\] here$": lambda: dpx.fit(stop=3),
+    r"'resume', which is checkpoints = folder \(the same call again continues": lambda: dpx.fit(resume=True),
+    "'loss', but it runs the mechanism alone .dpx.audit.one_run is for": lambda: dpx.audit.lower_bound(loss=loss),
+    r"'epochs', which is steps = sampling.steps\(epochs=...\) here$": lambda: dpx.accounting.calibrate(epochs=3),
+    r"'epochs', which is steps = sampling.steps\(epochs=...\) here or in its budget$": lambda: dpx.tuning.search(
+        epochs=3
+    ),
+    r"clip_norm=...\); give its result to dpx.in_coor": lambda: dpx.coordinates.random_freeze(clip_norm=3),
+    "'batch_size', which belongs in dpx.dp_sgd.sampling=": lambda: dpx.fit(batch_size=3),
+    "'sampling', which belongs in dpx.dp_sgd.sampling=": lambda: dpx.fit(sampling=SAMPLING),
+    "'stop'; its arguments are examples, batch_size": lambda: dpx.PoissonSampling(stop=3),
+    r"by name; it returns a function of \(params, batch, state\)$": lambda: dpx.private_updates(
+        loss, MECHANISM, PARAMS
+    ),
+    r"'params'; it returns a function of \(params, batch, s": lambda: dpx.private_updates(
+        loss, MECHANISM, params=PARAMS
+    ),
+    "'steps_or_state', 'delta' .*; a run of dpx.fit has run.report": lambda: dpx.privacy_report(MECHANISM),
+    "'event' .event=lambda noise: sampling.event": lambda: owned().least_noise(),
+    "'steps', which belongs in event: .*lambda noise: sampling": lambda: owned().least_noise(steps=3),
+    "'steps', which is the length of multipliers here$": lambda: SAMPLING.event(steps=3),
+    "'indicator_noise', .*=batch_size / 20": lambda: dpx.mechanisms.adaptive_clipping(),
+    "'feedback_norm', .*=clip_norm removes": lambda: dpx.mechanisms.dice_sgd(),
+    "'bands', .*bands=8": lambda: dpx.methods.band_mf_sgd(),
 }
 
 
@@ -432,6 +463,14 @@ HURRIED = {
         owned().least_noise(SAMPLING)
     ),
     r"event must be a function from a noise multiplier to an event.* got 1.0$": lambda: owned().least_noise(float),
+    "public_stop must be True or False, got the function len: what ends a run belongs in": lambda: dpx.fit(
+        loss, MECHANISM, PARAMS, np.ones((40, 3)), steps=3, delta=1e-5, public_stop=len
+    ),
+    r"It is optimizer.init\(params\) at first": lambda: SAMPLING.take(np.ones((40, 3)), KEY, 0),
+    "a run of dpx.fit has run.report and run.epsilon": lambda: dpx.privacy_report(REPORT, 3, delta=1e-5),
+    r"in a search also dpx.tuning.NoisySum\(noise": lambda: dpx.accounting.best_of(
+        (MECHANISM, 3), trials=2, score_on="private"
+    ),
     ": give private metrics to evaluate_private": lambda: dpx.fitting.progress.metrics_by_name({"private_metric": 1.0}),
 }
 
@@ -475,7 +514,6 @@ def test_calls_of_methods_name_their_arguments():
         REPORT.save: r"PrivacyReport.save\(\) missing a required argument: 'path'",
         MECHANISM.init: r"Mechanism.init\(\) missing a required argument: 'params'",
         owned().least_noise: r"PrivacyLedger.least_noise\(\) missing a required argument: 'event'",
-        lambda: SAMPLING.event(steps=3): r"PoissonSampling.event\(\) got an unexpected argument 'steps'",
         lambda: REPORT.save(3): "expected str, bytes or os.PathLike object, not int|argument should be a str",
     }.items():
         with pytest.raises(TypeError, match=words):

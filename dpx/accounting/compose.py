@@ -399,7 +399,8 @@ def _event_of_score(score_on: Any, records: int) -> DpEvent | None:
         return None
     if not isinstance(score_on, DpEvent):
         words = f"a score on private data without noise has no known cost. Got {described(score_on)}"
-        raise ValueError(f'score_on must be "public", or the event of the noise in the score: {words}')
+        noise = "or the event of the noise in the score, in a search also dpx.tuning.NoisySum(noise_multiplier=...)"
+        raise ValueError(f'score_on must be "public", {noise}: {words}')
     event = from_event(score_on)
     if not event.counts or not event.all_noisy:
         raise ValueError(f"a score on private data must have noise, got the event {score_on}")

@@ -345,5 +345,5 @@ def require_event_and_sampling(optimizer: Any) -> None:
     if not (callable(getattr(optimizer, "event", None)) and hasattr(optimizer, "sampling")):
         raise ValueError(
             "optimizer must be a dpx Mechanism, which has an event and a sampling; from an optax.chain, pass the one "
-            f"inside it. Got {type(optimizer)}"
+            f"inside it; a run of dpx.fit has run.report and run.epsilon. Got {type(optimizer)}"
         )

@@ -321,7 +321,7 @@ class PrivacyLedger:
             raise ValueError(
                 f"every release must stay within the budget of {self.path}, {budget}, got {given['words']!r}, "
                 f"{from_event(given['event']).in_one_line()}, which would exceed it: {more}"
-                f"without it, {self.epsilon:.4g}. {why}`least_noise{of}` finds the noise that fits. Releases "
+                f"without it, {self.epsilon:.4g}. {why}`ledger.least_noise{of}` finds the noise that fits. Releases "
                 "cost less if all are reserved before the first one is made: docs/ledger.md#reserve-first"
             )
         return chosen

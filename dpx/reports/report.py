@@ -8,7 +8,7 @@ import platform
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from dpx.accounting import checks
 from dpx.accounting.arithmetic import EpsilonWithRounding
@@ -79,6 +79,10 @@ class PrivacyReport:
 
     def __post_init__(self):
         require_one_line_names(self.name, self.dataset)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        writes = 'report.save("report.html") writes it, and report.to_html() returns the page'
+        raise AttributeError(f"a PrivacyReport has no {name!r}: {writes}")
 
     @property
     def spent(self) -> float:

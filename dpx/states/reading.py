@@ -44,7 +44,7 @@ def release_state(state: Tree) -> ReleaseState:
             f"steps_or_state must be a whole number of steps or an optimizer state, got {described(state)}"
         )
     if len(releases) != 1:
-        advice = "Restore a stored state into the structure of optimizer.init(params)."
+        advice = "It is optimizer.init(params) at first; restore a stored state into that structure."
         raise ValueError(f"state must hold exactly one mechanism's state, found {len(releases)}. ({advice})")
     release, holders = releases[0]
     for holder, key in holders:

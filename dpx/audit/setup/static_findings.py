@@ -234,7 +234,10 @@ def find_closed_over_arrays(closed: core.ClosedJaxpr, example: Tree, rows: int, 
     size = sum(size for _, size in found)
     numbers = {"arrays": len(found), "bytes": size, "suspects": len(suspects)}
     if suspects:
-        words = f"the loss closes over an array of shape {suspects[0]}: if these are training data, no cost covers them"
+        words = (
+            f"the loss closes over an array of shape {suspects[0]}: if these are training data, no cost covers them. "
+        )
+        words += f"A public array, such as a frozen base, is safe; to end this warning, {INSTEAD}"
         return Finding("closures", "warning", words, numbers)
     if size >= LARGE:
         words = f"the loss closes over {size / 2**20:.0f} MiB of arrays: they must not be computed from the data"
