@@ -33,8 +33,8 @@ def eight_devices():
 def test_norm_of_a_sharded_array_is_not_below_the_true_one(eight_devices, shape):
     x, scale = (jnp.asarray(RANDOM.normal(size=(4, *shape)), jnp.float32) for _ in range(2))
     for found, product in (
-        (jax.vmap(lambda x: any_size.norm([x, x]))(x), x),
-        (jax.vmap(lambda x, scale: any_size.norm([x, x], [scale, scale]))(x, scale), x * scale),
+        (jax.vmap(lambda x: any_size.norm_of_arrays([x, x]))(x), x),
+        (jax.vmap(lambda x, scale: any_size.norm_of_arrays([x, x], [scale, scale]))(x, scale), x * scale),
     ):
         true = np.sqrt(2 * (np.asarray(product, np.float64).reshape(4, -1) ** 2).sum(1))
         assert np.all(found >= true) and np.all(found <= true * (1 + 2e-4))
@@ -43,7 +43,7 @@ def test_norm_of_a_sharded_array_is_not_below_the_true_one(eight_devices, shape)
 def test_squares_are_not_lost_in_a_long_sum(eight_devices):
     """Many small squares beside a large one, which one float32 sum of all would drop."""
     x = jnp.full(2**20, 2.0**-13).at[0].set(1.0)
-    assert any_size.norm([x]) >= np.sqrt(1 + (2**20 - 1) * 2.0**-26)
+    assert any_size.norm_of_arrays([x]) >= np.sqrt(1 + (2**20 - 1) * 2.0**-26)
 
 
 def test_inner_products_of_long_sharded_rows():
