@@ -27,7 +27,7 @@ WORDS = {
         "Streams: grain, torch DataLoader, tf.data": "dataloader, torch dataloader, tf.data, grain, dataset",
         "safetensors, PEFT adapters and torch weights": "safetensors, peft, torch, pytorch",
         "Gradient accumulation": "gradient accumulation, multisteps, large batch, microbatch",
-        "Freeze layers, or train the biases alone": "freeze, freeze layers, frozen, bitfit, biases",
+        "Freeze layers, or train only the biases": "freeze, freeze layers, frozen, bitfit, biases",
         "Mixed precision": "mixed precision, bfloat16",
         "Private accuracy": "accuracy, validation",
         "Pairs and contrastive losses": "contrastive, pairs, siamese",
