@@ -110,7 +110,7 @@ ScoreOn = Literal["public"] | NoisySum | DpEvent
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchSettings:
+class CheckedSearchArguments:
     """The checked arguments of `search` that determine its cost."""
 
     configurations: Sequence[Any]
@@ -213,7 +213,7 @@ class SearchSettings:
 class SearchPlan:
     """What all trials share, and their cost. noises, mechanisms, steps: one per configuration, as the cost assumes."""
 
-    settings: SearchSettings
+    arguments: CheckedSearchArguments
     noises: list[float | None]
     mechanisms: list[Mechanism]
     steps: list[int]
@@ -221,13 +221,13 @@ class SearchPlan:
     cost: Selection
 
     @classmethod
-    def from_settings(cls, settings: SearchSettings) -> "SearchPlan":
-        """Builds the plan. Raises ValueError if the settings have no cost, or no noise meets their budget."""
-        noises, own, delta = settings.trial_noise_multipliers(), _trial_key(settings.key, 0), settings.delta
-        pairs = zip(settings.configurations, noises, strict=True)
-        mechanisms = [settings.build_mechanism(each, own, noise) for each, noise in pairs]
-        if settings.steps is not None:
-            steps = [require_whole("steps", settings.steps)] * len(mechanisms)
+    def from_arguments(cls, arguments: CheckedSearchArguments) -> "SearchPlan":
+        """Builds the plan. Raises ValueError if the arguments have no cost, or no noise meets their budget."""
+        noises, own, delta = arguments.trial_noise_multipliers(), _trial_key(arguments.key, 0), arguments.delta
+        pairs = zip(arguments.configurations, noises, strict=True)
+        mechanisms = [arguments.build_mechanism(each, own, noise) for each, noise in pairs]
+        if arguments.steps is not None:
+            steps = [require_whole("steps", arguments.steps)] * len(mechanisms)
         elif any(mechanism.budget is None for mechanism in mechanisms):
             raise ValueError("steps must be given, because a mechanism has no dpx.Budget")
         else:
@@ -237,15 +237,15 @@ class SearchPlan:
             if None in deltas or len(deltas) > 1:
                 raise ValueError(f"delta must be given, because the mechanisms' budgets do not agree on one: {deltas}")
             (delta,) = deltas
-        cost = replace(settings.cost_of_search(mechanisms, steps), keys=(settings.key,))
+        cost = replace(arguments.cost_of_search(mechanisms, steps), keys=(arguments.key,))
         delta = require_delta(delta)
-        return cls(settings=settings, noises=noises, mechanisms=mechanisms, steps=steps, delta=delta, cost=cost)
+        return cls(arguments=arguments, noises=noises, mechanisms=mechanisms, steps=steps, delta=delta, cost=cost)
 
     def trial(self, number: int, folder: Path | None) -> tuple[Trial, int]:
         """Returns the trial with this index, and the most steps that it may take."""
-        key, configurations = self.settings.key, self.settings.configurations
+        key, configurations = self.arguments.key, self.arguments.configurations
         chosen = _uniform_below(len(configurations), keys.stream(key, "configuration", number))
-        mechanism = self.settings.build_mechanism(configurations[chosen], _trial_key(key, number), self.noises[chosen])
+        mechanism = self.arguments.build_mechanism(configurations[chosen], _trial_key(key, number), self.noises[chosen])
         most = self.steps[chosen]
         if mechanism.event(most) != self.mechanisms[chosen].event(most):
             raise ValueError("optimizer must return the mechanism that is paid for at every call, got another one")
@@ -269,8 +269,8 @@ class SearchPlan:
 
     def score_trial(self, params: Tree, number: int) -> float:
         """Returns a trial's score, or -inf for NaN."""
-        score, score_on = self.settings.score, self.settings.score_on
-        key = keys.stream(self.settings.key, "score", number)
+        score, score_on = self.arguments.score, self.arguments.score_on
+        key = keys.stream(self.arguments.key, "score", number)
         if isinstance(score_on, NoisySum):
             return self._noisy_sum(require_floats("the values of score", score(params)), key, score_on.noise_multiplier)
         found = score(params, key) if isinstance(score_on, DpEvent) else score(params)
@@ -377,7 +377,7 @@ def search(
     """
     require_function("train", train, "trial")
     named = isinstance(configurations, dict | str)  # a list of its keys or letters would be searched
-    settings = SearchSettings(
+    arguments = CheckedSearchArguments(
         configurations=list(configurations) if np.iterable(configurations) and not named else [],
         score=score,
         optimizer=optimizer,
@@ -389,7 +389,7 @@ def search(
         steps=steps,
         delta=delta,
     )
-    plan = SearchPlan.from_settings(settings)
+    plan = SearchPlan.from_arguments(arguments)
     cost, winner, best = plan.cost, None, -math.inf
     with _locked_search_folder(checkpoints, plan) as folder:
         if ledger is not None:
@@ -416,7 +416,7 @@ def _pay_for_search(ledger: PrivacyLedger, plan: SearchPlan, unit: str, words: s
         raise ValueError(f"the search must be for the ledger's {wanted}, got {cost.relation!r} and {cost.records}")
     pairs = normal_sampler_error(cost.numbers).pairs
     holder = "" if folder is None else read_json(folder / "search.json")["mark"]
-    key, numbers = plan.settings.key, min(2 * pairs, LARGEST_RELEASE)
+    key, numbers = plan.arguments.key, min(2 * pairs, LARGEST_RELEASE)
     ledger.spend(cost.event, key=key, words=words, numbers=numbers, unit=unit, holder=holder)
 
 
@@ -428,8 +428,8 @@ def _locked_search_folder(folder: str | Path | None, plan: SearchPlan) -> Iterat
         return
     path = Path(folder).expanduser().absolute()
     own = {
-        "key of the search (its mark)": int(keys.mark_of_key(plan.settings.key)),
-        "configurations": len(plan.settings.configurations),
+        "key of the search (its mark)": int(keys.mark_of_key(plan.arguments.key)),
+        "configurations": len(plan.arguments.configurations),
         "cost (its fingerprint)": fingerprint(plan.cost.event),
         "version of dpx": version_of("dpx-jax"),
     }

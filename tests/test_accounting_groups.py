@@ -16,7 +16,7 @@ from scipy import optimize, special, stats
 
 import dpx
 from dpx.accounting import event_delta, event_epsilon, gdp
-from dpx.accounting.budget import _least_noise_near, calibrate
+from dpx.accounting.budget import _least_noise_in_few_calls, calibrate
 from dpx.accounting.cost import profile_of_run
 from dpx.accounting.flat_event import from_event
 from dpx.accounting.groups import GroupGaussianDpEvent, SeveralRecordsGaussian
@@ -124,9 +124,9 @@ def test_slow_bills_are_few_and_within_the_budget(start, power):
         asked.append(noise)
         return noise**-1.3 + 0.1 / noise
 
-    found = _least_noise_near(bill, 1.0, 1e-4, start, power)
+    found = _least_noise_in_few_calls(bill, 1.0, 1e-4, start, power)
     assert 1 - 1e-4 <= bill(found) <= 1 and len(asked) <= 8
-    assert _least_noise_near(lambda noise: math.inf if noise < 2 else 1 / noise, 0.4, 1e-4, 1.0, 1.0) >= 2.5
+    assert _least_noise_in_few_calls(lambda noise: math.inf if noise < 2 else 1 / noise, 0.4, 1e-4, 1.0, 1.0) >= 2.5
 
 
 @pytest.mark.long

@@ -429,7 +429,7 @@ def test_noise_that_repeats_is_seen_but_not_where_a_gpu_keeps_few_bits_of_it(siz
     class Draws:
         words, count = np.zeros((1, 2), np.uint32), 8
 
-        def draw_public_floats(self, *given):
+        def public_floats_of_empty_steps(self, *given):
             return rows
 
         def __call__(self, step):

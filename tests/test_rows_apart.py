@@ -17,7 +17,7 @@ import dpx
 from dpx.sums.clipped_sum import LARGEST
 from dpx.xla.jaxprs import walk_equations
 from dpx.xla.place import tracing_for_place
-from dpx.xla.rows_apart import may_mix_rows, with_rows_apart
+from dpx.xla.rows_apart import gradient_may_mix_rows, with_rows_apart
 from tests.devices import on_eight_devices
 from tests.test_ghost_hostile import CASES, ONCE
 
@@ -500,7 +500,7 @@ def test_no_row_reaches_another_in_a_convolution_in_float64():
     """It has no groups, but under jax.vmap its rows are groups, of which a CPU makes one convolution with zeros."""
     with jax.enable_x64(True):
         x, k = jnp.asarray(RNG.normal(size=(ROWS, 1, 2, SIZE))), jnp.asarray(RNG.normal(size=(2, 2, 3)))
-        assert x.dtype == np.float64 and may_mix_rows(jax.make_jaxpr(convolution)(x[0], k))
+        assert x.dtype == np.float64 and gradient_may_mix_rows(jax.make_jaxpr(convolution)(x[0], k))
         gradient = jax.grad(lambda k, x: jnp.sum(jnp.tanh(convolution(x, k))))
         run = jax.jit(jax.vmap(with_rows_apart(gradient), (None, 0)))
         expected = run(k, x)
@@ -549,15 +549,14 @@ def test_kernels_have_their_gradients_on_several_devices():
 def test_only_functions_that_can_mix_rows_are_traced_again():
     plain, grouped = (convolution, functools.partial(convolution, feature_group_count=2))
     x, k = jnp.ones((1, 4, 5)), jnp.ones((2, 2, 3))
-    assert not may_mix_rows(jax.make_jaxpr(plain)(x[:, :2], k))
-    assert may_mix_rows(jax.make_jaxpr(jax.jit(grouped))(x, k))
-    assert may_mix_rows(jax.make_jaxpr(jax.checkpoint(tangent_in_groups))(x, k))
-    assert may_mix_rows(jax.make_jaxpr(lambda x: lax.map(lambda x: lax.betainc(x, x, x), x))(x))
-    draws = [
-        may_mix_rows(jax.make_jaxpr(jax.random.normal)(key)) for key in (*RBG, jax.random.key(7, impl="threefry2x32"))
-    ]
+    assert not gradient_may_mix_rows(jax.make_jaxpr(plain)(x[:, :2], k))
+    assert gradient_may_mix_rows(jax.make_jaxpr(jax.jit(grouped))(x, k))
+    assert gradient_may_mix_rows(jax.make_jaxpr(jax.checkpoint(tangent_in_groups))(x, k))
+    assert gradient_may_mix_rows(jax.make_jaxpr(lambda x: lax.map(lambda x: lax.betainc(x, x, x), x))(x))
+    implementations = *RBG, jax.random.key(7, impl="threefry2x32")
+    draws = [gradient_may_mix_rows(jax.make_jaxpr(jax.random.normal)(key)) for key in implementations]
     assert draws == [True, True, False]
-    assert not may_mix_rows(jax.make_jaxpr(lambda x: jax.nn.relu(x) + jax.nn.gelu(x) + jax.nn.softmax(x))(x))
+    assert not gradient_may_mix_rows(jax.make_jaxpr(lambda x: jax.nn.relu(x) + jax.nn.gelu(x) + jax.nn.softmax(x))(x))
 
 
 @pytest.mark.parametrize("function", [jnp.linalg.eigvalsh, functools.partial(jnp.linalg.svd, compute_uv=False)])
@@ -568,7 +567,8 @@ def test_matrices_are_decomposed_one_by_one_on_a_tpu(function):
     def operands():
         closed = jax.make_jaxpr(jax.vmap(with_rows_apart(lambda x: function(x))))(x)
         found = [each for each in walk_equations(closed) if each.primitive.name in ("eigh", "svd")]
-        return may_mix_rows(jax.make_jaxpr(lambda x: function(x))(x[0])), [each.invars[0].aval.shape for each in found]
+        mixes = gradient_may_mix_rows(jax.make_jaxpr(lambda x: function(x))(x[0]))
+        return mixes, [each.invars[0].aval.shape for each in found]
 
     assert operands() == (False, [(ROWS, SIZE, SIZE)])
     with tracing_for_place(platform="tpu"):

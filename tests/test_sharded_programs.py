@@ -48,9 +48,9 @@ def test_squares_are_not_lost_in_a_long_sum(eight_devices):
 
 def test_inner_products_of_long_sharded_rows():
     left, right = (jnp.asarray(RANDOM.normal(size=(2, 3, 2500)), jnp.float32) for _ in range(2))
-    alone = norms.inner_products(left, right)
+    alone = norms.pairwise_inner_products(left, right)
     with tracing_for_place(devices=8):
-        np.testing.assert_allclose(norms.inner_products(left, right), alone, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(norms.pairwise_inner_products(left, right), alone, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(("fan_in", "fan_out"), [(2500, 40), (40, 2500), (1300, 1300)])

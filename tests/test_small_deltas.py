@@ -14,7 +14,7 @@ from dpx.accounting.cost import cost_of_run, event_epsilon, profile_of_run
 from dpx.keys.noise import LARGEST_RELEASE, collect_release_sizes, report_release_size
 from dpx.reports import curves
 from dpx.states.reading import read_run_facts, release_state
-from dpx.states.record import ReleaseState, release_and_count_draws
+from dpx.states.record import ReleaseState, release_and_record_draws
 from tests.mechanisms import MECHANISMS
 from tests.mechanisms import PARAMS as OF_CASES
 
@@ -121,7 +121,7 @@ def test_a_release_of_more_numbers_than_init_knew_counts():
     total = ({"grad": PARAMS, "more": jnp.zeros(100)},)
     _, state = made.check_and_release(total, state, PARAMS, jnp.int32(2))
     assert read_run_facts(state).numbers == 115
-    unseen = release_and_count_draws(lambda: (None, ReleaseState.empty_record(PARAMS)), budget=None)
+    unseen = release_and_record_draws(lambda: (None, ReleaseState.empty_record(PARAMS)), budget=None)
     assert int(unseen[1].numbers) == 0  # not known: 2^32
     state = inner.check_and_release((PARAMS,), ReleaseState.empty_record(), PARAMS, jnp.int32(2))[1]
     assert read_run_facts(state).numbers == 2**32
@@ -225,5 +225,5 @@ def test_numbers_that_are_not_heard_of_are_the_most(known, drawn, billed_for):
             report_release_size([(numbers,)])
         return PARAMS, before
 
-    _, after = release_and_count_draws(release, budget=None)
+    _, after = release_and_record_draws(release, budget=None)
     assert int(after.numbers) == billed_for

@@ -159,7 +159,7 @@ def test_working_rows():
     np.testing.assert_array_equal(read.weights, [[0.5, 0.5, 1, 1], [0.5, 1, 1, 0.5]])
     sums = jnp.arange(1.0, 9)
     np.testing.assert_array_equal(read.spread_over_table(sums, 9), [1, 0, 0, 2, 0, 3, 0, 0, 0])
-    np.testing.assert_array_equal(read.sums_of_chosen_rows(sums[:, None], jnp.array([5, 4, 0, 8]))[:, 0], [3, 0, 1, 0])
+    np.testing.assert_array_equal(read.take_row_sums(sums[:, None], jnp.array([5, 4, 0, 8]))[:, 0], [3, 0, 1, 0])
 
 
 @pytest.mark.long

@@ -222,7 +222,7 @@ def calibrate(
         start = least_noise_within(rough_cost, epsilon, _COARSE_TOLERANCE, math.sqrt(records))
         near, far = rough_cost(start), rough_cost(1.05 * start)
         power = math.log(near / far) / math.log(1.05) if 0 < far < near < math.inf else 1.0
-        found = _least_noise_near(cost, epsilon, tolerance, start, power)
+        found = _least_noise_in_few_calls(cost, epsilon, tolerance, start, power)
     _warn_of_unused_budget(epsilon, found, costs)
     return found
 
@@ -353,7 +353,7 @@ def least_noise_within(cost_at: Callable[[float], float], budget: float, toleran
     return high
 
 
-def _least_noise_near(
+def _least_noise_in_few_calls(
     cost_at: Callable[[float], float], budget: float, tolerance: float, start: float, power: float
 ) -> float:
     """`least_noise_within` for a slow cost, about noise^-power near the start. Evaluates the cost about three times."""

@@ -35,7 +35,7 @@ from dpx.values import Tree, described, require_whole
 from dpx.xla.jaxprs import convolves, open_jaxprs
 from dpx.xla.place import PLATFORMS, Place, current_place, tracing_for_place
 from dpx.xla.rewrites import CALLS, multiplies_matrices, with_fast_products, with_reordered_convolutions
-from dpx.xla.rows_apart import may_mix_rows, with_rows_apart
+from dpx.xla.rows_apart import gradient_may_mix_rows, with_rows_apart
 
 # For one CPU core. benchmarks/step.py times the steps, benchmarks/memory.py measures their memory.
 CACHE_BYTES = 2**25  # bytes that the examples of one microbatch may fill
@@ -82,7 +82,7 @@ def forward_cost(jaxpr: core.Jaxpr, leaves: int) -> ForwardCost:
         sum(_count_intermediate_numbers(jaxpr, REMAT)),
         convolves(jaxpr),
         not hides_convolutions(jaxpr),
-        may_mix_rows(jaxpr),
+        gradient_may_mix_rows(jaxpr),
         multiplies_matrices(jaxpr),
         _count_equations(jaxpr),
         tuple(_bytes_outside_loops(jaxpr, set(jaxpr.invars[leaves:]))),

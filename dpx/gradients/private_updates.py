@@ -385,7 +385,7 @@ class PrivateChunks:
             clipping=_clip_bounds(self.optimizer, state),
             ordered=jnp.bool_(True) if drawn is None else drawn.first_row == first.astype(jnp.uint32),
         )
-        return one if sums is None else _plus_chunk(sums, one)
+        return one if sums is None else _add_next_chunk(sums, one)
 
     def _release(self, params, sums, state):
         ordered = sums.ordered & (sums.step == _step_of_state(state))
@@ -470,7 +470,7 @@ def _require_accumulated_sums(sums):
         raise ValueError(f"sums must be the AccumulatedSums that `add` returned, got {type(sums)}")
 
 
-def _plus_chunk(sums: AccumulatedSums, one: AccumulatedSums) -> AccumulatedSums:
+def _add_next_chunk(sums: AccumulatedSums, one: AccumulatedSums) -> AccumulatedSums:
     """Adds the chunk `one` to the sums. The result's `ordered` says whether `one` begins where the sums end."""
     ordered = sums.ordered & one.ordered & (sums.step == one.step) & (sums.mechanism == one.mechanism)
     ordered &= _equal_up_to_rounding(sums.clipping, one.clipping)

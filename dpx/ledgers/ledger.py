@@ -176,7 +176,7 @@ class PrivacyLedger:
             gained = NOTHING
             if from_event(stored.event).all_gaussian and self.terms.records == 1:
                 rest = from_event(_remaining_event(stored.event, as_hashable(event))).losses(self.terms.relation)
-                spent = max(_total_spent(group).delta for group in _entries_by_part(self.entries) if stored in group)
+                spent = max(_net_cost(group).delta for group in _entries_by_part(self.entries) if stored in group)
                 gained = credit_for_untaken_steps(rest, max(0.0, self.terms.filter.limits.delta - spent) / 8)
             self._append_lines([{"ended": entry.number, "steps": steps, "credit": encode_value(gained)}])
             return replace(stored, steps=steps, credit=gained)
@@ -191,9 +191,9 @@ class PrivacyLedger:
         return min(self.terms.epsilon, max(self._odometer_of_group(group) for group in _entries_by_part(self.entries)))
 
     def _odometer_of_group(self, group: Sequence[LedgerEntry]) -> float:
-        spent = _total_spent(_without_refunds(group))
+        spent = _net_cost(_without_refunds(group))
         if fixed := [entry for entry in group if entry.planned]:
-            more = self.terms.filter.charge(self._joint_profile(fixed, curve=True), _total_spent(group))
+            more = self.terms.filter.charge(self._joint_profile(fixed, curve=True), _net_cost(group))
             spent = Spent(spent.precision + more.precision, spent.delta + more.delta)
         return self.terms.filter.odometer(spent)
 
@@ -307,7 +307,7 @@ class PrivacyLedger:
         planned = not any(entry.made for entry in entries) and self._can_compose([*entries, fixed])
         if planned and self._budget_allows([*entries, fixed]):
             return fixed
-        coins = max(_total_spent(group).delta for group in _entries_by_part([*entries, fixed]) if fixed in group)
+        coins = max(_net_cost(group).delta for group in _entries_by_part([*entries, fixed]) if fixed in group)
         charge = self.terms.filter.charge(self._joint_profile([fixed], curve=True), Spent(0.0, coins))
         chosen = replace(fixed, planned=False, charge=charge)
         if not self._budget_allows([*entries, chosen]):
@@ -330,7 +330,7 @@ class PrivacyLedger:
         """Whether the budget allows these entries. Unless all were planned, the coins take a share of delta."""
         most = self.terms.filter.limits
         for group in _entries_by_part(entries):
-            spent, coins = _total_spent(group), 0.0 if all(entry.planned for entry in group) else most.delta
+            spent, coins = _net_cost(group), 0.0 if all(entry.planned for entry in group) else most.delta
             if spent.delta > most.delta or spent.precision > most.precision:
                 return False
             if any(entry.planned for entry in group) and self._epsilon_of_group(group, coins) > self.terms.epsilon:
@@ -348,7 +348,7 @@ class PrivacyLedger:
 
     def _epsilon_of_group(self, group: Sequence[LedgerEntry], coins: float | None = None) -> float:
         """The epsilon of the entries that count for one part. coins: their delta; None takes that of the entries."""
-        fixed, spent = [entry for entry in group if entry.planned], _total_spent(group)
+        fixed, spent = [entry for entry in group if entry.planned], _net_cost(group)
         spent = spent if coins is None else spent._replace(delta=coins)
         if not fixed:
             return self.terms.filter.epsilon_of(spent)
@@ -388,8 +388,8 @@ def _without_refunds(entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
     return [replace(entry, credit=NOTHING) for entry in entries]
 
 
-def _total_spent(entries: Sequence[LedgerEntry]) -> Spent:
-    """The cost of the entries in the unit of the filter, less their refunds; rounded up."""
+def _net_cost(entries: Sequence[LedgerEntry]) -> Spent:
+    """Returns what the entries cost, in the unit of the filter, less their refunds; rounded up."""
     charged = math.fsum(entry.charge.precision for entry in entries) * (1 + 1e-12)
     precision = charged - math.fsum(entry.credit.precision for entry in entries) * (1 - 1e-12)
     coins = math.fsum(entry.charge.delta + entry.credit.delta for entry in entries)

@@ -35,7 +35,7 @@ from dpx.sampling.data import batch_size
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule, values_over
 from dpx.states.reading import require_state_of_mechanism, steps_taken
-from dpx.states.record import check_batch, fingerprint_sampling_and_event, release_and_count_draws, stamp_fingerprints
+from dpx.states.record import check_batch, fingerprint_sampling_and_event, release_and_record_draws, stamp_fingerprints
 from dpx.sums.clipped_sum import sum_contributions
 from dpx.sums.rounding import ETA
 from dpx.values import Tree, described, explain_misuse, float32_like, leaf_path
@@ -158,7 +158,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
         `check_batch`. If the batch contradicts the event, `epsilon` will refuse the state."""
         state = check_batch(state, self, sums, rows, drawn, ordered=ordered)
         sums = guards.refuse_shared_noise(self, sums)
-        return release_and_count_draws(self.release, sums, state, params, budget=self.budget)
+        return release_and_record_draws(self.release, sums, state, params, budget=self.budget)
 
     def event_of_state(self, state: Tree, steps: int) -> DpEvent:
         """Returns the event of the first `steps` releases of a run. Raises ValueError if `state` is of another run."""

@@ -279,7 +279,7 @@ def standardized(
             raise ValueError(f"{name} must be in [0, 1), got {decay}")
     require_number("initial_variance", initial_variance, minimum=0)
     require_number("stability", stability, minimum=1e-12)
-    scales = functools.partial(_standardization_scales, stability=stability, relative=relative)
+    scales = functools.partial(_scale_of_each_coordinate, stability=stability, relative=relative)
 
     def init(params):
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
@@ -308,7 +308,7 @@ def standardized(
     )
 
 
-def _standardization_scales(variance: Tree, *, stability: float, relative: bool) -> Tree:
+def _scale_of_each_coordinate(variance: Tree, *, stability: float, relative: bool) -> Tree:
     """Returns the scale of every coordinate, float32, like the parameters."""
     scale = jax.tree.map(lambda v: jnp.sqrt(v) + stability, variance)
     if not relative:

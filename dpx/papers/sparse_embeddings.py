@@ -208,7 +208,7 @@ class RowsRead(NamedTuple):
         """Spreads `sums` of the read rows, float32 (n,), over the whole table, (V,)."""
         return jnp.zeros(count, jnp.float32).at[self.rows].add(sums, mode="drop")
 
-    def sums_of_chosen_rows(self, sums: jax.Array, chosen: jax.Array) -> jax.Array:
+    def take_row_sums(self, sums: jax.Array, chosen: jax.Array) -> jax.Array:
         """Returns the `sums`, float32 (n, ...), of the rows `chosen`, int32 (K,), with 0 for rows that are not read."""
         place = jnp.minimum(jnp.searchsorted(self.rows, chosen), len(self.rows) - 1)
         read = (self.rows[place] == chosen).reshape(-1, *[1] * (sums.ndim - 1))
@@ -270,7 +270,7 @@ class PrivateRowStep:
 
         def with_chosen(sums):
             picked = jax.tree.map(
-                lambda t, r, s, rows: r.sums_of_chosen_rows(s, rows), tables, read, sums["gradient"][TABLES], chosen
+                lambda t, r, s, rows: r.take_row_sums(s, rows), tables, read, sums["gradient"][TABLES], chosen
             )
             return {**sums["gradient"], TABLES: picked}
 

@@ -107,7 +107,7 @@ class PublicWeights:
     def __repr__(self) -> str:
         return f"<{len(self.values)} from {self.values.min():.6g} to {self.values.max():.6g}, {self.digest}>"
 
-    def sampling_rate(self, weight: Any, batch_size: float) -> Any:
+    def rate_of_weight(self, weight: Any, batch_size: float) -> Any:
         """Returns the rate of a weight, min(1, batch_size * weight / sum of weights); float64, shaped like `weight`."""
         return np.minimum(1.0, batch_size * weight / self.values.sum())
 
@@ -207,7 +207,7 @@ class PoissonSampling(RandomSizeSampling):
         """The sampling rate of each example, float64 (examples,)."""
         if self.weights is None:
             return np.full(self.examples, self.probability)
-        return self.weights.sampling_rate(self.weights.values, self.batch_size)
+        return self.weights.rate_of_weight(self.weights.values, self.batch_size)
 
     def rate_of_weight(self, weight: float) -> float:
         """Returns the rate of this weight. Raises ValueError if there are no weights, or only smaller ones."""
@@ -217,7 +217,7 @@ class PoissonSampling(RandomSizeSampling):
         most = float(self.weights.values.max())
         if require_number("weight", weight, minimum=0) > most:
             raise ValueError(f"weight must be at most the largest one, {most}, got {weight}")
-        return float(self.weights.sampling_rate(weight, self.batch_size))
+        return float(self.weights.rate_of_weight(weight, self.batch_size))
 
     @property
     def unweighted_and_unlimited(self) -> bool:

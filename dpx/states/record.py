@@ -207,8 +207,8 @@ def _require_numbers_within_budget(own: int, numbers: int) -> None:
         )
 
 
-def release_and_count_draws(release: Callable, *given: Any, budget: Any) -> tuple[Tree, Tree]:
-    """Returns the updates and state from `release(*given)`. The state's count of values grows if more were drawn.
+def release_and_record_draws(release: Callable, *given: Any, budget: Any) -> tuple[Tree, Tree]:
+    """Returns the updates and state from `release(*given)`. Raises the state's count of values if more were drawn.
 
     Values that an earlier trace drew are not seen. So if fewer are counted than the state knows, or none, 2^32 are
     recorded. budget and errors: as for `stamp_fingerprints`.

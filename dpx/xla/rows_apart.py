@@ -54,7 +54,7 @@ def with_rows_apart(function: Callable) -> Callable:
     return replace_equations(function, _mixes_rows, _compute_rows_apart)
 
 
-def may_mix_rows(jaxpr: Any, *, tangents: bool = True) -> bool:
+def gradient_may_mix_rows(jaxpr: Any, *, tangents: bool = True) -> bool:
     """Whether the gradient may need `with_rows_apart`. tangents: whether derivatives by `jax.custom_jvp` count."""
 
     def may_mix(equation):
@@ -89,10 +89,10 @@ def _may_join_groups(equation: core.JaxprEqn) -> bool:
 
 def _needs_row_loop(equation: core.JaxprEqn) -> bool:
     """Whether an equation must be computed for one row after another."""
-    return loops_until_all_converge(equation) or _may_join_groups(equation) or _draws_from_first_key(equation)
+    return loops_until_all_converge(equation) or _may_join_groups(equation) or _vmap_may_share_key(equation)
 
 
-def _draws_from_first_key(equation: core.JaxprEqn) -> bool:
+def _vmap_may_share_key(equation: core.JaxprEqn) -> bool:
     """Whether `jax.vmap` may draw the random numbers of all rows from one key, as for key<rbg> and key<urbg>."""
     name, types = equation.primitive.name, (str(getattr(v.aval, "dtype", "")) for v in equation.invars)
     return name == "rng_bit_generator" or (name.startswith("random_") and any("rbg" in each for each in types))
@@ -112,7 +112,7 @@ def _may_mix_tangents(equation: core.JaxprEqn) -> bool:
         return jax.jvp(function, floats, floats)[1]
 
     try:
-        return may_mix_rows(jax.make_jaxpr(tangents)(shapes), tangents=False)
+        return gradient_may_mix_rows(jax.make_jaxpr(tangents)(shapes), tangents=False)
     except Exception:
         return True  # a derivative that cannot be inspected
 

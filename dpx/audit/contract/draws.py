@@ -58,7 +58,7 @@ class NoiseDraws:
 
         arguments = subject.state_after(0), np.int32(0), subject.params
         # Without the grid, because numbers on it repeat by chance.
-        run, self.has_keys = with_other_keys(without_grid(empty_step), subject.mechanism, rebuild, arguments)
+        run, self.has_keys = as_function_of_key(without_grid(empty_step), subject.mechanism, rebuild, arguments)
         program = jax.vmap(lambda words, *given: run(jax.random.wrap_key_data(words), given), (0, None, 0, None))
         self.program = jax.jit(program)
 
@@ -71,10 +71,12 @@ class NoiseDraws:
             count = self.count if step in FULLY and not others else AT_LEAST
             steps, params = np.full(count, step), self.subject.others if others else self.subject.params
             state = self.subject.state_after(step)
-            self._found[step, others] = self.draw_public_floats(self.words[:count], state, steps, params)
+            self._found[step, others] = self.public_floats_of_empty_steps(self.words[:count], state, steps, params)
         return self._found[step, others]
 
-    def draw_public_floats(self, words: np.ndarray, state: Tree, steps: np.ndarray, params: Tree = None) -> np.ndarray:
+    def public_floats_of_empty_steps(
+        self, words: np.ndarray, state: Tree, steps: np.ndarray, params: Tree = None
+    ) -> np.ndarray:
         """The public floats of empty steps, float64 (count, o). words: key data, uint32 (count, 2). steps: (count,)."""
         count, found = len(steps), []
         places = np.arange(-(-count // TOGETHER) * TOGETHER) % count  # the last part is filled up
@@ -102,9 +104,9 @@ class NoiseDraws:
             return jax.jvp(lambda v: floats(mechanism, state, v), (vector,), (vector,))[1]
 
         given = self.subject.mechanism, self.rebuild
-        if not with_other_keys(moved_by_noise, *given, (state,))[1]:
+        if not as_function_of_key(moved_by_noise, *given, (state,))[1]:
             return None
-        return _noise_maps_by_key(with_other_keys(floats, *given, (state, vector))[0], vector)
+        return _noise_maps_by_key(as_function_of_key(floats, *given, (state, vector))[0], vector)
 
 
 def _noise_maps_by_key(run: Callable, vector: jax.Array) -> Callable:
@@ -260,7 +262,7 @@ def reduced_chi_square_quantile(probability: float, freedom: int) -> float:
 WithKey = Callable[[jax.Array, tuple], jax.Array]  # (key, arguments) -> an array
 
 
-def with_other_keys(
+def as_function_of_key(
     function: Callable, mechanism: Mechanism, rebuild: Callable | None, arguments: tuple
 ) -> tuple[WithKey, bool]:
     """Returns `function(mechanism, *arguments)` as a function of (key, arguments), and whether it reads the key.

@@ -21,12 +21,12 @@ from dpx.audit.contract.draws import (
     AT_LEAST,
     FULLY,
     TOGETHER,
+    as_function_of_key,
     require_independent_columns,
     require_no_repeated_noise,
     require_standard_normals,
     whitened_by_sample_covariance,
     whitened_draws,
-    with_other_keys,
 )
 from dpx.audit.contract.subject import AT_STEPS, SMALL, STEPS, NotChecked, Release, Violation, numbers_as_text
 from dpx.audit.contract.trial import MechanismUnderTest
@@ -284,7 +284,7 @@ def _require_noise_never_repeats(trial: MechanismUnderTest, release: Release) ->
     """Raises Violation if the noise repeats: from step to step, or from draw to draw under other keys."""
     draws, state = trial.noise, trial.state_after(LAST)
     words = np.repeat(draws.words[:1], len(NUMBERS), axis=0)
-    found = draws.draw_public_floats(words, state, NUMBERS)[:, : release.updates]
+    found = draws.public_floats_of_empty_steps(words, state, NUMBERS)[:, : release.updates]
     found = found - release.offset[: release.updates]
     # A CPU's denormal numbers are 0. A GPU's have few bits, and repeat by chance, where a schedule ends near 0.
     found[np.abs(found) < np.finfo(np.float32).tiny] = 0
@@ -365,7 +365,7 @@ def _updates_of_runs(trial: MechanismUnderTest) -> np.ndarray:
         return jax.lax.scan(step, state, length=STEPS_OF_RUN)[1]
 
     arguments = trial.state_after(0), trial.params
-    replay, _ = with_other_keys(without_grid(run), trial.mechanism, trial.rebuild, arguments)
+    replay, _ = as_function_of_key(without_grid(run), trial.mechanism, trial.rebuild, arguments)
     program = jax.jit(jax.vmap(lambda words: replay(jax.random.wrap_key_data(words), arguments)))
     words = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(trial.seed + 2), RUNS)))
     return np.concatenate([np.asarray(program(part), np.float64) for part in np.split(words, RUNS // TOGETHER)])

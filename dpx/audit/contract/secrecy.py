@@ -182,7 +182,7 @@ SMALL_SHARE = 0.77  # of half a unit of the sum, which rounds to one unit or to 
 REMOVED = 1  # one of the large rows
 
 
-class ReleaseArguments(NamedTuple):
+class RecordedRelease(NamedTuple):
     """What `keys.release` was given. total: high + low, float64 (n,). deviation: standard deviation of the noise."""
 
     total: np.ndarray
@@ -194,7 +194,7 @@ def require_low_parts_read(trial: MechanismUnderTest) -> None:
     state, release = trial.state_after(0), with_recorded_releases(trial.mechanism.release)
     like = [as_pair(one).high for one in trial.shapes_of_sums]
 
-    def with_changed_sum(number: int = -1, high: float = 0, low: float = 0) -> list[ReleaseArguments]:
+    def with_changed_sum(number: int = -1, high: float = 0, low: float = 0) -> list[RecordedRelease]:
         """The release's arguments when the high and low parts of one sum are changed."""
         sums = []
         for place, shapes in enumerate(like):
@@ -245,7 +245,7 @@ def require_small_rounding(trial: MechanismUnderTest) -> str:
     return f"of {LONG} rows against its rounding, one moves the sum by {excess:.2g} ETA more than alone"
 
 
-def with_recorded_releases(function: Callable) -> Callable[..., list[ReleaseArguments]]:
+def with_recorded_releases(function: Callable) -> Callable[..., list[RecordedRelease]]:
     """Compiles `function` to return what it passes to `keys.release`, even from inside jit or a loop.
 
     A call raises NotChecked if nothing was recorded.
@@ -263,7 +263,7 @@ def with_recorded_releases(function: Callable) -> Callable[..., list[ReleaseArgu
         with replacing_key_functions(release=record):
             return function(*arguments)
 
-    def run(*arguments) -> list[ReleaseArguments]:
+    def run(*arguments) -> list[RecordedRelease]:
         with _ONE_RUN:
             _seen.clear()
             jax.block_until_ready(traced(*arguments))
@@ -276,12 +276,12 @@ def with_recorded_releases(function: Callable) -> Callable[..., list[ReleaseArgu
     return run
 
 
-_seen: dict[int, ReleaseArguments] = {}  # from the last run; not in a closure, because jax keeps traces of functions
+_seen: dict[int, RecordedRelease] = {}  # from the last run; not in a closure, because jax keeps traces of functions
 _ONE_RUN = threading.Lock()
 
 
 def _record_arguments(number, high, low, deviation):
-    _seen[number] = ReleaseArguments(inputs.flattened_leaves(high) + inputs.flattened_leaves(low), float(deviation))
+    _seen[number] = RecordedRelease(inputs.flattened_leaves(high) + inputs.flattened_leaves(low), float(deviation))
 
 
 def _gradients_lost_to_rounding(trial: MechanismUnderTest) -> Tree:

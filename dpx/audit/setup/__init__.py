@@ -96,7 +96,7 @@ def check_setup(
     with adding_note("loss", lambda: example):
         found = batch_findings.measure_row_gradients(value, optimizer, params, flags, examples, included)
     once = batch_findings.run_empty_step(value, optimizer, params, batch._replace(examples=examples))
-    alone = batch_findings.row_loss_function(value, flags, examples)
+    alone = batch_findings.loss_and_leaves_by_row(value, flags, examples)
     some_rows = np.flatnonzero(included)[: batch_findings.COMPARED]
     unreleased = (
         rows,

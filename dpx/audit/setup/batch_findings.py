@@ -125,7 +125,7 @@ def _largest_of_leaves(grad: Tree, flags: Tree) -> jax.Array:
     return jnp.stack([jnp.float32(jnp.max(jnp.abs(g), initial=0) if flag else 0) for g, flag in leaves])
 
 
-def row_loss_function(
+def loss_and_leaves_by_row(
     loss: Callable, flags: Tree, examples: Tree
 ) -> Callable[[Tree, int], tuple[np.ndarray, np.ndarray]]:
     """Returns fn(params, row) -> (loss, leaves). row: int, an index into `examples`. loss: float64 scalar. leaves:
@@ -144,8 +144,8 @@ def row_loss_function(
 
 
 def find_mixed_rows(measured: BatchDiagnostics, params: Tree, alone: Callable, rows: np.ndarray) -> Finding:
-    """Checks that each row has the same loss and gradient in a batch and alone. alone: from `row_loss_function`. rows:
-    int (R,)."""
+    """Checks that each row has the same loss and gradient in a batch and alone. rows: int (R,). alone: from
+    `loss_and_leaves_by_row`."""
     low = any(map(is_low_precision, jax.tree.leaves(params))) or is_low_precision(measured.losses)
     tolerance, differ = LOW_TOLERANCE if low else TOLERANCE, 0
     for row in rows:
@@ -185,7 +185,7 @@ def find_zero_gradients(
 ) -> Finding:
     """Finds trained parameters whose gradient is zero for every example, here or also near these parameters.
 
-    flags: bools like the parameters. alone: from `row_loss_function`. rows: int (R,), the rows to compute again.
+    flags: bools like the parameters. alone: from `loss_and_leaves_by_row`. rows: int (R,), the rows to compute again.
     """
     if not np.asarray(measured.counts).any():
         return Finding("zero gradients", "note", "no row has a gradient that counts")

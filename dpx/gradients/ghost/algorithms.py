@@ -22,8 +22,8 @@ from dpx.gradients.ghost.norms import (
     Matrices,
     bound_inner_products,
     error_of_inner_products,
-    inner_products,
     norm_with_sum_error,
+    pairwise_inner_products,
     product_or_infinity,
     split_off_scale,
     sum_upper_bound,
@@ -204,7 +204,7 @@ def _gram(left: jax.Array, right: jax.Array) -> jax.Array:
         return jnp.where(left >= 0, picked, 0).transpose(0, 2, 1)
     if right.ndim == 1:
         return _gram(right, left).transpose(0, 2, 1)
-    return inner_products(left, right)
+    return pairwise_inner_products(left, right)
 
 
 # The unit of cost is one floating-point operation of a large matrix product on one CPU core (benchmarks/step.py).

@@ -99,7 +99,7 @@ def gram_norm(a: jax.Array, b: jax.Array) -> jax.Array:
     # If rows are sharded, they are usually the longer ones. The sum over their segments, for which devices must
     # communicate, comes last, when each segment is a scalar and not a matrix.
     short, long = (a, b) if a.shape[-1] <= b.shape[-1] else (b, a)
-    first = bound_inner_products(inner_products(short, short)[:, None], short)
+    first = bound_inner_products(pairwise_inner_products(short, short)[:, None], short)
     second = bound_inner_products(inner_products_of_segments(long, long), long)
     squared = sum_upper_bound(first, second)
     return size * norm_with_sum_error(squared, products_of_row_norms(first, second), positions)
@@ -124,7 +124,7 @@ class BoundedProducts(NamedTuple):
 
 
 def bound_inner_products(values: jax.Array, rows: jax.Array) -> BoundedProducts:
-    """Bounds the inner products, float32 (K, ..., T, T), that `inner_products` computes from `rows`, float32 (K, T, n).
+    """Bounds what `pairwise_inner_products` computes from `rows`, float32 (K, T, n): products, float32 (K, ..., T, T).
 
     Rows for a matrix unit are not rescaled, so terms below 2^-126, or with a factor below it, may be lost: in all up to
     n 2^-126 + 2^-126 sqrt(n) (|x| + |y|) of x . y. If |x| and |y| are increased by l = sqrt(n) 2^-51, the product of
@@ -219,15 +219,15 @@ def einsum_by_segments(by: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return add_part_by_part(product, (a, b), width, width, jnp.add, axis=1)
 
 
-def inner_products(left: jax.Array, right: jax.Array) -> jax.Array:
-    """The inner products, float32 (K, S, T), of the rows of float32 (K, S, n) and (K, T, n)."""
+def pairwise_inner_products(left: jax.Array, right: jax.Array) -> jax.Array:
+    """The inner products, float32 (K, S, T), of each row of float32 (K, S, n) and each row of (K, T, n)."""
     found = inner_products_of_segments(left, right)
     # The barrier prevents XLA from merging the sums of the segments into one long sum.
     return found[:, 0] if found.shape[1] == 1 else jnp.sum(lax.optimization_barrier(found), 1)
 
 
 def inner_products_of_segments(left: jax.Array, right: jax.Array) -> jax.Array:
-    """The inner products of each of C segments of the rows, float32 (K, C, S, T); their sum over C is `inner_products`.
+    """`pairwise_inner_products` of each of C segments of the rows, float32 (K, C, S, T), to be added over C.
     C is 1 on one device. On several, segments get an axis, because slices of a sharded axis would go to all devices.
 
     Up to MOST_SUMS short sums are added at a time, and their results are added as pairs of float32 numbers.
@@ -276,7 +276,7 @@ def share_raised_by_rounding(size: int, positions: int) -> float:
 
 
 def error_of_inner_products(left: jax.Array, right: jax.Array) -> float:
-    """The `BoundedProducts.error` of `inner_products` of these rows. It includes four roundings of the lengths."""
+    """The `BoundedProducts.error` of their `pairwise_inner_products`. It includes four roundings of the lengths."""
     return _gram_rounding_error(left.shape[-1], max(left.shape[1], right.shape[1]))
 
 

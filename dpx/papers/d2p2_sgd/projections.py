@@ -76,23 +76,23 @@ def random_subset(key: jax.Array, sizes: Sequence[int], count: int) -> Segments:
         return mask_of_largest(bits, jnp.int32(count))
 
 
-def _subset_project(key: jax.Array, segments: Segments, rank: int) -> Segments:
+def _random_subset_project(key: jax.Array, segments: Segments, rank: int) -> Segments:
     """Keeps p of the d coordinates, drawn uniformly at random, times sqrt(d/p)."""
     sizes = [segment.size for segment in segments]
-    scale = _subset_stretch(sizes, rank)
+    scale = _random_subset_stretch(sizes, rank)
     kept = random_subset(key, sizes, rank)
     return [segment * jnp.where(mask, scale, 0) for segment, mask in zip(segments, kept, strict=True)]
 
 
-def _subset_stretch(sizes: Sequence[int], rank: int) -> float:
+def _random_subset_stretch(sizes: Sequence[int], rank: int) -> float:
     return math.sqrt(sum(sizes) / rank)
 
 
 # The projection is its own transpose.
 SUBSET = LinearSketch(
-    _subset_project,
-    lambda key, kept, sizes, rank: _subset_project(key, kept, rank),
-    _subset_stretch,
+    _random_subset_project,
+    lambda key, kept, sizes, rank: _random_subset_project(key, kept, rank),
+    _random_subset_stretch,
     supports_ghost_norms=True,
 )
 
