@@ -149,11 +149,11 @@ def kept(included: jax.Array, leaf: jax.Array) -> jax.Array:
 
 def standard(key: jax.Array, total: Any, step: Any) -> Any:
     """Sound noise: standard normals like the sum."""
-    return keys.normal_like(keys.stream(key, "noise"), step, total)
+    return keys.normals_of_release(keys.stream(key, "noise"), step, total)
 
 
 def normals(key: jax.Array, step: Any, tree: Any) -> Any:
-    """Standard normals like `tree` that do not come from `keys.normal_like`."""
+    """Standard normals like `tree` that do not come from `keys.normals_of_release`."""
     return unflatten_vectors(
         jax.random.normal(quick(key, "own noise", step), (sum(map(jnp.size, jax.tree.leaves(tree))),)), tree
     )
@@ -459,7 +459,7 @@ def noise_from_the_host(key):
     generator = random.Random(0)
 
     def draw(total, step):
-        return keys.normal_like(jax.random.fold_in(key, generator.getrandbits(31)), step, total)
+        return keys.normals_of_release(jax.random.fold_in(key, generator.getrandbits(31)), step, total)
 
     return with_noise(sound(key), draw)
 

@@ -75,7 +75,7 @@ def promoting():
 @pytest.fixture
 def ungridded():
     """Releases are sums plus noise in floating point, without the grid: to compare with formulas of real numbers."""
-    with drawing_normals_by(keys.normal_like):
+    with drawing_normals_by(keys.normals_of_release):
         yield
 
 

@@ -83,7 +83,7 @@ def test_equals_the_pseudo_code(ungridded):
     rows = np.concatenate([np.asarray(grads["b"], np.float64), np.asarray(grads["w"], np.float64).reshape(16, 6)], 1)
     shapes = {"gradient": PARAMS, "indicator": jnp.zeros(())}
     for step in range(5):
-        noise = jax.tree.map(lambda n: (1 + ETA) * n, keys.normal_like(keys.stream(KEY, "noise"), step, shapes))
+        noise = jax.tree.map(lambda n: (1 + ETA) * n, keys.normals_of_release(keys.stream(KEY, "noise"), step, shapes))
         draw = np.concatenate([np.asarray(noise["gradient"][name], np.float64).ravel() for name in ("b", "w")])
         total = (rows * np.minimum(1, clip / sizes)[:, None]).sum(0) + Z_GRADIENT * clip * draw
         below = 0.5 + ((sizes <= clip) - 0.5).sum() / 20 + S * float(noise["indicator"]) / 20

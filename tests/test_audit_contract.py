@@ -294,7 +294,7 @@ def test_a_run_that_may_not_be_so_long_is_not_billed():
 @pytest.mark.parametrize("coordinates", [[], [dpx.coordinates.random_projection(rank=12, kind="gaussian", key=KEY)]])
 @pytest.mark.long_cases("coordinates1", "coordinates0")
 def test_noise_of_a_mechanisms_own(coordinates):
-    """Sound noise that does not come from `keys.normal_like` passes, also with coordinates of the key."""
+    """Sound noise that does not come from `keys.normals_of_release` passes, also with coordinates of the key."""
     mechanism = sound_noise_of_its_own(KEY)
     for each in coordinates:
         mechanism = dpx.in_coordinates(mechanism, each)

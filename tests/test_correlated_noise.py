@@ -64,7 +64,7 @@ def test_the_noise_is_the_weighted_sum_of_the_normals_of_the_steps(strategy):
     deviation = 2.0 * 0.5 * (1 + ETA)
     grid = 2.0 ** (np.floor(np.log2(deviation)) - GRID)
     found, _ = run(made(strategy), 9)
-    normals = [keys.normal_like(stream_of(strategy), step, PARAMS) for step in range(9)]
+    normals = [keys.normals_of_release(stream_of(strategy), step, PARAMS) for step in range(9)]
     inverse = strategy.inverse_column(9)
     for step in range(9):
         off = grid / 2 * np.abs(inverse[: step + 1]).sum()

@@ -80,7 +80,8 @@ def algorithm_2(grads, noise, *, outer=math.inf, reset_every=None, bound=clip, b
 def noise_of(deviation):
     """The noise a run with this key draws, (STEPS, 8)."""
     stream = keys.stream(jax.random.key(3), "noise")
-    return np.array([deviation * (1 + ETA + ERROR) * keys.normal_like(stream, t, jnp.zeros(8)) for t in range(STEPS)])
+    scale = deviation * (1 + ETA + ERROR)
+    return np.array([scale * keys.normals_of_release(stream, t, jnp.zeros(8)) for t in range(STEPS)])
 
 
 @pytest.mark.parametrize("options", [{}, {"outer": 1.5}, {"outer": 1.5, "reset_every": 5}], ids=str)

@@ -263,7 +263,7 @@ def by_hand(config: Config, steps: int):
             grad = gradient(params, data.as_float(dataset.train_images[row]), dataset.train_labels[row])
             size = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(grad)))
             total = jax.tree.map(lambda t, g, size=size: t + g * min(1, 0.5 / size), total, grad)
-        noise = keys.normal_like(keys.stream(keys.stream(key, "mechanism"), "noise"), step, params)
+        noise = keys.normals_of_release(keys.stream(keys.stream(key, "mechanism"), "noise"), step, params)
         released = jax.tree.map(lambda t, n: (t + 2.0 * 0.5 * (1 + ETA) * n) / 100, total, noise)
         velocity = jax.tree.map(lambda v, r: 0.9 * v + r, velocity, released)
         params = jax.tree.map(lambda p, v: p - 1.0 * v, params, velocity)

@@ -310,6 +310,6 @@ def test_the_noise_is_the_mechanisms_own(ungridded):
     params, _ = problem()
     zeros = (jax.tree.map(jnp.zeros_like, params),)
     updates, _ = mechanism.release(zeros, mechanism.init(params), params)
-    expected = keys.normal_like(keys.stream(KEY, "noise"), 0, params)
+    expected = keys.normals_of_release(keys.stream(KEY, "noise"), 0, params)
     np.testing.assert_allclose(flat(updates), (1 + ETA) * SIGMA * CLIP * flat(expected) / 5, rtol=1e-5)
     assert SIZE == 10

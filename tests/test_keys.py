@@ -57,7 +57,7 @@ def test_fold_in_enciphers_the_number(impl):
 
 def test_the_noise_is_normal():
     """The shares of |z| above 1, 2, 3 and 4, within 5 standard errors; false alarm below 1e-5 in all."""
-    noise = np.abs(np.asarray(keys.normal_like(jax.random.key(3), 0, jnp.zeros((1000, 1000)))))
+    noise = np.abs(np.asarray(keys.normals_of_release(jax.random.key(3), 0, jnp.zeros((1000, 1000)))))
     for size, share in ((1, 0.31731), (2, 0.045500), (3, 0.0026998), (4, 6.3342e-5)):
         assert abs((noise > size).mean() - share) < 5 * math.sqrt(share / noise.size)
 
@@ -76,7 +76,7 @@ def test_leaves_of_one_shape_have_the_noise_of_their_places(copies):
 
 def test_no_number_of_the_noise_repeats_in_another_step():
     """Of 30,000 floats of 2^23 values, some 110 are by chance in the other step."""
-    draw = jax.jit(keys.normal_like)
+    draw = jax.jit(keys.normals_of_release)
     steps = [np.ravel(draw(jax.random.key(3), jnp.int32(step), SHAPES[0])) for step in (0, 1, 2, 8191, 8192, 2**31 - 1)]
     for one, other in itertools.combinations(steps, 2):
         assert np.isin(one, other).sum() < 250
@@ -88,28 +88,28 @@ def test_each_leaf_of_a_huge_tree_has_a_stream_of_its_own(devices, monkeypatch):
     monkeypatch.setattr(noise_of, "ONE_STREAM", 5000)
     jax.clear_caches()
     with tracing_for_place(devices=devices):
-        noise = keys.normal_like(jax.random.key(3), 7, small)
+        noise = keys.normals_of_release(jax.random.key(3), 7, small)
     numbers = np.concatenate([np.ravel(leaf) for leaf in noise])
     assert len(numbers) - len(np.unique(numbers)) < 30 and abs(numbers.std() - 1) < 0.05
-    first, second = (np.ravel(keys.normal_like(jax.random.key(3), 7, small[place])) for place in (0, 1))
+    first, second = (np.ravel(keys.normals_of_release(jax.random.key(3), 7, small[place])) for place in (0, 1))
     assert np.array_equal(np.ravel(noise[0]), first) and not np.isin(noise[1], second).any()
 
 
 def test_shapes_of_a_tree_of_more_numbers_than_an_index_counts():
     leaves = [jax.ShapeDtypeStruct((2**16, 2**size), jnp.float32) for size in (15, 14)]
-    made = jax.eval_shape(keys.normal_like, jax.random.key(3), 7, leaves)
+    made = jax.eval_shape(keys.normals_of_release, jax.random.key(3), 7, leaves)
     assert [leaf.shape for leaf in made] == [leaf.shape for leaf in leaves]
 
 
 def test_no_number_of_the_noise_repeats():
     """Among 32,000 floats of 2^23 values, some 60 pairs are equal by chance; a repeated half chunk would be 8,000."""
-    leaves = [np.ravel(leaf) for leaf in keys.normal_like(jax.random.key(3), 0, SHAPES)]
+    leaves = [np.ravel(leaf) for leaf in keys.normals_of_release(jax.random.key(3), 0, SHAPES)]
     numbers = np.concatenate(leaves)
     assert len(numbers) - len(np.unique(numbers)) < 120
 
 
 def test_other_implementations_of_keys_have_noise_too():
-    noise = keys.normal_like(jax.random.key(3, impl="rbg"), 0, SHAPES)
+    noise = keys.normals_of_release(jax.random.key(3, impl="rbg"), 0, SHAPES)
     assert abs(np.std(noise[0]) - 1) < 0.05 and not np.array_equal(np.ravel(noise[0])[:7], noise[4])
 
 
@@ -118,7 +118,7 @@ def test_runs_of_different_keys_have_different_noise_under_vmap():
 
     def noise(words):
         stream = keys.stream(jax.random.wrap_key_data(words, impl="rbg"), "noise")
-        return keys.normal_like(stream, 0, jnp.zeros(100))
+        return keys.normals_of_release(stream, 0, jnp.zeros(100))
 
     words = jax.random.bits(jax.random.key(3), (3, 4))
     one, other = (jax.vmap(noise)(words[np.array(rows)])[1] for rows in ([0, 1], [0, 2]))
@@ -150,7 +150,7 @@ def test_the_mark_of_a_key_is_the_same_under_other_settings(setting, impl):
 
 
 def test_noise_without_any_number():
-    assert keys.normal_like(jax.random.key(3), 0, jnp.zeros((0, 2))).shape == (0, 2)
+    assert keys.normals_of_release(jax.random.key(3), 0, jnp.zeros((0, 2))).shape == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_noise_without_any_number():
 )
 def test_more_numbers_than_are_billed_or_have_places(columns, leaves, words):
     with pytest.raises(ValueError, match=words):
-        keys.normal_like(jax.random.key(3), 0, [jax.ShapeDtypeStruct((2**16, columns), jnp.float32)] * leaves)
+        keys.normals_of_release(jax.random.key(3), 0, [jax.ShapeDtypeStruct((2**16, columns), jnp.float32)] * leaves)
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "secret_key"])
@@ -225,7 +225,7 @@ def test_every_use_of_a_key_has_blocks_of_its_own(monkeypatch):
     """
     key, cipher_of, blocks, found = dpx.secret_key(SEED), streams.threefry4x32, [], {}
     uses = {
-        "noise": lambda: [keys.normal_like(key, step, jnp.zeros(40)) for step in (0, 1, 2**31 - 1)],
+        "noise": lambda: [keys.normals_of_release(key, step, jnp.zeros(40)) for step in (0, 1, 2**31 - 1)],
         "derived": lambda: [keys.fold_in(key, number) for number in (0, 1, 2, 2**31, 2**32 - 1)],
         "drawn": lambda: streams.draw_bits(keys.key_words(key), 40),
     }
@@ -263,7 +263,7 @@ def test_each_of_128_bits_changes_the_streams_the_mark_and_the_numbers():
         lambda key: keys.key_words(keys.stream(key, "sampling", 3)),
         keys.mark_of_key,
         lambda key: streams.draw_bits(keys.key_words(key), 2)[0],
-        lambda key: keys.normal_like(keys.stream(key, "noise"), 0, jnp.zeros(3)),
+        lambda key: keys.normals_of_release(keys.stream(key, "noise"), 0, jnp.zeros(3)),
     ):
         made = made if made is keys.mark_of_key else jax.jit(made)  # the mark of a known key is known
         assert len({tuple(np.ravel(made(key)).tolist()) for key in near}) == len(near)
@@ -319,7 +319,11 @@ def test_keys_under_vmap_and_jit_have_their_own_numbers():
     def numbers(words):
         key = jax.random.wrap_key_data(words, impl="threefry4x32")
         own = keys.stream(key, "noise", 3)
-        return (keys.key_words(own), streams.draw_bits(keys.key_words(own), 5), keys.normal_like(own, 0, jnp.zeros(9)))
+        return (
+            keys.key_words(own),
+            streams.draw_bits(keys.key_words(own), 5),
+            keys.normals_of_release(own, 0, jnp.zeros(9)),
+        )
 
     words = jnp.stack([jax.random.key_data(dpx.secret_key(SEED + number)) for number in range(3)])
     together = jax.jit(jax.vmap(numbers))(words)

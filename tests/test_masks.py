@@ -133,7 +133,7 @@ def example_gradients(theta: np.ndarray, batch) -> np.ndarray:
 
 
 def noise_at(step: int) -> np.ndarray:
-    return (1 + ETA) * flat(keys.normal_like(keys.stream(KEY, "noise"), step, problem()[0]))
+    return (1 + ETA) * flat(keys.normals_of_release(keys.stream(KEY, "noise"), step, problem()[0]))
 
 
 def pseudo_code(epochs, steps, rate, cooling, clip, sigma, momentum, lr, *, masks=None, posterior=False):

@@ -270,7 +270,7 @@ def test_no_setting_changes_the_noise_or_the_batches():
 
     def drawn():
         samplings = [made().sampling, *(make().sampling for make in COVERED.values())]
-        noise = keys.normal_like(KEY, 3, {"w": jnp.zeros((3, 2), jnp.float32)})["w"]
+        noise = keys.normals_of_release(KEY, 3, {"w": jnp.zeros((3, 2), jnp.float32)})["w"]
         return [*(np.asarray(s.draw(KEY, step).indices) for s in samplings for step in (0, 4)), np.asarray(noise)]
 
     before = drawn()

@@ -150,7 +150,7 @@ def test_the_loop_reads_the_word_of_the_release(monkeypatch, size):
 def test_two_normals_of_a_block_are_those_of_the_release():
     """The stream, from the cipher up: place, chunk and row of a number, at the borders of a chunk."""
     size, half = 20_000, noise.CHUNK_NUMBERS // 2
-    found = np.asarray(keys.normal_like(KEY, 7, jnp.zeros(size)))
+    found = np.asarray(keys.normals_of_release(KEY, 7, jnp.zeros(size)))
     words = keys.key_words(KEY)
     for place in (0, half - 1, half, 2 * half - 1, 2 * half, size - 1):
         chunk, within = divmod(place, 2 * half)
@@ -172,9 +172,9 @@ def test_a_release_is_the_sum_and_the_noise_rounded_to_the_grid(deviation):
     total = jax.random.normal(jax.random.key(1), (3000,)) * np.float32(deviation) * 30
     found, gamma = integers(total, deviation)
     exact = np.asarray(total, np.float64) + float(np.float32(deviation)) * np.asarray(
-        keys.normal_like(KEY, 0, total), np.float64
+        keys.normals_of_release(KEY, 0, total), np.float64
     )
-    assert np.abs(found - exact / gamma).max() <= 0.5 + 1e-4  # normal_like is float32
+    assert np.abs(found - exact / gamma).max() <= 0.5 + 1e-4  # normals_of_release is float32
     assert 16 <= float(np.float32(deviation)) / gamma < 32
 
 

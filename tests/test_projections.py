@@ -277,13 +277,13 @@ def test_equals_the_pseudo_code(name, ungridded):
     for step in range(steps):
         noise_key = keys.stream(KEY, "noise")
         if "kind" not in options:
-            normals = ravel_pytree(keys.normal_like(noise_key, step, params))[0]
+            normals = ravel_pytree(keys.normals_of_release(noise_key, step, params))[0]
             draws.append((None, (1 + ETA) * np.asarray(normals, np.float64)))
             continue
         stream = keys.stream(KEY, "projection of the sum" if "order" in options else "projection")
         draw = jax.random.fold_in(keys.public_key(keys.fold_in(stream, step)), 0)
         p = np.asarray(matrices("gaussian", (18,), rank)(draw[None]), np.float64)[0]
-        normals = keys.normal_like(noise_key, step, [jnp.zeros(rank)])[0]
+        normals = keys.normals_of_release(noise_key, step, [jnp.zeros(rank)])[0]
         draws.append((math.sqrt(rank) * p.T, (1 + ETA) * np.asarray(normals, np.float64)))
     falling = "power" in options
     scale = math.sqrt(rank) if "kind" in options else 1.0

@@ -1,4 +1,4 @@
-"""Functions that replace `keys.release` and `keys.normal_like` while an audit traces a mechanism."""
+"""Functions that replace `keys.release` and `keys.normals_of_release` while an audit traces a mechanism."""
 
 import contextlib
 import functools
@@ -15,17 +15,17 @@ from dpx.values import Tree, unflatten_vectors
 
 
 def replacing_key_functions(**functions: Callable) -> contextlib.AbstractContextManager:
-    """Replaces `keys.release` or `keys.normal_like` in this thread inside the context: for traces, never for runs.
+    """Replaces functions of `keys` by name, in this thread inside the context: for traces, never for runs.
 
-    `keys.release_and_rest` then uses the replacement too. Inside a replacement, the originals are back in place.
+    `keys.release_and_rest` then uses that of `release` too. Inside a replacement, the originals are back in place.
     """
     return STAND_INS(STAND_INS.value._replace(**functions))
 
 
 def drawing_normals_by(draw: Callable) -> contextlib.AbstractContextManager:
-    """Replaces `keys.normal_like` by `draw(key, step, tree)` inside the context, and makes `keys.release` add it to its
-    sum in floating point, without the grid: for a trace, never for a run."""
-    return replacing_key_functions(normal_like=draw, release=_release_adding_noise(draw))
+    """Replaces `keys.normals_of_release` by `draw(key, step, tree)` inside the context, and makes `keys.release` add it
+    to its sum in floating point, without the grid: for a trace, never for a run."""
+    return replacing_key_functions(normals_of_release=draw, release=_release_adding_noise(draw))
 
 
 @functools.lru_cache(64)  # the same object each time, because jax traces again for a new one
@@ -43,7 +43,7 @@ def without_grid(function: Callable) -> Callable:
     only by rounding may be one cell apart."""
 
     def trace_without_grid(*arguments):
-        with drawing_normals_by(keys.normal_like):
+        with drawing_normals_by(keys.normals_of_release):
             return function(*arguments)
 
     return trace_without_grid

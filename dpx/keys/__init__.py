@@ -4,7 +4,7 @@
 grid; `normals.py` turns blocks of the cipher into normals.
 """
 
-from dpx.keys.noise import normal_like as normal_like
+from dpx.keys.noise import normals_of_release as normals_of_release
 from dpx.keys.noise import release as release
 from dpx.keys.noise import release_and_rest as release_and_rest
 from dpx.keys.streams import SMALL as SMALL

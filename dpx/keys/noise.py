@@ -64,10 +64,10 @@ _COUNTED: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar("cou
 
 
 class AuditStandIns(NamedTuple):
-    """Replacements for `release` and `normal_like` while an audit traces a mechanism; None keeps the original."""
+    """Replaces `release` and `normals_of_release` while an audit traces a mechanism; None keeps the original."""
 
     release: Callable | None = None
-    normal_like: Callable | None = None
+    normals_of_release: Callable | None = None
 
 
 # Part of jax's own context of a trace: only one thread sees it, and jax keeps the traces of a jitted function with it
@@ -154,12 +154,12 @@ def require_deviation(deviation: jax.Array | float) -> jax.Array:
     return jnp.asarray(deviation, jnp.float32)
 
 
-def normal_like(key: jax.Array, step: jax.Array | int, tree: Tree) -> Tree:
+def normals_of_release(key: jax.Array, step: jax.Array | int, tree: Tree) -> Tree:
     """Returns the standard normals that `release` draws for this key and step, float32, like `tree`, for inspection.
 
     Never add these to a sum yourself, because the bits of the result would reveal the sum: use `release`.
     """
-    if (stand_in := STAND_INS.value.normal_like) is not None:
+    if (stand_in := STAND_INS.value.normals_of_release) is not None:
         with STAND_INS(AuditStandIns()):
             return stand_in(key, step, tree)
     leaves, structure = jax.tree.flatten(tree)

@@ -302,7 +302,7 @@ def _require_noise_never_repeats(trial: MechanismUnderTest, release: Release) ->
 
 
 def _require_distinct_keys(trial: MechanismUnderTest) -> bool:
-    """Whether all keys given to `keys.normal_like` are readable. Raises Violation if two draws share key and step."""
+    """Whether all keys that draw normals are readable. Raises Violation if two draws share key and step."""
     zeros, state, elsewhere = inputs.zeros_like(trial.shapes_of_sums), trial.state_after(LAST), []
 
     def noise_at_step(step):

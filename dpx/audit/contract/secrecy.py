@@ -83,7 +83,7 @@ def _require_state_ignores_data(trial: MechanismUnderTest) -> str:
         except AssertionError:
             raise NotChecked(
                 f"the public state moves with the data at step {step}, and the noise does not come from "
-                "dpx.keys.normal_like, so it cannot be exchanged for data"
+                "dpx.keys.release, so it cannot be exchanged for data"
             ) from None
     return "the public state does not depend on the data; no update was exchanged, because the noise is not dpx's"
 

@@ -299,7 +299,7 @@ class ReleaseFunction:
 
         def draw(key, step, tree):
             if (call := next(calls, None)) is None:
-                raise NotChecked("its coordinates draw with `keys.normal_like` too, now more often than before")
+                raise NotChecked("its coordinates draw with `keys.normals_of_release` too, now more often than before")
             return jax.tree.map(lambda _, n: n, tree, noise[call])
 
         with drawing_normals_by(draw):

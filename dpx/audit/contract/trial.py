@@ -40,7 +40,7 @@ class MechanismUnderTest(Subject):
 
     @property
     def draws_noise_by_dpx(self) -> bool:
-        """Whether the noise of the release comes from `keys.normal_like`, so that it can be exchanged for data."""
+        """Whether the noise of the release comes from `dpx.keys`, so that it can be exchanged for data."""
         return self.traced.normals > 0
 
     def release(self, step: int, *, others: bool = False) -> Release:
