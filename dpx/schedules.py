@@ -144,7 +144,7 @@ def inverse_power(*, init_value: float, power: float) -> Schedule:
 
 
 def every(schedule: Schedule, *, steps: int) -> Schedule:
-    """Holds `schedule` constant over blocks of `steps` steps, such as epochs: at step t, its value at t // steps.
+    """Holds `schedule` constant over blocks of `steps` steps, such as epochs: `schedule(t // steps)` at step t.
 
     steps: int. Raises ValueError unless it is at least 1.
     """

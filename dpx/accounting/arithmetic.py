@@ -174,7 +174,7 @@ class FinitePrecisionCost(NamedTuple):
         return 2 * self.loss + self.slope * exact
 
     def delta(self, exact: float, delta: float, shift: float) -> float:
-        """The delta of the theorem if exact arithmetic is (`exact`, `delta`)-private.
+        """Returns the delta of the theorem, for a run that is (`exact`, `delta`)-private in exact arithmetic.
 
         shift: as in `RunProfile`.
         """
@@ -190,7 +190,7 @@ class FinitePrecisionCost(NamedTuple):
         return min(1.0, self.tail + own + math.exp(self.loss) * (delta + far + own))
 
     def _tail_growth_factor(self, radius: float, shift: float) -> float:
-        """How much a shift raises the probability of pairs beyond a radius, if each has a small part of the shift."""
+        """The factor by which a shift, divided among all pairs of normals, raises their probability beyond `radius`."""
         return 1 + 4.8 * radius * shift / math.sqrt(self.pairs)
 
 

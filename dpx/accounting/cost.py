@@ -130,7 +130,7 @@ def profile_of_run(
 
 
 def require_reachable_epsilon(run: RunProfile, epsilon: float, delta: float) -> float:
-    """The epsilon of a run at `delta`. Raises ValueError if the arithmetic alone costs more than `epsilon`."""
+    """The epsilon of a run at `delta`. Raises ValueError if finite-precision noise alone costs more than `epsilon`."""
     shift = 0.0 if math.isfinite(run.shift) else math.inf
     at_best = replace(run, exact=GaussianProfile(0.0), shift=shift)  # with arbitrarily large noise
     if (least := at_best.epsilon(delta)) > epsilon:

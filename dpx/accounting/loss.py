@@ -147,7 +147,7 @@ def require_noise_to_matter(name: str, at_one: Any, at_half: Any):
 
 @dataclass(frozen=True)
 class DpAccountingRelease(PrivacyLoss):
-    """A release of a kind unknown to dpx. inner: for a Poisson sample, the `FlatEvent` of the releases on it."""
+    """A release of a kind unknown to dpx. inner: the `FlatEvent` of what a Poisson sample releases, or None."""
 
     event: DpEvent
     inner: Any = None

@@ -1,4 +1,4 @@
-"""Audits: what anyone can check about a mechanism and the cost that it states.
+"""Audits: what anyone can check about a mechanism and its stated cost.
 
 * The privacy contract, line by line: `check_contract` measures how far one example moves a release and how large the
   noise is, and compares their ratio with the cost, for any mechanism, including your own compositions.
@@ -7,7 +7,7 @@
   the scores of canaries in one training run, whose members `draw_members` draws and whose gradients `canary_loss` sets.
   `plot_lower_bound` plots the attack's errors and what the stated cost allows.
 * What a trained model leaks: `exposure` of random secrets in canaries, and `membership`, the true-positive rates of an
-  attack at low false-positive rates, both next to the stated cost.
+  attack at low false-positive rates, both alongside the stated cost.
 
 If the scores are computed from released values, as in `canary_scores`, a lower bound above the stated epsilon proves,
 up to its confidence, that the statement is wrong. A lower bound below it proves nothing.

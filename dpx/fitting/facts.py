@@ -226,7 +226,7 @@ def bytes_of(array: Any) -> bytes:
 
 
 def layout_fingerprint(carry: Carry, sharding: Any) -> int:
-    """A fingerprint of how rows, parameters and state lie on the devices, which decides how sums are rounded."""
+    """A fingerprint of how rows, parameters and state are laid out on devices, which decides how sums are rounded."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return fingerprint(jax.device_count())
     shards = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(carry)]

@@ -104,7 +104,7 @@ class FitResult(NamedTuple):
 
     @property
     def skipped(self) -> int:
-        """The number of steps that cost epsilon but trained nothing, because the run continued on other devices."""
+        """The number of steps that cost epsilon but trained nothing, because the run resumed on other devices."""
         return sum(row.get("skipped", 0) for row in self.history)
 
     def plot(self, *, unreleased: bool = False, figure: Any = None) -> Any:

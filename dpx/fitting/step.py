@@ -66,7 +66,7 @@ def first_carry(params: Tree, optimizer: Mechanism, sharding: Any) -> Carry:
 
 
 def fresh_copy(tree: Tree) -> Tree:
-    """Copies the arrays of `tree`, with strong dtypes, so that a step may reuse their memory."""
+    """Copies the arrays of `tree`, without weak types, so that a step may reuse the memory of the copies."""
     return jax.tree.map(lambda leaf: jnp.array(leaf, dtype=jnp.result_type(leaf), copy=True), tree)
 
 

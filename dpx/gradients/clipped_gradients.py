@@ -169,7 +169,7 @@ def _held_bytes(written: tuple[int, int], plan: Plan) -> tuple[int, int]:
 
 
 def _microbatch_size_for_cache(cost: ForwardCost, example_bytes: int, params: Tree, size: int, place: Place) -> int:
-    """How many of the `size` examples are fastest at once on a CPU, whose cache is small, or a TPU; elsewhere all."""
+    """How many examples at once are fastest: all `size`, or fewer on a TPU or on a CPU, whose cache is small."""
     sum_bytes = 4 * sum(leaf.size for leaf in jax.tree.leaves(params))
     if place.platform == "tpu" and place.devices == 1:
         turn = EQUATION_BYTES * cost.equations + 3 * sum_bytes

@@ -1,4 +1,4 @@
-"""Checks that refuse inputs for which a mechanism's stated cost would not be true."""
+"""Checks that refuse inputs for which a mechanism's cost would not be true."""
 
 import functools
 import operator
@@ -241,7 +241,7 @@ def require_changes_fit_budget(changes: dict[str, Any], budget: Any):
 
 
 def require_fixed_coordinates(mechanism: Any, coordinates: Any):
-    """Raises ValueError for coordinates that change between steps around a mechanism with correlated noise."""
+    """Raises ValueError if the mechanism has correlated noise and its coordinates change between steps."""
     if mechanism.correlated is not None and not coordinates.fixed:
         words = "because what cancels later must be in the same places"
         raise ValueError(f"coordinates must be fixed with correlated noise, {words}; got those that {coordinates.name}")

@@ -311,9 +311,9 @@ class NoisePlan:
         return "\n".join([head, titles, *rows, "", str(self.sampling_plan)])
 
     def plot(self, *, axes: Any = None) -> Any:
-        """Draws the noise of the run over the batch size, one line for each number of epochs, on matplotlib `axes`.
+        """Plots the noise of the run against the batch size, one line per number of epochs, on matplotlib `axes`.
 
-        Makes new axes by default, and returns the axes. Leaves out batch sizes whose labels would overlap.
+        Makes new axes by default, and returns the axes. Omits axis labels that would overlap.
         """
         axes = labeled_axes(axes, "expected batch size", "noise of the run, in clip norms")
         groups: dict[float, list[PlannedRun]] = {}

@@ -318,9 +318,9 @@ class FixedSizeSampling(_IntegerSizeSampling):
 
     examples: int, size of the data set, a public number. batch_size: int, the rows of every batch, and the divisor.
 
-    Replacing an example moves the sum by up to twice the clip norm, so the event has half the noise multiplier: a
-    printed mechanism may show 1.8, the standard deviation divided by the clip norm, and 0.9 in its event. A run costs
-    at least as much as one on Poisson samples with half the noise multiplier (`accounting/limited_samples.py`).
+    Replacing an example moves the sum by up to twice the clip norm, so the event has half the noise multiplier: 0.9 for
+    a mechanism with 1.8 (its standard deviation divided by the clip norm). A run costs at least as much as the same run
+    on Poisson samples with half the noise multiplier (`accounting/limited_samples.py`).
     Raises ValueError unless both sizes are whole numbers with 1 <= batch_size <= examples.
 
         >>> rows, included = dpx.FixedSizeSampling(examples=1_000, batch_size=50).draw(key, 0)

@@ -115,11 +115,11 @@ def _is_lookahead(node: Any) -> bool:
 
 
 def steps_taken(state: Tree) -> int:
-    """Returns the number of releases that an optimizer state has made, as an int.
+    """Returns how many releases an optimizer state has recorded, as an int.
 
-    Raises ValueError unless the state holds the releases of exactly one mechanism, and nothing wraps that mechanism.
+    Raises ValueError unless the state belongs to exactly one mechanism, which nothing wraps.
 
-        >>> dpx.accounting.steps_taken(state)  # of optimizer.init(params)
+        >>> dpx.accounting.steps_taken(state)  # right after optimizer.init(params)
         0
     """
     return int(release_state(state).step)

@@ -24,7 +24,7 @@ from dpx.xla.place import current_place
 
 RECORD_VERSION = 2  # raise it when the form or meaning of a record changes, so stored states are refused by version
 LARGEST_PRECISION = 1e30  # of one release, noise_multiplier^-2; multipliers below 1e-15 count as 1e-15
-SEVERAL_KEYS = np.uint32(1)  # replaces the mark of a key, which is always larger
+SEVERAL_KEYS = np.uint32(1)  # replaces the fingerprint of a key, which is always larger
 LARGEST_WEIGHT = 255  # the largest weight in `noise_order_hash`
 # Why a run has no cost. The record stores a reason's position in this list, counted from 1.
 REASONS = {
@@ -48,11 +48,11 @@ REASONS = {
 
 
 class DrawRecord(NamedTuple):
-    """How a batch was drawn, as the sampling states it. Fields are uint32 (), or (steps,) for the draws of many steps.
+    """How a sampling says it drew a batch. Fields are uint32 (), or (steps,) for the draws of many steps.
 
     step:      how many steps came before the one for which the batch was drawn.
     rows:      how many of its rows are included.
-    key:       the mark of the key that drew it (`keys.mark_of_key`).
+    key:       the fingerprint of the key that drew it (`keys.mark_of_key`).
     first_row: 0; for a chunk of a batch, how many rows the chunks before it have.
     sampling:  a fingerprint of the sampling.
     unit:      a fingerprint of the name of what a row holds: "example", or the `privacy_unit` of the data.
@@ -79,21 +79,21 @@ class ReleaseState(NamedTuple):
     step:      int32 (), how many releases were made.
     precision: float32 (2,), the sum of noise_multiplier^-2 over the releases, and the amount by which rounding made
                that sum too large (Kahan's compensation).
-    facts:     uint32 (12,), the fields named in FACTS. With a separate array for each, the step of a small MLP took 1.3
-               times as long, because every array that goes in and out takes about 2 us.
+    facts:     uint32 (12,), the fields named in FACTS. With one array per field, the step of a small MLP took 1.3 times
+               as long, because passing an array in and out takes about 2 us.
 
     version:         RECORD_VERSION.
     sampling, event: fingerprints of the sampling record, and of the event without its noise multipliers.
     planned_steps:   the steps of the budget that the noise was calibrated for; 0 without a budget.
-    plan:            the steps that the run planned, all of which cost (`reading.RunFacts`); 0 if nobody planned any,
+    plan:            the planned steps of the run, all of which are charged (`reading.RunFacts`); 0 without a plan,
                      or if public information alone decides where the run ends.
-    numbers:         the largest number of values in a release that the cost assumes; 0 means 2^32.
+    numbers:         the most values in one release that the cost accounts for; 0 means 2^32.
     in_integers:     1 after a release whose noise was drawn in integers, as on a TPU; otherwise 0.
     order:           the sum of `noise_order_hash` over the releases, which depends on the order of the multipliers.
-    noise_key:       the mark of the key of the noise (`keys.mark_of_key`); 0 before the first release.
-    batch_key:       the mark of the key that draws the batches; 0 if unknown, 1 after several keys.
-    unit:            the mark of the privacy unit of the rows (`unit_fingerprint`); 0 if unknown.
-    problem:         0; after a release without a true cost, the position of the reason in REASONS, from 1.
+    noise_key:       the fingerprint of the noise key (`keys.mark_of_key`); 0 before the first release.
+    batch_key:       the fingerprint of the batches' key; 0 if unknown, 1 if there were several keys.
+    unit:            the fingerprint of the privacy unit of the rows (`unit_fingerprint`); 0 if unknown.
+    problem:         0, or why the cost is not true: the position of the reason in REASONS, from 1.
     """
 
     step: jax.Array
@@ -177,7 +177,7 @@ def noise_order_hash(bits: Any, step: Any) -> Any:
 def stamp_fingerprints(state: Tree, fingerprints: np.ndarray, budget: Any) -> Tree:
     """Returns a new `state` with the `fingerprints`, uint32 (2,), of what its releases will cost.
 
-    budget: the `dpx.Budget` that plans the run, or None. Raises ValueError if releases exceed the `numbers` it states.
+    budget: the `dpx.Budget` that plans the run, or None. Raises ValueError if releases exceed its `numbers`.
     """
     steps, numbers = (0, None) if budget is None else (budget.steps, budget.numbers)
     stamp = {"sampling": fingerprints[0], "event": fingerprints[1], "planned_steps": steps}
@@ -199,7 +199,7 @@ def set_run_plan(state: Tree, steps: int) -> Tree:
 
 
 def _require_numbers_within_budget(own: int, numbers: int) -> None:
-    """Raises ValueError if a release has more values than the budget states."""
+    """Raises ValueError if a release has more values than the budget allows."""
     if own > numbers:
         raise ValueError(
             f"a release must have at most the {numbers} numbers of the dpx.Budget, for which its noise was found, got "
@@ -312,7 +312,7 @@ def _noise_is_repeated(axes: tuple[str, ...], noise: jax.Array, sums: Tree) -> j
 
 
 def _marks_differ(known: jax.Array, mark: Any) -> jax.Array:
-    """Whether a mark, uint32 (), contradicts the known one, which is 0 while there is none."""
+    """Whether a fingerprint, uint32 (), contradicts the known one, which is 0 while there is none."""
     return (known != 0) & (known != mark)
 
 

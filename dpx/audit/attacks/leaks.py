@@ -35,15 +35,15 @@ from dpx.values import described, explain_misuse, repr_with_shapes, require_floa
 
 @dataclass(frozen=True, kw_only=True)
 class Exposure(Bound):
-    """How well a model knows the secrets of some canaries, next to the cost that the run states.
+    """How well a model has memorized the secrets of some canaries, alongside the run's stated epsilon.
 
     exposures: float64 (canaries,), bits, in [0, largest]: log2(references + 1) - log2(rank). Their mean is about
         log2(e) = 1.44 for a model that knows nothing.
     ranks: int (canaries,), 1 if the true secret has the lowest loss; ties count against the attacker.
     references: int, number of other candidates per canary. largest: float, log2(references + 1), the maximum exposure.
-    epsilon: float, at least 0. Proved, if secrets and references are as `exposure` requires: if a run's epsilon for one
-        canary's unit is smaller at `delta`, a bound this large has probability at most 1 - confidence.
-    cost: float, the epsilon that the run states at `delta`; None if unknown.
+    epsilon: float, at least 0. Proved, provided secrets and references are as `exposure` requires: if a run's epsilon
+        at `delta` for one canary's unit were smaller, a bound this large would have probability at most 1 - confidence.
+    cost: float, the run's stated epsilon at `delta`; None if unknown.
     """
 
     exposures: np.ndarray
@@ -118,24 +118,24 @@ def exposure(
     )
 
 
-_LEAST = 2  # smallest number of members, and of others
+_LEAST = 2  # smallest number of members, and of nonmembers
 _ROUNDING = 1e-12  # relative, so that 1% of 300 others is 3, not 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """How well scores tell the members of one run from others, next to the cost that the run states.
+    """How well scores tell the members of one run from nonmembers, alongside the run's stated cost.
 
-    false_positive_rates: n floats, as requested. true_positive_rates: n floats, for each the share of members whose
-        scores exceed a threshold that no more than the requested share of the others exceeds.
+    false_positive_rates: n floats, as requested. true_positive_rates: n floats, for each the share of members that
+        score above a threshold which at most the requested share of nonmembers exceeds.
     lower, upper: n floats each, Clopper and Pearson's bounds on the true-positive rates, each with `confidence`. They
-        assume a fixed threshold and independent scores. The threshold depends on the others, so they are approximate.
+        assume a fixed threshold and independent scores. The threshold depends on nonmembers, so they are approximate.
     advantage: float, the largest difference between true-positive and false-positive rate. area: float, the area under
         the curve: the probability that a member's score exceeds a nonmember's, counting ties as one half.
-    members, others: int, numbers of scores.
-    limits: n floats, the largest true-positive rates that the stated cost allows, for one unit over the coins of the
-        run; None if the cost is unknown.
-    roc: all error rates, with type_one for the others and type_two for the members.
+    members, others: int, how many members and nonmembers were scored.
+    limits: n floats, the largest true-positive rates that the stated cost allows, for one unit over the randomness of
+        the run; None if the cost is unknown.
+    roc: all error rates: type_one are those of the nonmembers, type_two those of the members.
     """
 
     false_positive_rates: tuple[float, ...]
@@ -183,12 +183,12 @@ def membership(
     members: float (n,), n at least 2, the scores of units that took part. others: float (m,), m at least 2, those of
         similar units that did not. A larger score, such as the loss before training minus the loss after it, suggests
         membership. Scores must be functions of released values. For a rate below 1 / m, the threshold is the largest
-        score of the others.
+        score of the nonmembers.
     false_positive_rates: floats in (0, 1). confidence: in (0, 1), of each bound separately.
     cost: `dpx.reports.attack_bounds` of the run, with the same false-positive rates.
 
-    The rates describe this run and these units. The cost bounds the expectation over the coins of the run, for units
-    that took part by a coin, and units of one run are not independent. So these rates cannot refute the cost:
+    The rates describe this run and these units. The cost bounds their expectation over the randomness of the run, for
+    units that took part by a coin, and units of one run are not independent. So these rates cannot refute the cost:
     `dpx.audit.one_run` and `lower_bound` can. Raises ValueError for invalid values, shapes or rates, and for NaN.
     """
     rates = require_floats("false_positive_rates", false_positive_rates)

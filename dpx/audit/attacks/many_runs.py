@@ -358,7 +358,7 @@ def lower_bound(
     observe: Callable[..., jax.Array] = observe_canary,
     confidence: float = 0.95,
 ) -> LowerBound:
-    """Computes a lower bound on the epsilon of `steps` releases of a mechanism, next to the epsilon that it states.
+    """Computes a lower bound on the epsilon of `steps` releases of a mechanism, alongside its stated epsilon.
 
     The other arguments are those of `canary_scores`, which scores the runs. `lower_bound_from_scores` bounds epsilon.
 

@@ -49,15 +49,15 @@ _MUS, _REFINEMENTS = 24, 3
 
 @dataclass(frozen=True, kw_only=True)
 class OneRun(Bound):
-    """Lower bounds on epsilon at one delta from one run, next to the epsilon that it states.
+    """Lower bounds on epsilon at one delta from one run, alongside its stated epsilon.
 
-    epsilon: float, at least 0. Proved (Steinke et al. 2023), if the scores are computed from released values: for a
-        mechanism whose epsilon at `delta` is smaller, a bound this large has probability at most 1 - confidence.
+    epsilon: float, at least 0. Proved (Steinke et al. 2023), provided the scores are computed from released values: if
+        the true epsilon at `delta` were smaller, a bound this large would have probability at most 1 - confidence.
     trade_off_epsilon: float, at least 0. Not proved (Mahloujifar et al. 2024): assumes a mechanism with the trade-off
         function of two Gaussians.
     gaussian_epsilon: float, at least 0. Not proved: also assumes that the canaries' scores are independent.
     guesses, right: int, the number of guesses that gave `epsilon`, and how many were right.
-    cost: float, the epsilon that the mechanism states at `delta`; None if unknown.
+    cost: float, the mechanism's stated epsilon at `delta`; None if unknown.
     """
 
     trade_off_epsilon: float

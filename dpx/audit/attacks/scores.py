@@ -52,7 +52,7 @@ class Roc(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """A lower bound on epsilon at one delta, with a confidence, next to the epsilon that was stated.
+    """A lower bound on epsilon at one delta, with a confidence, alongside the stated epsilon.
 
     epsilon: float, at least 0. cost: float, the stated epsilon at `delta`; None if unknown.
     """
@@ -78,13 +78,13 @@ class Bound:
 
 @dataclass(frozen=True, kw_only=True)
 class LowerBound(Bound):
-    """A lower bound on epsilon at one delta, next to the epsilon that the mechanism states.
+    """A lower bound on epsilon at one delta, alongside the mechanism's stated epsilon.
 
-    epsilon: float, at least 0. Proved, if the scores are computed from released values: for a mechanism whose epsilon
-        at `delta` is smaller, a bound this large has probability at most 1 - confidence.
+    epsilon: float, at least 0. Proved, provided the scores are computed from released values: if the true epsilon at
+        `delta` were smaller, a bound this large would occur with probability at most 1 - confidence.
     gaussian_epsilon: float, at least 0. Not proved: assumes a mechanism with the trade-off function of two Gaussians.
     runs: (with, without), the numbers of runs in the second half, from which both bounds are computed.
-    cost: float, the epsilon that the mechanism states at `delta`; None if unknown.
+    cost: float, the mechanism's stated epsilon at `delta`; None if unknown.
     """
 
     gaussian_epsilon: float

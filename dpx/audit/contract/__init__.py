@@ -40,7 +40,7 @@ Outcome = Literal["pass", "fail", "not checked"]
 
 
 class Line(NamedTuple):
-    """One line of the contract. outcome: "pass", "fail" or "not checked". words: what was found, or why nothing was."""
+    """One line of the contract. outcome: "pass", "fail" or "not checked". words: the finding, or why there is none."""
 
     name: str
     outcome: Outcome
@@ -226,7 +226,7 @@ def _with_a_loud_row(trial: MechanismUnderTest, problem: AuditProblem):
 
 
 def check_padding(trial: MechanismUnderTest) -> str:
-    """Checks that padding changes nothing, in any position, and that the step is pure noise if no row counts."""
+    """Checks that padding, in any position, changes nothing, and that a step with no included row is pure noise."""
     nobody = np.zeros(inputs.ROWS, bool)
     for problem in trial.problems:
         state, stacked = trial.state_after(1), next(iter(problem.paths.values()))

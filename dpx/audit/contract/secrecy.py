@@ -89,7 +89,7 @@ def _require_state_ignores_data(trial: MechanismUnderTest) -> str:
 
 
 def _require_own_event_for_unreleased(trial: MechanismUnderTest):
-    """Raises Violation if unreleased state moves a release, but the event counts each release as if it were alone."""
+    """Raises Violation if unreleased state affects a release, but the event accounts for each release separately."""
     state = trial.state_after(4)
     if jax.tree.structure(publishable_state(state)) == jax.tree.structure(state) or not trial.costed_by_multiplier:
         return

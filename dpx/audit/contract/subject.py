@@ -144,7 +144,7 @@ def all_but_one(*missing: int) -> np.ndarray:
 
 
 def audit_problem_of_gradients(mechanism: Mechanism, params: Tree, compile_over_rows: Callable) -> AuditProblem:
-    """The problem whose data are gradients: `Mechanism.update`, and `private_updates` of a loss with these gradients.
+    """Builds the problem whose data are gradients, for `Mechanism.update` and `private_updates` of a loss with them.
 
     compile_over_rows: `Subject.compile_over_rows`.
     """

@@ -153,10 +153,10 @@ def warn_of_loss(optimizer: Mechanism, closed: core.ClosedJaxpr, params: Tree, r
 
 
 def warn_of_unusable_gradients(rows: int, finite: int, usable: int, some: Tree, *, trained: bool) -> None:
-    """Warns that few or none of `rows` examples of a run have a gradient that counts, and says why, for the user alone.
+    """Warns that few or none of `rows` examples of a run have a usable gradient, and why. Only the user may see this.
 
-    finite, usable: how many have a finite loss, and such a gradient. some: arrays with some rows of the data on axis 0.
-    trained: whether earlier examples had a gradient that counts.
+    finite, usable: how many have a finite loss, and a usable gradient. some: arrays of some rows of the data on axis 0.
+    trained: whether earlier examples had a usable gradient.
     """
     holes = batch_findings.nonfinite_rows(some)
     if trained and not usable:

@@ -266,8 +266,8 @@ class ParameterUses(NamedTuple):
 
     @property
     def tied_table_sites(self) -> tuple[tuple[int, ...], int, bool] | None:
-        """For a table that is looked up and also multiplies data once: the indices of the sites that look up, the index
-        of the site that multiplies, and whether that site's B has the table's rows. Otherwise None."""
+        """For a table with lookups and one product with data: the indices of the lookup sites, the index of the product
+        site, and whether the operand B of the product has the table's rows. None for any other parameter."""
         if self.sharing is None or sorted(group.lookup for group in self.sharing.use_groups) != [False, True]:
             return None
         product, lookups = sorted(self.sharing.use_groups, key=lambda group: group.lookup)

@@ -221,8 +221,8 @@ def make_ghost_plan(
 
 
 def _without_small_savings(choices: tuple[tuple[NormChoice, ...], ...]) -> tuple[tuple[NormChoice, ...], ...]:
-    """Returns the choices. If some parameters have per-example gradients anyway, and ghost norms for the others would
-    save a CPU less than their kernels cost, all get per-example gradients."""
+    """Returns the choices; or per-example gradients for all parameters, if some need them anyway, and ghost norms for
+    the rest would save a CPU less than their extra kernels cost."""
     followed = [choice for of_leaf in choices for choice in of_leaf if choice.uses.sites]
     if all(choice.algorithm is not algorithms.GRADIENT for of_leaf in choices for choice in of_leaf):
         return choices

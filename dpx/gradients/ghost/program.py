@@ -323,7 +323,7 @@ class ParameterUse(NamedTuple):
     operand: int
 
     def as_kernel_use(self) -> "ParameterUse":
-        """The use of the kernel that `view` makes. The view of that kernel has only the steps into scans."""
+        """Returns this use as one of the kernel that `view` produces. Its view keeps only the `ScanStep`s."""
         return self._replace(view=ParameterView(tuple(step for step in self.view.steps if isinstance(step, ScanStep))))
 
 

@@ -87,7 +87,7 @@ class Strategy:
 
     @property
     def bands(self) -> int | None:
-        """The number of coefficients of C that may differ from 0; None if C is full, as for a banded inverse."""
+        """The number of coefficients of C that may be nonzero; None if C is dense, as when its inverse is banded."""
         return len(self.coefficients) if len(self.inverse_coefficients) == 1 else None
 
     def column(self, steps: int) -> np.ndarray:

@@ -250,7 +250,7 @@ def _project_tangent(encode, primals, tangents):
 
 
 def _require_fresh_ranked_projection(rank: int | Tree | None, reduction_rate: float | Tree | None, every: int | None):
-    """Raises ValueError unless a Gaussian projection is drawn at every step, with a rank."""
+    """Raises ValueError unless a Gaussian projection is drawn afresh at every step, and its rank is given."""
     if every != 1:
         raise ValueError(
             "clip-then-project needs a fresh Gaussian projection at every step (every=1), whose stretch is independent "

@@ -147,7 +147,7 @@ def _cut_segments_into_pieces(segments: Segments, rank: int, longest: int) -> It
 
 
 def _bucket_sums_by_run(signed: jax.Array, offsets: jax.Array, rank: int) -> jax.Array:
-    """Adds a vector, already multiplied by its signs, to buckets, float32 (rank,), one run at a time."""
+    """Adds a vector, already multiplied by its signs, to float32 (rank,) buckets, `rank` coordinates at a time."""
     runs = jnp.pad(signed, (0, len(offsets) * rank - signed.size)).reshape(-1, rank)
 
     def add(total, run):

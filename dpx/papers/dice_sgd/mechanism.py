@@ -171,7 +171,7 @@ class _ErrorFeedbackRun(NamedTuple):
         return max(self.outer_norm - self.clip_norm * self.outer_norm / (self.outer_norm + self.stability), lengthening)
 
     def released_and_withheld_factors(self, norm: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the factors of an example of this norm, for the release and for what is withheld; float32 scalars."""
+        """Returns two float32 scalars, the factors of the released and withheld parts of a gradient of this norm."""
         norm = jnp.maximum(norm, SMALLEST_DIVISOR)
         released = self.bounded_gradient_norm(norm)
         return released / norm, (jnp.minimum(norm, self.outer_norm) - released) / norm
@@ -195,8 +195,8 @@ class _ErrorFeedbackRun(NamedTuple):
         return optax.tree.cast_like(updates, params), state
 
     def error_feedback_factors(self, step: jax.Array, error: FloatPair) -> tuple[jax.Array, jax.Array]:
-        """Returns the factors, float64 scalars, of the error that is remembered (1 up to LARGEST_CLIP_NORM, 0 after a
-        reset) and of its part that is fed back."""
+        """Returns two float64 scalars: the factor of the remembered error (1 up to LARGEST_CLIP_NORM, 0 after a reset),
+        and that of the part of the error that is fed back."""
         forgotten = jnp.zeros((), bool) if self.reset_every is None else step % self.reset_every == 0
         with enabling_float64("error feedback"):
             norm = jnp.maximum(norm_of_pair(error), SMALLEST_DIVISOR)
