@@ -17,7 +17,7 @@ import numpy as np
 
 import dpx
 from benchmarks import report
-from dpx.coordinates import public_rows, row_updates
+from dpx.coordinates import look_up_public_rows, row_updates
 
 ITEMS, TASTES, HISTORY, WIDTH, USERS, TESTED, BATCH, STEPS = 20_000, 3, 8, 16, 100_000, 20_000, 1000, 200
 EPSILON, DELTA, CLIP, CHOSEN = 3.0, 1e-6, 0.5, 1000
@@ -83,7 +83,7 @@ def fest(params, run):
 
     def loss(p, example):
         (items, liked), otherwise = example
-        return of_vectors(p, public_rows(p["tables"], public, items, otherwise), liked)
+        return of_vectors(p, look_up_public_rows(p["tables"], public, items, otherwise), liked)
 
     inner = dpx.private_updates(loss, mechanism)
 

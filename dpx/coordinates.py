@@ -13,7 +13,7 @@ gradient_embedding  an embedding in a public subspace, and the residual (Yu et a
 random_projection   fewer, random coordinates, of five kinds (D2P2-SGD, Jiang et al. 2025)
 random_directions   derivatives along random directions, without a gradient (DP-ZO, Tang et al. 2024)
 frequent_rows       the table rows that a noisy count chooses (DP-AdaFEST, Ghazi et al. 2023); row_updates is its step
-                    for large tables, and public_rows trains only the rows of a public list
+                    for large tables, and look_up_public_rows trains only the rows of a public list
 
 To add one: write a file in its paper's folder, import it below, and add a line to `COORDINATES` in `dpx/catalog.py`
 (CONTRIBUTING.md).
@@ -21,7 +21,7 @@ To add one: write a file in its paper's folder, import it below, and add a line 
 
 from dpx.mechanism import Coordinates
 from dpx.mechanism.masks import trainable
-from dpx.papers.ada_dpigu import importance_mask, masked_params, standardized, top_fraction
+from dpx.papers.ada_dpigu import importance_mask, standardized, top_fraction, zero_frozen_params
 from dpx.papers.d2p2_sgd import random_projection
 from dpx.papers.gep_sgd import gradient_embedding, public_subspace
 from dpx.papers.random_freeze import (
@@ -32,7 +32,7 @@ from dpx.papers.random_freeze import (
     sparse_pack,
     sparse_unpack,
 )
-from dpx.papers.sparse_embeddings import RowUpdate, frequent_rows, public_rows, row_updates
+from dpx.papers.sparse_embeddings import RowUpdate, frequent_rows, look_up_public_rows, row_updates
 from dpx.papers.zeroth_order import random_directions
 
 __all__ = [
@@ -42,10 +42,9 @@ __all__ = [
     "frequent_rows",
     "gradient_embedding",
     "importance_mask",
-    "masked_params",
+    "look_up_public_rows",
     "public_subspace",
     "random_directions",
-    "public_rows",
     "random_freeze",
     "random_projection",
     "ranked_freeze",
@@ -56,4 +55,5 @@ __all__ = [
     "standardized",
     "top_fraction",
     "trainable",
+    "zero_frozen_params",
 ]

@@ -100,7 +100,7 @@ def run(
         checkpoints=folder.path / "checkpoints",
         checkpoint_every=checkpoint_every,
         progress=progress,
-        loss_at=dpx.coordinates.masked_params if config.masked_loss else None,
+        loss_at=dpx.coordinates.zero_frozen_params if config.masked_loss else None,
         microbatch_size=config.microbatch_size,
     )
     metrics = {name: value for name, value in fitted.history[-1].items() if name not in NO_METRICS}

@@ -126,13 +126,13 @@ def test_a_step_releases_the_sum_in_the_basis_of_c_with_fresh_noise(strategy, mo
         released.append(np.asarray(result["w"], np.float64))
         return result
 
-    def release_and_rest(key, step, total, parts, deviation):
+    def release_and_noise(key, step, total, parts, deviation):
         result = release(key, step, total(parts), deviation)
         with jax.enable_x64(True):
             return result, released_minus_total(result, total(parts))
 
     monkeypatch.setattr(keys, "release", release)
-    monkeypatch.setattr(keys, "release_and_rest", release_and_rest)
+    monkeypatch.setattr(keys, "release_and_noise", release_and_noise)
     mechanism, params, rng, sums = made(strategy), {"w": jnp.zeros(50)}, np.random.default_rng(0), []
     state = mechanism.init(params)
     for _ in range(9):

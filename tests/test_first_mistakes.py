@@ -583,7 +583,7 @@ def test_a_known_noise_of_0_draws_nothing_and_has_the_same_bits(monkeypatch):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-9), found["none"][0], summed)
     monkeypatch.setattr("dpx.keys.noise.threefry4x32", refuse)
     key = keys.stream(dpx.secret_key(3), "noise")
-    released, rest = keys.release_and_rest(key, 0, as_total, {"x": jnp.arange(11.0) / 3}, 0.0)
+    released, rest = keys.release_and_noise(key, 0, as_total, {"x": jnp.arange(11.0) / 3}, 0.0)
     np.testing.assert_array_equal(released["x"], jnp.arange(11.0) / 3)
     assert not rest.high["x"].any()
 

@@ -68,7 +68,7 @@ def test_ada_dpigu_equals_the_pseudo_code(relative, own, masked_loss, ungridded)
 
     @jax.jit
     def step(params, state):
-        at = dpx.coordinates.masked_params(params, state) if masked_loss else params
+        at = dpx.coordinates.zero_frozen_params(params, state) if masked_loss else params
         updates, state, _ = gradient(at, dpx.Batch(batch, None), state)
         return optax.apply_updates(params, updates), state
 
@@ -194,18 +194,18 @@ def test_what_is_frozen_stays_so_whatever_the_inner_coordinates_do():
     np.testing.assert_allclose(flat(coordinates.decode(given, state, LIKE)[0]), mask * (flat(given) - 1), rtol=1e-6)
 
 
-def test_masked_params():
+def test_zero_frozen_params():
     mechanism = dpx.methods.ada_dpigu(warmup=1, keep=0.5, **BASE)
     params, _ = problem()
     state = mechanism.init(params)
-    np.testing.assert_array_equal(flat(dpx.coordinates.masked_params(params, state)), flat(params))
+    np.testing.assert_array_equal(flat(dpx.coordinates.zero_frozen_params(params, state)), flat(params))
     grads = jax.tree.map(lambda p: p[None], params)
     _, state = jax.jit(mechanism.update)(grads, state, params, included=jnp.ones(1, bool))
     mask = flat(state.coordinates[0].mask)
-    np.testing.assert_allclose(flat(dpx.coordinates.masked_params(params, state)), mask * flat(params))
+    np.testing.assert_allclose(flat(dpx.coordinates.zero_frozen_params(params, state)), mask * flat(params))
     assert mask.sum() == 4
     with pytest.raises(ValueError, match="exactly one importance mask, found 0"):
-        dpx.coordinates.masked_params(params, dpx.dp_sgd(**BASE).init(params))
+        dpx.coordinates.zero_frozen_params(params, dpx.dp_sgd(**BASE).init(params))
 
 
 # Standardization

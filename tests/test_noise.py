@@ -246,7 +246,7 @@ def test_a_release_and_its_rest_are_those_of_a_release():
     made = keys.release(KEY, 7, total(tree), 0.3)
     for way in (contextlib.nullcontext, *WAYS):
         with way():
-            released, rest = keys.release_and_rest(KEY, 7, total, tree, 0.3)
+            released, rest = keys.release_and_noise(KEY, 7, total, tree, 0.3)
         for same, one, *numbers, high, low in zip(released, made, *total(tree), *rest, strict=True):
             np.testing.assert_array_equal(same, one)
             exact = np.float64(one) - (np.float64(numbers[0]) + np.float64(numbers[1]))
@@ -336,7 +336,7 @@ def test_devices_of_a_shard_map_have_keys_of_their_own():
     program(lambda sums: keys.release(keys.fold_in(KEY, jax.lax.axis_index("one")), 0, sums, 1.0))
     program(lambda sums: 0 * sums + keys.release(KEY, 0, jax.lax.psum(sums, "one"), 1.0))
     with pytest.raises(ValueError, match="must each have a key of their own"):
-        program(lambda sums: keys.release_and_rest(KEY, 0, FloatPair, sums, 1.0)[0])
+        program(lambda sums: keys.release_and_noise(KEY, 0, FloatPair, sums, 1.0)[0])
     for checked in (True, False):
         how = {"mesh": mesh, "in_specs": PartitionSpec("one"), "out_specs": PartitionSpec("one"), "check_vma": checked}
         found = jax.shard_map(lambda x: jnp.tile(x, 1 + len(noise.untracked_mapped_axes())), **how)

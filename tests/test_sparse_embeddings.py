@@ -202,7 +202,7 @@ def test_public_rows_are_the_rows_of_a_table():
 
     def of_list(few, row):
         indices, otherwise = row
-        return jnp.sum(jnp.sin(dpx.coordinates.public_rows(few, public, indices, otherwise)) ** 2)
+        return jnp.sum(jnp.sin(dpx.coordinates.look_up_public_rows(few, public, indices, otherwise)) ** 2)
 
     step = dpx.private_updates(of_list, made)
     few = table[public]
@@ -217,7 +217,7 @@ def test_public_rows_are_the_rows_of_a_table():
 @pytest.mark.parametrize("public", [[1, 1], [2, 1], [0.0, 1.0], [1, 2, 3]])
 def test_a_list_that_is_none_is_refused(public):
     with pytest.raises(ValueError, match="public must be a sorted list of 2 different whole numbers"):
-        dpx.coordinates.public_rows(jnp.ones((2, 3)), np.array(public), jnp.zeros(1, int), jnp.zeros((1, 3)))
+        dpx.coordinates.look_up_public_rows(jnp.ones((2, 3)), np.array(public), jnp.zeros(1, int), jnp.zeros((1, 3)))
 
 
 def test_a_model_without_tables_is_refused():

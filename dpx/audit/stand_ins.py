@@ -17,7 +17,7 @@ from dpx.values import Tree, unflatten_vectors
 def replacing_key_functions(**functions: Callable) -> contextlib.AbstractContextManager:
     """Replaces functions of `keys` by name, in this thread inside the context: for traces, never for runs.
 
-    `keys.release_and_rest` then uses that of `release` too. Inside a replacement, the originals are back in place.
+    `keys.release_and_noise` then uses that of `release` too. Inside a replacement, the originals are back in place.
     """
     return STAND_INS(STAND_INS.value._replace(**functions))
 

@@ -145,8 +145,8 @@ def fit(
         last checkpoint then count as made but train nothing, because the same noise must not be used twice.
 
     What the loss takes and returns:
-    loss_at: (params, state) -> the parameters that `loss` and `evaluate` see, such as `dpx.coordinates.masked_params`.
-        They must be a function of released values.
+    loss_at: (params, state) -> the parameters that `loss` and `evaluate` see, a function of released values, such as
+        `dpx.coordinates.zero_frozen_params`.
     with_key: whether the loss takes a PRNG key for each example: loss(params, example, key).
     has_aux: whether the loss returns (value, aux).
 

@@ -57,7 +57,7 @@ class Unreleased(NamedTuple):
 
     __repr__ = repr_with_shapes
 
-    def in_range(self) -> jax.Array:
+    def usable_rows(self) -> jax.Array:
         """Which examples have a gradient that counts, bool (B,): no NaN, and no norm above 2^63."""
         return norms_in_range(self.norms)
 

@@ -6,7 +6,7 @@ grid; `normals.py` turns blocks of the cipher into normals.
 
 from dpx.keys.noise import normals_of_release as normals_of_release
 from dpx.keys.noise import release as release
-from dpx.keys.noise import release_and_rest as release_and_rest
+from dpx.keys.noise import release_and_noise as release_and_noise
 from dpx.keys.streams import SMALL as SMALL
 from dpx.keys.streams import fold_in as fold_in
 from dpx.keys.streams import has_small_seed as has_small_seed

@@ -477,24 +477,24 @@ def _fuse_into_one_kernel(arrays: list[jax.Array]) -> list[jax.Array]:
     return jax.lax.reduce(doubled, zeros, lambda a, b: jax.tree.map(jax.lax.bitwise_or, a, b), (1,))
 
 
-def release_and_rest(
+def release_and_noise(
     key: jax.Array,
     step: jax.Array | int,
     total: Callable[[Any], FloatPair],
     parts: Tree,
     deviation: jax.Array | float,
 ) -> tuple[Tree, FloatPair]:
-    """Returns `release` of the `FloatPair` `total(parts)`, and its rest: what was released minus that total.
+    """Returns `release` of the `FloatPair` `total(parts)`, and its SECRET noise: what was released minus that total.
 
-    The released bits are those of `release`. The rest is a pair of float32 numbers. It is SECRET, because it is noise.
+    The release is bit for bit what `release` returns. The noise is a pair of float32 numbers.
 
     key: scalar key of the mechanism's "noise" stream. step: int (), below 2^31; two steps have independent noise.
     total: a function of `parts` alone, the same object at every call, because jax caches its trace. parts: a pytree.
     deviation: as for `release`.
 
-    On a CPU, the total is written where the chunks are computed, and the rest is computed from there. To call `release`
-    and subtract is slower: XLA computes the total twice, and copies its parts to keep them. For one step of memory,
-    that took 2.2 times as long as independent noise, instead of 1.7 (benchmarks/correlated_steps.py).
+    On a CPU, the total is written where the chunks are computed, and the noise is computed from there. Calling
+    `release` and subtracting is slower: XLA computes the total twice, and copies its parts to keep them. For one step
+    of memory, that took 2.2 times as long as independent noise, instead of 1.7 (benchmarks/correlated_steps.py).
     """
     if STAND_INS.value.release is not None:
         given = total(parts)
@@ -508,16 +508,16 @@ def release_and_rest(
     words, step = secret_words(key), refuse_to_compile_for_tpu(jnp.asarray(step))
     _require_key_per_device(words, jax.tree.leaves(parts))
     with jax.disable_jit(False):
-        made = _release_and_rest(words, step, require_deviation(deviation), parts, *how)
+        made = _release_and_noise(words, step, require_deviation(deviation), parts, *how)
     released, high, low = map(structure.unflatten, made)
     return released, FloatPair(high, low)
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
-def _release_and_rest(
+def _release_and_noise(
     words, step, deviation, parts, total, places: tuple[StreamPosition, ...], place: Place, drawn: bool
 ) -> tuple:
-    """Returns the leaves of `release_and_rest` as three lists: the release, and both parts of the rest."""
+    """Returns the leaves of `release_and_noise` as three lists: the release, and both parts of the noise."""
     shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(total, parts).high)]
 
     def rest(released, highs, lows) -> tuple:

@@ -59,7 +59,7 @@ def ada_dpigu(
     clip_norm: applies to the standardized gradient in the second phase; a number or a schedule of the step.
     noise_multiplier: the noise's standard deviation on the sum, in clip norms; a number, a schedule, or a `dpx.Budget`.
     sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret scalar key for this run alone.
-    Raises ValueError for numbers outside their domains. `dpx.coordinates.masked_params` is for the paper's masked loss.
+    Raises ValueError for numbers outside their domains. For the paper's masked loss: `coordinates.zero_frozen_params`.
     """
     warmup = require_whole("warmup", warmup)
     require_fractions("example_keep", example_keep, "(0, 1]")
@@ -228,7 +228,7 @@ def _describe_importance_mask(keep: ScalarOrSchedule, warmup: int, inner: Coordi
     return f"{name}; {inner.name}; mask again", f"after {warmup} steps mask the released gradient{undo}"
 
 
-def masked_params(params: Tree, state: Tree) -> Tree:
+def zero_frozen_params(params: Tree, state: Tree) -> Tree:
     """Returns `params` with 0 in the coordinates that `importance_mask` has frozen: AdaDPIGU computes its loss there.
 
     Pass the result to the function from `private_updates`, but add the updates to `params`.

@@ -1,7 +1,7 @@
 """DP-FEST and DP-AdaFEST: update only a few rows of large tables per step (Ghazi et al. 2023, arXiv:2311.08357).
 
-DP-SGD adds noise to every row of a table. DP-FEST trains only the rows of a public list (`public_rows`). At every step,
-DP-AdaFEST finds the rows that many examples of the batch read, by a noisy count (`ada_fest`).
+DP-SGD adds noise to every row of a table. DP-FEST trains only the rows of a public list (`look_up_public_rows`). At
+every step, DP-AdaFEST finds the rows that many examples of the batch read, by a noisy count (`ada_fest`).
 
 Proof of the cost of `ada_fest`. An example contributes its gradient, clipped to C sqrt(1 - s), and the indicators of
 the rows that it reads, clipped to C sqrt(s), which together have norm at most C. One Gaussian release with noise
@@ -367,7 +367,7 @@ def row_updates(
     )
 
 
-def public_rows(rows: jax.Array, public: np.ndarray, indices: jax.Array, otherwise: jax.Array) -> jax.Array:
+def look_up_public_rows(rows: jax.Array, public: np.ndarray, indices: jax.Array, otherwise: jax.Array) -> jax.Array:
     """Looks up table rows when only those of a public list are trained: DP-FEST, for a loss under any mechanism.
 
     The parameter has only the rows of the list, so noise, cost, time and memory are those of K rows. The other rows do

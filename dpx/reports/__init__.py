@@ -13,7 +13,7 @@ from dpx.reports import curves
 from dpx.reports.attacks import AttackBounds, attack_bounds, plot_attack_bounds
 from dpx.reports.plan import NoisePlan, PlannedRun, PlannedSampling, SamplingPlan, plan_noise, plan_samplings
 from dpx.reports.report import PrivacyReport, privacy_report
-from dpx.reports.scale_law import MeasuredRun, ScaledRun, ScaleLaw, ScalePlan, fit_scale_law
+from dpx.reports.scale_law import MeasuredRun, PredictedRun, ScaleLaw, ScalePlan, fit_scale_law
 
 __all__ = [
     "AttackBounds",
@@ -21,11 +21,11 @@ __all__ = [
     "NoisePlan",
     "PlannedRun",
     "PlannedSampling",
+    "PredictedRun",
     "PrivacyReport",
     "SamplingPlan",
     "ScaleLaw",
     "ScalePlan",
-    "ScaledRun",
     "attack_bounds",
     "curves",
     "fit_scale_law",

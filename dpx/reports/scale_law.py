@@ -28,7 +28,7 @@ class MeasuredRun(NamedTuple):
     loss: float
 
 
-class ScaledRun(NamedTuple):
+class PredictedRun(NamedTuple):
     """One row of a `ScalePlan`. parameters: int. run: from the `NoisePlan`. loss: float, predicted by the law."""
 
     parameters: int
@@ -92,7 +92,7 @@ class ScaleLaw:
             if size * run.batch_size * run.steps <= compute
         ]
         runs = [
-            ScaledRun(numbers[0], run, _interpolated_training_loss(self.levels, self.losses, numbers))
+            PredictedRun(numbers[0], run, _interpolated_training_loss(self.levels, self.losses, numbers))
             for run, numbers in within
             if not self._extrapolation_in_words(numbers)
         ]
@@ -107,16 +107,16 @@ class ScaleLaw:
 class ScalePlan:
     """The runs that a budget allows, the least predicted loss first; `str` is a table.
 
-    law, noise: the inputs. runs: tuple of `ScaledRun`. beyond: int, how many runs are outside the measured range.
+    law, noise: the inputs. runs: tuple of `PredictedRun`. beyond: int, how many runs are outside the measured range.
     """
 
     law: ScaleLaw
     noise: NoisePlan
-    runs: tuple[ScaledRun, ...]
+    runs: tuple[PredictedRun, ...]
     beyond: int
 
     @property
-    def best(self) -> ScaledRun:
+    def best(self) -> PredictedRun:
         """The run with the least predicted loss. Runs within `law.held_out_error` of it are as good."""
         return self.runs[0]
 

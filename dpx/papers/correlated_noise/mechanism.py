@@ -155,7 +155,7 @@ def _make_correlated_release(inner: Mechanism, strategy: Strategy, noise_key: ja
             with enabling_float64("correlated noise"):
                 noise = released_minus_total(released, as_pair(sums[0]))
         else:
-            released, noise = keys.release_and_rest(noise_key, state.inner.step, with_past, given, deviation)
+            released, noise = keys.release_and_noise(noise_key, state.inner.step, with_past, given, deviation)
         state = _store_step_noise(state, noise, state.inner.after_release(inner.noise_multiplier))
         updates = jax.tree.map(lambda r: r / inner.sampling.divisor, released)
         return optax.tree.cast_like(updates, params), state
