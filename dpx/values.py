@@ -46,6 +46,7 @@ FOREIGN = {
     "epochs": "num_epochs n_epochs",
     "key = dpx.secret_key(seed)": "seed rng rng_key prng_key random_state random_seed noise_generator generator",
     "microbatch_size = batch_size / num_microbatches": "num_microbatches",
+    "microbatch_size = batch_size / accumulation_steps": "accumulation_steps gradient_accumulation_steps",
     "chunk_size": "physical_batch_size max_physical_batch_size",
     "learning_rate": "lr",
     "loss": "loss_fn loss_function",
@@ -92,9 +93,19 @@ JOINED = {  # what happens to the result of a call with too many arguments, or o
     "PrivateStep": "; it returns a function of (params, batch, state)",
 }
 MISSING = {  # what a required argument can be, if its name does not say it
+    "augment": "augment: a function of (example, key) that returns a view",
     "bands": "bands=8, for example",
+    "basis": "basis: dpx.coordinates.public_subspace(...) of public gradients",
+    "copies": "copies=4, for example",
+    "correlation": "correlation=0.9, for example",
     "event": "event=mechanism.event(steps)",
     "least_noise.event": "event=lambda noise: sampling.event(np.full(steps, noise))",
+    "freeze_rate": "freeze_rate=0.5, for example",
+    "initial_clip_norm": "initial_clip_norm: about the usual norm of a gradient",
+    "most_rows": "most_rows: the most rows of a table that a step updates",
+    "outer_clip_norm": "outer_clip_norm=2 * clip_norm, for example",
+    "threshold": "threshold: about how many examples of a batch must read a row",
+    "warmup": "warmup: the number of steps in the first phase, such as steps // 10",
     "feedback_norm": "feedback_norm=clip_norm removes the bias",
     "indicator_noise": "indicator_noise=batch_size / 20, as in the paper",
     "kind": "kind='gaussian', 'orthonormal', 'subset', 'countsketch' or 'hadamard'",
@@ -403,6 +414,7 @@ def bind_arguments(
         words = f"takes {', '.join(unnamed)} by position{rest}{ending}"
         words = words if unnamed else f"takes its arguments by name: {', '.join(parameters)}{ending}"
         words += "; give several arrays as data=(x, y)" * ("data" in unnamed)
+        words += "; correct is predictions == labels" * ("correct" in unnamed)
     elif "missing" in words:
         for lacking in (one for one in MISSING if repr(one) in words):
             words += f" ({MISSING.get(f'{called}.{lacking}', MISSING[lacking])})"
@@ -425,6 +437,8 @@ def _argument_hint(given: str, parameters: Any) -> str:
         ours = name = "users"
     if name in parameters:
         return f"{given!r}, which is {ours} here"
+    if name == "clip_norm" and "stability" in parameters:
+        return f"{given!r}, but it normalizes every gradient, in place of clipping"
     if name == "epochs" and "steps" in parameters:
         budget = " or in its budget" * ("budget" in parameters)
         return f"{given!r}, which is steps = sampling.steps({given}=...) here{budget}"

@@ -303,6 +303,13 @@ def test_results_are_printed_in_a_line_without_elements_of_arrays():
     assert f"{len(jax.tree.leaves(STATE))} arrays of " in run
 
 
+def test_a_mask_of_optax_that_does_not_fit_names_that_of_dpx():
+    masked = dpx.chain(MECHANISM, optax.masked(optax.adam(0.1), {leaf: {} for leaf in PARAMS}))
+    with pytest.raises(ValueError, match="different types") as caught:
+        masked.init(PARAMS)
+    assert "write dpx.in_coordinates(mechanism, dpx.coordinates.trainable(mask))" in caught.value.__notes__[-1]
+
+
 def test_a_wrong_keyword_of_a_method_names_the_nearest():
     with pytest.raises(TypeError, match=r"dp_sgd\(\) got an unexpected argument 'clip_nrom', did you mean 'clip_norm'"):
         dpx.dp_sgd(clip_nrom=1.0, noise_multiplier=1.0, sampling=SAMPLING, key=KEY)
@@ -348,7 +355,9 @@ OF_OTHERS = {  # an argument of another library, or of another function, in a ca
     "'batch_size', did you mean 'batch_sizes'": lambda: dpx.plan_noise(examples=9, epsilon=1.0, batch_size=3),
     "dpx.accounting.dp_sgd_epsilon takes them": lambda: dpx.epsilon(noise_multiplier=0.8, batch_size=4, delta=1e-5),
     "'epsilon', which is what it returns$": lambda: dpx.epsilon(MECHANISM, 3, epsilon=1.0),
-    "argument 'clip_norm'; its arguments are rank": lambda: dpx.methods.d2p2_sgd(clip_norm=1.0, sampling=SAMPLING),
+    "argument 'clip_norm', but it normalizes every gradient": lambda: dpx.methods.d2p2_sgd(
+        clip_norm=1.0, sampling=SAMPLING
+    ),
     r"'seed', which is key = .* here$": lambda: dpx.coordinates.random_freeze(seed=0),
     "argument 'batch_size'; its arguments are examples, steps": lambda: dpx.sampling.RandomAllocation(batch_size=3),
     "'steps', which is argument 2 here, steps_or_state$": lambda: dpx.epsilon(MECHANISM, steps=3, delta=1e-5),
@@ -396,6 +405,9 @@ OF_OTHERS = {  # an argument of another library, or of another function, in a ca
     "'indicator_noise', .*=batch_size / 20": lambda: dpx.mechanisms.adaptive_clipping(),
     "'feedback_norm', .*=clip_norm removes": lambda: dpx.mechanisms.dice_sgd(),
     "'bands', .*bands=8": lambda: dpx.methods.band_mf_sgd(),
+    "'warmup', .*warmup: the number of steps": lambda: dpx.methods.ada_dpigu(),
+    "'accumulation_steps', which is microbatch_size =": lambda: dpx.fit(accumulation_steps=8),
+    "correct by position.*; correct is predictions == labels$": lambda: dpx.statistics.release_accuracy([1], [1]),
 }
 
 

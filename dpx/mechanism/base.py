@@ -371,10 +371,20 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
             guards.refuse_optax_transform(error)
         return updates, ChainState(inner, transformed)
 
+    def begin(params):
+        inner = mechanism.begin(params)
+        try:
+            state = restrict_to_trained_params(params).init(params)
+        except Exception as error:
+            error.add_note(
+                "dpx: an optax transform of dpx.chain raised this for the parameters; a mask must have their types and "
+                "names. To train some of them, write dpx.in_coordinates(mechanism, dpx.coordinates.trainable(mask))"
+            )
+            raise
+        return ChainState(inner, guards.require_no_held_updates(state))
+
     return mechanism.wrap(
-        begin=lambda params: ChainState(
-            mechanism.begin(params), guards.require_no_held_updates(restrict_to_trained_params(params).init(params))
-        ),
+        begin=begin,
         release=release,
         stages=(*mechanism.stages, "optax transforms"),
     )

@@ -160,7 +160,10 @@ def warn_of_unusable_gradients(rows: int, finite: int, usable: int, some: Tree, 
     """
     holes = batch_findings.nonfinite_rows(some)
     if trained and not usable:
-        cause = "Earlier ones had one, so the parameters have probably grown too large: lower the learning rate"
+        cause = (
+            "Earlier ones had one, so the parameters have probably grown too large: lower the learning rate (or, for "
+            "float16 parameters, raise Adam's eps: the usual 1e-8 is 0 in float16)"
+        )
     elif holes.any() if usable else holes.all():
         which = "Some rows hold" if usable else "Each row that was looked at holds"
         cause = f"{which} NaN or infinity: {batch_findings.MISSING_VALUES}"
