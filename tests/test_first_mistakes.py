@@ -178,7 +178,7 @@ def test_no_report_depends_on_rows_that_are_not_finite():
     fit(dp_sgd(), missing, lambda params, x: loss(params, jnp.nan_to_num(x)))
     reports = [fit(dp_sgd(), steps=1).report]
     report = dpx.check_setup(loss, dp_sgd(), PARAMS, dpx.Batch(missing, None))
-    assert "a number first" in report["finite"].words and report["noise"].words == "no row has a gradient that counts"
+    assert "a number first" in report["finite"].words and report["noise"].words == "no row has a usable gradient"
     with pytest.warns(UserWarning, match="none of 12 examples .* missing values .* do not publish it"):
         reports.append(fit(dp_sgd(), missing, steps=1).report)
     assert str(reports[0]) == str(reports[1]) and "dpx.check_setup" in str(reports[0])

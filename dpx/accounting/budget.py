@@ -180,7 +180,7 @@ def calibrate(
     make: noise multiplier -> mechanism, whose noise, constant or a schedule, must grow with the multiplier.
     steps: int, at least 1. epsilon: positive and finite. delta: in (0, 1).
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
-    relation: how neighboring data sets differ; None is the relation that the sampling states.
+    relation: how neighboring data sets differ; None is the relation of the sampling.
     records, numbers: ints, as for `dpx.epsilon`.
     tolerance: in [1e-9, 1]; the cost is in [epsilon (1 - tolerance), epsilon] if it is a continuous function of noise.
 
@@ -397,7 +397,7 @@ def max_steps(
 
     optimizer: a `dpx.Mechanism`. epsilon: positive and finite. delta: in (0, 1).
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
-    relation: how neighboring data sets differ; None is the relation that the sampling states.
+    relation: how neighboring data sets differ; None is the relation of the sampling.
     records: int, the most examples that the protected person owns, as for `dpx.epsilon`.
 
     If a schedule ends, its event raises ValueError beyond the last step, and the result is at most that step. The cost

@@ -37,8 +37,8 @@ class Composition:
 
     event: the event of all runs. relation: how neighboring data sets differ, the same for all runs.
     together: int, how many noisy releases each release of the event stands for.
-    keys: the scalar noise keys of the runs. batch_keys: int marks of the keys that drew the batches, where known.
-    units: for each run, the int mark of what its batches hold, 0 if unknown. examples: each run's `sampling.examples`.
+    keys: the scalar noise keys of the runs. batch_keys: int fingerprints of the batches' keys, where known.
+    units: for each run, an int fingerprint of what its batches hold, 0 if unknown. examples: its `sampling.examples`.
     records: int, the most records that the protected person owns; 1 means the unit that the sampling draws.
     others: alternative events of the same runs; the cost is the largest over these and `event`.
     numbers: int, the most elements in one release of a run; or the `NormalSamplerError`.
@@ -195,7 +195,7 @@ def _composition_of_run(run: Any, records: int) -> Composition:
 
 
 def _require_consistent_batch_keys(batch_keys: list[int], *, several_runs: bool, shared_batches: bool | None) -> None:
-    """Raises ValueError if the marks of the batch keys contradict `shared_batches`."""
+    """Raises ValueError if the fingerprints of the batch keys contradict `shared_batches`."""
     if SEVERAL_KEYS in batch_keys and several_runs:
         raise ValueError(
             "one of these runs drew its batches with several keys, so its state does not show whether it saw the "

@@ -165,7 +165,7 @@ def epsilon(
     delta: in (0, 1), ideally far below 1 divided by the number of examples. A larger one warns.
     accountant: "tightest" uses "pld" (privacy loss distributions) if that is known for every release, and otherwise
         "rdp" (Renyi divergences).
-    relation: how neighboring data sets differ; None is the relation that the mechanism's sampling states. The event of
+    relation: how neighboring data sets differ; None is the relation of the mechanism's sampling. The event of
         Poisson sampling also holds for replacing an example ("replace_one"), and, like that of random allocation, for
         adding or removing one ("add_or_remove"). The latter costs the same as "zero_out", but only in real arithmetic:
         in a program, a deleted row moves all later ones, and the last bits of their float sum reveal the order of the
@@ -210,7 +210,7 @@ def delta(
     optimizer: a `dpx.Mechanism`, possibly followed by optax transforms (`dpx.chain`).
     steps_or_state: a number of steps (int, at least 0), or an optimizer state, as for `dpx.epsilon`.
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
-    relation: how neighboring data sets differ; None is the relation that the sampling states.
+    relation: how neighboring data sets differ; None is the relation of the sampling.
     weight, records, numbers: as for `epsilon`.
 
     Raises ValueError for an epsilon below 0, and where `epsilon` does.
@@ -284,7 +284,7 @@ def cost_of_run(
 
 
 def records_per_unit_of_run(optimizer: Any, records: int | None) -> int:
-    """The most records that the protected unit owns: `records`, or what the mechanism's budget states, or 1."""
+    """The most records that the protected unit owns: `records`, or those of the mechanism's budget, or 1."""
     budget = getattr(optimizer, "budget", None)
     if records is None:
         return 1 if budget is None else budget.records

@@ -125,7 +125,7 @@ class FlatEvent:
             return None
         loss = self.whole_runs[0]
         if len(self.counts) > 1 or self.counts[loss] > 1:
-            words = "covers a whole run: it composes with nothing, got it next to another event"
+            words = "covers a whole run: it composes with nothing, got it with another event"
             raise ValueError(f"{event_of_release(loss)} {words}")
         return loss
 

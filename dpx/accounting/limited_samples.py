@@ -59,7 +59,7 @@ h of replacing an example, if it is replaced.
 Proof: "full" does not depend on the example. So H_a, which is jointly convex, is at most the mean of both cases.
 1. Not full: no batch is cut, with or without the example. Given the coins of the others, this is one Poisson step.
 2. Full: n examples take part. Let A be the output if the example is not among them: they are then a uniform n-subset of
-   the others, at any K. B is the output if it is, next to a uniform (n-1)-subset of the others, at any K. So the
+   the others, at any K. B is the output if it is, with a uniform (n-1)-subset of the others, at any K. So the
    outputs are (1-p) A + p B and (1-p) A + p B', where B' has a null in place of the example, or another example. (If
    the example is not there, the second one is A.) Exchange the example in B for one that is drawn from outside the
    sample: this gives A, and moves the sum by at most 2, as does the exchange of B for B'. That is what the proof of

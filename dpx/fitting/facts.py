@@ -68,7 +68,7 @@ VERSION = "version of dpx"
 
 
 def facts_identifying_run(run: RunPlan, carry: Carry, options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the facts that identify a run. The mark of a key identifies the key without revealing it.
+    """Returns the facts that identify a run. A key's fingerprint identifies it without revealing it.
 
     options: options for computing the gradient. Like the backend, machine, settings and versions, they affect how sums
         are rounded. A repeated step must match in every bit, because its noise is the same.

@@ -26,7 +26,7 @@ from dpx.statistics.metrics import PrivateMetric
 from dpx.values import Tree, explain_misuse, require_bool, require_function, require_whole, warn_user
 from dpx.xla.place import tracing_for_place
 
-_TRAINED: dict[int, Path | None] = {}  # the folder of the last run of each key, by the mark of the key
+_TRAINED: dict[int, Path | None] = {}  # the folder of the last run of each key, by its fingerprint
 SKIPPED = (
     "{} of the steps are in epsilon, but not in the parameters: the run was interrupted and continued on other "
     "devices, and these steps may have been taken before."

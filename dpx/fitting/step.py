@@ -38,8 +38,8 @@ class Carry(NamedTuple):
 class BatchLosses(NamedTuple):
     """What a step learns about its batch. NOT private.
 
-    mean: the mean loss, a float32 scalar. counts: int32 scalars: how many rows count, how many of them have a finite
-        loss, and how many a gradient in range.
+    mean: the mean loss, a float32 scalar. counts: int32 scalars: how many rows are included, how many of them have a
+        finite loss, and how many a gradient in range.
     unreleased: the `Unreleased` values, or None. included: bool (B,), or None.
     """
 

@@ -58,7 +58,7 @@ class Unreleased(NamedTuple):
     __repr__ = repr_with_shapes
 
     def usable_rows(self) -> jax.Array:
-        """Which examples have a gradient that counts, bool (B,): no NaN, and no norm above 2^63."""
+        """Which examples have a usable gradient, bool (B,): no NaN, and no norm above 2^63."""
         return norms_in_range(self.norms)
 
 
@@ -348,7 +348,7 @@ class PrivateChunks:
             sums = sums._replace(unreleased=None)  # left by the chunk before
 
         def shardings_of_sums(params_on, chunk_on, state_on, sums_on):
-            """Shards the sums like the parameters if the encoded gradient has their structure, or replicates them."""
+            """Returns the parameters' shardings if the encoded gradient has their structure; otherwise, replicates."""
             rows = sharding_along_examples(chunk_on.examples)
             one: Any = NamedSharding(rows.mesh, PartitionSpec())
             like, of_state = _shapes_of_sums(params, state)

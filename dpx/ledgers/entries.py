@@ -23,7 +23,7 @@ class LedgerEntry:
     numbers: int, the most elements in one release of the event. in_integers: whether a TPU may draw its noise.
     marks: ints that tell its keys apart without revealing them. planned: whether it was reserved before anything was
         released. charge: its cost in the unit of the filter; nothing if it was planned.
-    made: whether it may have been released. holder: mark of the folder of its run, "" for none.
+    made: whether it may have been released. holder: random name of its run's folder, "" for none.
     steps: int, the number of steps after which its run ended, or None. credit: its refund for ending early.
     """
 

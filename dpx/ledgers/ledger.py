@@ -150,7 +150,7 @@ class PrivacyLedger:
         part: name of the part of the data that it reads. The partition must be public, with each unit in one part only.
             Releases about other parts cost its members nothing.
         unit: what the data hold, in words, to compare with the ledger's unit; None skips the check.
-        holder: mark of its run's folder. The run may continue there without being charged again.
+        holder: random name of its run's folder. The run may continue there without being charged again.
 
         Raises ValueError for an event that the budget does not allow or that has no bound; for a key that was used
             before; for another unit; for a part if neighbors differ by replacement, because a replacement may be in

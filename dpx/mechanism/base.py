@@ -94,7 +94,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     forward: Callable[[Callable, Tree, Tree], tuple[Tree, Tree]] | None = None
     correlated: Any = None
     budget: Budget | None = None
-    noise_key: jax.Array = dataclasses.field(init=False)  # the mark of `key`, because a step is traced without the key
+    noise_key: jax.Array = dataclasses.field(init=False)  # its fingerprint, because a step is traced without the key
 
     def __new__(cls, **_) -> Self:
         return super().__new__(cls, cls.init, cls.update)  # pyrefly: ignore[bad-argument-type]

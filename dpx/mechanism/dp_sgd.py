@@ -52,7 +52,7 @@ def dp_sgd(
         prefix of the gradients clips each group (layer) to its own norm; C is then sqrt(sum of the groups' squares).
     noise_multiplier: sigma, 0 or in [2^-55, 2^45], the standard deviation of the noise on the sum, divided by C; a
         number, a schedule of the step, or a `dpx.Budget`, for which dpx finds the smallest sigma. 0 costs infinity.
-    sampling: draws the batches, states B and wraps the event.
+    sampling: draws the batches, sets B and wraps the event.
     key: a secret scalar PRNG key for one run. Never reuse it: two runs with one key share their noise, and subtracting
         their results removes it. Every step draws its own part of the key's "noise" stream.
     Raises ValueError for an argument outside its domain (a schedule: when its cost is computed), a traced value, or no

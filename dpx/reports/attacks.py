@@ -20,7 +20,7 @@ _SMALLEST_SHARE = 0.01  # the smallest positive epsilon, as a share of the large
 _LARGEST_EPSILON = 500.0  # a larger epsilon promises nothing, and its exponential may overflow
 _ROUNDING = 1e-9  # how far mu is rounded up, relative to 1 + mu
 
-FALSE_POSITIVE_RATES = (0.01, 0.001)  # a report states the true positive rate at these
+FALSE_POSITIVE_RATES = (0.01, 0.001)  # a report shows the true positive rate at these
 CURVE_RATES = tuple(10.0 ** (tenth / 10) for tenth in range(-40, 1))  # and draws it at these
 
 
@@ -122,7 +122,7 @@ def attack_bounds_of_profile(profile: Profile, delta: float, false_positive_rate
 
 
 def attack_bounds_and_curve(profile: Profile, delta: float) -> tuple[AttackBounds, tuple[tuple[float, float], ...]]:
-    """Returns the bounds that a report states, and its curve: pairs (false positive rate, bound on the true one)."""
+    """Returns the bounds that a report shows, and its curve: pairs (false positive rate, bound on the true one)."""
     bounds, stated = (
         attack_bounds_of_profile(profile, delta, (*FALSE_POSITIVE_RATES, *CURVE_RATES)),
         len(FALSE_POSITIVE_RATES),

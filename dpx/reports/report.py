@@ -22,7 +22,7 @@ from dpx.states.record import unit_fingerprint
 from dpx.sums.rounding import ETA
 from dpx.values import described, explain_misuse, for_whom, require_text, rounded_up, unit_in_words
 
-_PACKAGES = ("dpx-jax", "jax", "optax", "dp-accounting", "numpy", "scipy")  # a report states their versions
+_PACKAGES = ("dpx-jax", "jax", "optax", "dp-accounting", "numpy", "scipy")  # a report lists their versions
 
 
 def _require_no_path(given: tuple) -> None:
@@ -170,7 +170,7 @@ def privacy_report(
         is 1 without one. Above 1, epsilon protects all units of a person, as for `dpx.epsilon`.
     numbers: int, the most numbers that a step releases, as for `dpx.epsilon`.
     tuning: how hyper-parameters were chosen. "public": without any run on the private data. A `Selection` (from
-        `dpx.accounting.best_of` or `dpx.tuning.search`): this run is the winner, and the report states the cost of the
+        `dpx.accounting.best_of` or `dpx.tuning.search`): this run is the winner, and the report shows the cost of the
         search. None: the report says that the cost of the choice is not included.
     name: one line, such as "cancer model, May", or None for no name. dataset: the name of the data, in one line, such
         as "patients of 2024".
@@ -237,7 +237,7 @@ def require_one_line_names(name: str | None, dataset: str | None):
 
 
 def _checked_unit(recorded: int, unit: str | None) -> str:
-    """Returns the unit in words. recorded: its mark, or 0 if unknown. Raises ValueError if `unit` contradicts it."""
+    """Returns the unit in words. recorded: its fingerprint; 0 if unknown. Raises ValueError if they differ."""
     known = {0: "example"} | {unit_fingerprint(name): name for name in ("example", "user")}
     if unit is not None:
         unit_fingerprint(unit)  # raises ValueError unless it is a name

@@ -1,4 +1,4 @@
-"""Batches, which say which of their rows count, so that padding cannot be forgotten; and helpers that draw one on the
+"""Batches, which say which rows are included, so that padding cannot be forgotten; and helpers that draw one on the
 host: checks of sizes, coins and permutations from a key, and padding to fixed shapes."""
 
 import functools
@@ -23,9 +23,9 @@ class Batch(NamedTuple):
     """A batch of examples, with a mask that says which of them count.
 
     examples: pytree of arrays, with the B examples on axis 0 of each. A sampling fills padding with zeros.
-    included: bool (B,), True where the row counts, False for padding; None means that all B rows count.
+    included: bool (B,), True for an included row, False for padding; None includes all B rows.
     drawn:    a `DrawRecord`, set by the sampling. A run has no known cost if it uses the batch twice or at another
-              step, changes how many rows count, or uses a mechanism with another sampling. To change the examples,
+              step, with another number of included rows, or in a mechanism with another sampling. To change examples,
               call `batch._replace(examples=...)`, which keeps this field. Each new row may depend only on the old row
               in its place: no mixup, no batch statistics. dpx cannot check that.
 
@@ -42,7 +42,7 @@ class Batch(NamedTuple):
 
 
 def require_batch(batch: Any) -> Batch:
-    """Returns `batch`. Raises ValueError unless it says which rows count, and its arrays have equally many rows."""
+    """Returns `batch`. Raises ValueError unless it is a `Batch` whose arrays have equally many rows."""
     if isinstance(batch, Batch):
         batch_size(batch.examples)
         return batch
@@ -53,14 +53,14 @@ def require_batch(batch: Any) -> Batch:
     )
 
 
-MISSING = object()  # the default of `included`, because None already means that all rows count
+MISSING = object()  # the default of `included`, because None already includes all rows
 
 
 def included_rows(size: int, included: Any, sampling: Any) -> jax.Array:
-    """Returns which of `size` rows count, bool (size,). None and MISSING mean all of them.
+    """Returns which of `size` rows are included, bool (size,). None and MISSING mean all of them.
 
     Raises ValueError for another shape or dtype, for MISSING if the sampling's batches may hold padding, and if all
-    rows count but the sampling never draws `size` examples.
+    rows are included but the sampling never draws `size` examples.
     """
     if included is MISSING and sampling.pads:
         raise ValueError(

@@ -22,7 +22,7 @@ from dpx.values import MOST_SHAPES, Tree, described, leaf_path, list_first_few
 
 AGAIN = 16  # repeated readings: a random item flipped by a fair coin escapes them with probability 2^-16
 FIRST, EVERY = 64, 256  # AGAIN readings per call for the first 64 rows of a source, then one reading per 256 rows
-MARKED, MARKED_ITEMS = 64, 8  # how many rows of arrays, or items of a source, the mark reads, evenly spaced
+MARKED, MARKED_ITEMS = 64, 8  # how many rows of arrays, or items of a source, a fingerprint reads, evenly spaced
 NO_NUMBERS = frozenset("OSUTMm")  # kinds of numpy dtypes: objects, strings and dates
 _READ: dict[int, list[int]] = {}  # source id -> number of rows read so far, while the source is alive
 

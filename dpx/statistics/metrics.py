@@ -88,7 +88,7 @@ class PrivateMetric:
         budget = noise_multiplier if isinstance(noise_multiplier, Budget) else None
         self.most = None if budget is None else budget.steps
         self._planned = 0 if budget is None or budget.public_stop else budget.steps  # calls that count even if not made
-        self._left: dict[int, int] = {}  # calls that runs of `fit` planned and have not made, by the mark of their key
+        self._left: dict[int, int] = {}  # calls that runs of `fit` planned and did not make, by their key's fingerprint
         self._given = {"low": low, "high": high, "complete": complete, "words": words, "ledger": ledger, "part": part}
         self._noise = {"noise_multiplier": noise_multiplier, "noise": noise}
         settings = f"{int(keys.mark_of_key(self._key))} {noise_multiplier!r} {noise!r}".encode()

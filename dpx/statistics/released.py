@@ -269,7 +269,7 @@ def _warn_of_large_cost(noise_multiplier: float, event: DpEvent) -> None:
 
 
 def mark_of_released_noise(key: jax.Array) -> int:
-    """The mark of the noise that a key has released, which differs between releases of different sums or bounds."""
+    """A fingerprint of a key's released noise, which differs between releases of different sums or bounds."""
     return _ANSWERED[int(keys.mark_of_key(key))]
 
 

@@ -170,7 +170,7 @@ def observed_run(
 
 
 def _batch_with_canary(gradient: Tree, included: jax.typing.ArrayLike, others: Tree | None) -> tuple[Tree, jax.Array]:
-    """Returns a batch of the canary and the other examples, and which of its rows count."""
+    """Returns a batch of the canary and the other examples, and which of its rows are included."""
     rows = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], gradient)
     if others is None:
         return rows, jnp.array([included])

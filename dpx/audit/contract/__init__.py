@@ -234,7 +234,7 @@ def check_padding(trial: MechanismUnderTest) -> str:
         for name, path in problem.paths.items():
             for position in (0, 1, 2):
                 found = path(inputs.with_garbage_row(problem.rows, position), state, nobody)
-                _require_same(found, noise, f"rows move a step in which none of them counts ({name})")
+                _require_same(found, noise, f"rows move a step that includes none of them ({name})")
         real = inputs.take_rows(problem.rows, np.arange(inputs.ROWS - 2))
         state = trial.state_after(4)
         expected = stacked(real, state, np.ones(inputs.ROWS - 2, bool))

@@ -298,7 +298,7 @@ def _with_key_argument(function: Callable, mechanism: Mechanism, arguments: tupl
 
 
 def _replace_if_key(key: jax.Array, leaf: Any, mark: Any = None) -> Any:
-    """Returns `leaf`, or if it is a key, another key made from `key`. mark: the leaf's mark, or None in a state."""
+    """Returns `leaf`, or if it is a key, another key made from `key`. mark: its fingerprint, or None in a state."""
     if not is_key(leaf):
         return leaf
     if mark is None:

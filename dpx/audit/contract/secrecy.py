@@ -106,7 +106,7 @@ def _require_own_event_for_unreleased(trial: MechanismUnderTest):
     try:
         inputs.require_close(found, expected)
     except AssertionError:
-        raise Violation("unreleased state enters a release, and the event counts each as if it stood alone") from None
+        raise Violation("unreleased state enters a release, but the event accounts for each separately") from None
 
 
 def public_part(result: tuple[Tree, Tree]) -> tuple[Tree, Tree]:

@@ -63,7 +63,7 @@ class MechanismUnderTest(Subject):
         return "" if self.draws_noise_by_dpx else find_noise_fault(self.traced)
 
     def multiplier(self, step: int) -> float:
-        """The noise multiplier that the mechanism states for this step, which `check_cost` compares with its event."""
+        """The mechanism's stated noise multiplier for this step, which `check_cost` compares with its event."""
         return float(self.multipliers[step])
 
     @functools.cached_property

@@ -22,7 +22,7 @@ from dpx.values import Tree, described, explain_misuse, require_function, requir
 __all__ = ["Finding", "SetupReport", "check_setup"]
 
 NO_GRADIENT = (
-    "{usable} a gradient that counts: {each} holds NaN or infinity, or has a norm above 2^63 ({finite} of their losses "
+    "{usable} a usable gradient: {each} holds NaN or infinity, or has a norm above 2^63 ({finite} of their losses "
     "are finite). Such examples contribute nothing and cost as much as others{so}. {cause}. This is known from the "
     "private data: do not publish it. (From dpx.check_setup, which looks at more.)"
 )
@@ -47,7 +47,7 @@ def check_setup(
     It checks the loss (closures, randomness, mixing of rows, parameters without gradient), the batch (clipping,
     noise-to-signal ratio, values that are not finite), and the plan (key, delta, data, privacy, time, memory). It
     compiles three times. Starred lines are computed from raw data or secret noise and are not private, and a clip norm
-    chosen from them leaks too. In the step that is timed, no row counts, so it releases no data and does not affect a
+    chosen from them leaks too. The step that is timed includes no row, so it releases no data and does not affect a
     later run.
 
     loss: (params, example) -> scalar float loss of one example, which has no batch axis. optimizer: a `dpx.Mechanism`.

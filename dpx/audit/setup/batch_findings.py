@@ -188,7 +188,7 @@ def find_zero_gradients(
     flags: bools like the parameters. alone: from `loss_and_leaves_by_row`. rows: int (R,), the rows to compute again.
     """
     if not np.asarray(measured.counts).any():
-        return Finding("zero gradients", "note", "no row has a gradient that counts")
+        return Finding("zero gradients", "note", "no row has a usable gradient")
     sizes = np.asarray(measured.leaves)[np.asarray(measured.counts)].max(axis=0)
     dead = np.asarray(jax.tree.leaves(flags)) & (sizes == 0)
     if not dead.any():
@@ -241,7 +241,7 @@ def find_clipped_rows(measured: BatchDiagnostics) -> Finding:
     counts, bound = np.asarray(measured.counts), float(measured.bound)
     norms, shares = np.asarray(measured.norms)[counts], np.asarray(measured.shares)[counts]
     if not len(norms):
-        return Finding("clipping", "note", "no row has a gradient that counts")
+        return Finding("clipping", "note", "no row has a usable gradient")
     low, median, high = (float(q) for q in np.quantile(norms, (0.1, 0.5, 0.9)))
     clipped = float((shares >= AT_THE_BOUND).mean())
     numbers = {"clipped": clipped, "bound": bound, "q10": low, "median": median, "q90": high}
@@ -255,7 +255,7 @@ def find_clipped_rows(measured: BatchDiagnostics) -> Finding:
 def find_noise_to_signal(measured: BatchDiagnostics, mechanism: Mechanism, steps: int | None) -> Finding:
     """Compares the norm of the step-0 noise with that of the mean contribution. steps: number of steps, if known."""
     if not np.asarray(measured.counts).any():
-        return Finding("noise", "note", "no row has a gradient that counts")
+        return Finding("noise", "note", "no row has a usable gradient")
     multiplier, divisor = float(values_over(mechanism.noise_multiplier, 1)[0]), float(mechanism.sampling.divisor)
     loudness = multiplier * float(measured.bound) * math.sqrt(measured.size) / divisor
     signal = float(measured.signal) / divisor
@@ -292,7 +292,7 @@ class StepOfPureNoise(NamedTuple):
 
 @jax.disable_jit(False)  # without jit, there is no program to measure
 def run_empty_step(loss: Callable, optimizer: Mechanism, params: Tree, batch: Batch) -> StepOfPureNoise:
-    """Compiles and runs the private step on a batch in which no row counts."""
+    """Compiles and runs the private step on a batch that includes no row."""
     gradient, state = private_updates(loss, optimizer), jax.jit(optimizer.init)(params)
     empty = Batch(batch.examples, np.zeros(batch_size(batch.examples), bool))
     start = time.perf_counter()

@@ -90,7 +90,7 @@ WEAK = 10.0  # a larger epsilon promises little
 
 
 def rows_that_count(batch: Batch, sampling: Sampling) -> tuple[np.ndarray, Finding]:
-    """Returns which rows count, bool (B,), and a finding about whether the sampling draws this many."""
+    """Returns which rows are included, bool (B,), and a finding about whether the sampling draws this many."""
     size = batch_size(batch.examples)
     try:
         included = np.asarray(included_rows(size, batch.included, sampling))

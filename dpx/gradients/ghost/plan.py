@@ -241,7 +241,7 @@ def _with_made_kernel_choices(
     *,
     force: bool,
 ) -> tuple[tuple[NormChoice, ...], ...]:
-    """Replaces the choice for each parameter that is not followed itself but whose kernels are."""
+    """Replaces the choice for each parameter that cannot be followed, if the kernels made from it can."""
     alone = [(leaf, of_leaf[0]) for leaf, of_leaf in enumerate(choices) if of_leaf[0].algorithm is algorithms.GRADIENT]
     found = dict(enumerate(choices))
     for group in find_made_kernels(program, {leaf for leaf, one in alone if one.reason != CHEAPER}, made, shapes):

@@ -1,7 +1,7 @@
 """Correlated noise: later noise cancels part of earlier noise, so that prefix sums of the updates have less noise.
 
 `cost.py` proves the cost, even for the bits. An example enters each sum as in `dp_sgd.py`, so it moves a sum by at
-most C (1 + ETA), and it takes part in the steps that the sampling states. `normalized`, fixed coordinates, and
+most C (1 + ETA), and it takes part in the steps that the sampling determines. `normalized`, fixed coordinates, and
 transforms behind the mechanism change neither.
 
 The memory holds the last releases minus their sums. It depends on raw data, so it is never released. Each element is
