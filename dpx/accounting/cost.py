@@ -46,7 +46,7 @@ def event_epsilon(
 ) -> float:
     """Returns an upper bound on epsilon at `delta` for an event; inf if a release adds no noise.
 
-    The noise counts as exact. The cost of a run of dpx, such as `dpx.epsilon`, also includes the arithmetic of its
+    The noise is treated as exact. The cost of a run of dpx, such as `dpx.epsilon`, also includes the arithmetic of its
     noise: below 1e-3 for up to 10,000 Gaussians at a delta of at least 1e-6 (`dpx/accounting/arithmetic.py`).
 
     event: a dp-accounting event, or one whose type is a `PrivacyLoss`.

@@ -236,8 +236,8 @@ def dp_sgd_epsilon(
         multiplier to float32 when it adds noise).
     records: int, at least 1, the most examples that one person owns, as for `dpx.epsilon`; above 1, only "poisson".
     numbers: int, at most 2^32, the most elements that a step releases: the number of trained parameters.
-    exact_noise: whether the noise counts as real numbers. False adds the cost of the arithmetic of dpx's noise. Pass
-        True for another library: no cost is proved for its floating-point noise, and dpx's does not apply.
+    exact_noise: whether the noise is treated as real numbers. False adds the cost of the arithmetic of dpx's noise.
+        Pass True for another library: no cost is proved for its floating-point noise, and dpx's does not apply.
 
     Raises ValueError for arguments outside these ranges, and for several records with another sampling.
     """

@@ -141,7 +141,7 @@ def _warn_of_loss_once(optimizer: Mechanism) -> Callable:
 
 
 def _sum_of_training_losses(unreleased: Any, batch: Batch) -> tuple[jax.Array, Any]:
-    """The sum of the losses of the rows that count, a float32 scalar; and `BatchLosses.counts`."""
+    """The sum of the losses of included rows, a float32 scalar; and `BatchLosses.counts`."""
     losses, rows = unreleased.losses.astype(jnp.float32), batch.included
     counted: Any = rows, jnp.isfinite(losses), unreleased.usable_rows()
     return jnp.sum(losses, where=rows), tuple(jnp.sum(each, where=rows, dtype=jnp.int32) for each in counted)

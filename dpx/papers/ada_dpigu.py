@@ -46,7 +46,7 @@ def ada_dpigu(
 
     The paper claims the epsilon of its second phase, or of both, because it calls the mask independent of the data.
     That does not hold: the scores come from gradients without noise, so the mask releases data at no counted cost, and
-    standardizing moves masked coordinates away from 0. dpx counts every step of both phases as one Gaussian release;
+    standardizing moves masked coordinates away from 0. dpx charges every step of both phases as one Gaussian release;
     the ranking and the averages read released values only.
 
     keep: in (0, 1], the share of the coordinates trained after the warm-up; a rising schedule unfreezes the rest.

@@ -59,7 +59,7 @@ def correlated_noise(
     The papers claim that a run in a fixed order costs one Gaussian release with noise multiplier noise_multiplier /
     sensitivity, and cyclic Poisson sampling one Poisson-sampled Gaussian for each round of the groups. Both hold, even
     for the bits of the releases, because each step adds fresh noise to a sum that depends only on data and earlier
-    releases; dpx counts exactly that. With C = I it is `dp_sgd`.
+    releases; dpx accounts for exactly that. With C = I it is `dp_sgd`.
 
     strategy: C, such as `dpx.strategies.optimized(bands=8, steps=1000)` or `lambda_cgd(correlation=0.9)`.
     clip_norm: C, the norm to which each example's gradient is clipped; a number in the units of the gradient.
@@ -274,11 +274,11 @@ def band_mf_sgd(
 
     For cyclic Poisson sampling with b groups, the paper claims the epsilon of one Poisson-sampled Gaussian for every b
     steps, with noise multiplier sigma, if z has standard deviation sigma times the norm of a column of C. That holds,
-    even for the bits of the releases, and dpx counts it (`dpx.mechanisms.correlated_noise`). The paper's C need not be
-    Toeplitz.
+    even for the bits of the releases, and dpx accounts for it (`dpx.mechanisms.correlated_noise`). The paper's C need
+    not be Toeplitz.
 
     bands: the number of bands of C, from 1 to the groups of the sampling; a shorter run has one band per step.
-    steps: the length of the run for which C is optimal. The cost counts any further steps too.
+    steps: the length of the run for which C is optimal. The cost includes any further steps too.
     momentum: in [0, 1), that of the optimizer for which C is optimal.
     learning_rates: those for which C is optimal, one non-negative float per step; () if they are constant.
     clip_norm: C, in the units of the gradient; a number.
@@ -308,7 +308,7 @@ def lambda_cgd(
     clip -> sum -> add noise -> divide. The noise of a step cancels part of the last step's noise.
 
     The paper claims that the whole run costs one Gaussian release with noise multiplier noise_multiplier / sensitivity.
-    That holds, even for the bits of the releases, and dpx counts it (`dpx.mechanisms.correlated_noise`).
+    That holds, even for the bits of the releases, and dpx accounts for it (`dpx.mechanisms.correlated_noise`).
 
     correlation: lambda, in [0, 1). 0 is DP-SGD. A larger one cancels more noise, but needs a larger noise multiplier.
     clip_norm: C, in the units of the gradient; a number.

@@ -59,7 +59,7 @@ def d2p2_sgd(
     """D2P2-SGD: gradients in fresh random coordinates, automatic clipping, noise that falls as an inverse power.
 
     The paper claims that clipped gradients, projected by A^T / sqrt(p), cost no more than without the projection. That
-    does not hold: A may lengthen them, by any factor with some probability. What dpx counts depends on `order`. With
+    does not hold: A may lengthen them, by any factor with some probability. The cost in dpx depends on `order`. With
     "project_then_clip", every example is projected first and then normalized, so the cost is that of a Gaussian with
     falling noise. With "clip_then_project", the paper's order, the cost of a "gaussian" projection uses the
     distribution of its stretch; for other kinds, the noise grows by the largest stretch (see

@@ -61,7 +61,7 @@ def dice_sgd(
 
     The paper claims that noise as large as DP-SGD's suffices, however large the gradients are. That does not hold
     (`dpx.papers.dice_sgd.dice_theorem_noise`): the error depends on all earlier raw batches, and may move the release
-    at every step, even if the example is not sampled. dpx counts the whole run as one event (`dpx.papers.dice_sgd`):
+    at every step, even if the example is not sampled. dpx charges the whole run as one event (`dpx.papers.dice_sgd`):
     given the released values, an example that takes part moves v by at most C1 / B and e by (Cmax - C1) / B, and then e
     moves later v. e is two float32 numbers. The noise covers their rounding for about 2^27 / B steps between
     resets if C2 is at least 2 or 3 times Cmax - C1, and otherwise for 2^14 / sqrt(B). The report says whether it does,
