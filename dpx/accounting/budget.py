@@ -68,8 +68,8 @@ class Budget:
         adaptive clipping. Every cost is for this many, and `init` refuses more parameters. With None, the noise is
         calibrated for 2^32, and a state's cost counts its own number. It matters for small deltas (`docs/exact.md`).
 
-    Raises ValueError for a field outside its range, if not exactly one of steps and epochs is given, and if the budget
-    is used as a number.
+    Raises ValueError if a field is outside its range, if not exactly one of steps and epochs is given, and if the
+    budget is used as a number.
     """
 
     epsilon: float
@@ -400,7 +400,7 @@ def max_steps(
     relation: how neighboring data sets differ; None is the relation of the sampling.
     records: int, the most examples that the protected person owns, as for `dpx.epsilon`.
 
-    If a schedule ends, its event raises ValueError beyond the last step, and the result is at most that step. The cost
+    If the cost is known only up to some step, because a schedule ends there, the result is at most that step. The cost
     grows with the steps, so the search doubles, then bisects, in about 2 log2(steps) evaluations.
 
     Guarantee: `dpx.epsilon(optimizer, max_steps(...), delta=delta)` is at most epsilon.

@@ -44,7 +44,7 @@ class ReleaseCount(NamedTuple):
 class PrivacyLoss:
     """One kind of release; hashable. An event of dpx is its own `PrivacyLoss`; others hold a dp-accounting `event`.
 
-    fresh: whether its noise is independent of other releases' noise, so that a run may skip it.
+    fresh: whether its noise is independent of other releases' noise, so that a run may skip the release.
     gaussian: whether it is a Gaussian, on all data or on a Poisson sample.
     costed_by_dpx: whether dpx computes its cost instead of one of dp-accounting's accountants.
     private: whether it adds noise.
@@ -78,7 +78,7 @@ class PrivacyLoss:
         return ""
 
     def step_loss(self, relation: Relation) -> StepLoss:
-        """The privacy loss of one step. Raises ValueError if it is unknown under this relation."""
+        """The privacy loss of one step if neighbors differ by `relation`. Raises ValueError if it is unknown."""
         raise NotImplementedError
 
     def profile(self, accountant: Accountant, relation: Relation) -> Profile:
@@ -96,7 +96,7 @@ class PrivacyLoss:
     def largest_shift(self, relation: Relation) -> float:
         """The most that one example, or all records of a unit, can move a release, in standard deviations of its noise.
 
-        It is inf unless a proof in `arithmetic` gives a bound: see `far` there.
+        It is inf unless `dpx/accounting/arithmetic.py` proves a bound.
         """
         return math.inf
 

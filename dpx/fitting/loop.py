@@ -136,7 +136,7 @@ def fit(
         program at a time may use it.
     checkpoint_every: number of steps between checkpoints. The run also saves one at the start, after the last step, and
         at a KeyboardInterrupt in a single process, unless that comes inside `evaluate` or a callback. After any
-        exception, the run continues from the last checkpoint and repeats later steps with the same bits.
+        exception, the run continues from the last checkpoint and repeats later steps bit for bit.
     on_other_devices: whether a stored run may continue where its sums are rounded differently: with other devices,
         processes, backend or machine (even another number of CPUs), other XLA flags, jax settings (except those that
         change dtypes in the step, such as jax_enable_x64, because they change the program) or versions of numpy, scipy

@@ -58,7 +58,7 @@ class Unreleased(NamedTuple):
     __repr__ = repr_with_shapes
 
     def usable_rows(self) -> jax.Array:
-        """Which examples have a usable gradient, bool (B,): no NaN, and no norm above 2^63."""
+        """Whether each row's gradient is usable, bool (B,): it has no NaN, and no norm above 2^63."""
         return norms_in_range(self.norms)
 
 
@@ -218,7 +218,7 @@ def explain_norms(
 
     loss: (params, example) -> float scalar, for one example without a batch axis. optimizer: a `dpx.Mechanism`.
     params, batch: as for the step; both may hold `jax.ShapeDtypeStruct`s instead of arrays.
-    norms, with_key, has_aux, platform: as for `private_updates`. Raises ValueError for arguments that it refuses.
+    norms, with_key, has_aux, platform: as for `private_updates`, with the same ValueErrors.
 
         >>> print(dpx.explain_norms(loss, optimizer, params, batch))
         ['b']  per-example gradients as small as cotangents
@@ -243,12 +243,12 @@ def augmented(
 
     Give it to `private_updates`, `fit`, `check` or `explain` with `with_key=True`. The views of an example are averaged
     BEFORE its gradient is clipped. So the example still counts once, and sensitivity, noise and cost are those of
-    `loss`. Ghost norms see `copies` positions in place of one, and need no gradient of a view.
+    `loss`. Ghost norms treat the views like `copies` positions of a sequence, and need no gradient of a view.
 
     loss: (params, example) -> float scalar, or (value, aux) with has_aux=True; aux is then averaged over the views too.
     augment: (example, key) -> one view: a pytree for `loss`. It must depend only on these two arguments and on public
-        constants, never on other examples. The scalar key differs among examples, steps and views. A loss that needs
-        random numbers gets them from a view that holds a key.
+        constants, never on other examples. The scalar key differs among examples, steps and views. If the loss needs
+        random numbers, put a key into the view.
     copies: int, at least 1; the time of a step grows by about this factor (benchmarks/augmented.py). On a CPU, a
         `microbatch_size` whose views fit in the cache of a core, such as 64, can be a fifth faster.
 
@@ -430,7 +430,7 @@ def private_updates_in_chunks(
         each once and in order. Otherwise the state has no epsilon, as after a batch that was used twice. dpx takes your
         own chunks, without `drawn`, as they are. Add and release all chunks of a batch with one state.
 
-    Raises ValueError as `private_updates` does, if only some chunks have `drawn`, and for `sums` not made by `add`.
+    Raises ValueError as `private_updates` does, if only some chunks have `drawn`, and if `add` did not make `sums`.
     """
     options: Any = {"microbatch_size": microbatch_size, "has_aux": has_aux, "platform": platform, "sharding": sharding}
     row_sum = sum_gradients(loss, optimizer, norms=norms, backward_passes=backward_passes, **options)

@@ -90,7 +90,7 @@ def release(
     total: FloatPair | Tree,
     deviation: jax.Array | float,
 ) -> Tree:
-    """Adds normal noise of this standard deviation to `total`, on a public grid. Returns float32, shaped like `total`.
+    """Adds normal noise of standard deviation `deviation` to `total`, on a public grid; float32, shaped like `total`.
 
     key: scalar key of the mechanism's "noise" stream. step: int (), below 2^31; two steps have independent noise.
     total: float32 arrays, or a `FloatPair`. deviation: float32 (), public. Deviations below 2^-126, including 0, add no

@@ -240,7 +240,7 @@ class PrivacyLedger:
         """Finds the least noise multiplier whose event the ledger affords, to 1e-3 relative, rounded up.
 
         event: such as `lambda noise: sampling.event(np.full(steps, noise))`; the noise of every release must grow with
-        the multiplier. numbers, part: as for `spend`. Raises ValueError if it does not, or if 1e4 is not enough.
+        the multiplier. numbers, part: as for `spend`. Raises ValueError if noise changes nothing or 1e4 is too little.
         """
         if not callable(event) or not isinstance(event(1.0), DpEvent):
             raise ValueError(

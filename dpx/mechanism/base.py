@@ -179,7 +179,7 @@ def _apply_to_inner_state(function: Callable) -> Callable:
 
 
 class Coordinates(NamedTuple):
-    """How to write one example's gradient. Coordinates see neither the data nor the cost.
+    """How one example's gradient is represented when it is clipped and noised; independent of the data and the cost.
 
     init:   (params) -> state
     encode: (grad, state) -> coordinates of one example's gradient, float32, without a batch axis
@@ -187,11 +187,12 @@ class Coordinates(NamedTuple):
     name, undo: what `encode` and `decode` do, for the printed pipeline; undo is "" if the release stays as it is
     supports_ghost_norms: whether `encode` only scales coordinates (a mask) or drops leaves
     encode_whole_batch: whether each call of `encode` draws large arrays, so that one call for all examples is cheapest
-    check:  (steps) -> None; raises ValueError if a schedule leaves its domain in the first `steps`
+    check:  (steps) -> None; raises ValueError if a schedule, such as `keep`, leaves its domain in the first `steps`
     fixed:  whether `encode` is the same function at every step
     transposed: whether `encode` is linear and `decode` its transpose
-    direction: (number, state, like) -> a direction, shaped like the gradient. The derivative along it is coordinate
-            `number`, int32 (). It is the transpose of `encode` at a unit vector; None if that is expensive
+    direction: (number, state, like) -> a direction, shaped like the gradient. The derivative of the loss along it
+            is the encoded gradient's coordinate `number`, int32 (). It is the transpose of `encode` at a unit vector;
+            `direction` is None if that is expensive
     """
 
     init: Callable[[Tree], Tree]
@@ -216,7 +217,7 @@ class InCoordinatesState(NamedTuple):
 
 @explain_misuse
 def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism:
-    """Applies `mechanism` to gradients written in `coordinates`, which are applied in order and undone in reverse.
+    """Applies `mechanism` to gradients represented in `coordinates`, which are applied in order and undone in reverse.
 
     Bound, noise and cost remain those of `mechanism`. The coordinates of a step depend only on the key and on earlier
     releases. Given those, `encode` maps each example's gradient separately before the mechanism bounds it. So each step

@@ -123,8 +123,8 @@ def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
 
     mask: a pytree prefix of the parameters, with Python bools; or a function that says whether a path is trainable,
         such as `lambda path: "lora" in path` for the path "encoder/layer_0/lora_a/kernel".
-    Raises ValueError for values that are not Python bools, if none is True, and (by `init`) unless they are a prefix.
-    Do not use optax.masked instead: it lets raw per-example gradients of the masked layers through.
+    Raises ValueError if a value is not a Python bool or none is True; `init` raises it if `mask` is not a prefix. Do
+    not use optax.masked instead: it lets raw per-example gradients of the masked layers through.
     """
     by_path = callable(mask) and jax.tree_util.all_leaves([mask])
     words = "those whose path the given function accepts"

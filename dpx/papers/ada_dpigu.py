@@ -267,8 +267,8 @@ def standardized(
 
     mean_decay, variance_decay: in [0, 1). initial_variance: at least 0, in the squared units of the gradient.
     stability: at least 1e-12, in the units of the gradient.
-    relative: divide the scale by its root mean square, so that the clip norm keeps the units of the gradient. False, as
-        published, fits the scale to a batch's mean: every example is clipped, and the scale shrinks to `stability`, so
+    relative: divide the scale by its root mean square, so that the clip norm keeps the units of the gradient. False (as
+        published) fits the scale to a batch's mean: every example is clipped, and the scale shrinks to `stability`, so
         gradients are clipped at `stability * clip_norm`.
     Raises ValueError for numbers outside their domains.
     Source: AdaCliP, Pichapati et al. 2019, https://arxiv.org/abs/1908.07643, with the averages of AdaDPIGU,

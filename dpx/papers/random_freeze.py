@@ -43,7 +43,7 @@ def random_freeze_sgd(
     freeze_rate: in [0, 1), the share of frozen coordinates; gradual cooling is
         `optax.linear_schedule(0.0, freeze_rate, cooling_steps)`.
     every: at least 1, for how many steps a mask is kept; an epoch in the paper.
-    posterior: clip first and mask only the release, so that frozen coordinates count in the norm.
+    posterior: whether to clip first and mask only the release, so that frozen coordinates count in the norm.
     clip_norm: applies to each masked gradient; a number, a schedule of the step, or one for each group of layers.
     noise_multiplier: the noise's standard deviation on the sum, in clip norms; a number, a schedule, or a `dpx.Budget`.
     sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret scalar key for this run alone.
@@ -110,7 +110,7 @@ def random_freeze(*, freeze_rate: ScalarOrSchedule, every: int, posterior: bool 
     freeze_rate: in [0, 1). A schedule of the step is read (in float32) at the first step of every period; gradual
         cooling is `optax.linear_schedule(0.0, freeze_rate, cooling_steps)`.
     every: int, at least 1, for how many steps a mask is kept; an epoch in the paper.
-    posterior: clip first and mask only the release, so that frozen coordinates count in the norm.
+    posterior: whether to clip first and mask only the release, so that frozen coordinates count in the norm.
     key: a secret scalar PRNG key, whose "random_freeze" stream is used, with the number of the period folded in.
     Raises ValueError for numbers outside their domains; schedules are checked when the cost is computed.
     Source: Zhu and Blaschko 2021, https://arxiv.org/abs/2112.00845.

@@ -79,7 +79,7 @@ def ada_fest(
     clip_norm: C, in the units of the gradient, which is clipped to C sqrt(1 - s).
     noise_multiplier: sigma, for both releases as one Gaussian; a number, a schedule of the step, or a `dpx.Budget`.
     sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret scalar key for this run alone.
-    Raises ValueError for numbers outside their domains, and (by `init`) if no parameter is a table.
+    Raises ValueError for numbers outside their domains; `init` raises it if no parameter is a table.
 
     Noise is added to whole tables. `dpx.coordinates.row_updates` spends time and memory only on the rows that are read.
     """
@@ -113,7 +113,7 @@ def frequent_rows(
 
     threshold: at least 0, in released reads. most_rows: at least 1. reads_scale: above 0, in units of the gradient.
     tables: predicate on an array's path; None treats every array with two or more axes as a table.
-    Raises ValueError for numbers outside their domains, and (by `init`) if no parameter is a table.
+    Raises ValueError for numbers outside their domains; `init` raises it if no parameter is a table.
     Source: DP-AdaFEST, Ghazi et al. 2023, https://arxiv.org/abs/2311.08357.
     """
     require_number("threshold", threshold, minimum=0)

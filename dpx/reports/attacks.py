@@ -45,7 +45,7 @@ class AttackBounds(NamedTuple):
     records: int = 1
 
     def sentences(self, unit: str | None = None) -> tuple[str, ...]:
-        """States the bounds in words, rounded up. unit: whom they protect, in words; None: one example, or a person."""
+        """States the bounds in words, rounded up. unit: what is attacked, such as "user"; None uses `records`."""
         unit = unit_in_words(self.records) if unit is None else unit
         rates = zip(self.false_positive_rates, self.true_positive_rates, strict=True)
         return (

@@ -40,8 +40,8 @@ class PrivacyReport:
     relation: how neighboring data sets differ. sampling: the printed sampling record. delta: in (0, 1).
     epsilon: an upper bound from each accountant, None if one does not apply. The smallest is the guarantee.
     arithmetic: dict of floats. "epsilon" and "delta": what is added because the noise has finitely many values. "eta":
-        the share of the clip norm by which rounding can lengthen a sum. If no epsilon holds at this delta, "least
-        delta" is about the smallest at which one does.
+        how much further rounding lets an example move a sum, as a share of the clip norm. If no epsilon holds at this
+        delta, "least delta" is about the smallest at which one does.
     budget: the target, the `dpx.Budget` to which the noise or the search was calibrated; None without one.
     attacks: what epsilon means for an attacker. attack_curve: pairs (false positive rate, largest true positive rate of
         any attack) of floats, at 41 rates. tuning: whether epsilon covers the choice of hyper-parameters, in words.
@@ -175,8 +175,8 @@ def privacy_report(
     name: one line, such as "cancer model, May", or None for no name. dataset: the name of the data, in one line, such
         as "patients of 2024".
 
-    Raises ValueError as `dpx.epsilon` does, for a unit that differs from the state's, if neither accountant knows the
-    cost of the event, for any other `tuning` or names, and for a run that costs more than a trial of the search.
+    Raises ValueError as `dpx.epsilon` does, if the unit differs from the state's, if neither accountant knows the cost
+    of the event, if `tuning` or a name is anything else, and if the run costs more than a trial of the search.
 
         >>> dpx.privacy_report(mechanism, 200, delta=1e-5, name="a trial")
         PrivacyReport(name='a trial', unit='one example', epsilon=4.765..., delta=1e-05, steps=200)

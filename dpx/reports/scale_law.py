@@ -38,7 +38,7 @@ class PredictedRun(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScaleLaw:
-    """Predicts the loss of a run from its parameters, steps and step noise, within the range of the measured runs.
+    """Predicts a run's loss from its numbers of parameters and steps and its step noise, within the measured range.
 
     levels: three rising tuples, the measured parameters, steps and step noises. losses: float, with one axis for each.
     Between the levels, the loss is linear in the logarithms.
@@ -63,7 +63,7 @@ class ScaleLaw:
 
     @property
     def held_out_error(self) -> float:
-        """The law's root mean square error at levels that are left out in turn; NaN if there are only two of each."""
+        """The law's root mean square error at levels left out in turn; NaN if there are only two levels of each."""
         missed = []
         for axis, levels in enumerate(self.levels):
             for place in range(1, len(levels) - 1):
@@ -142,16 +142,16 @@ def fit_scale_law(runs: Iterable[MeasuredRun]) -> ScaleLaw:
         law = dpx.reports.fit_scale_law(runs)
         print(law.plan(dpx.plan_noise(examples=10**6, epsilon=2.0, delta=1e-7)))
 
-    runs: one loss for every combination of at least two values each of parameters, steps and step noise. If several
-        runs have the same three values, perhaps with different learning rates, the least loss counts. One training run
-        can give losses at several numbers of steps.
+    runs: one loss for every combination of at least two parameter counts, two step counts and two values of step noise
+        (the noise multiplier divided by the batch size). If several runs have the same three values, perhaps with
+        different learning rates, the least loss counts. One training run can give losses at several numbers of steps.
 
     Batch size affects a private run mostly through its noise. So a small run needs no large batch: give it the step
     noise of the large run, as the noise multiplier `step_noise * batch_size`. Use public data of the same kind, or
     count the cost of these runs, because their losses read the data. Raises ValueError for values that are not
     positive, and for missing combinations.
     Source: McKenna et al. 2025, "Scaling Laws for Differentially Private Language Models",
-    https://arxiv.org/abs/2501.18914, whose law has the same three inputs, and also interpolates measurements.
+    https://arxiv.org/abs/2501.18914, whose law has the same three inputs and, like this one, interpolates measurements.
     """
     found: dict[tuple[float, ...], float] = {}
     for run in runs:

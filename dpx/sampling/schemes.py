@@ -153,9 +153,9 @@ class Sampling(abc.ABC):
 
     @abc.abstractmethod
     def takes_part(self, key: jax.Array, steps: int) -> jax.Array:
-        """Draws in which of the first `steps` steps of a run one example takes part, bool (steps,); jitted, for audits.
+        """Picks randomly which of the first `steps` steps one example takes part in, bool (steps,); jitted, for audits.
 
-        key: a scalar PRNG key for this example in this run. The result has the distribution of `draw`, not its bits.
+        key: a scalar PRNG key for this example in this run. The distribution is that of `draw`, but not the outcome.
         """
 
     def take(

@@ -46,9 +46,9 @@ class UserData:
            nothing.
     unit:  a word for what a user is, such as "patient", for the report.
 
-    Raises ValueError unless every example has one owner, an integer or a string (all rows with a missing owner would
-    become one unit), for no examples, for a `most` below 1, and for an empty `unit`. With more than 10 owners, warns
-    if one has more than a tenth of all rows, because that owner may stand for a missing value.
+    Raises ValueError if an example does not have one owner, an integer or a string (all rows with a missing owner would
+    become one unit), if there are no examples, if `most` is below 1, and if `unit` is empty. With more than 10 owners,
+    warns if one has more than a tenth of all rows, because that owner may stand for a missing value.
 
         >>> users = dpx.UserData(np.arange(5.0), ["ann", "bob", "ann", "eve", "ann"], most=2)
         >>> len(users)

@@ -141,8 +141,8 @@ class PoissonSampling(RandomSizeSampling):
 
     examples:   size of the data set; a public number.
     batch_size: the EXPECTED batch size, in (0, examples]; the divisor.
-    most_rows:  int in [batch_size, examples]. If the coins choose more examples, a uniformly random subset of this size
-                takes part. All batches are then arrays of exactly `most_rows` rows: one shape, one compilation.
+    most_rows:  int in [batch_size, examples]. If more examples are chosen, a uniformly random subset of this size takes
+                part. All batches are then arrays of exactly `most_rows` rows: one shape, one compilation.
                 One example may displace another, so a run costs more, and much more if `most_rows` is near batch_size;
                 from about batch_size + 5 sqrt(batch_size) on, it costs the same (`dpx.check_setup` says how much). The
                 divisor stays batch_size. The default, inf, never cuts a batch.
@@ -151,7 +151,7 @@ class PoissonSampling(RandomSizeSampling):
                 rates are capped at 1. The cost holds for every example, at the largest rate;
                 `dpx.epsilon(..., weight=w)` is the cost for examples with weight at most w. Weights that were computed
                 from labels or other private data are private, and no cost covers them. Do not divide clipped gradients
-                by q_i: an example could then move the sum by C / q_i, which no cost covers either.
+                by q_i: an example could then move the sum by clip_norm / q_i, which no cost covers either.
 
     Without `most_rows`, a drawn batch has the smallest multiple of 8 rows that a batch exceeds with probability below
     1e-9. A larger batch is not cut: its size is rounded up to a multiple of 1/8 of that (docs/exact.md).

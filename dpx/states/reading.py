@@ -241,11 +241,11 @@ def publishable_state(state: Tree) -> Tree:
 
     state: any pytree, or dataclasses and mappings of pytrees. The remaining fields depend on released values only.
 
-    A value becomes None if the name of its field, key or type contains "unreleased" in any case, also in flattened
-    states, whose keys are tuples or strings such as ".unreleased_error['w']". An `Unreleased` becomes None too. So do
-    functions and optimizers, whose closures may hold a key, and PRNG keys: typed ones, and raw ones, uint32 (..., 2) or
-    (..., 4), under a name that contains "key" or "rng" in any case. Raises ValueError for a container of an unknown
-    type, a pytree registered without the names of its parts, and an array of objects.
+    A value becomes None if the name of its field, key or type contains "unreleased" (in any letter case), also in
+    flattened states, whose keys are tuples or strings such as ".unreleased_error['w']". An `Unreleased` becomes None
+    too. So do functions and optimizers, whose closures may hold a key, and PRNG keys: typed ones, and raw ones, uint32
+    (..., 2) or (..., 4), under a name that contains "key" or "rng" (in any letter case). Raises ValueError for a
+    container of an unknown type, a pytree registered without the names of its parts, and an array of objects.
 
         >>> norms = {"clip_norm": 1.0, "feedback_norm": 1.0, "outer_clip_norm": 1.1}
         >>> feedback = dpx.methods.dice_sgd(noise_multiplier=1.0, sampling=sampling, key=dpx.secret_key(), **norms)

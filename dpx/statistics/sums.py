@@ -221,8 +221,8 @@ def release_mean(
 ) -> Statistic:
     """Releases the mean of the values that are not missing (NaN), each clipped to [low, high].
 
-    One release gives both numerator and denominator, each with about as much noise as a count. If the noisy count is
-    not positive, the mean is the middle of the bounds.
+    One release gives both numerator (of values scaled to [0, 1]) and denominator, each with about the noise of a count.
+    If the noisy count is not positive, the mean is the middle of the bounds.
 
     data: (N,), or (N, columns) for a mean per column; or a `dpx.UserData` of such an array, for the mean over all
         records. low, high: public and finite, one number or one per column.

@@ -41,8 +41,8 @@ class Exposure(Bound):
         log2(e) = 1.44 for a model that knows nothing.
     ranks: int (canaries,), 1 if the true secret has the lowest loss; ties count against the attacker.
     references: int, number of other candidates per canary. largest: float, log2(references + 1), the maximum exposure.
-    epsilon: float, at least 0. Proved, provided secrets and references are as `exposure` requires: if a run's epsilon
-        at `delta` for one canary's unit were smaller, a bound this large would have probability at most 1 - confidence.
+    epsilon: float, at least 0, a lower bound on the run's epsilon at `delta` for one canary's unit. Proved to hold with
+        probability at least `confidence` if secrets and references are as `exposure` requires.
     cost: float, the run's stated epsilon at `delta`; None if unknown.
     """
 

@@ -38,10 +38,11 @@ SWAPPED = (
 
 
 class Roc(NamedTuple):
-    """The observed error rates of the attack in the second half of the runs, without confidence intervals.
+    """The observed error rates of an attack, one point for each threshold, without confidence intervals.
 
-    type_one: float64 (points,), the share of runs without the example where the attack says "with".
-    type_two: float64 (points,), the share of runs with the example where it says "without".
+    type_one: float64 (points,), how often the attack says "with" about a run without the example.
+    type_two: float64 (points,), how often it says "without" about a run with the example. In a `LowerBound`, both are
+        for the half of the runs that did not choose its threshold.
     """
 
     type_one: np.ndarray
@@ -83,7 +84,7 @@ class LowerBound(Bound):
     epsilon: float, at least 0. Proved, provided the scores are computed from released values: if the true epsilon at
         `delta` were smaller, a bound this large would occur with probability at most 1 - confidence.
     gaussian_epsilon: float, at least 0. Not proved: assumes a mechanism with the trade-off function of two Gaussians.
-    runs: (with, without), the numbers of runs in the second half, from which both bounds are computed.
+    runs: (with, without), how many runs gave both bounds: the half that did not choose the threshold.
     cost: float, the mechanism's stated epsilon at `delta`; None if unknown.
     """
 

@@ -54,15 +54,15 @@ def correlated_noise(
 ) -> Mechanism:
     """DP-SGD whose noise is C^-1 z over the steps: BandMF, lambda-CGD, BISR (arXiv:2306.08153, 2601.22334, 2505.12128).
 
-    private gradient = (sum_i min(1, C / |g_i|) g_i + x_t) / B,  x = C^-1 z,  z_t ~ N(0, (noise_multiplier C)^2 I)
+    private gradient = (sum_i min(1, c / |g_i|) g_i + x_t) / B,  x = C^-1 z,  z_t ~ N(0, (noise_multiplier c)^2 I)
 
     The papers claim that a run in a fixed order costs one Gaussian release with noise multiplier noise_multiplier /
-    sensitivity, and cyclic Poisson sampling one Poisson-sampled Gaussian for each round of the groups. Both hold, even
-    for the bits of the releases, because each step adds fresh noise to a sum that depends only on data and earlier
-    releases; dpx accounts for exactly that. With C = I it is `dp_sgd`.
+    sensitivity, and cyclic Poisson sampling one Poisson-sampled Gaussian for each round of the groups. Both hold, also
+    for the floating-point numbers that are released, because each step adds fresh noise to a sum that depends only on
+    data and earlier releases. This is the cost that dpx states. With C = I it is `dp_sgd`.
 
     strategy: C, such as `dpx.strategies.optimized(bands=8, steps=1000)` or `lambda_cgd(correlation=0.9)`.
-    clip_norm: C, the norm to which each example's gradient is clipped; a number in the units of the gradient.
+    clip_norm: c, the norm to which each example's gradient is clipped; a number in the units of the gradient.
     noise_multiplier: the standard deviation of z over the clip norm, a number above 0; or the `dpx.Budget` to which it
         is calibrated. The longer the run and the more often an example takes part, the more noise a budget needs.
     sampling: `dpx.sampling.CyclicPoissonSampling` for a C with at most as many bands as it has groups; or `FixedOrder`,
@@ -270,22 +270,22 @@ def band_mf_sgd(
 ) -> Mechanism:
     """BandMF: DP-SGD with the best banded noise, on cyclic Poisson samples (arXiv:2306.08153).
 
-    clip -> sum -> add noise C^-1 z -> divide, for the banded Toeplitz C with the least error of the parameters.
+    clip -> sum -> add noise C^-1 z -> divide, for the banded Toeplitz C whose noise moves the parameters least.
 
-    For cyclic Poisson sampling with b groups, the paper claims the epsilon of one Poisson-sampled Gaussian for every b
-    steps, with noise multiplier sigma, if z has standard deviation sigma times the norm of a column of C. That holds,
-    even for the bits of the releases, and dpx accounts for it (`dpx.mechanisms.correlated_noise`). The paper's C need
-    not be Toeplitz.
+    Let z have standard deviation clip_norm * sigma times the norm of a column of C. For cyclic Poisson sampling with b
+    groups, the paper claims that every b steps cost one Poisson-sampled Gaussian with noise multiplier sigma. That
+    holds, also for the floating-point numbers that are released, and is the cost that dpx states
+    (`dpx.mechanisms.correlated_noise`). The paper's C need not be Toeplitz.
 
-    bands: the number of bands of C, from 1 to the groups of the sampling; a shorter run has one band per step.
+    bands: the number of bands of C, from 1 to the sampling's number of groups; at most `steps` are used.
     steps: the length of the run for which C is optimal. The cost includes any further steps too.
     momentum: in [0, 1), that of the optimizer for which C is optimal.
     learning_rates: those for which C is optimal, one non-negative float per step; () if they are constant.
-    clip_norm: C, in the units of the gradient; a number.
+    clip_norm: a number, in the units of the gradient.
     noise_multiplier: the standard deviation of z over the clip norm, above 0, or a `dpx.Budget`. The cost is that of
         noise_multiplier divided by the norm of a column of C.
-    sampling: `dpx.sampling.CyclicPoissonSampling` with at least this many groups. A fixed order and full batches cost
-        the sensitivity of all participations, as one Gaussian release.
+    sampling: `dpx.sampling.CyclicPoissonSampling` with at least `bands` groups. Or a fixed order or full batches: the
+        run then costs one Gaussian release, with the sensitivity to all steps in which an example takes part.
     key: a secret scalar key for this run alone.
 
     The state keeps 8 bytes for each parameter and each of the last bands - 1 steps. Raises ValueError for numbers
@@ -303,18 +303,19 @@ def band_mf_sgd(
 def lambda_cgd(
     *, correlation: float, clip_norm: float, noise_multiplier: float, sampling: Sampling, key: jax.Array
 ) -> Mechanism:
-    """lambda-CGD: DP-SGD whose noise is z_t - correlation z_(t-1), for a fixed order (arXiv:2601.22334).
+    """lambda-CGD: DP-SGD with noise z_t - correlation * z_(t-1), for a fixed order of examples (arXiv:2601.22334).
 
     clip -> sum -> add noise -> divide. The noise of a step cancels part of the last step's noise.
 
-    The paper claims that the whole run costs one Gaussian release with noise multiplier noise_multiplier / sensitivity.
-    That holds, even for the bits of the releases, and dpx accounts for it (`dpx.mechanisms.correlated_noise`).
+    The paper claims that the whole run costs one Gaussian release with noise multiplier noise_multiplier / sensitivity,
+    that of the strategy matrix over the run. That holds, also for the floating-point numbers that are released, and is
+    the cost that dpx states (`dpx.mechanisms.correlated_noise`).
 
     correlation: lambda, in [0, 1). 0 is DP-SGD. A larger one cancels more noise, but needs a larger noise multiplier.
-    clip_norm: C, in the units of the gradient; a number.
+    clip_norm: a number, in the units of the gradient.
     noise_multiplier: the standard deviation of z over the clip norm, above 0, or a `dpx.Budget`.
-    sampling: `dpx.sampling.FixedOrder`, `dpx.ShuffledEpochs` or `dpx.FullBatch`. Random samples are refused, because no
-        amplification is known for a full C.
+    sampling: `dpx.sampling.FixedOrder`, `dpx.ShuffledEpochs` or `dpx.FullBatch`. Random samples are refused, because
+        sampling is known to lower the cost only with a banded strategy.
     key: a secret scalar key for this run alone.
 
     The state keeps 8 bytes for each parameter. Raises ValueError for numbers outside their domains, and for

@@ -143,7 +143,7 @@ def identity() -> Strategy:
 
 @explain_misuse
 def lambda_cgd(*, correlation: float) -> Strategy:
-    """Subtracts part of the last step's noise: d = (1, -correlation) (arXiv:2601.22334).
+    """Subtracts part of the last step's noise: C^-1 has the coefficients 1, -correlation (arXiv:2601.22334).
 
     C has the coefficients correlation^j, so its sensitivity is exact. correlation: lambda, in [0, 1). Raises ValueError
     for other numbers: at 1, a prefix sum would have the noise of one step, but C the sensitivity of all steps.
@@ -195,7 +195,7 @@ def _require_instance(name: str, value: Any, kind: type):
 
 
 def sensitivity(strategy: Strategy, *, steps: int, participations: int = 1, separation: int = 1) -> float:
-    """Returns how far one example can move C G, in units of the clip norm.
+    """Returns how far one example can move C G, in clip norms, where row t of G is the sum of gradients at step t.
 
     strategy: the matrix C. steps: int, in the run. participations: int, the most steps in which an example takes part.
     separation: int, the smallest distance between two steps with the same example; 1 allows neighboring steps.
@@ -214,7 +214,7 @@ def sensitivity(strategy: Strategy, *, steps: int, participations: int = 1, sepa
 
 
 def shuffled_sensitivity(strategy: Strategy, *, steps: int, steps_per_epoch: int) -> float:
-    """Bounds how far one example moves C G, in clip norms, if it takes part in any one step of every epoch.
+    """Bounds how far one example moves C G (see `sensitivity`), if it takes part in any one step of every epoch.
 
     strategy: the matrix C. steps: int, in the run; the last epoch may be incomplete. steps_per_epoch: int. Takes
         O(steps * epochs). Raises ValueError for other numbers, and if a coefficient of C overflows.
@@ -287,7 +287,7 @@ class Workload:
 
     @property
     def inverse_momentum_series(self) -> np.ndarray:
-        """Returns 1 - momentum x, the series of the inverse of M, float64 (1 or 2,)."""
+        """Returns 1 - momentum x, the inverse of the series of the momentum, float64 (1 or 2,)."""
         return np.array([1.0, -self.momentum] if self.momentum else [1.0])
 
     def rates(self, steps: int) -> np.ndarray:
@@ -302,7 +302,7 @@ class Workload:
 class WorkloadLoss(NamedTuple):
     """The error of a workload at clip norm 1 and noise multiplier 1, in floats.
 
-    sensitivity: that of C. mean: the root mean square error over all steps. largest: that of the worst step.
+    sensitivity: that of the strategy. mean: the root mean square error over all steps. largest: that of the worst step.
     """
 
     sensitivity: float
@@ -364,9 +364,10 @@ def _variances_by_recurrence(numerator: np.ndarray, denominator: np.ndarray, rat
 
 
 def mean_loss_lower_bound(steps: int) -> float:
-    """Returns a lower bound on the mean loss of prefix sums for any C, at one participation: |P|_nuclear / steps.
+    """Bounds from below the mean error of prefix sums for any C, if an example takes part once: |P|_nuclear / steps.
 
-    The singular values of P are 1 / (2 sin((2 i - 1) pi / (4 steps + 2))), i = 1, ..., steps (arXiv:2202.11205).
+    P is the lower triangular matrix of ones. Its singular values are 1 / (2 sin((2 i - 1) pi / (4 steps + 2))),
+    i = 1, ..., steps (arXiv:2202.11205).
     """
     places = 2 * np.arange(1, require_whole("steps", steps) + 1) - 1
     return float(np.mean(0.5 / np.sin(places * np.pi / (4 * steps + 2))))
@@ -382,12 +383,12 @@ Quadratic = Callable[[np.ndarray], tuple[float, np.ndarray]]  # u -> q(u) and ha
 def optimized(
     *, bands: int, steps: int, workload: Workload = PREFIX_SUMS, error: Literal["mean", "largest"] = "mean"
 ) -> Strategy:
-    """Finds the strategy with `bands` bands and the least "mean" or "largest" loss, if separation is at least `bands`.
+    """Finds the strategy with `bands` bands and the least loss, if no example recurs within `bands` steps.
 
     bands: int, at least 1; 1 is the identity. steps: int, in the run, at least `bands`.
     workload: the momentum and the learning rates whose error is minimized.
-    error: "mean" (the root of the mean squared error over the steps) or "largest" (over the steps; for constant
-        learning rates only).
+    error: the loss: "mean" (the root of the mean squared error over the steps) or "largest" (over the steps; for
+        constant learning rates only).
 
     Returns a local optimum, starting from `banded_square_root`. The number of participations only scales the loss, so
     it does not matter. An evaluation takes O(steps * bands), or O(steps^2) with learning rates. Raises ValueError for

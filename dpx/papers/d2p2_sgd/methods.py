@@ -182,7 +182,7 @@ def clip_then_project(
     Only one vector is projected in a step, and norms, including ghost norms, are those of whole gradients.
 
     Guarantee: the cost is the mechanism's, because the projected sum is divided by the projection's largest stretch. A
-    fresh "gaussian" projection has none, so the cost of every release uses the distribution of its stretch.
+    fresh "gaussian" projection has no largest one, so the cost of every release uses the distribution of its stretch.
 
     mechanism: `dp_sgd` or `normalized`, without coordinates; put `in_coordinates` around the result. The projections
         are drawn from the stream "projection of the sum" of its key.
