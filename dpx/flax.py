@@ -19,7 +19,7 @@ def replace_batch_norm(module: Any, *, groups: int = 32) -> Any:
         the largest number of groups that divides its features and leaves at least four in each, or one group. (A group
         of one feature, without pixels, would always be normalized to zero.)
 
-    Raises ValueError for any other kind of module, for `groups` below 1, and unless features are on the last axis, as
+    Raises ValueError for any other kind of module, if `groups` is below 1, and if features are not on the last axis, as
     GroupNorm requires. Wu and He 2018, https://arxiv.org/abs/1803.08494.
 
         >>> from flax import nnx

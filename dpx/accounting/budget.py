@@ -187,7 +187,7 @@ def calibrate(
     Guarantee: `dpx.epsilon` of the mechanism built with the returned multiplier is at most epsilon.
 
     Raises ValueError for arguments outside these ranges, if the cost does not depend on the multiplier, if no noise
-    multiplier up to 1e6 meets the budget, and where `dpx.epsilon` does.
+    multiplier up to 1e6 meets the budget, and as `dpx.epsilon` does.
 
         >>> def make(last):
         ...     noise = optax.linear_schedule(2 * last, last, 100)  # for constant noise, a dpx.Budget is enough

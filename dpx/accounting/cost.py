@@ -213,7 +213,7 @@ def delta(
     relation: how neighboring data sets differ; None is the relation of the sampling.
     weight, records, numbers: as for `epsilon`.
 
-    Raises ValueError for an epsilon below 0, and where `epsilon` does.
+    Raises ValueError if `epsilon` is below 0, and as `dpx.epsilon` does.
 
         >>> dpx.accounting.delta(mechanism, 200, epsilon=4.0)  # and epsilon is 4.77 at delta 1e-5
         9.98...e-05

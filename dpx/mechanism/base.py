@@ -340,8 +340,8 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
     The transforms see only the released gradient, so any optax optimizer, decay or momentum costs no privacy. They do
     not see parameters whose gradient the mechanism drops at every step (`coordinates.trainable`), so weight decay does
     not move these. Masks that change (`random_freeze`) stop the gradients of a step, but neither decay nor momentum.
-    Raises ValueError if `mechanism` is no Mechanism, if there are no transforms, inside coordinates, and for transforms
-    that are mechanisms, hold updates back (`optax.MultiSteps`) or need more than an update, such as the loss.
+    Raises ValueError if `mechanism` is no Mechanism, if there are no transforms, if the result is in coordinates,
+    and if a transform is a mechanism, holds updates back (`optax.MultiSteps`) or needs more than an update.
 
         >>> optimizer = dpx.chain(mechanism, optax.sgd(0.1, momentum=0.9))
         >>> optimizer.stages[-1]

@@ -308,7 +308,7 @@ def row_updates(
     rows: (example) -> the indices of the rows that one example reads, int (...), for each table. Whatever this returns,
         the counts of an example are clipped.
     microbatch_size: as for `dpx.private_updates`. settings: the arguments of `ada_fest`, without `tables`.
-    Raises ValueError as `ada_fest` does, if `loss` or `rows` is not a function, and for a loss without ghost norms.
+    Raises ValueError as `ada_fest` does, if `loss` or `rows` is not a function, and if `loss` has no ghost norms.
 
     The distribution differs from that of `ada_fest` only if an example reads a row with gradient 0: here, it counts.
 

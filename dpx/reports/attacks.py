@@ -83,7 +83,7 @@ def attack_bounds(
     positive rate a is at most delta(e) + exp(e) a, and at most 1 - exp(-e) (1 - delta(e) - a). The advantage is at most
     delta(0). The bounds are the least over a grid of e. mu is the smallest for which the convex hull of that grid is at
     most delta_mu(e) + delta for every e >= 0, where delta_mu is the profile of mu-GDP.
-    Raises ValueError as `dpx.epsilon` does, and for rates outside [0, 1].
+    Raises ValueError as `dpx.epsilon` does, and if a rate is outside [0, 1].
     Source: Dong, Roth and Su 2022, https://arxiv.org/abs/1905.02383.
 
         >>> bounds = dpx.reports.attack_bounds(mechanism, 200, delta=1e-5)

@@ -252,7 +252,7 @@ class PlannedRun(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class NoisePlan:
-    """The noise that a budget needs, for several batch sizes and epochs; `str` has a table of it, and one of samplings.
+    """The noise that a budget needs, for several batch sizes and epochs; `str` has tables of it and of the samplings.
 
     runs: sorted by epochs, then by batch size. examples: int. epsilon, delta: floats, the budget of each single run.
     accountant: the accountant that found the noise. records: int, the most examples that one person owns.

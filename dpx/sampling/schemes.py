@@ -102,7 +102,7 @@ class Sampling(abc.ABC):
 
     @property
     def truncates(self) -> bool:
-        """Whether a batch is cut when the coins draw more than `most_rows` examples."""
+        """Whether a batch is cut if more than `most_rows` examples are drawn."""
         return False
 
     @property

@@ -368,7 +368,7 @@ def lower_bound(
     values only. A bound above `cost` proves that the stated epsilon is wrong, if all randomness of `make` comes from
     its key and the batches are drawn as `sampling_truth` says. A bound below it proves nothing, because another attack
     may be better. `gaussian_epsilon` is not proved. `cost` is `dpx.epsilon` of the mechanism, or None without an event.
-    Raises ValueError as `canary_scores` does, for an invalid delta or confidence, and if the sampling's relation does
+    Raises ValueError as `canary_scores` does, if delta or confidence is invalid, and if the sampling's relation does
     not allow `instead`.
     """
     delta = checks.require_delta(delta)

@@ -150,8 +150,8 @@ def cyclic_poisson_event(
 
     examples: int. batch_size: the expected one, above 0. groups: int, at least the bands of C. steps: int, in the run.
     noise_multiplier: the standard deviation of z, divided by the clip norm and by `column_norm(strategy, steps=steps)`.
-    Raises ValueError as `CyclicPoissonSampling` does, and if C has more bands than there are groups, such as the full C
-    of a banded inverse.
+    Raises ValueError as `CyclicPoissonSampling` does, and if C has more bands than there are groups, such as the dense
+    C of a banded inverse.
     """
     sampling = CyclicPoissonSampling(examples=examples, batch_size=batch_size, bands=groups)
     require_bands_fit_groups(strategy, sampling)

@@ -65,7 +65,7 @@ def correlated_noise(
     clip_norm: c, the norm to which each example's gradient is clipped; a number in the units of the gradient.
     noise_multiplier: the standard deviation of z over the clip norm, a number above 0; or the `dpx.Budget` to which it
         is calibrated. The longer the run and the more often an example takes part, the more noise a budget needs.
-    sampling: `dpx.sampling.CyclicPoissonSampling` for a C with at most as many bands as it has groups; or `FixedOrder`,
+    sampling: `dpx.sampling.CyclicPoissonSampling` with at least as many groups as C has bands; or `FixedOrder`,
         `dpx.ShuffledEpochs` or `dpx.FullBatch`. Other random samplings are refused.
     key: a secret scalar key for this run alone. Runs with other strategies have independent noise.
 

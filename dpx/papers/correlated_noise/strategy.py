@@ -69,7 +69,7 @@ class Strategy:
 
     coefficients: the first coefficients of C, floats with c_0 = 1; all later ones are 0: a banded C.
     inverse_coefficients: the first coefficients of C^-1, floats with d_0 = 1; all later ones are 0: a banded inverse,
-        whose C is full.
+        whose C is dense.
 
     Give one of the two; the other stays (1,). Without either, C = I, the independent noise of DP-SGD. Raises ValueError
     for coefficients that are not finite, do not begin with 1, or end with 0, and if both are given.
