@@ -102,7 +102,7 @@ def table(runs: Runs, rows: list[Row]) -> str:
 
 Percent. Delta 1e-5, neighbors by nulling one example, PLD; seeds {SEEDS[0]} to {SEEDS[-1]}, {date}; {said}. Seconds are
 those of a run on a shared machine with two cores, without the features, which are computed once; the five runs of
-`wide` are trained together, and each counts a fifth of their time. {NOTES}
+`wide` are trained together, and their time is divided by five. {NOTES}
 
 With `--recipe wide --epsilon 2 --seed 0` the run is
 
