@@ -165,7 +165,7 @@ class PrivacyLedger:
         Anything may decide where it ends, such as a private evaluation that the ledger paid for; no step may follow.
 
         entry: the run's entry, already made. event: the event of the steps taken. steps: int, how many were taken. Does
-        nothing if the run already ended there. Raises ValueError if it ended elsewhere, or if `event` has other steps.
+        nothing if the run already ended there. Raises ValueError if it ended elsewhere, or for unplanned releases.
         """
         with self._lock:
             stored = self.entries[entry.number]
