@@ -123,7 +123,7 @@ def methods_page() -> str:
     ):
         lines += ["", f"## {title}", "", "| name | in a sentence, and the code that proves the bound |", "|---|---|"]
         for entry in entries:
-            files = ", ".join(f"[{path}](../dpx/{path})" for path in dict.fromkeys((entry.source_file, entry.proof)))
+            files = ", ".join(f"[`{path}`](../dpx/{path})" for path in dict.fromkeys((entry.source_file, entry.proof)))
             lines.append(f"| `{entry.name}` | {entry.summary.replace('|', chr(92) + '|')} Code: {files} |")
     return "\n".join(lines) + "\n\nNext: [add your own](../CONTRIBUTING.md#add-a-method).\n"
 

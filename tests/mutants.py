@@ -138,7 +138,7 @@ def try_all(faults: Sequence[Fault], jobs: int) -> Iterator[Result]:
 def row_of(result: Result) -> str:
     fault, shown = result.fault, f"`{result.by.replace('|', '/')}`" if result.outcome == "killed" else result.outcome
     harmful = "" if fault.harmful else "no"
-    return f"| {fault.name} | {fault.file} | {harmful} | {shown} | {result.seconds:.0f} |"
+    return f"| {fault.name} | `{fault.file}` | {harmful} | {shown} | {result.seconds:.0f} |"
 
 
 def report(results: Sequence[Result], before: str) -> str:

@@ -46,8 +46,8 @@ def event_epsilon(
 ) -> float:
     """Returns an upper bound on epsilon at `delta` for an event; inf if a release adds no noise.
 
-    The noise is treated as exact. The cost of a run of dpx, such as `dpx.epsilon`, also includes the arithmetic of its
-    noise: below 1e-3 for up to 10,000 Gaussians at a delta of at least 1e-6 (`dpx/accounting/arithmetic.py`).
+    The noise is treated as exact. The cost of a run of dpx, such as `dpx.epsilon`, also includes its arithmetic:
+    less than 1e-3 for up to 10,000 Gaussians at a delta of at least 1e-6 (`dpx/accounting/arithmetic.py`).
 
     event: a dp-accounting event, or one whose type is a `PrivacyLoss`.
     delta: in [0, 1). At 0, epsilon is inf, except for events that cost nothing, that contain only `PureDpEvent`s, or

@@ -417,8 +417,8 @@ class FixedOrder(_EpochSampling):
     An example takes part once in every epoch, always `steps_per_epoch` steps apart, as noise that is correlated over
     the whole run requires. Nothing is random: everyone knows when an example takes part, so no amplification is
     claimed. A run that has begun k epochs costs k Gaussian releases, each at the smallest noise multiplier of its epoch
-    (mu = sqrt(k) / sigma). Neighbors differ by a null in the place of one example. The order must not depend on private
-    data: shuffle once, without looking at the data. Raises ValueError for the same sizes as `FixedSizeSampling`.
+    (mu = sqrt(k) / sigma). Neighbors differ by a null in the place of one example. The order must not depend on
+    private data; shuffle once, without looking at them. Raises ValueError for the same sizes as `FixedSizeSampling`.
     """
 
     def examples_at_positions(self, key: jax.Array, epoch: int, start: int, stop: int) -> np.ndarray:

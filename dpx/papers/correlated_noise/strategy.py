@@ -167,7 +167,7 @@ def banded_inverse_square_root(*, coefficients: int) -> Strategy:
 
 
 def square_root_coefficients(count: int) -> np.ndarray:
-    """Returns the coefficients of (1 - x)^(-1/2): binom(2 j, j) / 4^j, float64 (count,), or 1, 1/2, 3/8, 5/16, ..."""
+    """Returns the coefficients of (1 - x)^(-1/2): binom(2 j, j) / 4^j, float64 (count,): 1, 1/2, 3/8 and so on."""
     places = np.arange(require_whole("count", count))
     return np.exp(special.gammaln(places + 0.5) - special.gammaln(places + 1.0)) / np.sqrt(np.pi)
 
