@@ -10,9 +10,9 @@ from docs._site.messages import WARNING, messages
 
 INTRODUCTION = """# Error messages and warnings
 
-dpx refuses a run that its epsilon would not describe. Each message states what is required, and what was given. To find
-yours, search this page for its first words, and skip any that are filled in (a name, a number). A `UserWarning` lets
-the run continue, because dpx cannot tell whether there is a mistake.
+dpx refuses a run whose epsilon would not hold. Each message states what is required, and what was given. To find yours,
+search this page for its first words, and skip any that are filled in (a name, a number). A `UserWarning` lets the run
+continue, because dpx cannot tell whether there is a mistake.
 """
 SHOWN = 5  # words of a message
 SELF_EXPLAINED = "Other arguments"  # the group whose messages say all that there is to say
