@@ -181,6 +181,9 @@ class CheckedSearchArguments:
         def built(configurations: Sequence[Any], noises: Sequence[float]) -> list[Mechanism]:
             return [self.build_mechanism(each, own, noise) for each, noise in zip(configurations, noises, strict=True)]
 
+        def event(mechanism: Mechanism) -> DpEvent:
+            return mechanism.event(_budget_steps(mechanism))
+
         def cost(mechanisms: list[Mechanism]) -> float:
             cost = self.cost_of_search(mechanisms, [_budget_steps(mechanism) for mechanism in mechanisms])
             return cost.epsilon(delta=budget.delta, accountant=budget.accountant)
@@ -199,11 +202,11 @@ class CheckedSearchArguments:
         found: dict[Any, float] = {}  # computed once for equal costs, as with several learning rates
         noises = []
         for each, mechanism in zip(self.configurations, at_one, strict=True):
-            alike = as_hashable(mechanism.event(_budget_steps(mechanism)))
+            alike = as_hashable(event(mechanism))
             if alike not in found:
-                other = self.build_mechanism(each, own, 0.5)
-                require_noise_to_matter("optimizer", alike, other.event(_budget_steps(other)))
-                found[alike] = least(lambda noise, each=each: built([each], [noise]))
+                make = functools.partial(self.build_mechanism, each, own)
+                require_noise_to_matter("optimizer", lambda noise, make=make: event(make(noise)))
+                found[alike] = least(lambda noise, make=make: [make(noise)])
             noises.append(found[alike])
         scale = least(lambda scale: built(self.configurations, [scale * noise for noise in noises]))
         return [scale * noise for noise in noises]

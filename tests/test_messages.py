@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from dp_accounting import GaussianDpEvent
 
 import dpx
 from dpx.fitting.progress import Metrics
@@ -585,6 +586,12 @@ def owned():
 def test_a_noise_multiplier_that_is_not_used_is_refused(name):
     with pytest.raises(ValueError, match=f"{name.strip()} must use the noise multiplier that it is given"):
         OF_ONE_NOISE[name]()
+
+
+def test_a_noise_multiplier_that_is_kept_within_bounds_is_used():
+    assert owned().least_noise(lambda noise: GaussianDpEvent(max(noise, 2.5))) <= 2.5
+    with pytest.raises(ValueError, match="must allow some noise multiplier"):
+        owned().least_noise(lambda noise: GaussianDpEvent(min(noise, 0.2)))
 
 
 OF_ANOTHER_FORM = {  # a function with other arguments, refused before it is called

@@ -203,7 +203,7 @@ def calibrate(
     if not hasattr(made := make(1.0), "sampling"):
         raise ValueError(f"make must return a mechanism for a noise multiplier, got {described(made)}")
     checks.warn_of_large_delta(delta, made.sampling)
-    require_noise_to_matter("make", made.event(steps), make(0.5).event(steps))
+    require_noise_to_matter("make", lambda noise: make(noise).event(steps))
     costs: dict[float, float] = {}
 
     def cost(noise_multiplier: float, distinct: int = DISTINCT, **options: Any) -> float:

@@ -12,6 +12,7 @@ in a composition of 100 releases, and nothing for one. It needs only the largest
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -136,13 +137,19 @@ def as_hashable(value: Any) -> Any:
         return attrs.evolve(value, **{a.alias: as_hashable(getattr(value, a.name)) for a in attrs.fields(type(value))})
 
 
-def require_noise_to_matter(name: str, at_one: Any, at_half: Any):
-    """Raises ValueError if the function `name` gives the noise multipliers 1 and 0.5 the same event."""
-    if as_hashable(at_one) == as_hashable(at_half):
-        raise ValueError(
-            f"{name} must use the noise multiplier that it is given, such as dpx.dp_sgd(noise_multiplier=noise, ...), "
-            "and not a number or a dpx.Budget of its own; got the same cost for 1 and for 0.5"
-        )
+def require_noise_to_matter(name: str, event: Callable[[float], Any]):
+    """Raises ValueError if the function `name` makes the same `event` of any noise multiplier, from 0.001 to 1000."""
+    at_one = as_hashable(event(1.0))
+    for other in 0.5, 1e3, 1e-3:  # the last two for a multiplier that is kept above or below some number
+        try:
+            if as_hashable(event(other)) != at_one:
+                return
+        except ValueError:  # a multiplier that the mechanism refuses is one that it reads
+            return
+    raise ValueError(
+        f"{name} must use the noise multiplier that it is given, such as dpx.dp_sgd(noise_multiplier=noise, ...), "
+        "and not a number or a dpx.Budget of its own; got the same cost for 0.001, 0.5, 1 and 1000"
+    )
 
 
 @dataclass(frozen=True)

@@ -247,7 +247,7 @@ class PrivacyLedger:
                 "event must be a function from a noise multiplier to an event, such as lambda noise: sampling.event("
                 f"np.full(steps, noise)), got {described(event(1.0) if callable(event) else event)}"
             )
-        require_noise_to_matter("event", event(1.0), event(0.5))
+        require_noise_to_matter("event", event)
         given: Any = {"numbers": numbers, "part": part}
         found = least_satisfying(lambda noise: self.affords(event(noise), **given), most=_MOST_NOISE, fine=_FINE)
         if found == math.inf:
