@@ -29,7 +29,6 @@ from dpx.gradients.ghost.hooks import (
     part_sum,
     replace_captured,
     round_captured,
-    slots_for_gradients,
 )
 from dpx.gradients.ghost.plan import GhostPlan
 from dpx.gradients.ghost.program import assemble_parts
@@ -111,7 +110,10 @@ def _second_pass(
     def find():
         return _backward_pass(plan, leaves, examples, make_hooks(), apart, only_hooks=True)[-1]
 
-    return jax.lax.cond(opaque_false(first), lambda: slots_for_gradients(make_hooks()), find)
+    def slots():
+        return {part: slot for hook in make_hooks().values() for part, slot in hook.slot.items()}
+
+    return jax.lax.cond(opaque_false(first), slots, find)
 
 
 def _backward_pass(
@@ -152,11 +154,10 @@ def _backward_pass(
 
     def of_one_example(example):
         def loss(differentiated, added):
-            inputs = [differentiated.get(number, leaf) for number, leaf in enumerate(leaves)]
-            value, aux, seen = interpreter.eval_program(
-                plan.program, inputs + jax.tree.leaves(example), added, instruments
-            )
-            return value, (aux, seen)
+            of_params = (differentiated.get(number, leaf) for number, leaf in enumerate(leaves))
+            inputs = [*of_params, *jax.tree.leaves(example)]
+            results, seen = interpreter.run_block(plan.program, instruments, plan.program.block, inputs, added)
+            return results[0], (jax.tree.unflatten(plan.program.aux, results[1:]), seen)
 
         added: dict[int, Any] = {equation: hook.added for equation, hook in hooks.items()}
         zeros = jax.tree.map(lambda output: jnp.zeros(output.shape, output.dtype), outputs)

@@ -231,7 +231,7 @@ def convolutions_of_small_data(plan: GhostPlan, size: int) -> set[int]:
             of_equation.setdefault(site.use.equation, set()).add((choice.algorithm, site.expands > 0))
 
     def few(number: int) -> bool:
-        found: Any = plan.program.equations[number]
+        found = plan.program.equations[number]
         return not found.counts and size * found.jaxpr.invars[0].aval.size <= MOST_UNROUNDED
 
     alone = {number for number, kinds in of_equation.items() if kinds == {(PRODUCT, True)} and few(number)}
@@ -283,10 +283,6 @@ class BackwardHook(NamedTuple):
 
         hook.defvjp(forward, backward)
         return hook(output, operands, added)
-
-
-def slots_for_gradients(hooks: dict[int, BackwardHook]) -> dict[Part, Tree]:
-    return {part: slot for hook in hooks.values() for part, slot in hook.slot.items()}
 
 
 Hooked = dict[int, dict[Part, NormChoice]]  # by index of an equation, the parts that it uses and their choices
@@ -418,7 +414,7 @@ def _rematerialized_sites(plan: GhostPlan) -> set[int]:
 
 def _captures_only_reals(plan: GhostPlan, equation: int) -> bool:
     """Whether everything that is captured at an equation is real."""
-    jaxpr: Any = plan.program.equations[equation].jaxpr
+    jaxpr = plan.program.equations[equation].jaxpr
     wanted = [v.aval for i, v in enumerate(jaxpr.invars) if i not in plan.unread_operands[equation]]
     return all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in wanted)
 
@@ -487,7 +483,7 @@ def _hook_at_equation(
         captured = jax.tree.map(current_place().matrix_unit.round_to_store, captured)
         return compute(jax.lax.optimization_barrier(captured), given)
 
-    found: Any = plan.program.equations[equation]
+    found = plan.program.equations[equation]
     counts, unread = found.counts, plan.unread_operands[equation]
 
     def shape(variable):

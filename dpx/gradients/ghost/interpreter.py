@@ -53,7 +53,7 @@ def slice_starts(program: LossProgram, leaves: dict[int, jax.Array]) -> dict[int
     for number in program.block.equations:
         operand = program.equations[number].inputs[:1]
         if program.equations[number].name == "slice" and isinstance(operand[0], int) and operand[0] in real:
-            params = _equation_params(program.equations[number])
+            params = program.equations[number].jaxpr.params
             slices |= {} if params["strides"] else {number: params["start_indices"]}
     if len(slices) < MANY_SLICES or current_place().devices > 1:
         return {}
@@ -101,33 +101,21 @@ def _bind_in_all_iterations(program: LossProgram, equation: Equation, operands: 
     return bind(*operands)
 
 
-def _equation_params(equation: Equation) -> dict[str, Any]:
-    assert equation.jaxpr is not None
-    return equation.jaxpr.params
-
-
 def _slice_at_starts(equation: Equation, operand: jax.Array, starts: list[jax.Array]) -> list[jax.Array]:
-    params = _equation_params(equation)
+    params = equation.jaxpr.params
     ends = zip(params["start_indices"], params["limit_indices"], strict=True)
     sizes = [end - start for start, end in ends]
     return [jax.lax.dynamic_slice(operand, starts, sizes, allow_negative_indices=False)]
 
 
-def eval_program(
-    program: LossProgram, inputs: list, added: dict[int, Tree], instruments: InterpreterHooks
-) -> tuple[jax.Array, Tree, Seen]:
-    """Returns the loss, its auxiliary results, and the operands of those equations in `added` that have no hook.
+def run_block(
+    program: LossProgram, instruments: InterpreterHooks, block: EquationBlock, inputs: list, added: dict[int, Tree]
+) -> tuple[list, Seen]:
+    """Returns the results of a block, and the operands of those equations in `added` that have no hook.
 
     added: by index of an equation, an array to add to its output, whose gradient is the output's cotangent; if the
         equation has a hook, any arrays
     """
-    results, seen = _run_block(program, instruments, program.block, inputs, added)
-    return results[0], jax.tree.unflatten(program.aux, results[1:]), seen
-
-
-def _run_block(
-    program: LossProgram, instruments: InterpreterHooks, block: EquationBlock, inputs, added: dict
-) -> tuple[list, Seen]:
     values: dict[int, Any] = dict(zip(block.inputs, inputs, strict=True))
     seen: Seen = {}
     unit = current_place().matrix_unit
@@ -141,7 +129,7 @@ def _run_block(
         body = equation.body
         inside = {n: array for n, array in added.items() if body is not None and number < n < body.stop}
         if body is not None and inside:
-            run_body = functools.partial(_run_block, program, instruments, body)
+            run_body = functools.partial(run_block, program, instruments, body)
             run = _run_scan if equation.name == "scan" else _run_checkpoint
             outputs, more = run(run_body, equation, operands, inside)
             seen.update(more)
@@ -180,8 +168,8 @@ def _rounds_its_cotangent(equation: Equation) -> bool:
     the cotangent of logits, or of an output that is split, for each product."""
     if equation.name not in ("dot_general", "conv_general_dilated") or equation.jaxpr is None:
         return False
-    passes = _equation_params(equation)["precision"] in (None, (jax.lax.Precision.DEFAULT,) * 2)
-    avals: list[Any] = [v.aval for v in (*equation.jaxpr.invars, *equation.jaxpr.outvars)]
+    passes = equation.jaxpr.params["precision"] in (None, (jax.lax.Precision.DEFAULT,) * 2)
+    avals = [v.aval for v in (*equation.jaxpr.invars, *equation.jaxpr.outvars)]
     return current_place().platform == "tpu" and passes and all(aval.dtype == jnp.float32 for aval in avals)
 
 
@@ -214,9 +202,8 @@ def _probe_derivative(rounds, values, derivatives):
 
 
 def _run_scan(run: Callable, equation: Equation, operands: list, added: dict) -> tuple[list, Seen]:
-    assert equation.jaxpr is not None
     params, (first, count), packed = equation.jaxpr.params, count_scan_operands(equation), _DistinctArrays()
-    types: list[Any] = [v.aval for v in equation.jaxpr.invars]
+    types = [v.aval for v in equation.jaxpr.invars]
     values = [x if isinstance(x, jax.Array) else jnp.asarray(x, t.dtype) for x, t in zip(operands, types, strict=True)]
     constants, begin, rows = values[:first], values[first : first + count], values[first + count :]
 
@@ -233,7 +220,6 @@ def _run_scan(run: Callable, equation: Equation, operands: list, added: dict) ->
 
 def _run_checkpoint(run: Callable, equation: Equation, operands: list, added: dict) -> tuple[list, Seen]:
     """Returns the results of a checkpoint and the operands of equations in its body; these operands are kept."""
-    assert equation.jaxpr is not None
     params, packed = equation.jaxpr.params, _DistinctArrays()
 
     def body(operands, added):

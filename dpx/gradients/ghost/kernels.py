@@ -141,7 +141,7 @@ def _slopes_of_step(step: ElementwiseStep, program: LossProgram) -> ElementwiseS
     base, avals = step.base, {}
     made = {base, *(output for equation in equations for output in equation.outputs)}
     for equation in equations:
-        for value, variable in zip(equation.inputs, _jaxpr(equation).invars, strict=True):
+        for value, variable in zip(equation.inputs, equation.jaxpr.invars, strict=True):
             key = program.original_index(value)
             avals.setdefault(id(key) if isinstance(key, Constant) else key, (key, variable.aval))
     others = [(key, aval) for key, aval in avals.values() if isinstance(key, Constant) or key not in made]
@@ -184,14 +184,10 @@ def _slopes_of_step(step: ElementwiseStep, program: LossProgram) -> ElementwiseS
     return ElementwiseSlopes(reads, tuple(sorted(axis for axis in differ if of_base.shape[axis] > 1)), multiply)
 
 
-def _jaxpr(equation: Equation) -> Any:
-    return equation.jaxpr
-
-
 def _nonconstant_axes(value: int | Constant, shape: tuple[int, ...], program: LossProgram) -> set[int]:
     """The axes along which a public value may vary."""
     origin = None if isinstance(value, Constant) else program.public.get(value)
-    if isinstance(origin, int) and (made := _jaxpr(program.equations[origin])).primitive.name == "broadcast_in_dim":
+    if isinstance(origin, int) and (made := program.equations[origin].jaxpr).primitive.name == "broadcast_in_dim":
         before = made.invars[0].aval.shape
         return {axis for axis, size in zip(made.params["broadcast_dimensions"], before, strict=True) if size > 1}
     return {axis for axis, size in enumerate(shape) if size > 1}
@@ -306,7 +302,7 @@ def _kernel_uses(
     number, loops = program.public_origin(kernel.value)
     if not isinstance(number, int):
         return ParameterUses(tuple(filter(None, sites)), shape=shapes[kernel.value])
-    equation: Any = program.equations[number]
+    equation = program.equations[number]
     aval = equation.jaxpr.outvars[equation.outputs.index(kernel.value)].aval
     return ParameterUses(tuple(filter(None, sites)), shape=(*(equation.counts[loop] for loop in loops), *aval.shape))
 

@@ -119,7 +119,7 @@ class GhostPlan(NamedTuple):
         held: dict[int, int] = {}
         unread, kept = self.unread_operands, {leaf for leaf in range(len(self.choices)) if self.keeps_gradients(leaf)}
         for site in (site for site in self.sites if site.use.leaf not in kept | without):
-            equation: Any = self.program.equations[site.use.equation]
+            equation = self.program.equations[site.use.equation]
             operands = zip(equation.inputs, equation.jaxpr.invars, strict=True)
             seen = [pair for i, pair in enumerate(operands) if i not in unread[site.use.equation]]
             read = {value: v for value, v in seen if isinstance(value, int) and value in self.program.data}
@@ -160,7 +160,7 @@ class GhostPlan(NamedTuple):
     def program_key(self, choice: NormChoice, shape: tuple[int, ...]) -> tuple | None:
         """Everything on which the programs for the norm and sum of a part of this shape depend; None if unknown."""
         sites = choice.uses.sites
-        equations: Any = [self.program.equations[site.use.equation].jaxpr for site in sites]
+        equations = [self.program.equations[site.use.equation].jaxpr for site in sites]
         if choice.uses.sharing is not None or any(each.primitive.name in own_backward.NAMES for each in equations):
             return None
         operands = [site.use.operand for site in sites]
@@ -265,7 +265,7 @@ def _is_smaller_than_cotangents(leaf: int, program: LossProgram, size: int) -> b
             return False
         if equation.name in (*rules.MATRICES, "scan"):  # a scan may carry the parameter unchanged
             return False
-        avals: list[Any] = [variable.aval for variable in equation.jaxpr.outvars]
+        avals = [variable.aval for variable in equation.jaxpr.outvars]
         sizes = [aval.size for aval in avals if jnp.issubdtype(aval.dtype, jnp.inexact)]
         numbers += math.prod(equation.counts) * sum(sizes)
     return size <= numbers

@@ -290,12 +290,12 @@ class EquationBlock(NamedTuple):
 class Equation(NamedTuple):
     """One equation of the jaxpr, in a program whose values are numbered.
 
-    jaxpr: None for the copy that returns a parameter from the body of a scan or checkpoint. inputs: indices of the
-    operands, or constants. outputs: indices of the results. body: set for a scan or checkpoint that a parameter enters
-    counts: the numbers of iterations of the scans around it, outermost first
+    jaxpr: its JaxprEqn; None for the copy that returns a parameter from the body of a scan or checkpoint. inputs: the
+    indices of the operands, or constants. outputs: the indices of the results. body: set for a scan or checkpoint that
+    a parameter enters. counts: the numbers of iterations of the scans around it, outermost first
     """
 
-    jaxpr: core.JaxprEqn | None
+    jaxpr: Any
     inputs: tuple[int | Constant, ...]
     outputs: tuple[int, ...]
     body: EquationBlock | None = None
@@ -309,8 +309,7 @@ class Equation(NamedTuple):
         if self.jaxpr is None:
             return list(values)
         with self.jaxpr.ctx.manager:
-            outputs = self.jaxpr.primitive.bind(*values, **self.jaxpr.primitive.get_bind_params(self.jaxpr.params))
-        return outputs if self.jaxpr.primitive.multiple_results else [outputs]
+            return jaxprs.bind_equation(self.jaxpr, list(values), self.jaxpr.params)
 
 
 class ParameterUse(NamedTuple):
@@ -377,8 +376,7 @@ class LossProgram(NamedTuple):
     def output_shape(self, equation: int) -> jax.ShapeDtypeStruct:
         """The shape and dtype of an equation's first output, with a leading axis for each scan around it."""
         found = self.equations[equation]
-        assert found.jaxpr is not None
-        aval: Any = found.jaxpr.outvars[0].aval
+        aval = found.jaxpr.outvars[0].aval
         return jax.ShapeDtypeStruct((*found.counts, *aval.shape), aval.dtype)
 
 
@@ -405,9 +403,6 @@ class PublicOrigin(NamedTuple):
 
 def count_scan_operands(equation: Equation) -> tuple[int, int]:
     """How many operands of a scan are constant, and how many are carried. A checkpoint counts all as constant."""
-    assert equation.jaxpr is not None
-    return (
-        jaxprs.constants_and_carry_of_scan(equation.jaxpr.params)
-        if equation.name == "scan"
-        else (len(equation.inputs), 0)
-    )
+    if equation.name != "scan":
+        return len(equation.inputs), 0
+    return jaxprs.constants_and_carry_of_scan(equation.jaxpr.params)

@@ -65,13 +65,10 @@ class Patches(NamedTuple):
         """The product A^T B, float32 (B, K, I, O), for A = `patch_matrix(data)` and B = `cotangent_matrix(dy)`."""
         # On several devices, examples may be sharded and so need one product. With one tap, the patches are the data.
         if current_place().devices > 1 or math.prod(self.taps) == 1:
-            return self._gradients_at_once(data, dy)
+            return gradient_matrices(self.patch_matrix(data), self.cotangent_matrix(dy))
         by_unit = current_place().platform == "tpu" and math.prod(self.taps) * self.features <= MOST_PICKED
         apart = functools.partial(self._gradients_of_patches, by_unit=by_unit)
         return lax.platform_dependent(data, dy, cpu=self._gradients_one_by_one, default=apart)
-
-    def _gradients_at_once(self, data: jax.Array, dy: jax.Array) -> jax.Array:
-        return gradient_matrices(self.patch_matrix(data), self.cotangent_matrix(dy))
 
     def _gradients_of_patches(self, data: jax.Array, dy: jax.Array, *, by_unit: bool = False) -> jax.Array:
         # The barrier is there because on a GPU, XLA finds no tiling for a product fused with making the patches.
@@ -95,10 +92,8 @@ class Patches(NamedTuple):
                 start = (example * images, *[first] * (x.ndim - 2), group * np.int32(columns))
                 return lax.dynamic_slice(x, start, (images, *x.shape[1:-1], columns), allow_negative_indices=False)
 
-            some, start = (
-                one._gradients_by_convolution(*map(part, rows, (features, features_out))),
-                (example, group, first, first),
-            )
+            some = one._gradients_by_convolution(*map(part, rows, (features, features_out)))
+            start = example, group, first, first
             return lax.dynamic_update_slice(products, some, start, allow_negative_indices=False)
 
         shape = len(data), self.groups, math.prod(self.taps) * features, features_out
@@ -254,7 +249,7 @@ def _iterations_make_kernels(leaf: int, program: LossProgram) -> bool:
 
 def is_complex(equation: Equation) -> bool:
     """Whether an operand is complex."""
-    avals: list[Any] = [operand.aval for operand in equation.jaxpr.invars] if equation.jaxpr else []
+    avals = [operand.aval for operand in equation.jaxpr.invars] if equation.jaxpr else []
     return any(jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in avals)
 
 
@@ -292,13 +287,13 @@ def _merge_scan_repeats(site: Site, repeats: tuple[int, ...]) -> Site:
 def _site_of_custom_backward(site: Site) -> Site:
     """The site of an equation whose backward pass computes A and B, so that they can be captured directly."""
 
-    def side(number):
-        return lambda inputs, dy, values: site.matrices(inputs, dy)[number]
-
     def left(inputs, dy, values):
-        return (side(0)(inputs, dy, values),)
+        return (site.matrices(inputs, dy)[0],)
 
-    return captured_matrix_site(site, site.sizes, left, side(1))
+    def right(inputs, dy, values):
+        return site.matrices(inputs, dy)[1]
+
+    return captured_matrix_site(site, site.sizes, left, right)
 
 
 def captured_matrix_site(site: Site, sizes: tuple[int, int, int, int], left: Callable, right: Callable, key=()) -> Site:
@@ -363,7 +358,7 @@ def _dot_general_rule(use: ParameterUse, equation) -> Site | str:
 def _one_hot_lookup_site(use: ParameterUse, equation: Equation, made: Mapping[Any, Equation]) -> Site | None:
     """The site of a product of W with one-hot rows, possibly scaled; None for any other product. It is a lookup whose
     cotangents are multiplied by the nonzero element of each row. A mask, or an index of -1, makes a row all zeros."""
-    jaxpr: Any = equation.jaxpr
+    jaxpr = equation.jaxpr
     weight, data = use.operand, 1 - use.operand
     contracted, batch = jaxpr.params["dimension_numbers"]
     value, table = equation.inputs[data], jaxpr.invars[weight].aval.shape

@@ -310,9 +310,9 @@ class _ParameterTracer:
             return None
         axis, places = axes[0], np.clip(start.numbers, 0, aval.shape[axes[0]] - 1)
         first, count = int(places.min()), len(places)
-        if not (ascending := np.array_equal(places, first + np.arange(count))):
-            if not np.array_equal(places[::-1], first + np.arange(count)):
-                return None
+        ascending = np.array_equal(places, first + np.arange(count))
+        if not ascending and not np.array_equal(places[::-1], first + np.arange(count)):
+            return None
         at = [place for place, step in enumerate(view.steps) if isinstance(step, ScanStep)][start.loop]
         inside = view.steps[at + 1 :]
         if any(
@@ -480,8 +480,7 @@ def _derivative_jaxpr(equation: Equation) -> core.ClosedJaxpr:
     """The jaxpr of the derivatives of an equation's real results with respect to its real operands."""
     operands = [i.value if isinstance(i, Constant) else None for i in equation.inputs]
     free = [n for n, i in enumerate(equation.inputs) if not isinstance(i, Constant)]
-    assert equation.jaxpr is not None
-    types: list[Any] = [operand.aval for operand in equation.jaxpr.invars]
+    types = [operand.aval for operand in equation.jaxpr.invars]
     shapes = {n: jax.ShapeDtypeStruct(types[n].shape, types[n].dtype) for n in free}
 
     def derivative(values):
