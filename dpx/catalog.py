@@ -115,12 +115,8 @@ def methods_page() -> str:
         "",
         "`python -m dpx.catalog > docs/methods.md` writes this page from [dpx/catalog.py](../dpx/catalog.py).",
     ]
-    for title, entries in (
-        ("Methods", METHODS),
-        ("Coordinates", COORDINATES),
-        ("Mechanisms", MECHANISMS),
-        ("Samplings", SAMPLINGS.values()),
-    ):
+    tables = {"Methods": METHODS, "Coordinates": COORDINATES, "Mechanisms": MECHANISMS, "Samplings": SAMPLINGS.values()}
+    for title, entries in tables.items():
         lines += ["", f"## {title}", "", "| name | in a sentence, and the code that proves the bound |", "|---|---|"]
         for entry in entries:
             files = ", ".join(f"[`{path}`](../dpx/{path})" for path in dict.fromkeys((entry.source_file, entry.proof)))

@@ -34,7 +34,9 @@ def replace_batch_norm(module: Any, *, groups: int = 32) -> Any:
     if not isinstance(module, nnx.Module):
         raise ValueError(f"module must be an nnx.Module, got {type(module).__name__}")
 
-    def group_norm_like(norm: Any) -> Any:
+    def replace_node(path: Any, norm: Any) -> Any:
+        if not isinstance(norm, nnx.BatchNorm):
+            return norm
         if norm.axis != -1:
             raise ValueError(f"the features of a BatchNorm must be on axis -1 for GroupNorm, got axis {norm.axis}")
         features = norm.num_features
@@ -43,8 +45,5 @@ def replace_batch_norm(module: Any, *, groups: int = 32) -> Any:
         made = nnx.GroupNorm(features, number, rngs=nnx.Rngs(0), **{name: getattr(norm, name) for name in same})
         made.scale, made.bias = norm.scale, norm.bias
         return made
-
-    def replace_node(path: Any, node: Any) -> Any:
-        return group_norm_like(node) if isinstance(node, nnx.BatchNorm) else node
 
     return nnx.recursive_map(replace_node, nnx.clone(module))

@@ -121,10 +121,7 @@ def _copy_constants(value: Any) -> Any:
 
 def require_fractions(name: str, value: ScalarOrSchedule, interval: Literal["(0, 1]", "[0, 1)"], steps: int = 0):
     """Raises ValueError if the number, or the schedule at any of the first `steps`, is outside the interval."""
-    if callable(value):
-        numbers = values_over(value, steps)
-    else:
-        numbers = np.asarray([require_number(name, value, minimum=0)])
+    numbers = values_over(value, steps) if callable(value) else np.array([require_number(name, value, minimum=0)])
     inside = (numbers > 0) & (numbers <= 1) if interval == "(0, 1]" else (numbers >= 0) & (numbers < 1)
     for step in np.flatnonzero(~inside)[:1]:
         where = f" at step {step}" if callable(value) else ""

@@ -254,8 +254,8 @@ def _event_on_shared_batches(runs, events, records: int) -> dp_accounting.DpEven
 
 def is_same_key(first: jax.Array, second: jax.Array) -> bool:
     """Whether two scalar PRNG keys are equal."""
-    list_first_few, second_words = (np.asarray(keys.key_words(keys.require_key(key))) for key in (first, second))
-    return np.array_equal(list_first_few, second_words)
+    one, other = (np.asarray(keys.key_words(keys.require_key(key))) for key in (first, second))
+    return np.array_equal(one, other)
 
 
 def events_of_shared_batches(

@@ -15,6 +15,7 @@ from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.cost import event_for_unit, profile_of_run
 from dpx.accounting.flat_event import DISTINCT, from_event
 from dpx.accounting.groups import require_zero_out
+from dpx.accounting.loss import in_deviations
 from dpx.accounting.pld.losses import BUCKETS, Losses, SampledGaussian, StepBuckets, bucketed_gaussians
 from dpx.accounting.profiles import (
     UNBOUNDED,
@@ -177,9 +178,8 @@ def implemented_profile(
     exact: Profile, sigmas: np.ndarray, counts: np.ndarray, relation: Relation, numbers: int | NormalSamplerError
 ) -> RunProfile:
     """The profile of a run of dpx with these steps, as by `cost.profile_of_run`. exact: that of exact arithmetic."""
-    least, effect = float(sigmas[counts > 0].min(initial=math.inf)), 2 if relation == "replace_one" else 1
-    shift, normals = effect / least if least > 0 else math.inf, normal_sampler_error(numbers)
-    return RunProfile(exact, int(counts.sum()), float(counts.sum()), shift, normals)
+    shift = in_deviations(2 if relation == "replace_one" else 1, float(sigmas[counts > 0].min(initial=math.inf)))
+    return RunProfile(exact, int(counts.sum()), float(counts.sum()), shift, normal_sampler_error(numbers))
 
 
 def lower_profile(steps: StepBuckets, *, relation: Relation) -> Profile:

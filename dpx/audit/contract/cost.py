@@ -110,15 +110,12 @@ def _require_plausible_event(event: DpEvent, multipliers: np.ndarray, sampling: 
     A special event, such as error feedback's, needs a proof, which cannot be checked here. But it must have the right
     sampling, at least its rate, all releases, and no more noise than the mechanism's largest multiplier.
     """
-    steps, parts = len(multipliers), list(_releases_of(event))
-    if foreign := sorted(
-        {type(part).__name__ for part in parts if isinstance(part, OF_SAMPLINGS)} - _sampling_types(sampling)
-    ):
-        raise Violation(
-            f"{steps} steps count {', '.join(foreign)}, which is not of the sampling that draws, {sampling}"
-        )
-    drawn = (getattr(part, _PROBABILITY, None) for part in _releases_of(sampling.event(np.ones(1))))
-    rate = max((rate for rate in drawn if rate is not None), default=1.0)
+    steps, parts, drawn = len(multipliers), list(_releases_of(event)), list(_releases_of(sampling.event(np.ones(1))))
+    foreign = {type(part).__name__ for part in parts if isinstance(part, OF_SAMPLINGS)}
+    if foreign := foreign.difference(type(part).__name__ for part in drawn):
+        words = f"{', '.join(sorted(foreign))}, which is not of the sampling that draws, {sampling}"
+        raise Violation(f"{steps} steps count {words}")
+    rate = max((getattr(part, _PROBABILITY) for part in drawn if hasattr(part, _PROBABILITY)), default=1.0)
     for part in parts:
         if getattr(part, _PROBABILITY, 1.0) < rate * (1 - 1e-6):
             raise Violation(f"{steps} steps count {part}, of a lower rate than the sampling that draws, {sampling}")
@@ -129,10 +126,6 @@ def _require_plausible_event(event: DpEvent, multipliers: np.ndarray, sampling: 
             raise Violation(f"{steps} steps count {part}, of more noise than the largest multiplier of the mechanism")
     if (flat := from_event(event)).all_costed_by_dpx and (most := flat.release_count.most) < steps:
         raise Violation(f"{steps} steps are counted as {most} releases of noisy numbers")
-
-
-def _sampling_types(sampling: Sampling) -> set[str]:
-    return {type(part).__name__ for part in _releases_of(sampling.event(np.ones(1)))}
 
 
 def _releases_of(event: DpEvent) -> Iterator[DpEvent]:

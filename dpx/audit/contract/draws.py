@@ -125,10 +125,8 @@ def find_noise_fault(traced: ReleaseFunction) -> str:
 
     It finds nothing if steps differ by more than their noise, or if only a state changes the noise.
     """
-    subject, sums = (
-        traced.subject,
-        [np.zeros(traced.numbers, np.float32), inputs.oscillating_values(traced.numbers, 1.0)],
-    )
+    subject = traced.subject
+    sums = [np.zeros(traced.numbers, np.float32), inputs.oscillating_values(traced.numbers, 1.0)]
 
     def at_step(step):
         state = map_nodes_of_type(lambda node: node._replace(step=step), subject.state_after(0), ReleaseState)

@@ -88,15 +88,11 @@ def correlated_noise(
     noise_multiplier = require_number("noise_multiplier", noise_multiplier, minimum=0, exclusive=True)
     _require_sampling(sampling, strategy)
     inner, noise_key = dp_sgd(**common), _noise_key_of_strategy(keys.warn_if_guessable(key), strategy)
-
-    def event(steps):
-        return _event_of_run(strategy, noise_multiplier, sampling, steps)
-
     weights = _weights_of_past(strategy)
     return inner.wrap(
         begin=lambda params: _initial_state(params, len(weights)),
         release=_make_correlated_release(inner, strategy, noise_key, noise_multiplier * clip_norm * (1 + ETA)),
-        event=event,
+        event=functools.partial(_event_of_run, strategy, noise_multiplier, sampling),
         correlated=strategy,
         stages=_stages_of_pipeline(inner.stages, strategy),
     )
@@ -217,14 +213,9 @@ class CorrelatedNoiseState(NamedTuple):
 def _initial_state(params: Tree, steps: int) -> CorrelatedNoiseState:
     """Returns the state before the first release, sharded like the parameters. steps: w, int, at least 1."""
     require_ieee_float64("correlated noise")
-
-    def empty_ring(p: jax.Array) -> jax.Array:
-        zeros = jnp.zeros_like(p, dtype=jnp.float32)
-        return jnp.stack([zeros] * steps)
-
-    return CorrelatedNoiseState(
-        ReleaseState.empty_record(params), FloatPair(*(jax.tree.map(empty_ring, params) for _ in range(2)))
-    )
+    zeros = optax.tree.zeros_like(params, dtype=jnp.float32)
+    rings = (jax.tree.map(lambda zero: jnp.stack([zero] * steps), zeros) for _ in range(2))
+    return CorrelatedNoiseState(ReleaseState.empty_record(params), FloatPair(*rings))
 
 
 def _weighted_past_noise(state: CorrelatedNoiseState, weights: np.ndarray) -> Tree:
