@@ -31,7 +31,7 @@ WORDS = {
         "Mixed precision": "mixed precision, bfloat16",
         "Private accuracy": "accuracy, validation",
         "Pairs and contrastive losses": "contrastive, pairs, siamese",
-        "A profile of a step": "profile, profiler",
+        "Profile a step": "profile, profiler",
         "Ask for more budget": "more budget, continue training, train further, more epochs, new budget, more steps",
         "Several runs on the same data": "several runs",
         "A model card for a hub": "model card",
