@@ -93,9 +93,9 @@ class Trial(NamedTuple):
 class NoisySum:
     """A score on private data: the sum of one value in [0, 1] per example, with Gaussian noise whose cost is counted.
 
-    `score(params)` then returns the values, float (n,), such as whether each prediction is right. dpx clips them to
-    [0, 1], and counts NaN as 0. Each value must depend on only one example (or user), and each example may affect only
-    one value, so n is at most the sampling's number of examples.
+    With this as `score_on`, `score(params)` returns the values, float (n,), such as whether each prediction is right.
+    dpx clips them to [0, 1], and counts NaN as 0. Each value must depend on only one example (or user), and each
+    example may affect only one value, so n is at most the sampling's number of examples.
 
     noise_multiplier: float, positive, the standard deviation of the noise on the sum.
     """
@@ -358,7 +358,7 @@ def search(
     train: (Trial) -> what `dpx.fit` returns, or (params, optimizer state), trained by `trial.optimizer`.
     configurations: each trial draws one, uniformly and with replacement. The cost counts all of them, drawn or not.
     score: (params) -> float; larger is better, and NaN loses to every score. The first of equal scores wins.
-    optimizer: (configuration, key) -> the mechanism with that key; must always be the same for the same arguments.
+    optimizer: (configuration, key) -> the mechanism with that key; equal arguments must give equal mechanisms.
     key: a secret scalar key for this search, used for nothing else.
     trials: float, at least 1, the expected number. The actual number is secret: do not publish it.
     score_on: "public" if `score` reads only its argument and public data. If it reads private data, every trial costs

@@ -54,7 +54,7 @@ class Budget:
     The mechanism remembers its budget: `sampling.take` and `sampling.batches` refuse any step after the last, and a run
     that ends earlier still costs the whole budget, because the releases may have decided when it ends.
 
-    epsilon: float, positive and finite. delta: float in (0, 1), ideally far below 1 divided by the number of examples.
+    epsilon: float, positive and finite. delta: float in (0, 1), required, ideally far below 1 / the number of examples.
     steps: int, at least 1, the steps of the whole run. epochs: float, positive, in place of steps. The mechanism
         converts epochs by `sampling.steps(epochs=epochs)`, because the sampling decides how long an epoch is.
     accountant: the accountant that must find a cost of at most epsilon, as for `dpx.epsilon`.
@@ -393,7 +393,7 @@ def max_steps(
     relation: Relation | None = None,
     records: int | None = None,
 ) -> int:
-    """Finds the largest number of steps whose cost is at most epsilon at delta, an int; 0 if one step costs more.
+    """Finds the largest number of steps, an int, whose cost at delta is at most epsilon; 0 if one step costs more.
 
     optimizer: a `dpx.Mechanism`. epsilon: positive and finite. delta: in (0, 1).
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).

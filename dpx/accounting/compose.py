@@ -41,7 +41,7 @@ class Composition:
     units: for each run, an int fingerprint of what its batches hold, 0 if unknown. examples: its `sampling.examples`.
     records: int, the most records that the protected person owns; 1 means the unit that the sampling draws.
     others: alternative events of the same runs; the cost is the largest over these and `event`.
-    numbers: int, the most elements in one release of a run; or the `NormalSamplerError`.
+    numbers: int, the most elements in one release of a run; or the error of its normals, a `NormalSamplerError`.
     """
 
     event: dp_accounting.DpEvent

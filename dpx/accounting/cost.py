@@ -46,8 +46,8 @@ def event_epsilon(
 ) -> float:
     """Returns an upper bound on epsilon at `delta` for an event; inf if a release adds no noise.
 
-    The noise is treated as exact. The cost of a run of dpx, such as `dpx.epsilon`, also includes its arithmetic:
-    less than 1e-3 for up to 10,000 Gaussians at a delta of at least 1e-6 (`dpx/accounting/arithmetic.py`).
+    The noise is treated as exact. The cost of a run of dpx (`dpx.epsilon`) also includes its arithmetic: less than 1e-3
+    for up to 10,000 Gaussians with noise multipliers of at least 0.5, at epsilon up to 50 and delta from 1e-6.
 
     event: a dp-accounting event, or one whose type is a `PrivacyLoss`.
     delta: in [0, 1). At 0, epsilon is inf, except for events that cost nothing, that contain only `PureDpEvent`s, or
@@ -211,7 +211,7 @@ def delta(
     steps_or_state: a number of steps (int, at least 0), or an optimizer state, as for `dpx.epsilon`.
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
     relation: how neighboring data sets differ; None is the relation of the sampling.
-    weight, records, numbers: as for `epsilon`.
+    weight, records, numbers: as for `dpx.epsilon`.
 
     Raises ValueError if `epsilon` is below 0, and as `dpx.epsilon` does.
 

@@ -68,8 +68,8 @@ def schedule_epsilon(
     accountant: "pld", which is also "tightest" here, composes privacy loss distributions. "rdp" adds the Renyi
         divergences of every distinct step at dp-accounting's orders; the lower end of its interval is 0.
     buckets: the most distinct steps in the composition. The width of the interval is about proportional to 1 / buckets;
-        if no more steps are distinct, only rounding in the fifth digit is left. With the default, the upper end equals
-        `dpx.epsilon` of the same run. Fewer buckets are faster, but raise the upper end.
+        if there are no more distinct steps than that, only rounding in the fifth digit is left. With the default, the
+        upper end equals `dpx.epsilon` of the same run. Fewer buckets are faster, but raise the upper end.
     records: int, at least 1, the most records that the protected person owns, as for `dpx.epsilon`. Above 1, at most 32
         distinct steps are composed, and the lower end counts only one record at sampled steps.
     numbers: int, at most 2^32, the most elements that a step releases. exact_noise: as for `dp_sgd_epsilon`.

@@ -136,8 +136,8 @@ def private_updates(
         examples (tensor parallel): without it, dpx assumes that all devices share the examples, and a step takes more
         memory. The result is the same up to float32 rounding.
     backward_passes: int, 1 or 2. One pass keeps the inputs and cotangents of all layers until the norms are known. With
-        two, the second pass recomputes those in scans or under `jax.checkpoint`, so that they are never all in memory,
-        as in a step without privacy. It takes about 1.5 times as long (docs/devices.md). None: two if one pass over one
+        two, the second pass recomputes those of scans and `jax.checkpoint`, so that they are never all in memory, as in
+        a step without privacy. It takes about 1.5 times as long (docs/devices.md). None: two if one pass over one
         example, or over `microbatch_size` of them, would not fit in half of the device's memory. It affects rounding.
 
     params: a pytree of real arrays. batch: a `dpx.Batch` with the B examples on axis 0, which may be sharded. state:
@@ -427,8 +427,8 @@ def private_updates_in_chunks(
     microbatch_size: int, how many examples of a chunk are computed at once; None lets dpx choose.
     norms, with_key, has_aux, platform, backward_passes: as for `private_updates`. sharding: how chunks are sharded.
     chunk: a `dpx.Batch`. If chunks have `drawn`, they must be all chunks of one batch, drawn at the step of the state,
-        each once and in order. Otherwise the state has no epsilon, as after a batch that was used twice. dpx takes your
-        own chunks, without `drawn`, as they are. Add and release all chunks of a batch with one state.
+        each once and in order. Otherwise the state has no epsilon, as after a batch that was used twice. Your own
+        chunks, without `drawn`, are not checked. Add and release all chunks of a batch with one state.
 
     Raises ValueError as `private_updates` does, if only some chunks have `drawn`, and if `add` did not make `sums`.
     """

@@ -98,12 +98,12 @@ def release(
 
     On a CPU, a loop computes one chunk after another, so that each stays in the cache. On a TPU, the chunks are larger
     and computed in integers (`integer_normals.py`). On a GPU, all elements are computed at once. On several devices,
-    and on a TPU for more than FLAT elements, each leaf's noise is computed from the positions of its elements, so that
+    and on a TPU for 2^27 elements or more, each leaf's noise is computed from the positions of its elements, so that
     XLA can shard it like the leaf.
 
     Raises ValueError if XLA_FLAGS has fast math, under which no bound of a sum holds; for sums that differ between the
-    devices of a `jax.shard_map` with one key (unless it has check_vma=False); for more than LARGEST_RELEASE elements,
-    or a leaf of more than LARGEST_LEAF; and for an XLA that mixes rows (`dpx.xla.rows_apart`).
+    devices of a `jax.shard_map` with one key (unless it has check_vma=False); for more than 2^32 elements, or 2^32 -
+    2^13 in a leaf; and for an XLA that mixes rows (`dpx.xla.rows_apart`).
     """
     if (stand_in := STAND_INS.value.release) is not None:
         with STAND_INS(AuditStandIns()):
@@ -492,9 +492,9 @@ def release_and_noise(
     total: a function of `parts` alone, the same object at every call, because jax caches its trace. parts: a pytree.
     deviation: as for `release`.
 
-    On a CPU, the total is written where the chunks are computed, and the noise is computed from there. Calling
-    `release` and subtracting is slower: XLA computes the total twice, and copies its parts to keep them. For one step
-    of memory, that took 2.2 times as long as independent noise, instead of 1.7 (benchmarks/correlated_steps.py).
+    On a CPU, the total is computed once for both results. Calling `release` and subtracting is slower: XLA computes the
+    total twice, and copies its parts to keep them. If noise depends on one earlier step, that took 2.2 times as long as
+    independent noise, instead of 1.7 (benchmarks/correlated_steps.py).
     """
     if STAND_INS.value.release is not None:
         given = total(parts)

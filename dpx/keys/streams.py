@@ -148,7 +148,7 @@ def is_key(leaf: Any) -> bool:
 
 
 def has_small_seed(key: jax.Array) -> bool:
-    """Whether a scalar key is known and looks like one from a seed below 2^32. Other keys look so with probability at
+    """Whether a scalar key is not traced and looks like one from a seed below 2^32. Others look so with probability at
     most 2^-32. A "threefry4x32" or "philox" key of `jax.random.key` hides its seed, so this returns False."""
     if isinstance(key, jax.core.Tracer):
         return False
@@ -211,6 +211,6 @@ def _typed_key(data: jax.Array) -> jax.Array:
 
 def mark_of_key(key: jax.Array) -> jax.Array:
     """Returns a number in [2^31, 2^32), uint32 (), that differs between two keys with probability 1 - 2^-31 and reveals
-    no more: a word of the key of the "mark" stream, which draws nothing. It is known if the key is, even in jit."""
+    no more: a word of the key of the "mark" stream, which draws nothing. It is not traced if the key is not."""
     with jax.ensure_compile_time_eval():
         return key_words(stream(key, "mark"))[0] | jnp.uint32(2**31)

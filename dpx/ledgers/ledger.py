@@ -160,7 +160,7 @@ class PrivacyLedger:
 
     def end(self, entry: LedgerEntry, event: DpEvent, *, steps: int) -> LedgerEntry:
         """Ends a run early and gives back the cost of its remaining steps, if these are Gaussians on all data or on
-        Poisson samples. Gives nothing back for several records, because their noise multipliers are rounded to a few.
+        Poisson samples. Gives nothing back if `records` is above 1: noise multipliers are then rounded to a few.
 
         Anything may decide where it ends, such as a private evaluation that the ledger paid for; no step may follow.
 
@@ -240,7 +240,7 @@ class PrivacyLedger:
         """Finds the least noise multiplier whose event the ledger affords, to 1e-3 relative, rounded up.
 
         event: such as `lambda noise: sampling.event(np.full(steps, noise))`; the noise of every release must grow with
-        the multiplier. numbers, part: as for `spend`. Raises ValueError if noise changes nothing or 1e4 is too little.
+        the multiplier. numbers, part: as for `spend`. Raises ValueError if noise does not help or 1e4 is too little.
         """
         if not callable(event) or not isinstance(event(1.0), DpEvent):
             raise ValueError(

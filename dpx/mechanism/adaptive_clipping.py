@@ -59,10 +59,10 @@ def adaptive_clipping(
 
     initial_clip_norm: C at step 0, in [2^-40, 2^40], the range that C never leaves.
     quantile: in (0, 1), the share of norms that should be at most C. clip_learning_rate: at least 0, how fast C moves.
-    indicator_noise: s > 0, the standard deviation of the noise on the sum of the indicators; the paper uses B / 20.
+    indicator_noise: s > 0, the standard deviation of the noise on the sum of indicators 1[...]; B / 20 in the paper.
     noise_multiplier: z, or the `dpx.Budget` to which it is calibrated. It must be above 0 and below 2 s at every step,
         because otherwise the indicator alone would cost more.
-    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret scalar PRNG key of this run alone.
+    sampling: draws batches of expected size B, such as `dpx.PoissonSampling`. key: a secret scalar key for one run.
     Raises ValueError for an argument outside its domain; a schedule is checked at step 0, and again when its cost is
     computed.
     """

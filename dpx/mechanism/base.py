@@ -132,7 +132,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     def wrap(self, **changes: Any) -> "Mechanism":
         """Builds a mechanism around this one. Its state keeps the state of this one in its field `inner`.
 
-        changes: as for `replace`, with `begin` and `release`. Other functions of the state read `inner`.
+        changes: as for `replace`; must have `begin` and `release`. Functions that are not changed read `inner`.
         """
         within = {name: _apply_to_inner_state(getattr(self, name)) for name in ("encode", "clip_factors", "bound")}
         if self.forward is not None and "encode" not in changes:
@@ -155,7 +155,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
 
     def check_and_release(self, sums, state, params, rows, drawn=None, *, ordered=True) -> tuple[Tree, Tree]:
         """Checks a batch and releases its sums. rows: int (), how many rows are included. drawn, ordered: as for
-        `check_batch`. If the batch contradicts the event, `epsilon` will refuse the state."""
+        `states.record.check_batch`. If the batch contradicts the event, `epsilon` will refuse the state."""
         state = check_batch(state, self, sums, rows, drawn, ordered=ordered)
         sums = guards.refuse_shared_noise(self, sums)
         return release_and_record_draws(self.release, sums, state, params, budget=self.budget)
@@ -179,7 +179,7 @@ def _apply_to_inner_state(function: Callable) -> Callable:
 
 
 class Coordinates(NamedTuple):
-    """How one example's gradient is represented when it is clipped and noised; independent of the data and the cost.
+    """How one example's gradient is represented when it is clipped and noised; does not affect the bound or the cost.
 
     init:   (params) -> state
     encode: (grad, state) -> coordinates of one example's gradient, float32, without a batch axis
@@ -340,7 +340,7 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
     The transforms see only the released gradient, so any optax optimizer, decay or momentum costs no privacy. They do
     not see parameters whose gradient the mechanism drops at every step (`coordinates.trainable`), so weight decay does
     not move these. Masks that change (`random_freeze`) stop the gradients of a step, but neither decay nor momentum.
-    Raises ValueError if `mechanism` is no Mechanism, if there are no transforms, if the result is in coordinates,
+    Raises ValueError if `mechanism` is no Mechanism, if there are no transforms, if the result is put into coordinates,
     and if a transform is a mechanism, holds updates back (`optax.MultiSteps`) or needs more than an update.
 
         >>> optimizer = dpx.chain(mechanism, optax.sgd(0.1, momentum=0.9))

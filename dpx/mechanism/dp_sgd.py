@@ -55,8 +55,8 @@ def dp_sgd(
     sampling: draws the batches, sets B and wraps the event.
     key: a secret scalar PRNG key for one run. Never reuse it: two runs with one key share their noise, and subtracting
         their results removes it. Every step draws its own part of the key's "noise" stream.
-    Raises ValueError for an argument outside its domain (a schedule: when its cost is computed), a traced value, or no
-    key.
+    Raises ValueError for an argument outside its domain (a schedule: when its cost is computed), a traced value, or
+    another kind of key.
 
         >>> sampling = dpx.PoissonSampling(examples=1_000, batch_size=50)
         >>> print(dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=dpx.secret_key()))

@@ -40,7 +40,7 @@ def gep_sgd(
     noise and multiplied by sigma, their norms are at most sqrt(s) and sqrt(1 - s), or 1 together.
 
     basis: what `dpx.coordinates.public_subspace` computes from public gradients, (rank, *shape) for each array of the
-        parameters. The paper computes a new one at every step, for `optax.tree.set(state, basis=...)`.
+        parameters. The paper computes a new one at every step, which `optax.tree.set(state, basis=...)` sets.
     embedding_clip_norm, residual_clip_norm: C1 and C2, above 0, in the units of the gradient.
     embedding_share: s in (0, 1), the embedding's share of the precision; 1/2 is the paper's.
     freeze_rate: in [0, 1), the share of coordinates that a random mask freezes, in each gradient before it is split and

@@ -69,8 +69,8 @@ def ada_fest(
         update = (sum_i clipped g_i + N(0, (sigma C)^2)) / B  in the most_rows rows of largest counts >= threshold
                  0  elsewhere;  v_i = which rows example i reads
 
-    The paper claims the cost of one Gaussian for both releases, which holds (the module has the proof). dpx accounts
-    for it with the sampling that draws the batches. Outside the tables, the update is that of DP-SGD.
+    The paper claims the cost of one Gaussian for both releases, which holds (proof: `dpx/papers/sparse_embeddings.py`).
+    dpx accounts for it with the sampling that draws the batches. Outside the tables, the update is that of DP-SGD.
 
     threshold: tau, at least 0, the noisy number of examples in a batch that must read a row. most_rows: at least 1, the
         most rows of a table that a step updates. reads_norm: above 0, the clip norm of the v_i.

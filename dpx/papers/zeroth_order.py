@@ -32,15 +32,15 @@ def zeroth_order_sgd(
 ) -> Mechanism:
     """DP-SGD on derivatives along random directions, with the memory of inference (DP-ZO, DPZero, DP-AggZO).
 
-    For K normal directions u_k, drawn anew at every step from a public key, each example contributes the K derivatives
+    For K normal directions u_k, drawn anew at every step and not secret, each example contributes the K derivatives
     u_k . g / sqrt(K), which are clipped and summed. The release r becomes the update sum_k r_k u_k / sqrt(K). If
     nothing is clipped, the mean update is the gradient, and a coordinate has, on average, as much noise as in DP-SGD.
     No gradient is computed: `private_updates` evaluates the loss with one direction at a time, K times per step.
 
     The papers' claim holds: the directions do not depend on the data, and only the sums of derivatives are released.
 
-    directions: K, at least 1. The time of a step grows with K, but not its memory. The error of the update grows with
-        d / K, so small models learn slowly, but pretrained ones learn well if few directions matter.
+    directions: K, at least 1. The time of a step grows with K, but not its memory. The update's error grows with d/K
+        for d parameters: even small models learn slowly, but pretrained ones learn well if few directions matter.
     clip_norm: applies to the K derivatives of an example, in the units of the gradient; a number or a schedule.
     noise_multiplier: the noise's standard deviation on the sum, in clip norms; a number, a schedule, or a `dpx.Budget`.
     sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret scalar key for this run alone.
@@ -61,10 +61,10 @@ class DirectionsState(NamedTuple):
 def random_directions(*, count: int, key: jax.Array) -> Coordinates:
     """Writes a gradient g as K = `count` numbers u_k . g / sqrt(K), for normal directions u_k drawn at every step.
 
-    `private_updates` computes these without the gradient, unless coordinates other than `trainable` come first.
+    `private_updates` computes these without the gradient, unless coordinates other than `trainable` precede them.
 
-    count: at least 1. key: a scalar PRNG key, whose "directions" stream is used, with the step folded in.
-    Raises ValueError for another count.
+    count: int, at least 1. key: a scalar PRNG key, whose "directions" stream is used, with the step folded in.
+    Raises ValueError for any other count.
     """
     count = require_whole("count", count)
     stream = keys.stream(key, "directions")

@@ -47,7 +47,7 @@ OF_SEVERAL = (
 class PlannedSampling(NamedTuple):
     """One row of a `SamplingPlan`.
 
-    sampling: the record. steps: int, in the planned epochs. noise_multiplier: float, the least for the budget. epsilon:
+    sampling: a `Sampling`. steps: int, in all epochs. noise_multiplier: float, the least for the budget. epsilon:
         float, at Poisson sampling's noise multiplier. rows: int, the rows computed for a batch, padding included.
     """
 
@@ -252,7 +252,7 @@ class PlannedRun(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class NoisePlan:
-    """The noise that a budget needs, for several batch sizes and epochs; `str` has tables of it and of the samplings.
+    """The noise that a budget needs, for several batch sizes and epochs; `str` shows it, and a table of samplings.
 
     runs: sorted by epochs, then by batch size. examples: int. epsilon, delta: floats, the budget of each single run.
     accountant: the accountant that found the noise. records: int, the most examples that one person owns.
@@ -356,7 +356,7 @@ def plan_noise(
         1024
 
     examples: int, size of the data set. epsilon, delta: the budget. epochs: one number or several, positive.
-    batch_sizes: one int or several, in [1, examples]; by default the powers of two from 256 on, and the whole data set.
+    batch_sizes: one int or several, in [1, examples]; by default powers of two from 256 to examples / 2, and examples.
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
     records: int, the most examples that one person owns, and numbers: int, the most numbers that a step releases, as
         for `dpx.Budget`.

@@ -176,7 +176,7 @@ def privacy_report(
         as "patients of 2024".
 
     Raises ValueError as `dpx.epsilon` does, if the unit differs from the state's, if neither accountant knows the cost
-    of the event, if `tuning` or a name is anything else, and if the run costs more than a trial of the search.
+    of the event, for any other `tuning` or name, and if the run costs more than a trial of the search.
 
         >>> dpx.privacy_report(mechanism, 200, delta=1e-5, name="a trial")
         PrivacyReport(name='a trial', unit='one example', epsilon=4.765..., delta=1e-05, steps=200)

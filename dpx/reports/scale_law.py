@@ -63,7 +63,7 @@ class ScaleLaw:
 
     @property
     def held_out_error(self) -> float:
-        """The law's root mean square error at levels left out in turn; NaN if there are only two levels of each."""
+        """The root mean square error of `loss` at inner levels left out in turn; NaN if each has only two levels."""
         missed = []
         for axis, levels in enumerate(self.levels):
             for place in range(1, len(levels) - 1):
@@ -148,8 +148,8 @@ def fit_scale_law(runs: Iterable[MeasuredRun]) -> ScaleLaw:
 
     Batch size affects a private run mostly through its noise. So a small run needs no large batch: give it the step
     noise of the large run, as the noise multiplier `step_noise * batch_size`. Use public data of the same kind, or
-    count the cost of these runs, because their losses read the data. Raises ValueError for values that are not
-    positive, and for missing combinations.
+    count the cost of these runs, because their losses read the data. Raises ValueError if one of the three values is
+    not positive, and for missing combinations.
     Source: McKenna et al. 2025, "Scaling Laws for Differentially Private Language Models",
     https://arxiv.org/abs/2501.18914, whose law has the same three inputs and, like this one, interpolates measurements.
     """

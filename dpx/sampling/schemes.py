@@ -71,7 +71,7 @@ class Sampling(abc.ABC):
             cls.event = checked  # pyrefly: ignore[bad-assignment]
 
     def identity(self) -> tuple:
-        """Everything that decides which examples are drawn, as plain values, which optimizer states remember."""
+        """Everything that decides which examples are drawn, as plain values. Optimizer states remember it."""
         return identity_by_fields(self)
 
     @property
@@ -153,7 +153,7 @@ class Sampling(abc.ABC):
 
     @abc.abstractmethod
     def takes_part(self, key: jax.Array, steps: int) -> jax.Array:
-        """Picks randomly which of the first `steps` steps one example takes part in, bool (steps,); jitted, for audits.
+        """Draws which of the first `steps` steps one example takes part in, bool (steps,), also inside jit; for audits.
 
         key: a scalar PRNG key for this example in this run. The distribution is that of `draw`, but not the outcome.
         """
@@ -221,7 +221,7 @@ class Sampling(abc.ABC):
         prefetch: how many batches (or chunks) are loaded ahead, onto their devices; 0 loads each when you ask for it.
 
         Raises ValueError as `take` does, at once if `steps` exceeds the budget; if `steps` is None and the state has no
-        budget; for `size` with `chunk_size`; for a sharding with more than one axis; and if several processes do not
+        budget; for `size` with `chunk_size`; for a sharding of axes other than 0; and if several processes do not
         have the same key and steps.
         """
         require_not_traced(keys.warn_if_guessable(key), state)

@@ -117,7 +117,7 @@ def _is_lookahead(node: Any) -> bool:
 def steps_taken(state: Tree) -> int:
     """Returns how many releases an optimizer state has recorded, as an int.
 
-    Raises ValueError unless the state belongs to exactly one mechanism, which nothing wraps.
+    Raises ValueError unless the state holds that of exactly one mechanism, which comes first and is not wrapped.
 
         >>> dpx.accounting.steps_taken(state)  # right after optimizer.init(params)
         0

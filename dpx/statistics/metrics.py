@@ -158,7 +158,7 @@ class PrivateMetric:
         self._left[run] = calls
 
     def require_calls_in_budget(self, calls: int):
-        """Raises ValueError if the budget covers fewer calls."""
+        """Raises ValueError if the budget covers fewer than this many calls."""
         if self.most is not None and calls > self.most:
             raise ValueError(
                 f"the dpx.Budget of a private metric must have a step for each call, steps={calls}, got {self.most}"

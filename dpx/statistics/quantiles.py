@@ -44,7 +44,7 @@ _SPARE = 2.0**-50  # of epsilon
 class Quantiles(Release):
     """Released quantiles: `value` is float64 (quantiles,), ascending.
 
-    scale: float64 (quantiles,), the factor of ln(points / error) in the rank error. points: int.
+    scale: float64 (quantiles,): the rank error is scale * ln(points / (1 - confidence)). points: int, possible answers.
     """
 
     scale: np.ndarray = field(repr=False)

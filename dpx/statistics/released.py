@@ -109,7 +109,7 @@ class Release:
 
     value: float, or float64 (...). words: what it is. unit: what epsilon protects, such as "example"; neighbors have a
         null in place of one.
-    event: what the release costs. numbers: int, for how many elements epsilon counts Gaussian arithmetic.
+    event: what the release costs. numbers: int, for how many elements epsilon covers the arithmetic of Gaussian noise.
     noise: "gaussian", "laplace" or "exponential". noise_multiplier: float, the multiplier of this noise.
     """
 

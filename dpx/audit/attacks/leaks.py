@@ -126,15 +126,15 @@ _ROUNDING = 1e-12  # relative, so that 1% of 300 others is 3, not 2
 class Membership:
     """How well scores tell the members of one run from nonmembers, alongside the run's stated cost.
 
-    false_positive_rates: n floats, as requested. true_positive_rates: n floats, for each the share of members that
-        score above a threshold which at most the requested share of nonmembers exceeds.
+    false_positive_rates: n floats, as requested. true_positive_rates: n floats, the share of members above the
+        threshold that at most the requested share of nonmembers exceeds.
     lower, upper: n floats each, Clopper and Pearson's bounds on the true-positive rates, each with `confidence`. They
         assume a fixed threshold and independent scores. The threshold depends on nonmembers, so they are approximate.
     advantage: float, the largest difference between true-positive and false-positive rate. area: float, the area under
         the curve: the probability that a member's score exceeds a nonmember's, counting ties as one half.
     members, others: int, how many members and nonmembers were scored.
-    limits: n floats, the largest true-positive rates that the stated cost allows, for one unit over the randomness of
-        the run; None if the cost is unknown.
+    limits: n floats, the largest true-positive rates that the stated cost allows for one unit, on average over runs;
+        None if the cost is unknown.
     roc: all error rates: type_one are those of the nonmembers, type_two those of the members.
     """
 

@@ -79,7 +79,7 @@ def draw_members(key: jax.Array, *, canaries: int) -> np.ndarray:
     """Draws which canaries take part, bool (canaries,): each independently, with probability 1/2.
 
     key: a scalar PRNG key that nothing else uses. canaries: int, at least 16. Raises ValueError for fewer, or if `key`
-    is no key.
+    is not a key.
     """
     canaries = require_whole("canaries", canaries, minimum=_LEAST_CANARIES)
     return np.asarray(jax.random.bernoulli(keys.stream(key, "members"), shape=(canaries,)))
@@ -96,9 +96,9 @@ def one_run(
     members: bool (canaries,), the coins of `draw_members`. The run must depend on them only through who takes part, and
         the scores only through the run.
     delta: in (0, 1), of the cost. confidence: in (0, 1), of each of the three bounds separately. cost: at least 0.
-    guesses: int, or several, in [2, canaries]: how many canaries to guess; default six shares of them from 1/32 to 1.
-        Choose them before you see the scores. Each of n numbers is tested at confidence 1 - (1 - confidence) / n, so
-        that the largest of the n bounds holds with `confidence` (union bound).
+    guesses: int, or several, in [2, canaries]: how many canaries to guess, rounded down to even numbers; by default
+        1/32, 1/16, 1/8, 1/4, 1/2 and all of them. Choose before you see the scores. Each of n numbers is tested at
+        confidence 1 - (1 - confidence) / n, so the largest of the n bounds holds with `confidence`.
 
     `epsilon` is proved for such scores and members, but the other two are not (`OneRun`). Raises ValueError for invalid
     values, shapes or dtypes, and for NaN.
@@ -135,7 +135,7 @@ def canary_loss(
     """Extends `loss` to pairs (example, coordinate), some of them canaries whose gradient is on one coordinate.
 
     leaf: (params) -> the array whose coordinates the canaries use. Give each canary its own, so they never interfere.
-    coordinate: scalar int, the canary's index in the flat array, or -1 for an example, which is passed to `loss`.
+    coordinate: scalar int, the canary's index in the flat array, or -1 for an ordinary example, which `loss` gets.
     scale: above 0, the norm of a canary's gradient. Make it large, so that clipping leaves the full clip norm.
 
     With SGD, a good score is how far the coordinate fell in training. Raises ValueError for an invalid scale.

@@ -85,7 +85,7 @@ class LowerBound(Bound):
         `delta` were smaller, a bound this large would occur with probability at most 1 - confidence.
     gaussian_epsilon: float, at least 0. Not proved: assumes a mechanism with the trade-off function of two Gaussians.
     runs: (with, without), how many runs gave both bounds: the half that did not choose the threshold.
-    cost: float, the mechanism's stated epsilon at `delta`; None if unknown.
+    cost: float, the mechanism's stated epsilon at `delta`; None if unknown. roc: the error rates in these runs.
     """
 
     gaussian_epsilon: float

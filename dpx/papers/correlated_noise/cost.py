@@ -146,12 +146,12 @@ def rounding_shift_bound(
 def cyclic_poisson_event(
     strategy: Strategy, *, examples: int, batch_size: float, groups: int, steps: int, noise_multiplier: float
 ) -> DpEvent:
-    """Returns the event of a whole run with a banded C and cyclic Poisson sampling.
+    """Returns the event of a whole run with noise C^-1 z, for a banded C and cyclic Poisson sampling.
 
-    examples: int. batch_size: the expected one, above 0. groups: int, at least the bands of C. steps: int, in the run.
+    strategy: C. examples: int. batch_size: expected, above 0. groups: int, at least the bands of C. steps: int, in all.
     noise_multiplier: the standard deviation of z, divided by the clip norm and by `column_norm(strategy, steps=steps)`.
-    Raises ValueError as `CyclicPoissonSampling` does, and if C has more bands than there are groups, such as the dense
-    C of a banded inverse.
+    Raises ValueError as `CyclicPoissonSampling` does, and if C has more bands than there are groups, as a dense C (of a
+    banded inverse) always has.
     """
     sampling = CyclicPoissonSampling(examples=examples, batch_size=batch_size, bands=groups)
     require_bands_fit_groups(strategy, sampling)
@@ -170,8 +170,8 @@ def require_bands_fit_groups(strategy: Strategy, sampling: CyclicPoissonSampling
 
 
 def fixed_order_event(*, noise_multiplier: float) -> DpEvent:
-    """Returns the event of a whole run in a fixed order: one Gaussian release.
+    """Returns the event of a whole run with noise C^-1 z in a fixed order: one Gaussian release.
 
-    noise_multiplier: the standard deviation of z, divided by the clip norm and by the `sensitivity` for the order.
+    noise_multiplier: the standard deviation of z, divided by the clip norm and by the `sensitivity` of C in this order.
     """
     return GaussianDpEvent(require_number("noise_multiplier", noise_multiplier, minimum=0))

@@ -275,8 +275,8 @@ def band_mf_sgd(
     clip_norm: a number, in the units of the gradient.
     noise_multiplier: the standard deviation of z over the clip norm, above 0, or a `dpx.Budget`. The cost is that of
         noise_multiplier divided by the norm of a column of C.
-    sampling: `dpx.sampling.CyclicPoissonSampling` with at least `bands` groups. Or a fixed order or full batches: the
-        run then costs one Gaussian release, with the sensitivity to all steps in which an example takes part.
+    sampling: `dpx.sampling.CyclicPoissonSampling` with at least `bands` groups. Or a fixed order, shuffled epochs or
+        full batches: the run then costs one Gaussian release, with the sensitivity to all steps of an example.
     key: a secret scalar key for this run alone.
 
     The state keeps 8 bytes for each parameter and each of the last bands - 1 steps. Raises ValueError for numbers
@@ -298,9 +298,9 @@ def lambda_cgd(
 
     clip -> sum -> add noise -> divide. The noise of a step cancels part of the last step's noise.
 
-    The paper claims that the whole run costs one Gaussian release with noise multiplier noise_multiplier / sensitivity,
-    that of the strategy matrix over the run. That holds, also for the floating-point numbers that are released, and is
-    the cost that dpx states (`dpx.mechanisms.correlated_noise`).
+    The paper claims that the whole run costs one Gaussian release with noise multiplier noise_multiplier / s, where s
+    is the sensitivity of the strategy matrix over the run. That holds, also for the floating-point numbers that are
+    released, and is the cost that dpx states (`dpx.mechanisms.correlated_noise`).
 
     correlation: lambda, in [0, 1). 0 is DP-SGD. A larger one cancels more noise, but needs a larger noise multiplier.
     clip_norm: a number, in the units of the gradient.

@@ -108,9 +108,9 @@ class Strategy:
 
     @staticmethod
     def quotient_series(numerator: Any, denominator: Any, steps: int) -> np.ndarray:
-        """Returns the first coefficients of the series of a quotient of two polynomials, float64 (steps,).
+        """Returns the first coefficients of the power series of numerator / denominator, float64 (steps,).
 
-        Raises ValueError if a coefficient is not a finite float64.
+        Both are coefficients of polynomials, the constant first. Raises ValueError if a result is not finite.
         """
         impulse = np.zeros(require_whole("steps", steps))
         impulse[0] = 1
@@ -145,8 +145,8 @@ def identity() -> Strategy:
 def lambda_cgd(*, correlation: float) -> Strategy:
     """Subtracts part of the last step's noise: C^-1 has the coefficients 1, -correlation (arXiv:2601.22334).
 
-    C has the coefficients correlation^j, so its sensitivity is exact. correlation: lambda, in [0, 1). Raises ValueError
-    for other numbers: at 1, a prefix sum would have the noise of one step, but C the sensitivity of all steps.
+    C has the coefficients correlation^j, so its sensitivity is exact. correlation: lambda, in [0, 1); otherwise raises
+    ValueError. At 1, a prefix sum would have the noise of one step, but C would have the sensitivity of all steps.
     """
     value = require_number("correlation", correlation, minimum=0, maximum=1)
     if value == 1:
@@ -176,8 +176,8 @@ def square_root_coefficients(count: int) -> np.ndarray:
 def banded_square_root(*, bands: int, momentum: float = 0.0) -> Strategy:
     """BSR: the first coefficients of the square root of the workload as a banded C (arXiv:2405.13763).
 
-    Without momentum it is also called banded FHU, and its sensitivity is exact, because the coefficients fall
-    (arXiv:2202.11205).
+    Without momentum it is called banded FHU, after Fichtenberger, Henzinger and Upadhyay (arXiv:2202.11205), and its
+    sensitivity is exact, because the coefficients fall.
 
     bands: int, at least 1. momentum: in [0, 1), that of the workload, whose series is 1 / ((1 - x) (1 - momentum x)),
         with the square root (1 - x)^(-1/2) (1 - momentum x)^(-1/2).
@@ -217,7 +217,7 @@ def shuffled_sensitivity(strategy: Strategy, *, steps: int, steps_per_epoch: int
     """Bounds how far one example moves C G (see `sensitivity`), if it takes part in any one step of every epoch.
 
     strategy: the matrix C. steps: int, in the run; the last epoch may be incomplete. steps_per_epoch: int. Takes
-        O(steps * epochs). Raises ValueError for other numbers, and if a coefficient of C overflows.
+        O(steps * epochs). Raises ValueError for numbers outside their domains, and if a coefficient of C overflows.
     """
     steps, length = require_whole("steps", steps), require_whole("steps_per_epoch", steps_per_epoch)
     bound, epochs = _largest_magnitude_onward(strategy.column(steps)), -(-steps // length)
@@ -234,7 +234,7 @@ def sensitivity_is_exact(strategy: Strategy, *, steps: int) -> bool:
 
 
 def column_norm(strategy: Strategy, *, steps: int) -> float:
-    """Returns the largest norm of a column of C (`strategy`), that of the first, for `steps` steps.
+    """Returns the norm of the first column of C (`strategy`) over `steps` steps, which is the largest of all columns.
 
     It is the sensitivity to one participation, as in cyclic Poisson sampling with a banded C (`cyclic_poisson_event`).
     """
@@ -300,7 +300,7 @@ class Workload:
 
 
 class WorkloadLoss(NamedTuple):
-    """The error of a workload at clip norm 1 and noise multiplier 1, in floats.
+    """The error that a strategy's noise leaves in a workload, at clip norm 1 and noise multiplier 1, in floats.
 
     sensitivity: that of the strategy. mean: the root mean square error over all steps. largest: that of the worst step.
     """
@@ -316,10 +316,10 @@ PREFIX_SUMS = Workload()
 def loss(
     strategy: Strategy, *, steps: int, workload: Workload = PREFIX_SUMS, participations: int = 1, separation: int = 1
 ) -> WorkloadLoss:
-    """Computes the error of `workload` after `steps` steps, for noise proportional to the sensitivity of C.
+    """Computes the error of `workload` over `steps` steps, for noise proportional to the sensitivity of C.
 
     strategy: the matrix C. steps, participations, separation: as in `sensitivity`. Takes O(steps * coefficients), and
-        for learning rates O(steps * coefficients^2). Raises ValueError for other numbers and overflows.
+        for learning rates O(steps * coefficients^2). Raises ValueError for invalid numbers, and on overflow.
     """
     _require_instance("workload", workload, Workload)
     found = sensitivity(strategy, steps=steps, participations=participations, separation=separation)
@@ -364,7 +364,7 @@ def _variances_by_recurrence(numerator: np.ndarray, denominator: np.ndarray, rat
 
 
 def mean_loss_lower_bound(steps: int) -> float:
-    """Bounds from below the mean error of prefix sums for any C, if an example takes part once: |P|_nuclear / steps.
+    """A lower bound on the mean error of prefix sums for any C, if an example takes part once: |P|_nuclear / steps.
 
     P is the lower triangular matrix of ones. Its singular values are 1 / (2 sin((2 i - 1) pi / (4 steps + 2))),
     i = 1, ..., steps (arXiv:2202.11205).
@@ -392,7 +392,7 @@ def optimized(
 
     Returns a local optimum, starting from `banded_square_root`. The number of participations only scales the loss, so
     it does not matter. An evaluation takes O(steps * bands), or O(steps^2) with learning rates. Raises ValueError for
-    numbers outside their domains, and for learning rates over more than LONGEST_SCHEDULE steps.
+    numbers outside their domains, and for learning rates over more than 4,096 steps.
     """
     bands = require_whole("bands", bands)
     steps = require_whole("steps", steps, minimum=bands)

@@ -191,7 +191,7 @@ def clip_then_project(
     kind: the kind of projection, as in `dpx.coordinates.random_projection`. "gaussian" requires every=1, Poisson,
         shuffled or full batches, and a `rank`, because its cost must be known before the parameters are.
     every: for how many steps a draw is kept; None keeps one draw for the whole run.
-    Raises ValueError for another kind of mechanism, for a "gaussian" without cost, and as `random_projection` does.
+    Raises ValueError for another kind of mechanism, for a "gaussian" of unknown cost, and as `random_projection` does.
     Source: the order of D2P2-SGD, Jiang et al. 2025, https://arxiv.org/abs/2509.09485.
     """
     stream = keys.stream(mechanism.key, "projection of the sum")

@@ -68,13 +68,13 @@ def dice_sgd(
     and `dpx.papers.dice_sgd.cost` says why.
 
     clip_norm: C1, in [2^-40, 1e15], clips each gradient. outer_clip_norm: Cmax, in [C1, 1e15]; inf is DiceSGD as
-        published, which has only the trivial cost: 2 C2 at every step, never amplified.
+        published, with only a trivial bound: clip(e, C2) may move by 2 C2 at every step, never amplified.
     feedback_norm: C2, in [2^-40, 1e15], clips e, a MEAN: one example moves it by C1 / B. C2 >= C1 removes bias.
     noise_multiplier: nu >= 0, the standard deviation of the noise on the sum, divided by C1; a number, or the
         `dpx.Budget` to which it is calibrated. 0 costs infinity.
     reset_every: set e to 0 after this many steps, which lowers the cost; None never does.
     stability: at least 1e-6, in the units of the gradient: normalize instead of clipping; None clips.
-    sampling: one of the records of `dpx.sampling`.
+    sampling: Poisson (without `most_rows` or `weights`), fixed-size, shuffled epochs or full batches.
     key: a secret scalar jax PRNG key for one run, whose "noise" stream is used.
     Raises ValueError for a number outside its domain, and for a sampling or a key of another type.
     `dpx.chain(dice_sgd(...), optax.scale_by_adam(), ...)` is the Adam form. The table shows the noise multiplier, in

@@ -32,8 +32,8 @@ def dynamic_dp_sgd(
     dpx.papers.dynamic_dp_sgd.claims.first_mu(...)`. It is too small, and `dpx.epsilon` computes its true cost.)
 
     clip_norm: C_0, in [2^-40, 1e15], in the units of the gradient. steps: T, at least 1.
-    rho_mu: how fast the noise falls. rho_c: how fast the clip norm falls. Both are at least 1, at which nothing falls.
-    noise_multiplier: 1 / mu_0, or a `dpx.Budget`.
+    rho_mu: how fast the noise falls. rho_c: how fast the clip norm falls. Both are at least 1; at 1, nothing falls.
+    noise_multiplier: a number above 0, the 1 / mu_0 of the paper; or a `dpx.Budget`.
     every: at least 1, the number of steps in a block (an epoch), which keeps the schedules' values at its first step.
     sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret scalar key for this run alone.
     Raises ValueError for numbers outside their domains.
