@@ -26,6 +26,7 @@ myst_enable_extensions = ["dollarmath", "attrs_block"]
 myst_heading_anchors = 4
 myst_dmath_double_inline = False
 default_role = "code"
+highlight_language = "none"  # of blocks that name none: formulas, commands
 autodoc_typehints = "none"  # the docstrings have the meaning, the shape and the unit of each argument
 autodoc_member_order = "bysource"
 nitpicky = False  # names in docstrings are links where the reference has them

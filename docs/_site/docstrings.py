@@ -1,7 +1,7 @@
 """The docstrings of dpx as reStructuredText: their form is described in CONTRIBUTING.md.
 
 A line such as "name: meaning", with its continuation indented, is an entry of a list of arguments. An indented
-paragraph is code. All other lines are prose, with code in backticks.
+paragraph is code, or a formula if it does not name dpx. All other lines are prose, with code in backticks.
 """
 
 import inspect
@@ -80,7 +80,9 @@ def converted(lines: list[str], names: set[str] = frozenset()) -> list[str]:  # 
     result: list[str] = []
     for paragraph in paragraphs(one_a_line(lines, names)):
         if all(line.startswith("    ") for line in paragraph):
-            result += ["::", "", *paragraph, ""]
+            text = "\n".join(paragraph)
+            language = "python" if ">>> " in text or "dpx." in text else "none"
+            result += [f".. code-block:: {language}", "", *paragraph, ""]
             continue
         for entry in entries(paragraph):
             argument = ARGUMENT.match(entry[0])

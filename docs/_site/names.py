@@ -1,6 +1,6 @@
 """Each page of the reference begins with a table of its names: a link, and the first sentence of the docstring.
 
-Names in tables of all pages may break between their words, so that a table fits a telephone.
+Long names may break between their words: in tables, in the menu at the right, and everywhere on a telephone.
 """
 
 import importlib
@@ -8,9 +8,8 @@ import inspect
 import re
 
 DOCUMENTED = re.compile(r"^\.\. auto(?:function|class):: (\S+)$", re.MULTILINE)
-CELL = re.compile(r"<td[ >].*?</td>", re.DOTALL)
 NAME = re.compile(r'(<span class="pre">)([^<]+)')
-BREAK = re.compile(r"(?<=[._/(])(?=[^\W\d])|(?<=[a-z])(?=[A-Z])")
+BREAK = re.compile(r"(?<=[._/(=])(?=[^\W\d])|(?<=[a-z])(?=[A-Z])")
 SENTENCE = re.compile(r"(?:[^.]|\.(?! [A-Z`]| \w+: |$))+")  # up to a period that ends it
 
 
@@ -43,15 +42,13 @@ def add_table(app, docname, source) -> None:
 
 
 def break_names(app, pagename, templatename, context, doctree) -> None:
-    """Lets names in the cells of tables break between their words, and no option, such as --lora-rank."""
-    if "body" in context:
-        context["body"] = context["body"].replace('<span class="pre">--', '<span class="pre option">--')
-        context["body"] = CELL.sub(
-            lambda cell: NAME.sub(lambda m: m[1] + BREAK.sub("<wbr>", m[2]), cell[0]), context["body"]
-        )
+    """Lets names break between their words, and no option, such as --lora-rank."""
+    for part in {"body", "toc"} & {*context}:
+        text = context[part].replace('<span class="pre">--', '<span class="pre option">--')
+        context[part] = NAME.sub(lambda m: m[1] + BREAK.sub("<wbr>", m[2]), text)
 
 
 def setup(app):
     app.connect("source-read", add_table)
-    app.connect("html-page-context", break_names)
+    app.connect("html-page-context", break_names, priority=100)  # before the theme's
     return {"parallel_read_safe": True, "parallel_write_safe": True}

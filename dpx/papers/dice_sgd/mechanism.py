@@ -57,7 +57,8 @@ def dice_sgd(
     """DiceSGD: clip, and feed the clipping error back (Zhang et al. 2023, https://arxiv.org/abs/2311.14632).
 
         private gradient = v + N(0, (nu C1 / B)^2 I),  v = (1/B) sum_i clip(g_i, C1) + clip(e, C2)
-        next e = e + (1/B) sum_i clip(g_i, Cmax) - v,  with the v before noise; e starts at 0 and is never released
+        next e = e + (1/B) sum_i clip(g_i, Cmax) - v,  with the v before noise;
+                 e starts at 0 and is never released
 
     The paper claims that noise as large as DP-SGD's suffices, however large the gradients are. That does not hold
     (`dpx.papers.dice_sgd.dice_theorem_noise`): the error depends on all earlier raw batches, and may move the release
