@@ -121,7 +121,8 @@ def methods_page() -> str:
         for entry in entries:
             files = ", ".join(f"[`{path}`](../dpx/{path})" for path in dict.fromkeys((entry.source_file, entry.proof)))
             lines.append(f"| `{entry.name}` | {entry.summary.replace('|', chr(92) + '|')} Code: {files} |")
-    return "\n".join(lines) + "\n\nNext: [add your own](../CONTRIBUTING.md#add-a-method).\n"
+    end = "[Add your own](../CONTRIBUTING.md#add-a-method).\n\nNext: [the five papers](papers.md).\n"
+    return "\n".join([*lines, "", end])
 
 
 if __name__ == "__main__":

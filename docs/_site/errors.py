@@ -12,7 +12,7 @@ INTRODUCTION = """# Error messages and warnings
 
 dpx refuses a run whose epsilon would not hold. Each message states what is required, and what was given. To find yours,
 search this page for its first words, and skip any that are filled in (a name, a number). A `UserWarning` lets the run
-continue, because dpx cannot tell whether there is a mistake.
+continue, because dpx cannot tell whether there is a mistake. No message can warn about [sharp edges](sharp_edges.md).
 """
 SHOWN = 5  # words of a message
 SELF_EXPLAINED = "Other arguments"  # the group whose messages say all that there is to say
@@ -72,7 +72,7 @@ def page() -> str:
         lines += [f"### {way.heading}", "", *textwrap.wrap(way.text, 120, break_on_hyphens=False), ""]
         shown = [] if group == SELF_EXPLAINED else list(dict.fromkeys(filter(None, map(beginning, own))))
         lines += ["```text", *shown, "```", ""] if shown else []
-    return "\n".join([*lines, "Next: [sharp edges](sharp_edges.md), which no message can warn about.", ""])
+    return "\n".join([*lines, "Next: [all methods](methods.md).", ""])
 
 
 if __name__ == "__main__":
