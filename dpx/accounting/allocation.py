@@ -185,11 +185,7 @@ class Allocation(PrivacyLoss):
     """The cost of one epoch of random allocation. event: a `RandomAllocationDpEvent`."""
 
     event: RandomAllocationDpEvent
-    fresh = True
-
-    @property
-    def draws_examples_independently(self) -> bool:
-        return True
+    fresh, draws_examples_independently = True, True
 
     @property
     def release_count(self) -> ReleaseCount:

@@ -231,10 +231,7 @@ class PureDpEvent(DpEvent, PrivacyLoss):
 
     epsilon: float = attrs.field(converter=functools.partial(require_nonnegative, "epsilon of a release"))
     fresh = True
-
-    @property
-    def release_count(self) -> ReleaseCount:
-        return ReleaseCount(0, 0.0)  # its bits have this epsilon: it draws no normals whose arithmetic would add to it
+    release_count = ReleaseCount(0, 0.0)  # its bits have this epsilon: it draws no normals whose arithmetic would add
 
     def largest_shift(self, relation: Relation) -> float:
         return 0.0

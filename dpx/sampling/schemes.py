@@ -440,6 +440,7 @@ class FullBatch(Sampling):
     """
 
     relation: ClassVar[str] = "zero_out"
+    draws_examples_independently, steps_per_exact_epoch = True, 1
 
     def __post_init__(self):
         object.__setattr__(self, "examples", require_whole("examples", self.examples))
@@ -447,14 +448,6 @@ class FullBatch(Sampling):
     @property
     def divisor(self) -> float:
         return self.examples
-
-    @property
-    def draws_examples_independently(self) -> bool:
-        return True
-
-    @property
-    def steps_per_exact_epoch(self) -> int:
-        return 1
 
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         require_step(key, step)

@@ -49,13 +49,7 @@ _PARTS = 2**32 - 1  # fold-in number for the key of the parts; numbers below 2^3
 class RandomSizeSampling(Sampling):
     """A sampling with random batch sizes: batches are not cut, and their examples are in random rows."""
 
-    @property
-    def pads(self) -> bool:
-        return True
-
-    @property
-    def most_rows(self) -> float:
-        return math.inf
+    pads, most_rows = True, math.inf
 
     @property
     def usual_rows(self) -> int:
@@ -340,6 +334,7 @@ class RandomAllocation(RandomSizeSampling):
     steps_per_epoch: int = field()  # pyrefly: ignore[bad-override]
     relation: ClassVar[str] = "zero_out"
     one_key: ClassVar[bool] = True
+    steps_per_public_epoch = 0
 
     def __post_init__(self):
         examples = require_whole("examples", self.examples)
@@ -354,10 +349,6 @@ class RandomAllocation(RandomSizeSampling):
     @property
     def steps_per_exact_epoch(self) -> int:
         return self.steps_per_epoch
-
-    @property
-    def steps_per_public_epoch(self) -> int:
-        return 0
 
     @property
     def divisor(self) -> float:
