@@ -261,7 +261,11 @@ class SearchPlan:
         result = train(trial)
         if not isinstance(result, tuple) or len(result) < 2:
             raise ValueError(f"train must return the result of dpx.fit, or (params, state), got {type(result)}")
-        if (steps := cost_of_run(trial.optimizer, result[1]).record.steps) > most:
+        try:
+            steps = cost_of_run(trial.optimizer, result[1]).record.steps
+        except ValueError as error:
+            raise ValueError(f"a trial must train trial.optimizer, and not another mechanism: {error}") from error
+        if steps > most:
             raise ValueError(f"a trial must plan and take at most the {most} steps that are paid for, got {steps}")
         if int(stream := release_state(result[1]).batch_key) not in (0, int(keys.mark_of_key(trial.optimizer.key))):
             raise ValueError(

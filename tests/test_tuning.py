@@ -537,7 +537,7 @@ def test_trials_beyond_the_bill_are_refused():
     with pytest.raises(ValueError, match="must return the mechanism that is paid for"):
         search(optimizer=lambda configuration, key: mechanism({"noise": next(noises)}, key))
     search.train = train_losers_with_less_noise
-    with pytest.raises(ValueError, match="other noise"):
+    with pytest.raises(ValueError, match="a trial must train trial.optimizer, .*other noise"):
         search(3, steps=3, trials=20)
     assert search.drawn()[-1] < 4.0
 

@@ -141,8 +141,9 @@ def owner_array(users: Any) -> np.ndarray:
         )
     if owners.dtype.kind not in "iuUS":
         found = sorted(t.__name__ for t in types)
-        words = ": one that is missing makes a column of numbers one of floats" if "float" in found else ""
-        raise ValueError(f"users must be all integers or all strings, and none of them missing; got {found}{words}")
+        hint = "; drop the rows without an owner" if "float" in found else ""
+        hint += ", then use .astype(int)" if found == ["float"] else ""
+        raise ValueError(f"users must be all integers or all strings, and none of them missing; got {found}{hint}")
     return owners
 
 

@@ -180,7 +180,7 @@ def _require_sampling(sampling: Sampling, strategy: Strategy) -> None:
     if isinstance(sampling, CyclicPoissonSampling):
         require_bands_fit_groups(strategy, sampling)
     elif not isinstance(sampling, FixedOrder | ShuffledEpochs | FullBatch):
-        words = "CyclicPoissonSampling (with a banded C), FixedOrder, ShuffledEpochs or FullBatch"
+        words = "CyclicPoissonSampling, " * bool(strategy.bands) + "FixedOrder, ShuffledEpochs or FullBatch"
         raise ValueError(f"sampling must be {words}, got {described(sampling)}")
 
 
