@@ -68,8 +68,8 @@ class Budget:
         adaptive clipping. Every cost is for this many, and `init` refuses more parameters. With None, the noise is
         calibrated for 2^32, and a state's cost counts its own number. It matters for small deltas (`docs/exact.md`).
 
-    Raises ValueError if a field is outside its range, if not exactly one of steps and epochs is given, and if the
-    budget is used as a number.
+    Raises ValueError if a field is outside its range, if not exactly one of steps and epochs is given, and if you
+    calculate with the budget.
     """
 
     epsilon: float

@@ -297,8 +297,8 @@ def _partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
 class Selection(Composition):
     """The cost of the best of a random and secret number of trials, if nothing else about them is released.
 
-    trial: the event of one trial without its score. trials, distribution: the expected number of trials, and its law.
-    configurations: int, how many the cost covers. score: what the score costs, in words.
+    trial: the event of one trial without its score. trials: float, the expected number. distribution: its name.
+    configurations: int, how many the cost covers. score: its cost, in words. Other fields: as for `Composition`.
     """
 
     trial: DpEvent

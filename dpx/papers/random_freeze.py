@@ -40,8 +40,8 @@ def random_freeze_sgd(
     The paper claims the epsilon of DP-SGD. That holds, because the masks do not depend on data; but the paper's runs
     shuffle the data and count Poisson sampling. dpx accounts for DP-SGD with the sampling that draws the batches.
 
-    freeze_rate: in [0, 1), the share of frozen coordinates; gradual cooling is
-        `optax.linear_schedule(0.0, freeze_rate, cooling_steps)`.
+    freeze_rate: in [0, 1), the share of frozen coordinates; to freeze them gradually, use `optax.linear_schedule(0.0,
+        freeze_rate, cooling_steps)`.
     every: at least 1, for how many steps a mask is kept; an epoch in the paper.
     posterior: whether to clip first and mask only the release, so that frozen coordinates count in the norm.
     clip_norm: applies to each masked gradient; a number, a schedule of the step, or one for each group of layers.
@@ -107,8 +107,8 @@ def random_freeze(*, freeze_rate: ScalarOrSchedule, every: int, posterior: bool 
     g -> m g for a mask m with exactly floor((1 - freeze_rate) d) ones, at least 1, that depends only on the key and the
     step. Frozen coordinates get neither gradient nor noise, and do not count in the norm.
 
-    freeze_rate: in [0, 1). A schedule of the step is read (in float32) at the first step of every period; gradual
-        cooling is `optax.linear_schedule(0.0, freeze_rate, cooling_steps)`.
+    freeze_rate: in [0, 1). A schedule of the step is read (in float32) at the first step of every period; to freeze
+        gradually, use `optax.linear_schedule(0.0, freeze_rate, cooling_steps)`.
     every: int, at least 1, for how many steps a mask is kept; an epoch in the paper.
     posterior: whether to clip first and mask only the release, so that frozen coordinates count in the norm.
     key: a secret scalar PRNG key, whose "random_freeze" stream is used, with the number of the period folded in.

@@ -81,8 +81,8 @@ class ScaleLaw:
         """Predicts the loss of models of several sizes, for each batch size and number of epochs of `noise`.
 
         noise: from `dpx.plan_noise`. parameters: model sizes; None takes the measured ones. compute: the largest
-        allowed parameters x batch size x steps of a run. Raises ValueError for sizes below 1, and if no run is both
-        within `compute` and within the measured range.
+        allowed parameters x batch size x steps of a run, without limit by default. Raises ValueError for sizes below 1,
+        and if no run is both within `compute` and within the measured range.
         """
         sizes = self.levels[0] if parameters is None else [require_whole("parameters", size) for size in parameters]
         within = [

@@ -107,7 +107,7 @@ class Sampling(abc.ABC):
 
     @property
     def draws_examples_independently(self) -> bool:
-        """Whether each example has its own coins, or always takes part; the cost of several records requires this."""
+        """Whether each step tosses a coin for each example, or takes all; the cost of several records requires this."""
         return False
 
     @property

@@ -42,7 +42,7 @@ _SPARE = 2.0**-50  # of epsilon
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Quantiles(Release):
-    """Released quantiles: `value` is float64 (quantiles,), ascending.
+    """A `Release` of quantiles: `value` is float64 (quantiles,), ascending.
 
     scale: float64 (quantiles,): the rank error is scale * ln(points / (1 - confidence)). points: int, possible answers.
     """

@@ -130,7 +130,7 @@ class Release:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Statistic(Release):
-    """A released statistic with its error bounds."""
+    """A `Release` of a statistic with its error bounds."""
 
     interval_at: Callable[[float], Any] = field(repr=False)
 
