@@ -90,14 +90,9 @@ def mu(*, epsilon: float, delta: float) -> float:
     return math.exp(-root)
 
 
-def _find_root(function: Callable[[float], float], low: float, high: float) -> float:
-    root: Any = optimize.brentq(function, low, high, xtol=1e-14, rtol=np.float64(1e-14))
-    return float(root)
-
-
 def _root_from_above(function: Callable[[float], float], low: float, high: float) -> float:
     """Finds a root of a decreasing function, rounded up to where the function is not positive."""
-    root = _find_root(function, low, high)
+    root: Any = optimize.brentq(function, low, high, xtol=1e-14, rtol=np.float64(1e-14))
     step = 1e-14 * max(1.0, abs(root))
     while function(root) > 0:
         root, step = min(high, root + step), 2 * step

@@ -284,10 +284,8 @@ class Folder:
     def _delete_older_checkpoints(self):
         """Deletes all but the last KEPT checkpoints. Called only in process 0."""
         fsync_folder(self.path)
-        for path in [
-            *(self.path / str(step) for step in self._checkpoint_steps()[:-KEPT]),
-            *self.path.glob(UNFINISHED),
-        ]:
+        older = [self.path / str(step) for step in self._checkpoint_steps()[:-KEPT]]
+        for path in (*older, *self.path.glob(UNFINISHED)):
             shutil.rmtree(path, ignore_errors=True)
 
     def _checkpoint_steps(self) -> list[int]:

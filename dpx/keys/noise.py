@@ -84,12 +84,7 @@ class StreamPosition(NamedTuple):
     half: int
 
 
-def release(
-    key: jax.Array,
-    step: jax.Array | int,
-    total: FloatPair | Tree,
-    deviation: jax.Array | float,
-) -> Tree:
+def release(key: jax.Array, step: jax.Array | int, total: FloatPair | Tree, deviation: jax.Array | float) -> Tree:
     """Adds normal noise of standard deviation `deviation` to `total`, on a public grid; float32, shaped like `total`.
 
     key: scalar key of the mechanism's "noise" stream. step: int (), below 2^31; two steps have independent noise.
@@ -478,11 +473,7 @@ def _fuse_into_one_kernel(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def release_and_noise(
-    key: jax.Array,
-    step: jax.Array | int,
-    total: Callable[[Any], FloatPair],
-    parts: Tree,
-    deviation: jax.Array | float,
+    key: jax.Array, step: jax.Array | int, total: Callable[[Any], FloatPair], parts: Tree, deviation: jax.Array | float
 ) -> tuple[Tree, FloatPair]:
     """Returns `release` of the `FloatPair` `total(parts)`, and its SECRET noise: what was released minus that total.
 

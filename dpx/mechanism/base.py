@@ -35,7 +35,7 @@ from dpx.sampling.data import batch_size
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule, values_over
 from dpx.states.reading import require_state_of_mechanism, steps_taken
-from dpx.states.record import check_batch, fingerprint_sampling_and_event, release_and_record_draws, stamp_fingerprints
+from dpx.states.record import check_batch, fingerprint, release_and_record_draws, stamp_fingerprints
 from dpx.sums.clipped_sum import sum_contributions
 from dpx.sums.rounding import ETA
 from dpx.values import Tree, described, explain_misuse, float32_like, leaf_path
@@ -150,8 +150,8 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
 
     @functools.cached_property
     def fingerprints(self) -> np.ndarray:
-        """The fingerprints, uint32 (2,), that sign a state of this mechanism."""
-        return fingerprint_sampling_and_event(self.event(1), self.sampling)
+        """The fingerprints, uint32 (2,), that sign a state: of its sampling and of a step's event without its noise."""
+        return np.array([fingerprint(self.sampling), fingerprint(self.event(1), without="noise_multiplier")], np.uint32)
 
     def check_and_release(self, sums, state, params, rows, drawn=None, *, ordered=True) -> tuple[Tree, Tree]:
         """Checks a batch and releases its sums. rows: int (), how many rows are included. drawn, ordered: as for
@@ -384,11 +384,7 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
             raise
         return ChainState(inner, guards.require_no_held_updates(state))
 
-    return mechanism.wrap(
-        begin=begin,
-        release=release,
-        stages=(*mechanism.stages, "optax transforms"),
-    )
+    return mechanism.wrap(begin=begin, release=release, stages=(*mechanism.stages, "optax transforms"))
 
 
 def _require_transforms(transforms: tuple[Any, ...]):

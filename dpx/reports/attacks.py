@@ -123,10 +123,8 @@ def attack_bounds_of_profile(profile: Profile, delta: float, false_positive_rate
 
 def attack_bounds_and_curve(profile: Profile, delta: float) -> tuple[AttackBounds, tuple[tuple[float, float], ...]]:
     """Returns the bounds that a report shows, and its curve: pairs (false positive rate, bound on the true one)."""
-    bounds, stated = (
-        attack_bounds_of_profile(profile, delta, (*FALSE_POSITIVE_RATES, *CURVE_RATES)),
-        len(FALSE_POSITIVE_RATES),
-    )
+    bounds = attack_bounds_of_profile(profile, delta, (*FALSE_POSITIVE_RATES, *CURVE_RATES))
+    stated = len(FALSE_POSITIVE_RATES)
     wrong, right = bounds.false_positive_rates, bounds.true_positive_rates
     shown = bounds._replace(false_positive_rates=wrong[:stated], true_positive_rates=right[:stated])
     return shown, tuple(zip(wrong[stated:], right[stated:], strict=True))

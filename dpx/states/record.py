@@ -15,7 +15,6 @@ import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dp_accounting import DpEvent
 
 from dpx.keys.noise import collect_release_sizes, count_normal_pairs, count_numbers_with_cost, untracked_mapped_axes
 from dpx.keys.streams import key_words
@@ -324,11 +323,6 @@ def unit_fingerprint(unit: str) -> int:
     if not isinstance(unit, str) or not unit:
         raise ValueError(f'unit must be the name of what epsilon protects, such as "user", got {described(unit)}')
     return fingerprint(unit)
-
-
-def fingerprint_sampling_and_event(event: DpEvent, sampling: Any) -> np.ndarray:
-    """Returns the fingerprints, uint32 (2,), of a sampling and of one step's event without its noise multipliers."""
-    return np.array([fingerprint(sampling), fingerprint(event, without="noise_multiplier")], np.uint32)
 
 
 _PLAIN = (str, int, float)  # and bool, which is an int

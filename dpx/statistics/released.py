@@ -241,19 +241,14 @@ class StatisticRequest:
         if self.ledger is None and not isinstance(self.noise_multiplier, Budget):
             _warn_of_large_cost(self.noise_multiplier, event(multiplier))
         if self.ledger is not None:
-            of = {
-                "words": self.words,
-                "numbers": numbers,
-                "unit": records.unit,
-                "part": self.part,
-                "holder": str(answer),
-            }
             if self.ledger.terms.relation == "add_or_remove":
                 raise ValueError(
                     'relation of the ledger of a statistic must be "zero_out" or "replace_one", because the number of '
                     'examples is public; got "add_or_remove"'
                 )
-            self.ledger.spend(event(multiplier / self.ledger.terms.records), key=self.key, **of)
+            of = {"words": self.words, "numbers": numbers, "unit": records.unit, "part": self.part}
+            cost = event(multiplier / self.ledger.terms.records)
+            self.ledger.spend(cost, key=self.key, holder=str(answer), **of)
         _ANSWERED[mark] = answer
         return event(multiplier), own
 

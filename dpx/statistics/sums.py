@@ -115,13 +115,8 @@ def release_histogram(
         public, bins = np.asarray(categories), np.size(categories)
         kinds = {public.dtype.kind, values.dtype.kind}  # NumPy finds no word equal to bytes, so every count would be 0
         alike = len(kinds) == 1 or kinds.isdisjoint("US")
-        if (
-            public.ndim != 1
-            or not bins
-            or len({*public.tolist()}) < bins
-            or public.dtype.kind not in "fiubUS"
-            or not alike
-        ):
+        distinct = public.ndim == 1 and 0 < bins == len({*public.tolist()})
+        if not distinct or not alike or public.dtype.kind not in "fiubUS":
             raise ValueError(f"categories must be distinct, of the kind of data, (bins,); got {described(categories)}")
         order = np.argsort(public)
         places = order[np.minimum(np.searchsorted(public[order], values), bins - 1)]
