@@ -90,7 +90,7 @@ def fit(
     norms: Norms = "auto",
     backward_passes: int | None = None,
 ) -> FitResult:
-    """Trains `params` on `data` for the steps of a budget, and returns a `FitResult`. To continue it: `dpx.fitting`.
+    """Trains `params` on `data` for the steps of a budget; returns a `FitResult`. `dpx.fitting` says how to continue.
 
     loss: (params, example) -> scalar float loss of one example, which has no batch axis.
     optimizer: a mechanism followed by optax transforms, from `dpx.chain`. Each run needs its own key.

@@ -40,8 +40,8 @@ def random_freeze_sgd(
     The paper claims the epsilon of DP-SGD. That holds, because the masks do not depend on data; but the paper's runs
     shuffle the data and count Poisson sampling. dpx accounts for DP-SGD with the sampling that draws the batches.
 
-    freeze_rate: in [0, 1), the share of frozen coordinates; to freeze them gradually, use `optax.linear_schedule(0.0,
-        freeze_rate, cooling_steps)`.
+    freeze_rate: in [0, 1), the share of frozen coordinates; to freeze them gradually, use
+        `optax.linear_schedule(0.0, freeze_rate, cooling_steps)`.
     every: at least 1, for how many steps a mask is kept; an epoch in the paper.
     posterior: whether to clip first and mask only the release, so that frozen coordinates count in the norm.
     clip_norm: applies to each masked gradient; a number, a schedule of the step, or one for each group of layers.
