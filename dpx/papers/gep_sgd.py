@@ -42,7 +42,7 @@ def gep_sgd(
     basis: what `dpx.coordinates.public_subspace` computes from public gradients, (rank, *shape) for each array of the
         parameters. The paper computes a new one at every step, which `optax.tree.set(state, basis=...)` sets.
     embedding_clip_norm, residual_clip_norm: C1 and C2, above 0, in the units of the gradient.
-    embedding_share: s in (0, 1), the embedding's share of the precision; 1/2 is the paper's.
+    embedding_share: s in (0, 1), the embedding's share of sigma^-2; 1/2 is the paper's.
     freeze_rate: in [0, 1), the share of coordinates that a random mask freezes, in each gradient before it is split and
         in the release (Zhu and Blaschko 2021, arXiv:2112.00845, Table 1). It costs nothing, because the masks do not
         depend on data. every: at least 1, for how many steps a mask is kept.

@@ -74,7 +74,7 @@ def ada_fest(
 
     threshold: tau, at least 0, the noisy number of examples in a batch that must read a row. most_rows: at least 1, the
         most rows of a table that a step updates. reads_norm: above 0, the clip norm of the v_i.
-    reads_share: s in (0, 1), the counts' share of the precision. tables: predicate on an array's path, such as
+    reads_share: s in (0, 1), the counts' share of sigma^-2. tables: predicate on an array's path, such as
         `lambda path: "embedding" in path`; None: arrays with two or more axes. The rows of a table are on axis 0.
     clip_norm: C, in the units of the gradient, which is clipped to C sqrt(1 - s).
     noise_multiplier: sigma, for both releases as one Gaussian; a number, a schedule of the step, or a `dpx.Budget`.

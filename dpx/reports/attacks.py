@@ -74,8 +74,8 @@ def attack_bounds(
     """Bounds every attack that asks whether one example took part, from the privacy profile of a run.
 
     run: a mechanism, with `steps_or_state` as for `dpx.epsilon`; or a `Composition`, without it.
-    delta: in (0, 1), the slack of `mu`. Without slack, Poisson sampling would not lower mu, because sampling does not
-        thin the farthest tail.
+    delta: in (0, 1), the slack of the result's `mu`. Without slack, Poisson sampling would not lower mu, because
+        sampling does not thin the farthest tail.
     false_positive_rates: floats in [0, 1]. accountant, relation, records: as for `dpx.epsilon`. With more than 1
         record, the attack is on a person who owns that many.
 

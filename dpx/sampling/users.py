@@ -162,7 +162,7 @@ def records_to_keep(owners: Any, *, most_records: int, first: First = "order") -
     first: "order" tries the records in their order, which must not depend on private data either. "fewest_owners" tries
         those with the fewest owners first, which keeps more records, but fewer of those with many owners.
 
-    Raises ValueError for a record without an owner (it would protect nobody), for missing owners, for starts that do
+    Raises ValueError for a record without an owner (which protects nobody), for missing owners, for starts that do
     not rise from 0 to the number of owners, and for other arguments outside their domains.
     """
     require_whole("most_records", most_records)
