@@ -22,6 +22,8 @@ from dpx.accounting.flat_event import from_event
 from dpx.accounting.loss import ReleaseCount
 from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.selection import OneOfDpEvent
+from dpx.papers.correlated_noise.cost import CyclicBandedDpEvent
+from dpx.papers.d2p2_sgd.cost import ProjectedGaussianDpEvent
 from dpx.reports import curves
 from dpx.reports.report import report_sections
 from dpx.values import rounded_up
@@ -193,6 +195,48 @@ def test_a_release_is_repeated_a_whole_number_of_times(count):
     for _ in range(2):  # beyond 2^63, where int64 would begin again
         often = dp_accounting.SelfComposedDpEvent(often, np.int64(2**32))
     assert from_event(often).losses("zero_out").popitem()[1] == 2**96
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        dp_accounting.dp_event.ZCDpEvent(math.nan),  # its epsilon was 0
+        dp_accounting.dp_event.SingleEpochTreeAggregationDpEvent(math.nan, 100),
+        CyclicBandedDpEvent(math.nan, 0.1, 3, (1.0,)),
+        CyclicBandedDpEvent(2.0, -0.1, 3, (1.0,)),
+        ProjectedGaussianDpEvent(2.0, 1.5, 200),
+    ],
+)
+def test_events_with_numbers_out_of_range_are_refused(event):
+    for refused in (event, dp_accounting.PoissonSampledDpEvent(0.1, event)):
+        with pytest.raises(ValueError, match=r"of a \w+ must be a number at least 0.*, got (nan|-0.1|1.5)"):
+            accounting.event_epsilon(refused, delta=1e-5, relation="zero_out")
+
+
+def test_numbers_of_few_digits_cost_as_floats_do():
+    """float16 and float32 arithmetic rounds shares of delta, and merged noise multipliers, up."""
+    full, sampled = Mechanism(20.0, Shuffled()), Mechanism(4.0, Known())
+    for ask in (
+        lambda delta: accounting.epsilon(full, 100, delta=delta),
+        lambda delta: accounting.epsilon(full, 100, delta=delta, accountant="rdp"),
+        lambda delta: accounting.max_steps(full, epsilon=1.0, delta=delta),
+        lambda delta: curves.epsilon_over_steps(full, 100, delta=delta, points=2).epsilon[-1],
+        lambda delta: accounting.epsilon(sampled, 100, delta=delta),
+        lambda delta: accounting.dp_sgd_epsilon(
+            examples=1000, batch_size=10, noise_multiplier=4.0, steps=100, delta=delta
+        ),
+    ):
+        for delta in (np.float16(1e-5), np.float32(1e-6)):
+            assert ask(delta) == ask(float(delta))
+    merged = [dp_accounting.SelfComposedDpEvent(Gaussian(noise), 3) for noise in (np.float16(1999), 1999.0)]
+    less, bill = (accounting.event_epsilon(dp_accounting.PoissonSampledDpEvent(0.5, e), delta=1e-5) for e in merged)
+    assert less == bill > 0
+    several = [
+        accounting.schedule_epsilon([40.0], sampling_rate=0.01, delta=1e-5, records=n) for n in (np.uint8(200), 200)
+    ]
+    assert several[0] == several[1]
+    assert type(dpx.Budget(epsilon=1.0, delta=1e-5, steps=3, numbers=np.int32(7)).numbers) is int
+    assert accounting.event_epsilon(Gaussian(1e200), delta=0) == math.inf
 
 
 @pytest.mark.parametrize("collect", [iter, set])

@@ -90,7 +90,7 @@ def test_a_sample_of_nobody_costs_nothing():
     "mixture", [(1.0, [1.0], [0.5]), (1.0, [-1.0], [1.0]), (-1.0, [1.0], [1.0]), (1.0, [1.0, 2.0], [1.0])]
 )
 def test_what_is_no_mixture_is_refused(mixture):
-    with pytest.raises(ValueError, match="must be at least 0, with probabilities that sum to 1"):
+    with pytest.raises(ValueError, match="must be (at least 0, with probabilities that sum to 1|a number at least 0)"):
         event_epsilon(MixtureOfGaussiansDpEvent(*mixture), delta=1e-5)
     with pytest.raises(ValueError, match="does not fit a mixture of Gaussians"):
         event_epsilon(MixtureOfGaussiansDpEvent(*MIXTURE), delta=1e-5, relation="replace_one")

@@ -258,6 +258,7 @@ class RunProfile:
 
     def epsilon_with_rounding(self, delta: float) -> EpsilonWithRounding:
         """Returns epsilon at `delta`, and how much of it and of delta arithmetic added."""
+        delta = float(delta)  # in float32 or float16, the shares of delta would round up
         return min(
             (self._epsilon_for_sampler(delta, normals) for normals in self._samplers_to_try()),
             key=lambda answer: answer.epsilon,

@@ -85,9 +85,9 @@ class Budget:
         checks.require_positive_epsilon(self.epsilon)
         checks.require_delta(self.delta)
         checks.require_accountant(self.accountant)
-        require_whole("records", self.records)
         require_bool("public_stop", self.public_stop)
-        checks.numbers_per_release(1 if self.numbers is None else self.numbers)
+        numbers = None if self.numbers is None else checks.numbers_per_release(self.numbers)
+        vars(self).update(records=require_whole("records", self.records), numbers=numbers)
         if (self.steps is None) == (self.epochs is None):
             given = f"such as steps=1 for one release; got {described(self.steps)} and {described(self.epochs)}"
             raise ValueError(f"a dpx.Budget must have exactly one of steps and epochs, {given}")

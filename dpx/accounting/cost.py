@@ -73,7 +73,7 @@ def event_epsilon(
     exact = event_profile(event, accountant=accountant, relation=relation, buckets=buckets)
     if delta > 0 or isinstance(exact, DelegatedProfile):
         return exact.epsilon(delta)
-    return 0.0 if exact.delta(0.0) == 0 else from_event(event).pure(relation)
+    return from_event(event).pure(relation)
 
 
 @explain_misuse

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import attrs
 import dp_accounting
 import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SampledWithoutReplacementDpEvent
@@ -47,7 +48,7 @@ from dpx.accounting.profiles import UNBOUNDED, loss_profile
 from dpx.accounting.selection import OneOfDpEvent, OneOfEventsLoss, SearchLoss
 from dpx.sampling.schemes import compose_events
 from dpx.sampling.varying import RandomAllocationDpEvent
-from dpx.values import described, require_whole
+from dpx.values import as_real, described, range_in_words, require_whole
 
 _FREE = 1e9  # a Gaussian with this many times the noise of another adds nothing to its cost, in float64
 DISTINCT, FEW = 32, 6  # the most noise multipliers in the cost of several records, and in a calibration's rough costs
@@ -250,7 +251,7 @@ class GaussianRelease(PrivacyLoss):
 
     @property
     def noise_multiplier(self) -> float:
-        return self.inner.noise_multiplier
+        return float(self.inner.noise_multiplier)  # in float16, a merged noise multiplier would round up
 
     @property
     def inner(self) -> Any:
@@ -284,7 +285,7 @@ class GaussianRelease(PrivacyLoss):
 
 
 KINDS: Mapping[type, Callable[[Any], PrivacyLoss]] = {
-    GaussianDpEvent: lambda event: GaussianRelease(event, ((event.noise_multiplier, 1),)),
+    GaussianDpEvent: lambda event: GaussianRelease(event, ((float(event.noise_multiplier), 1),)),
     dp_accounting.NonPrivateDpEvent: NoiselessRelease,
     TruncatedSubsampledGaussianDpEvent: TruncatedRelease,
     MixtureOfGaussiansDpEvent: GaussianMixtureRelease,
@@ -334,7 +335,18 @@ def _privacy_loss_of(event: Any) -> PrivacyLoss | None:
     if isinstance(event, SampledWithoutReplacementDpEvent) and isinstance(event.event, GaussianDpEvent):
         return FixedSizeRelease(event)
     event = as_hashable(event)
+    if attrs.has(type(event)) and not isinstance(event, GaussianDpEvent):  # whose noise is checked where it is used
+        _require_numbers_in_range(event)
     return event if isinstance(event, PrivacyLoss) else KINDS.get(type(event), DpAccountingRelease)(event)
+
+
+def _require_numbers_in_range(event: Any) -> None:
+    """Raises ValueError for NaN, a number below 0 or a rate above 1, for which an accountant may find no cost."""
+    for field_ in attrs.fields(type(event)):
+        value, most = getattr(event, field_.name), 1.0 if field_.name == "sampling_probability" else math.inf
+        if (number := as_real(value)) is not None and not 0 <= number <= most:
+            name = f"{field_.name} of a {type(event).__name__}"
+            raise ValueError(f"{name} must be a number {range_in_words(0, most)}, got {described(value)}")
 
 
 def _merge_on_one_sample(event: PoissonSampledDpEvent) -> PrivacyLoss | None:

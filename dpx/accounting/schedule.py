@@ -129,7 +129,7 @@ def _upper_and_lower_profiles(
     sigmas, rates, repeats = checks.require_schedule(noise, sampling_rate, counts)
     relation, buckets = checks.require_relation(relation), require_whole("buckets", buckets)
     checks.require_accountant(accountant)
-    if require_whole("records", records) > 1:
+    if (records := require_whole("records", records)) > 1:
         of_several = dict(accountant=accountant, numbers=numbers, relation=relation)
         upper = _profile_for_several_records(sigmas, rates, repeats, records, buckets, of_several)
         sigmas = np.where(rates == 1, sigmas / records, sigmas)  # at sampled steps, one record costs less than all
