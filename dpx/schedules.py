@@ -84,19 +84,24 @@ def _with_fixed_constants(name: str, schedule: Schedule) -> Schedule:
     values, numbers = traced.out_avals, (jnp.integer, jnp.floating)
     if len(values) != 1 or values[0].shape or not any(jnp.issubdtype(values[0].dtype, kind) for kind in numbers):
         raise ValueError(f"{needed}; got one with the values {[str(value) for value in values]}")
-    if traced.effects or not _CHANGING.isdisjoint(_primitive_names(traced.jaxpr)):
-        raise ValueError(f"{needed}; got one that calls Python or reads a reference, whose value may change")
+    if traced.effects or not _CHANGING.isdisjoint(_primitives_and_types(traced.jaxpr)):
+        raise ValueError(
+            f"{needed}; got one that may change: it calls Python, reads a reference or draws from a key of kind rbg"
+        )
     numbers_at = jax.extend.core.jaxpr_as_fun(_copy_constants(traced))
     # Converted to float32 here, because XLA rounds a bfloat16 that a program returns, but not one within a program.
     return lambda step: jnp.asarray(numbers_at(jnp.asarray(step, jnp.int32))[0]).astype(jnp.float32)
 
 
-_CHANGING = {"pure_callback", "rng_uniform"}  # primitives without effects that return a new value at every call
+# Primitives without effects, and types of keys, whose values differ from call to call, or under jax.vmap.
+_CHANGING = {"pure_callback", "rng_uniform", "rng_bit_generator", "custom_vmap_call", "key<rbg>", "key<urbg>"}
 
 
-def _primitive_names(jaxpr: Any) -> set[str]:
-    inside = (_primitive_names(inner) for inner in jax.extend.core.subjaxprs(jaxpr))
-    return {equation.primitive.name for equation in jaxpr.eqns}.union(*inside)
+def _primitives_and_types(jaxpr: Any) -> set[str]:
+    """Returns the names of all primitives in a jaxpr, and of the types of their operands and results."""
+    found = {equation.primitive.name for equation in jaxpr.eqns}
+    of_values = (getattr(v.aval, "dtype", "") for equation in jaxpr.eqns for v in (*equation.invars, *equation.outvars))
+    return found.union(map(str, of_values), *map(_primitives_and_types, jax.extend.core.subjaxprs(jaxpr)))
 
 
 def _copy_constants(value: Any) -> Any:

@@ -131,6 +131,12 @@ def by_callback(step):
     )
 
 
+@jax.custom_batching.custom_vmap
+def another_under_vmap(step):
+    return jnp.float32(1) + 0 * step
+
+
+another_under_vmap.def_vmap(lambda size, batched, step: (jnp.float32(9) + 0 * step, True))
 REFERENCE = jax.new_ref(jnp.float32(1))
 REFUSED = {
     "several values": (lambda step: jnp.ones(2), r"with the values \['float32\[2\]'\]"),
@@ -150,6 +156,11 @@ REFUSED = {
     ),
     "a callback in jit": (jax.jit(by_callback), "calls Python"),
     "a reference": (lambda step: REFERENCE[...], "reads a reference"),
+    "numbers of an rbg key": (  # the cost, under jax.vmap, had those of the first step's key at every step
+        lambda step: 1 + jax.random.uniform(jax.random.fold_in(jax.random.key(1, impl="rbg"), step)),
+        "draws from a key of kind rbg",
+    ),
+    "another value under vmap": (another_under_vmap, "may change"),
 }
 
 
