@@ -207,6 +207,10 @@ def test_a_link_to_a_ledger_is_the_same_ledger(ledger, tmp_path):
     linked.spend(MEAN, key=key(2), words="by the link")
     assert [len(each.entries) for each in (ledger, linked)] == [3, 3]
     assert linked._lock.lock_file == ledger._lock.lock_file
+    (tmp_path / "hard").hardlink_to(ledger.path)
+    for one in (ledger, dpx.PrivacyLedger(tmp_path / "hard")):
+        with pytest.raises(ValueError, match="must have one name, but .* has another one, a hard link"):
+            one.spend(MEAN, key=key(3), words="by one of two names")
 
 
 def test_releases_must_be_for_the_unit_of_the_ledger(ledger, tmp_path):

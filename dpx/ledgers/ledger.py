@@ -372,7 +372,12 @@ class PrivacyLedger:
         return lines
 
     def _append_lines(self, lines: Iterable[dict[str, Any]]) -> None:
-        """Appends lines atomically and durably. The caller holds the lock."""
+        """Appends lines atomically and durably. The caller holds the lock. Raises ValueError for a hard link."""
+        if self.path.stat().st_nlink > 1:
+            raise ValueError(
+                f"the file of a ledger must have one name, but {self.path} has another one, a hard link, which would "
+                "become a second ledger with the old lines: delete that name, or make it a symbolic link"
+            )
         text = self.path.read_text(encoding="utf-8")
         replace_file(self.path, text + "".join(json.dumps(line) + "\n" for line in lines))
 
