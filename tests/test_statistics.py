@@ -34,6 +34,9 @@ OWNERS = np.arange(len(HOSTILE)) % 5
 BOUNDS = {"low": -0.7, "high": 1.1}
 
 
+APART = {"noise_multiplier": 1.0, "key": dpx.secret_key(999)}  # the next key of `KEYS` stays for others
+
+
 def asked(**changes):
     return {"noise_multiplier": 1.0, "key": next(KEYS)} | changes
 
@@ -610,6 +613,15 @@ def test_a_metric_of_some_examples_must_not_show_how_many():
 # ------------------------------------------------------------------ refusals
 
 
+class Integers:
+    """A column of pandas: one missing value makes it an array of floats, in which 2^53 + 1 counts as 2^53."""
+
+    dtype = "Int64"
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array([2**53 + 1, np.nan])
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -617,6 +629,7 @@ def test_a_metric_of_some_examples_must_not_show_how_many():
         (lambda: statistics.release_count(np.zeros(0), **asked()), "N of at least 1"),
         (lambda: statistics.release_count([True] * 9 + [2], **asked()), "whose dtype does not depend on the records"),
         (lambda: statistics.release_histogram([2**53 + 1, math.nan], categories=[1], **asked()), "not depend on"),
+        (lambda: statistics.release_histogram(Integers(), categories=[1], **APART), "not depend on"),
         (lambda: statistics.release_histogram(np.array(["a"], object), categories=["a"], **asked()), "to_numpy"),
         (lambda: statistics.release_histogram(np.ma.array(["a"]), categories=["a"], **asked()), "without a mask"),
         (lambda: statistics.release_count(np.array(["a"]), **asked()), "numbers or bools"),
@@ -643,6 +656,7 @@ def test_a_metric_of_some_examples_must_not_show_how_many():
             lambda: statistics.release_accuracy(np.arange(9), **asked()),
             r"correct must be bool .* got integers \(int64\)",
         ),
+        (lambda: statistics.release_accuracy([3, 7], **APART), "correct must be bool"),
         (
             lambda: statistics.release_accuracy(dpx.UserData(np.arange(9), np.arange(9)), **asked()),
             "correct must be bool",

@@ -41,8 +41,8 @@ def release_accuracy(
     """
     asked = {"noise_multiplier": noise_multiplier, "key": key, "noise": noise, "words": words}
     complete = not isinstance(correct, UserData)
-    dtype = getattr(correct if complete else correct.kept_rows, "dtype", None)
-    if getattr(dtype, "kind", None) in ("i", "u"):  # labels would be clipped to 0 and 1
+    dtype = np.asarray(correct if complete else correct.kept_rows).dtype
+    if dtype.kind in ("i", "u"):  # labels would be clipped to 0 and 1
         raise ValueError(f"correct must be bool (N,), such as predictions == labels, got integers ({dtype})")
     return release_mean(correct, low=0, high=1, complete=complete, **asked, ledger=ledger, part=part)
 

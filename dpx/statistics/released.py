@@ -68,8 +68,9 @@ def records_of(data: Any, *, numbers: bool = True) -> StatisticRecords:
         raise ValueError(f"data must hold a value of each example, (N,) or (N, columns), got one number: {words}")
     if numbers:
         require_plain_arrays(values)
-    elif not hasattr(values, "dtype"):
-        # In a list, one record would decide how all are read: a single 2 turns every bool into a number.
+    elif not (isinstance(getattr(values, "dtype", None), np.dtype) or hasattr(values, "__dlpack__")):
+        # One record would decide how all are read: in a list, a 2 turns every bool into a number; in a table's column,
+        # a missing value turns every integer into a float, so that large ones change.
         raise ValueError(
             "data must be an array whose dtype does not depend on the records, such as numpy.array(words, str), got "
             f"{type(values)}"
