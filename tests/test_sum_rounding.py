@@ -18,9 +18,10 @@ from dpx.audit.setup import static_findings
 from dpx.mechanism.dp_sgd import tree_norm
 from dpx.papers.d2p2_sgd.methods import _project_sum
 from dpx.sums import rounding as bounds
-from dpx.sums.clipped_sum import sum_contributions, sum_over_microbatches
+from dpx.sums.clipped_sum import sum_contributions, sum_in_blocks, sum_over_microbatches
 from dpx.sums.rounding import ETA, MOST_ROWS, RESERVE, FloatPair
 from dpx.xla.jaxprs import open_jaxprs
+from dpx.xla.place import tracing_for_place
 from tests.problems import on_a_cpu
 
 RNG = np.random.default_rng(0)
@@ -92,15 +93,20 @@ def test_the_budget_is_kept():
     for devices in (1, 2, 8, 64):
         most = bounds.most_float32_rows(devices)
         assert most % devices == 0 and most >= 192
-        for rows in range(1, most + 1):
+        for rows in range(devices, most + 1, devices):
             blocks = bounds.count_blocks(rows, devices)
-            each = math.ceil(rows / blocks)
-            assert each <= MOST_ROWS and bounds.rounding_share(each, blocks) <= ETA - RESERVE
+            first, each = bounds.sizes_of_blocks(rows, blocks)
+            assert min(first, each) > 0 and first + each * (blocks - 1) == rows
+            assert max(first, each) <= MOST_ROWS and bounds.rounding_share(max(first, each), blocks) <= ETA - RESERVE
     assert bounds.rounding_share(2, 1) == pytest.approx(2 * 2.0**-24 * (math.sqrt(2 * (3**2 + 3**2)) + 2), rel=1e-3)
     assert bounds.rounding_share(2, 3, (2, 4)) == pytest.approx(
         bounds.rounding_share(2, 3) + 2 * 2.0**-24 * (6 * 2 + 12 * 9), rel=1e-3
     )
     assert bounds.rounding_share(1, 2) == pytest.approx(2 * 2.0**-24 * (2 + 2 + 2), rel=1e-3)
+    seen = []
+    with tracing_for_place(platform="cpu", devices=1):
+        jax.eval_shape(lambda x: sum_in_blocks(lambda some: seen.append(len(some)) or some[0], x, 1), np.ones((575, 3)))
+    assert max(seen) == MOST_ROWS  # of the blocks that are summed
     assert [bounds.count_blocks(rows, 1) for rows in (1, 64, 96, 128, 256, 257, 500, 512)] == [1, 1, 1, 2, 4, 3, 6, 8]
 
 

@@ -20,6 +20,7 @@ from dpx.sums.rounding import (
     most_float32_rows,
     most_float32_turns,
     pair_of_trees,
+    sizes_of_blocks,
     with_low_part,
 )
 from dpx.values import Tree
@@ -227,8 +228,7 @@ def sum_in_blocks(sum_block: Callable[[Tree], Any], rows: Tree, numbers: int, un
         return jax.tree.map(lambda part: jnp.sum(part, 0), jax.lax.optimization_barrier(parts))
     # A loop keeps one block's sum in memory at a time. Without it, a step that adds three blocks writes twice the size
     # of the parameters more, and fresh memory takes longer than the additions (benchmarks/step.py).
-    width = size // blocks
-    first = size - width * (blocks - 1)
+    first, width = sizes_of_blocks(size, blocks, unit)
     if not current_place().matrix_unit.rounds_operands:
         return add_part_by_part(sum_block, rows, first, width, add_behind_barrier)
     # A matrix unit could start a block's product from the total, but not if the product is then multiplied. That

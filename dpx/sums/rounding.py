@@ -199,6 +199,15 @@ def count_blocks(rows: int, devices: int, unit: MatrixUnit = FLOAT32, more: floa
     return next((blocks for blocks in fitting if blocks <= more * fitting[0] and rows % blocks == 0), fitting[0])
 
 
+def sizes_of_blocks(rows: int, blocks: int, unit: MatrixUnit = FLOAT32) -> tuple[int, int]:
+    """How many of `rows` rows the first block has, and how many each later one. The first also has the remainder,
+    unless it is then too large. blocks: from `count_blocks`."""
+    each = rows // blocks
+    if not may_add_in_float32(rows - each * (blocks - 1), blocks, unit=unit):
+        each = math.ceil(rows / blocks)
+    return rows - each * (blocks - 1), each
+
+
 @functools.cache
 def most_float32_turns(rows: int, unit: MatrixUnit = FLOAT32) -> int:
     """How many float32 sums of `rows` rows each a loop may add in float32: at least 1."""

@@ -34,7 +34,7 @@ from dpx.sums.clipped_sum import (
     scaled_rows,
     sum_in_blocks,
 )
-from dpx.sums.rounding import count_blocks
+from dpx.sums.rounding import count_blocks, sizes_of_blocks
 from dpx.xla.place import current_place
 
 SOME_NUMBERS = 2**21  # elements of gradients, 8 MiB, that a matrix unit finishes at once; a kernel costs 1,800 cycles
@@ -89,8 +89,7 @@ def sum_of_table_rows(site: Site, shape: tuple[int, ...], record, factors: jax.A
         indices, rows = jax.lax.optimization_barrier(block)
         return _plus_rows(table, indices, rows)
 
-    width = len(factors) // blocks
-    first = len(factors) - width * (blocks - 1)
+    first, width = sizes_of_blocks(len(factors), blocks)
     begin = functools.partial(add, jnp.zeros(site.sizes[2:], jnp.float32))
     total = add_part_by_part(
         lambda some: _sum_rows_by_index(*weighted(some)), (record, factors), first, width, add, begin=begin
