@@ -26,7 +26,7 @@ Before a run     plan_noise, check_setup
 The whole run    fit; more in `dpx.fitting`
 Statistics       `dpx.statistics`: means, histograms, quantiles, scales, and metrics of private validation data
 Modules          `dpx.flax.replace_batch_norm`
-Tuning           `dpx.tuning`: a search for hyper-parameters that counts its privacy cost
+Tuning           `dpx.tuning`: a search for hyperparameters that counts its privacy cost
 Samplings        PoissonSampling, ShuffledEpochs, FixedSizeSampling, FullBatch; Batch; more in `dpx.sampling`
 Units            UserData, to sample users instead of examples
 Privacy costs    Budget, epsilon, compose_runs; more in `dpx.accounting`

@@ -1,4 +1,4 @@
-"""Searches for hyper-parameters on private data at a known cost: returns the best of a secret random number of trials.
+"""Searches for hyperparameters on private data at a known cost: returns the best of a secret random number of trials.
 
     def optimizer(configuration, key):
         mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=budget, sampling=sampling, key=key)

@@ -489,7 +489,7 @@ def test_report(tmp_path):
     markdown = report.to_markdown()
     for words in (
         "finitely many values",
-        "hyper-parameters",
+        "hyperparameters",
         "not private",
         "secret",
         "nulling one example",

@@ -1,4 +1,4 @@
-"""Searches for hyper-parameters: the bill against the theorems and exact examples, and what the driver keeps secret."""
+"""Searches for hyperparameters: the bill against the theorems and exact examples, and what the driver keeps secret."""
 
 import math
 import pathlib

@@ -6,7 +6,7 @@ Which function answers which question:
   on the same data: `compose_runs`.
 * The noise that a budget needs: `calibrate`, or a `Budget` in place of a noise multiplier; `accepts_budget` lets your
   own function accept one. The most steps that a budget allows: `max_steps`.
-* The cost of a search for hyper-parameters on private data: `best_of`, for `dpx.tuning.search`.
+* The cost of a search for hyperparameters on private data: `best_of`, for `dpx.tuning.search`.
 * The cost of a run of DP-SGD, by any library, from its parameters: `dp_sgd_epsilon`.
 * The cost without a mechanism: `schedule_epsilon`, `schedule_delta` and `calibrate_schedule` for noise multipliers,
   `event_epsilon` and `event_delta` for a dp-accounting event, `gdp` for Gaussian differential privacy.

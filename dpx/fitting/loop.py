@@ -116,7 +116,7 @@ def fit(
 
     What its report says:
     name: a one-line name of the run. dataset: a one-line name of the data.
-    tuning: "public" if hyper-parameters were chosen without any run on the private data. With None, the report says
+    tuning: "public" if hyperparameters were chosen without any run on the private data. With None, the report says
         that the cost of choosing them is not included. (`dpx.tuning.search` writes the report of its winner. Repeating
         the winner with a new key is another release.)
 

@@ -44,7 +44,7 @@ class PrivacyReport:
         delta, "least delta" is about the smallest at which one does.
     budget: the target, the `dpx.Budget` to which the noise or the search was calibrated; None without one.
     attacks: what epsilon means for an attacker. attack_curve: pairs (false positive rate, largest true positive rate of
-        any attack) of floats, at 41 rates. tuning: whether epsilon covers the choice of hyper-parameters, in words.
+        any attack) of floats, at 41 rates. tuning: whether epsilon covers the choice of hyperparameters, in words.
     events: the releases, one sentence each. versions: by package name. conditions: what the guarantee requires and the
         run could not check. caveats: what the guarantee does not cover.
     date: the day of the report in UTC, such as "2026-01-31". name: the run's name, in one line, or None.
@@ -169,7 +169,7 @@ def privacy_report(
     records: int, at least 1, the most units that one person owns. None takes it from the mechanism's `dpx.Budget`, or
         is 1 without one. Above 1, epsilon protects all units of a person, as for `dpx.epsilon`.
     numbers: int, the most numbers that a step releases, as for `dpx.epsilon`.
-    tuning: how hyper-parameters were chosen. "public": without any run on the private data. A `Selection` (from
+    tuning: how hyperparameters were chosen. "public": without any run on the private data. A `Selection` (from
         `dpx.accounting.best_of` or `dpx.tuning.search`): this run is the winner, and the report shows the cost of the
         search. None: the report says that the cost of the choice is not included.
     name: one line, such as "cancer model, May", or None for no name. dataset: the name of the data, in one line, such
@@ -261,7 +261,7 @@ def _covered_steps_in_words(made: int, steps: int, planned: bool, unit: str) -> 
 
 
 def _cost_with_tuning(cost: RunCost, tuning: Any, unit: str) -> tuple[RunCost, str]:
-    """Returns the cost to state, and a sentence on whether it includes the choice of hyper-parameters."""
+    """Returns the cost to state, and a sentence on whether it includes the choice of hyperparameters."""
     if isinstance(tuning, Selection):
         if (tuning.relation, tuning.records) != (cost.relation, cost.records) or not tuning.allows_trial(cost.event):
             raise ValueError(f"the run must be one that the search counted, got {cost.event}; {tuning}")
@@ -332,9 +332,9 @@ _ON_A_TPU = (
     "as float32 additions do."
 )
 _TUNING = {
-    None: "Settings such as the learning rate (hyper-parameters) were chosen without any run on these data. If not, "
+    None: "Settings such as the learning rate (hyperparameters) were chosen without any run on these data. If not, "
     "each of those runs weakens the protection of one {unit} further than this page says.",
-    "public": "Settings such as the learning rate (hyper-parameters) were chosen on public data, without any run on "
+    "public": "Settings such as the learning rate (hyperparameters) were chosen on public data, without any run on "
     "the private data of one {unit}.",
 }
 
