@@ -2,6 +2,7 @@
 
 import functools
 import math
+import threading
 
 import dp_accounting
 import jax
@@ -14,7 +15,13 @@ from jax.flatten_util import ravel_pytree
 import dpx
 from dpx import keys
 from dpx.papers.d2p2_sgd.cost import event_with_projection
-from dpx.papers.d2p2_sgd.projections import SKETCHES, UNROLLED, hadamard_transform, projection_coordinates
+from dpx.papers.d2p2_sgd.projections import (
+    SKETCHES,
+    UNROLLED,
+    hadamard_transform,
+    projection_coordinates,
+    random_signs,
+)
 from dpx.sums.rounding import ETA
 from tests.mechanisms import PARAMS, POISSON
 from tests.test_dp_sgd import loss, model
@@ -388,3 +395,25 @@ def test_other_unbilled_compositions_are_refused():
     outer = dpx.in_coordinates(base(), dpx.coordinates.random_projection(rank=12, kind="gaussian", key=KEY))
     with pytest.raises(ValueError, match="innermost"):
         dpx.mechanisms.clip_then_project(outer, rank=5, kind="subset").init(PARAMS)
+
+
+def test_a_draw_leaves_the_settings_of_other_threads(monkeypatch):
+    own, before = threading.current_thread(), jax.config.jax_enable_x64
+    inside, left = threading.Event(), threading.Event()
+
+    def signs(key, shape, dtype):
+        if threading.current_thread() is own:
+            other.start()
+            inside.wait(10)
+        else:
+            inside.set()
+            left.wait(10)
+        return jnp.ones(shape, dtype)
+
+    monkeypatch.setattr(jax.random, "rademacher", signs)
+    other = threading.Thread(target=jax.enable_x64(True)(lambda: random_signs(KEY, 3)))
+    random_signs(KEY, 3)
+    found = jax.config.jax_enable_x64
+    left.set()
+    other.join()
+    assert found == before

@@ -3,6 +3,7 @@
 To add a kind, write a `LinearSketch`, and add its name to `SKETCHES` and `ProjectionKind`.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +24,9 @@ EXACT = jax.lax.Precision.HIGHEST  # full float32 products everywhere, because m
 # How many elements of a dense random matrix are in memory at once: 16 MiB of float32. Larger ones are never stored.
 DRAWN_AT_ONCE = 2**22
 
-# Keeps the draws the same if the vectors are float64 (`clip_then_project`).
-DRAWS = jax.enable_x64(False)
+# Keeps the draws the same if the vectors are float64 (`clip_then_project`). Every use makes a new context, because one
+# object keeps the setting to restore, and several threads may be in it.
+in_32_bits = functools.partial(jax.enable_x64, False)
 
 # One vector of d coordinates in pieces, each float32 (size,): the flattened layers of a gradient.
 Segments = Sequence[jax.Array]
@@ -65,13 +67,13 @@ def split_vector(vector: jax.Array, sizes: Sequence[int]) -> Segments:
 
 def random_signs(key: jax.Array, size: int) -> jax.Array:
     """Draws 1 or -1 with equal probability, float32 (size,)."""
-    with DRAWS:
+    with in_32_bits():
         return jax.random.rademacher(key, (size,), jnp.float32)
 
 
 def random_subset(key: jax.Array, sizes: Sequence[int], count: int) -> Segments:
     """Draws a uniformly random subset of exactly `count` coordinates: bool (size,) for each segment."""
-    with DRAWS:
+    with in_32_bits():
         bits = split_vector(jax.random.bits(key, (sum(sizes),), jnp.uint32), sizes)
         return mask_of_largest(bits, jnp.int32(count))
 
@@ -113,7 +115,7 @@ def _countsketch_project(key: jax.Array, segments: Segments, rank: int) -> Segme
     runs = math.ceil(size / rank)
     sign_key, offset_key = jax.random.split(key)
     signs = random_signs(sign_key, size)
-    with DRAWS:
+    with in_32_bits():
         offsets = jax.random.randint(offset_key, (runs,), 0, rank)
     if runs > UNROLLED:
         return [_bucket_sums_by_run(jnp.concatenate(segments) * signs, offsets, rank)]
@@ -195,7 +197,7 @@ def _number_of_blocks(size: int, rank: int) -> int:
 
 def _draw_gaussian_rows(key: jax.Array, block: jax.Array, size: int, rank: int) -> jax.Array:
     """Draws one block of rows of A^T, float32 (height, size)."""
-    with DRAWS:
+    with in_32_bits():
         return jax.random.normal(jax.random.fold_in(key, block), (_rows_drawn_at_once(size, rank), size))
 
 
@@ -316,7 +318,7 @@ def _multiply_each_chunk(product: str, key: jax.Array, blocks: CoordinateBlocks,
 def _orthonormal_blocks(key: jax.Array, blocks: CoordinateBlocks, chunk: jax.Array) -> jax.Array:
     """Draws Q sqrt(size / columns) for each block of a chunk, float32 (together, size, columns), padded with zeros."""
     shape = blocks.together, blocks.size, blocks.columns
-    with DRAWS:
+    with in_32_bits():
         q, _ = jnp.linalg.qr(jax.random.normal(jax.random.fold_in(key, chunk), shape))
     fewer = blocks.columns - 1
     wide = jnp.full(blocks.columns, math.sqrt(blocks.size / blocks.columns))
