@@ -63,6 +63,14 @@ def test_a_step_is_a_whole_number_that_is_known(sampling):
             sampling.draw(KEY, wrong)
 
 
+def test_what_decides_later_draws_cannot_be_changed():
+    order = dpx.ShuffledEpochs(examples=8, batch_size=4).examples_at_positions(KEY, 0, 0, 8)
+    group = CyclicPoissonSampling(examples=8, batch_size=2, bands=2).examples_of_group(KEY, 0)
+    for array in (order, group, dpx.PoissonSampling(examples=2, batch_size=1, weights=[1, 2]).rates):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+
+
 @pytest.mark.parametrize("sampling", [*SAMPLINGS[:3], *SAMPLINGS[4:]], ids=lambda s: type(s).__name__)
 def test_a_sampling_has_a_stream_of_its_own(sampling, monkeypatch):
     """Who knows the noise does not know the batches: no key of a draw comes from the stream that the noise has."""

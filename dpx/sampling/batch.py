@@ -279,7 +279,9 @@ def permutation(key: jax.Array, examples: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=2)
 def _cached_permutation(words: bytes, examples: int) -> np.ndarray:
-    return random_order(key_of_words(words), examples, examples)
+    order = random_order(key_of_words(words), examples, examples)
+    order.flags.writeable = False  # callers get views of what the cache holds
+    return order
 
 
 def key_of_words(words: bytes) -> jax.Array:

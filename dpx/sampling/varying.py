@@ -201,7 +201,9 @@ class PoissonSampling(RandomSizeSampling):
         """The sampling rate of each example, float64 (examples,)."""
         if self.weights is None:
             return np.full(self.examples, self.probability)
-        return self.weights.rate_of_weight(self.weights.values, self.batch_size)
+        rates = self.weights.rate_of_weight(self.weights.values, self.batch_size)
+        rates.flags.writeable = False  # the coins, the divisor and the cost read this array
+        return rates
 
     def rate_of_weight(self, weight: float) -> float:
         """Returns the rate of this weight. Raises ValueError if there are no weights, or only smaller ones."""
@@ -397,6 +399,7 @@ def allocate_examples(words: bytes, examples: int, steps: int) -> tuple[np.ndarr
         within = np.arange(len(own)) - (np.cumsum(counts) - counts)[sorted_steps]
         lists[filled[sorted_steps] + within] = first + order
         filled += counts
+    lists.flags.writeable = False  # callers get views of what the cache holds
     return lists, starts
 
 
