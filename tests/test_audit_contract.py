@@ -16,7 +16,7 @@ import pytest
 
 import dpx
 from dpx.audit import ContractReport, Line, check_contract
-from dpx.audit.contract import cost, require_equal_jaxprs
+from dpx.audit.contract import cost, inputs, require_equal_jaxprs
 from dpx.audit.contract.draws import (
     require_independent_columns,
     require_no_repeated_noise,
@@ -95,6 +95,16 @@ MECHANISM = sound(KEY)
 def test_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         check_contract(**({"mechanism": MECHANISM} | arguments))
+
+
+def test_comparisons_need_no_asserts():
+    """`python -O` leaves asserts out, and every mechanism had passed."""
+    code = compile(Path(inputs.__file__).read_text(encoding="utf-8"), "inputs", "exec", optimize=1)
+    exec(code, found := {"__name__": "inputs"})
+    one = np.ones(2, np.float32)
+    for other in ((one,), 2 * one, np.array([1, 2])):
+        with pytest.raises(AssertionError, match="another|apart"):
+            found["require_close"](np.ones_like(other) if isinstance(other, np.ndarray) else one, other)
 
 
 def test_a_report_is_for_asserts():

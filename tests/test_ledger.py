@@ -190,7 +190,8 @@ def test_a_second_program_must_know_the_same_budget(ledger, tmp_path):
     with pytest.raises(ValueError, match="must be given for a new ledger"):
         dpx.PrivacyLedger(tmp_path / "other")
     (tmp_path / "words").write_text("words")
-    for other in (tmp_path / "words", tmp_path):
+    (tmp_path / "json").write_text('{"ledgers": {}}')
+    for other in (tmp_path / "words", tmp_path / "json", tmp_path):
         with pytest.raises(ValueError, match="must be a dpx ledger, or not exist"):
             dpx.PrivacyLedger(other, epsilon=1.0, delta=1e-5)
     for none in ([], ()):  # nothing would show that the next release has the same noise

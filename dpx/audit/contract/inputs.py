@@ -167,18 +167,24 @@ def require_close(found: Tree, expected: Tree, tolerance: float = 1e-6) -> float
     16-bit values may differ by rounding. Raises AssertionError if a difference exceeds the tolerance or the structures
     differ.
     """
-    assert jax.tree.structure(found) == jax.tree.structure(expected), "another structure"
+    _require(jax.tree.structure(found) == jax.tree.structure(expected), "another structure")
     lefts, rights = jax.tree.map(np.asarray, keys_as_bits((jax.tree.leaves(found), jax.tree.leaves(expected))))
     largest = max([np.abs(leaf).max(initial=0) for leaf in rights if leaf.dtype.kind == "f"], default=0)
     most = 0.0
     for one, other in zip(lefts, rights, strict=True):
         if other.dtype.kind in "biu":
-            assert np.array_equal(one, other), "another whole number"
+            _require(np.array_equal(one, other), "another whole number")
         elif one.size:
             same = (one == other) | (np.isnan(one) & np.isnan(other))
             one, other, rough = one.astype(np.float64), other.astype(np.float64), other.dtype.itemsize < 4
             tolerance = max(tolerance, 2.0**-6) if rough else tolerance
             difference = np.where(same, 0, np.abs(one - other)).max()
-            assert difference <= tolerance * largest + tolerance * np.abs(other).max(), f"{difference:.2g} apart"
+            _require(difference <= tolerance * largest + tolerance * np.abs(other).max(), f"{difference:.2g} apart")
             most = max(most, float(difference / max(largest, 1e-30)))
     return most
+
+
+def _require(holds: bool, words: str):
+    """Does what `assert` does, and also under `python -O`."""
+    if not holds:
+        raise AssertionError(words)
