@@ -310,10 +310,16 @@ def require_text(name: str, value: Any):
 
 def rounded_up(value: float, digits: int) -> str:
     """Formats a bound, rounded up to `digits` digits so that the printed number is a bound too."""
+    value = float(value)  # NumPy's float32 has no decimal
     nearest = f"{value:.{digits}g}"
     if float(nearest) >= value:
         return nearest
     return f"{float(Context(prec=digits, rounding=ROUND_CEILING).create_decimal(value)):.{digits}g}"
+
+
+def number_for_json(value: Any) -> int | float:
+    """Python's number for one of NumPy or JAX, or for a fraction: the `default` of `json.dumps`."""
+    return value.item() if hasattr(value, "item") else float(value)
 
 
 def unit_in_words(records: int, drawn: str = "example") -> str:

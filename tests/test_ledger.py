@@ -11,6 +11,8 @@ import shutil
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import attrs
@@ -456,6 +458,18 @@ def test_the_odometer_ends_at_the_budget(ledger):
         ledger.spend(GaussianDpEvent(4.0), key=key(number), words="a mean", numbers=1)
         assert ledger.epsilon < ledger.odometer and before < ledger.odometer <= 2
     assert ledger.odometer == 2
+
+
+def test_numbers_of_numpy_are_written(rich, tmp_path):
+    """JSON refused them, so such a run could have no folder, and its report could not be saved."""
+    entry = rich.spend(of_run(3), key=key(0), words="a run", numbers=np.int64(3))
+    rich.end(entry, of_run(1), steps=np.int64(1))
+    numbers = {"steps": np.int64(2), "delta": np.float32(1e-5), "evaluate_every": np.int64(1)}
+    run = trained(rich, 1, folder=tmp_path / "run", **numbers)
+    assert [(entry.numbers, entry.steps) for entry in rich.entries] == [(3, 1), (3, None)]
+    budget = dpx.Budget(epsilon=np.float32(1.9999999), delta=Fraction(1, 10**5), steps=np.int64(2))
+    report = replace(run.report, budget=budget)
+    assert json.loads(report.to_json())["budget"]["steps"] == 2 and "epsilon 2 at delta" in str(report)
 
 
 def test_the_odometer_does_not_go_back(rich):

@@ -59,7 +59,7 @@ from dpx.fitting.step import Carry
 from dpx.ledgers.files import acquire_lock, fsync_folder, make_folder, read_json, replace_file
 from dpx.schedules import values_over
 from dpx.states.record import ReleaseState, fingerprint, set_run_plan
-from dpx.values import Tree, leaf_path, map_nodes_of_type, require_path, warn_user
+from dpx.values import Tree, leaf_path, map_nodes_of_type, number_for_json, require_path, warn_user
 from dpx.xla.place import current_place
 
 SENSITIVE = """This folder is as sensitive as the training data. history.json holds losses of the training data. The
@@ -221,7 +221,7 @@ class Folder:
         def replace_run_json():
             if self._file.is_file():
                 self._require_unchanged_run_file(before)
-            replace_file(self._file, json.dumps(asdict(self.known), indent=2) + "\n")
+            replace_file(self._file, json.dumps(asdict(self.known), indent=2, default=number_for_json) + "\n")
 
         processes.from_first_process(replace_run_json)
 

@@ -12,6 +12,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from dpx.values import number_for_json
+
 BLOCK = 1024  # bytes; texts are padded to multiples of it, because each new length is compiled again
 
 
@@ -19,7 +21,7 @@ def from_every_process(value: Any) -> list[Any]:
     """Returns the `value` of every process, in order. value: anything that JSON can hold."""
     if jax.process_count() == 1:
         return [value]
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    text = np.frombuffer(json.dumps(value, default=number_for_json).encode(), np.uint8)
     lengths = multihost_utils.process_allgather(np.array(len(text), np.int32))
     longest = -(-int(lengths.max()) // BLOCK) * BLOCK
     texts = multihost_utils.process_allgather(np.pad(text, (0, longest - len(text))))

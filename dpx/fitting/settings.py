@@ -8,7 +8,7 @@ import jax
 from dp_accounting import DpEvent
 
 from dpx import keys
-from dpx.accounting.checks import Accountant, warn_of_large_delta
+from dpx.accounting.checks import Accountant, require_delta, warn_of_large_delta
 from dpx.accounting.cost import cost_of_run, records_per_unit_of_run
 from dpx.accounting.filters import NOTHING
 from dpx.fitting import processes
@@ -75,7 +75,7 @@ class RunPlan:
             key=optimizer.key if key is None else keys.require_key(key),
             steps=steps,
             plan=0 if public_stop is not None and require_bool("public_stop", public_stop) else planned,
-            delta=delta,
+            delta=require_delta(delta),
             accountant=accountant or ("tightest" if budget is None else budget.accountant),
             records=records_per_unit_of_run(optimizer, records),
         )

@@ -28,7 +28,16 @@ from dpx.ledgers.files import replace_file
 from dpx.reports.rendering import Section, page_as_markdown, page_as_text
 from dpx.sampling.schemes import compose_events
 from dpx.states.record import unit_fingerprint
-from dpx.values import described, explain_misuse, require_path, require_text, require_whole, rounded_up, unit_in_words
+from dpx.values import (
+    described,
+    explain_misuse,
+    number_for_json,
+    require_path,
+    require_text,
+    require_whole,
+    rounded_up,
+    unit_in_words,
+)
 from dpx.xla.place import current_place
 
 _MOST_NOISE, _FINE = 1e4, 1e-3  # largest noise multiplier and relative precision of `least_noise`
@@ -379,7 +388,7 @@ class PrivacyLedger:
                 "become a second ledger with the old lines: delete that name, or make it a symbolic link"
             )
         text = self.path.read_text(encoding="utf-8")
-        replace_file(self.path, text + "".join(json.dumps(line) + "\n" for line in lines))
+        replace_file(self.path, text + "".join(json.dumps(line, default=number_for_json) + "\n" for line in lines))
 
 
 def _entries_by_part(entries: Sequence[LedgerEntry]) -> list[list[LedgerEntry]]:

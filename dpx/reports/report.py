@@ -20,7 +20,15 @@ from dpx.reports.attacks import AttackBounds, attack_bounds_and_curve
 from dpx.reports.rendering import Section, attack_svg, page_as_html, page_as_markdown, page_as_text
 from dpx.states.record import unit_fingerprint
 from dpx.sums.rounding import ETA
-from dpx.values import described, explain_misuse, for_whom, require_text, rounded_up, unit_in_words
+from dpx.values import (
+    described,
+    explain_misuse,
+    for_whom,
+    number_for_json,
+    require_text,
+    rounded_up,
+    unit_in_words,
+)
 
 _PACKAGES = ("dpx-jax", "jax", "optax", "dp-accounting", "numpy", "scipy")  # a report lists their versions
 
@@ -106,13 +114,13 @@ class PrivacyReport:
         """Returns the report as valid JSON; an infinite epsilon is the string "inf"."""
         _require_no_path(path)
 
-        def number_for_json(value: Any) -> Any:
+        def with_infinity(value: Any) -> Any:
             if isinstance(value, dict):
-                return {name: number_for_json(inner) for name, inner in value.items()}
+                return {name: with_infinity(inner) for name, inner in value.items()}
             return "inf" if value == math.inf else value
 
         fields = asdict(self) | {"attacks": self.attacks._asdict()}
-        return json.dumps(number_for_json(fields), indent=2, allow_nan=False)
+        return json.dumps(with_infinity(fields), indent=2, allow_nan=False, default=number_for_json)
 
     def to_markdown(self, *path: Any) -> str:
         """Returns the report as a Markdown page, which notebooks display."""
@@ -182,6 +190,7 @@ def privacy_report(
         PrivacyReport(name='a trial', unit='one example', epsilon=4.765..., delta=1e-05, steps=200)
     """
     require_event_and_sampling(mechanism)
+    delta = checks.require_delta(delta)
     checks.warn_of_large_delta(delta, mechanism.sampling)
     cost = cost_of_run(mechanism, steps_or_state, records=records, numbers=numbers)
     drawn = _checked_unit(cost.record.unit, unit)
