@@ -477,7 +477,7 @@ def test_a_budget_that_no_noise_uses_up_warns():
     assert dpx.epsilon(build(noise_multiplier=0.99 * least.noise_multiplier), 1, delta=1e-5) == math.inf
 
 
-def test_report(tmp_path):
+def test_report(tmp_path, monkeypatch):
     mechanism = Mechanism(3.0, decay=0.999)
     report = reports.privacy_report(mechanism, 200, delta=1e-6)
     assert report.epsilon["pld"] == accounting.epsilon(mechanism, 200, delta=1e-6)
@@ -498,8 +498,9 @@ def test_report(tmp_path):
         "Poisson(rate=0.01)",
     ):
         assert words in markdown
-    paths = report.write(tmp_path / "new", name="bill")
-    assert [path.name for path in paths] == ["bill.json", "bill.md"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    paths = report.write("~/new", name="bill")
+    assert [*paths] == [tmp_path / "new" / "bill.json", tmp_path / "new" / "bill.md"]
     assert json.loads(paths[0].read_text()) == read
 
 

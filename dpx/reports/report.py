@@ -140,7 +140,7 @@ class PrivacyReport:
         path: ends in ".html" (draws the attack curve, without any other library), ".md" (has the curve as a table) or
             ".json". Raises ValueError for another ending.
         """
-        path = Path(path)
+        path = Path(path).expanduser()
         forms = {".html": self.to_html, ".md": self.to_markdown, ".json": lambda: self.to_json() + "\n"}
         if path.suffix not in forms:
             raise ValueError(f"path must end in one of {list(forms)}, got {str(path)!r}")
