@@ -374,7 +374,10 @@ def test_marks_pass_branches_and_rounds_of_loops():
         """In the third round, what was the second number at first."""
         return jax.lax.fori_loop(0, 3, lambda n, numbers: (numbers[1], numbers[2], raw), (public, public, public))[0]
 
-    for program in (branch, rounds):
+    def count(raw, public):
+        return jax.lax.while_loop(lambda number: number < raw, lambda number: number + 1, public)
+
+    for program in (branch, rounds, count):
         closed = jax.make_jaxpr(program)(1.0, 2.0)
         assert propagate_marks(closed, [1, 0], lambda *_: None) == [1] and propagate_marks(
             closed, [0, 0], lambda *_: None

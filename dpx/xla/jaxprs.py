@@ -210,7 +210,8 @@ def _marks_after_equation(equation: core.JaxprEqn, inputs: list[int], visit: Vis
     if name == "while":
         ahead, constants = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         outputs = _marks_after_loop(params["body_jaxpr"], inputs[ahead:constants], inputs[constants:], (), visit)
-        return outputs, join_marks(propagate_marks(params["cond_jaxpr"], [*inputs[:ahead], *outputs], visit))
+        control = join_marks(propagate_marks(params["cond_jaxpr"], [*inputs[:ahead], *outputs], visit))
+        return [each | control for each in outputs], control
     if name == "scan":
         constants, count = constants_and_carry_of_scan(params)
         carried = constants + count
