@@ -429,6 +429,12 @@ ALIKE = {  # by the words of the message: programs that it refuses
         "a mask of arrays": lambda: frozen({"w": jnp.ones((5, 2), bool), "b": True}),
         "a path that gives no bool": lambda: frozen(lambda path: path.find("w")),
     },
+    "the optimizer must be a dpx Mechanism": {
+        "an optimizer that is normalized": lambda: dpx.mechanisms.normalized(optax.sgd(0.1)),
+        "an optimizer whose sum is projected": lambda: dpx.mechanisms.clip_then_project(
+            optax.sgd(0.1), rank=2, kind="subset"
+        ),
+    },
     "a key of its own": {
         "two runs with one key": lambda: dpx.compose_runs(*SAME_KEY, shared_batches=False),
         "two runs with one key on shared batches": lambda: dpx.compose_runs(*SAME_KEY, shared_batches=True),

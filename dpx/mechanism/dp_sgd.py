@@ -19,7 +19,14 @@ import optax
 
 from dpx import keys
 from dpx.accounting.budget import accepts_budget
-from dpx.mechanism.base import SUM, Mechanism, describe_groups, describe_number_or_schedule, insert_stages_around_sum
+from dpx.mechanism.base import (
+    SUM,
+    Mechanism,
+    describe_groups,
+    describe_number_or_schedule,
+    insert_stages_around_sum,
+    require_mechanism,
+)
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule, require_scalar_or_schedule, value_at, values_over
 from dpx.states.record import ReleaseState
@@ -164,6 +171,7 @@ def normalized(mechanism: Mechanism, *, stability: float = 0.01) -> Mechanism:
     stability: at least 1e-6, in the units of the gradient. Raises ValueError for a smaller value.
     Source: automatic clipping, Bu et al. 2023, https://arxiv.org/abs/2206.07136.
     """
+    require_mechanism(mechanism)
     stability = require_number("stability", stability, minimum=1e-6)
 
     def clip_factors(norms, state):

@@ -28,7 +28,7 @@ import optax
 from dpx import keys, schedules
 from dpx.accounting.budget import accepts_budget
 from dpx.accounting.flat_event import from_event
-from dpx.mechanism import Mechanism, in_coordinates
+from dpx.mechanism import Mechanism, in_coordinates, require_mechanism
 from dpx.mechanism.base import insert_stages_around_sum
 from dpx.mechanism.dp_sgd import dp_sgd, normalized
 from dpx.papers.d2p2_sgd.cost import event_with_projection
@@ -194,6 +194,7 @@ def clip_then_project(
     Raises ValueError for another kind of mechanism, for a "gaussian" of unknown cost, and as `random_projection` does.
     Source: the order of D2P2-SGD, Jiang et al. 2025, https://arxiv.org/abs/2509.09485.
     """
+    require_mechanism(mechanism)
     stream = keys.stream(mechanism.key, "projection of the sum")
     coordinates = projection_coordinates(rank, reduction_rate, kind, every, stream, bounded=True)
     if mechanism.correlated is not None:
