@@ -486,11 +486,12 @@ def test_another_schedule_is_refused(tmp_path):
         table = np.where(np.arange(8) < step, np.float32(1.0), np.float32(clip_norm))
         return made(2.0, clip_norm=lambda t: jnp.asarray(table)[t], **options)
 
-    fit(until(4, 1e-3), steps=1, delta=1e-5, checkpoints=tmp_path)
-    assert fit(until(4, 1e-3), steps=2, delta=1e-5, checkpoints=tmp_path).steps == 2
+    rest = {"delta": np.float32(1e-5), "checkpoints": tmp_path}  # a NumPy number, which JSON cannot hold
+    fit(until(4, 1e-3), steps=1, **rest)
+    assert fit(until(4, 1e-3), steps=2, **rest).steps == 2
     for changed in (until(4, 1e-2), until(3, 1e-3), until(4, 1e-3, transform=optax.sgd(0.4, momentum=0.9))):
         with pytest.raises(ValueError, match="one: the optimizer, its learning rate, or a schedule. To"):
-            fit(changed, steps=3, delta=1e-5, checkpoints=tmp_path)
+            fit(changed, steps=3, **rest)
 
 
 # misuse
