@@ -1,6 +1,7 @@
 """The step of every method compiles for accelerators on a machine that has none, without callbacks to the host."""
 
 import contextlib
+import os
 import re
 from typing import Any
 from unittest import mock
@@ -195,7 +196,7 @@ def test_an_unknown_platform_is_refused():
         dpx.private_updates(loss, case_of_method(ENTRIES["dp_sgd"]).mechanism, platform="metal")
 
 
-def test_microbatches_fit_in_the_memory():
+def test_microbatches_fit_in_the_memory(monkeypatch):
     """A batch that would not fit in half of the device's memory is split, and `explain` says so."""
     mechanism = case_of_method(ENTRIES["dp_sgd"]).mechanism
     batch = dpx.Batch(np.ones((8, 6, 6, 1), np.float32), None)
@@ -207,6 +208,8 @@ def test_microbatches_fit_in_the_memory():
     with mock.patch("jax.local_devices", lambda: [stats]):
         assert current_place().device_memory_bytes == 2**30
     assert Place("tpu", 1).device_memory_bytes is None and (current_place().device_memory_bytes or 0) > 2**28
+    monkeypatch.delattr(os, "sysconf")  # as on Windows
+    assert current_place().device_memory_bytes is None
 
 
 @pytest.mark.parametrize("in_chunks", [False, True])

@@ -44,7 +44,7 @@ class Place:
     @property
     def device_memory_bytes(self) -> int | None:
         """Bytes of memory on the device that holds all examples; None if they may be on several devices, or if the
-        program is traced for a platform other than this process's."""
+        program is traced for a platform other than this process's, or on Windows."""
         if self.memory != "own":
             return self.memory
         if self.platform != jax.default_backend() or self.devices > 1:
@@ -52,7 +52,8 @@ class Place:
         stats = jax.local_devices()[0].memory_stats()
         if stats and "bytes_limit" in stats:
             return stats["bytes_limit"]
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if self.platform == "cpu" else None
+        known = self.platform == "cpu" and hasattr(os, "sysconf")  # Windows lacks it
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if known else None
 
 
 def current_place() -> Place:
