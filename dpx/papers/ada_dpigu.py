@@ -21,7 +21,7 @@ from dpx.mechanism.dp_sgd import dp_sgd
 from dpx.mechanism.masks import apply_mask, count_coordinates_in_share, kth_largest, mask_of_largest
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule, require_fractions, require_scalar_or_schedule, value_at, values_over
-from dpx.values import Tree, explain_misuse, find_only_node, require_number, require_whole
+from dpx.values import Tree, as_real, described, explain_misuse, find_only_node, require_number, require_whole
 
 
 @accepts_budget
@@ -275,8 +275,8 @@ def standardized(
     https://arxiv.org/abs/2507.06525.
     """
     for name, decay in (("mean_decay", mean_decay), ("variance_decay", variance_decay)):
-        if not 0 <= decay < 1:
-            raise ValueError(f"{name} must be in [0, 1), got {decay}")
+        if (number := as_real(decay)) is None or not 0 <= number < 1:
+            raise ValueError(f"{name} must be in [0, 1), got {described(decay)}")
     require_number("initial_variance", initial_variance, minimum=0)
     require_number("stability", stability, minimum=1e-12)
     scales = functools.partial(_scale_of_each_coordinate, stability=stability, relative=relative)

@@ -18,7 +18,7 @@ from dpx import keys
 from dpx.mechanism import Coordinates
 from dpx.mechanism.base import describe_groups
 from dpx.mechanism.masks import mask_of_largest
-from dpx.values import Tree, described, explain_misuse, require_whole
+from dpx.values import Tree, as_real, described, explain_misuse, require_whole
 
 EXACT = jax.lax.Precision.HIGHEST  # full float32 products everywhere, because matrix units round to fewer bits
 # How many elements of a dense random matrix are in memory at once: 16 MiB of float32. Larger ones are never stored.
@@ -454,13 +454,13 @@ def _read_rank_arguments(rank, reduction_rate) -> tuple[Tree, Callable[[Any, int
         raise ValueError(f"rank or reduction_rate must hold at least one number, got {described(values)}")
     for value in jax.tree.leaves(values):
         if rank is None:
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+            if (number := as_real(value)) is None or not 0 <= number < 1:
                 raise ValueError(f"reduction_rate must be in [0, 1), got {described(value)}")
         else:
             require_whole("rank", value)
 
     def rank_of(value, size: int) -> int:
-        number = max(1, round((1 - value) * size)) if rank is None else int(value)
+        number = max(1, round((1 - float(value)) * size)) if rank is None else int(value)
         if number > size:
             raise ValueError(f"rank must be at most the number of coordinates, {size}; got {number}")
         return number
