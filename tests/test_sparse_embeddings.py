@@ -214,7 +214,7 @@ def test_public_rows_are_the_rows_of_a_table():
     np.testing.assert_allclose(found, expected.high, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("public", [[1, 1], [2, 1], [0.0, 1.0], [1, 2, 3]])
+@pytest.mark.parametrize("public", [[1, 1], [2, 1], np.uint32([2, 1]), [0.0, 1.0], [1, 2, 3]])
 def test_a_list_that_is_none_is_refused(public):
     with pytest.raises(ValueError, match="public must be a sorted list of 2 different whole numbers"):
         dpx.coordinates.look_up_public_rows(jnp.ones((2, 3)), np.array(public), jnp.zeros(1, int), jnp.zeros((1, 3)))

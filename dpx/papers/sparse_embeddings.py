@@ -380,7 +380,7 @@ def look_up_public_rows(rows: jax.Array, public: np.ndarray, indices: jax.Array,
     Source: DP-FEST, Ghazi et al. 2023, https://arxiv.org/abs/2311.08357.
     """
     public = np.asarray(public)
-    if public.shape != rows.shape[:1] or not np.issubdtype(public.dtype, np.integer) or (np.diff(public) <= 0).any():
+    if public.shape != rows.shape[:1] or public.dtype.kind not in "iu" or (public[1:] <= public[:-1]).any():
         words = f"a sorted list of {len(rows)} different whole numbers, one for each row"
         raise ValueError(f"public must be {words}; got {described(public)}")
     place = jnp.minimum(jnp.searchsorted(public, indices), len(public) - 1)
