@@ -107,6 +107,16 @@ def test_comparisons_need_no_asserts():
             found["require_close"](np.ones_like(other) if isinstance(other, np.ndarray) else one, other)
 
 
+@pytest.mark.parametrize(
+    "before", [jnp.ones(2, jnp.bfloat16), np.float16([1]), np.float32([np.inf]), np.float32([np.nan])]
+)
+def test_comparisons_are_as_strict_behind_other_leaves(before):
+    one = np.ones(2, np.float32)
+    inputs.require_close((before, one), (before, one))
+    with pytest.raises(AssertionError, match="0.01 apart"):
+        inputs.require_close((before, 1.01 * one), (before, one))
+
+
 def test_a_report_is_for_asserts():
     report = ContractReport((Line("bounded", "pass", "a"), Line("cost", "not checked", "b")), 1e-4)
     assert report.passed and report.require() is report and [line.name for line in report.unchecked] == ["cost"]

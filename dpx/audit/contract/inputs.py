@@ -169,7 +169,7 @@ def require_close(found: Tree, expected: Tree, tolerance: float = 1e-6) -> float
     """
     _require(jax.tree.structure(found) == jax.tree.structure(expected), "another structure")
     lefts, rights = jax.tree.map(np.asarray, keys_as_bits((jax.tree.leaves(found), jax.tree.leaves(expected))))
-    largest = max([np.abs(leaf).max(initial=0) for leaf in rights if leaf.dtype.kind == "f"], default=0)
+    largest = max([_largest_finite(leaf) for leaf in rights if leaf.dtype.kind == "f"], default=0)
     most = 0.0
     for one, other in zip(lefts, rights, strict=True):
         if other.dtype.kind in "biu":
@@ -177,11 +177,16 @@ def require_close(found: Tree, expected: Tree, tolerance: float = 1e-6) -> float
         elif one.size:
             same = (one == other) | (np.isnan(one) & np.isnan(other))
             one, other, rough = one.astype(np.float64), other.astype(np.float64), other.dtype.itemsize < 4
-            tolerance = max(tolerance, 2.0**-6) if rough else tolerance
-            difference = np.where(same, 0, np.abs(one - other)).max()
-            _require(difference <= tolerance * largest + tolerance * np.abs(other).max(), f"{difference:.2g} apart")
+            allowed = max(tolerance, 2.0**-6) if rough else tolerance
+            with np.errstate(invalid="ignore"):  # inf - inf
+                difference = np.where(same, 0, np.abs(one - other)).max()
+            _require(difference <= allowed * (largest + _largest_finite(other)), f"{difference:.2g} apart")
             most = max(most, float(difference / max(largest, 1e-30)))
     return most
+
+
+def _largest_finite(leaf: np.ndarray) -> float:
+    return float(np.abs(leaf[np.isfinite(leaf)]).max(initial=0))
 
 
 def _require(holds: bool, words: str):
