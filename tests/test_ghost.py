@@ -615,7 +615,11 @@ def test_nothing_to_follow():
     def empty(params, x):
         return jnp.sum(jnp.tanh(x @ params["w"])) + jnp.sum(params["b"] ** 2)
 
+    def no_layers(params, x):
+        return jnp.sum(jax.lax.fori_loop(0, 0, lambda _, h: h @ params["w"] @ params["w"].T, x) ** 2)
+
     assert_agrees(empty, params, jnp.zeros((1, 0, 3)))
+    assert_agrees(no_layers, params, normal(3, 2, 3))
     off = jnp.zeros(())
     found = clipped_sums(lambda params, x: off, params, jnp.zeros((1, 3)), "ghost")
     assert not any(jnp.any(leaf) for leaf in jax.tree.leaves(found.updates))

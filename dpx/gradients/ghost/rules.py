@@ -223,9 +223,9 @@ def find_parameter_site(use: ParameterUse, program: LossProgram, made: Mapping[A
         return f"used in {name} with other parameters"
     if name == "dot_general" and isinstance(site, Site):
         site = _one_hot_lookup_site(use, equation, made) or site
-    if isinstance(site, Site) and 0 in site.sizes:
-        return f"used in {name} on an array without elements"
     repeats = use.view.scan_repeats
+    if isinstance(site, Site) and 0 in (*site.sizes, *repeats):
+        return f"used in {name} on an array without elements, or in a scan without iterations"
     if isinstance(site, str):
         return site
     if name in own_backward.NAMES:
