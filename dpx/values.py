@@ -317,6 +317,11 @@ def rounded_up(value: float, digits: int) -> str:
     return f"{float(Context(prec=digits, rounding=ROUND_CEILING).create_decimal(value)):.{digits}g}"
 
 
+def rounded_down(value: float, digits: int) -> str:
+    """Formats a lower bound of at least 0, rounded down to `digits` digits."""
+    return rounded_up(-value, digits).removeprefix("-")
+
+
 def number_for_json(value: Any) -> int | float:
     """Python's number for one of NumPy or JAX, or for a fraction: the `default` of `json.dumps`."""
     return value.item() if hasattr(value, "item") else float(value)

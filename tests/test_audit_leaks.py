@@ -3,6 +3,7 @@
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -52,6 +53,16 @@ def test_the_bound_of_exposure_is_a_bound():
     several = audit.exposure(np.zeros(5), np.ones((5, 9999)), delta=1e-5)
     assert several.epsilon == pytest.approx(math.log((0.01 - 1e-5) * 10_000))
     assert audit.exposure([0.0], np.ones((1, 9999)), delta=0.1).epsilon == 0
+
+
+def test_printed_bounds_are_no_larger_than_proved_ones():
+    roc = audit.Roc(np.zeros(1), np.ones(1))
+    of: dict[str, Any] = {"epsilon": 1.23456, "delta": 1e-5, "confidence": 0.95, "cost": 1.23444}
+    one = audit.OneRun(**of, trade_off_epsilon=1.23456, gaussian_epsilon=0.0, canaries=16, guesses=2, right=2)
+    many = audit.LowerBound(**of, gaussian_epsilon=math.inf, runs=(2, 2), roc=roc)
+    secrets = audit.Exposure(**of, exposures=np.ones(1), ranks=np.ones(1), references=1)
+    for found, least in ((one, ["1.234", "1.234", "0"]), (many, ["1.234", "inf"]), (secrets, ["1.234"])):
+        assert re.findall(r"at least (\S+?),? ", str(found)) == least and "cost is 1.235: " in str(found)
 
 
 def test_the_limit_is_where_the_bill_puts_it():

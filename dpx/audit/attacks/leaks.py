@@ -72,7 +72,7 @@ class Exposure(Bound):
         return [
             f"exposure of {len(self.ranks)} canaries: mean {mean:.2f} bits, largest {most:.2f} of {self.largest:.2f}; "
             "a model that knows nothing has a mean of about 1.44",
-            f"epsilon is at least {self.epsilon:.4g} at delta {self.delta:g}, with confidence {self.confidence:g}",
+            self._proved,
         ]
 
 

@@ -39,7 +39,15 @@ from scipy import special, stats
 from dpx import keys
 from dpx.accounting import checks, gdp
 from dpx.audit.attacks.scores import Bound, lower_bound_from_scores, require_enough_scores
-from dpx.values import Tree, described, explain_misuse, require_number, require_open_fraction, require_whole
+from dpx.values import (
+    Tree,
+    described,
+    explain_misuse,
+    require_number,
+    require_open_fraction,
+    require_whole,
+    rounded_down,
+)
 
 SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # shares of the canaries that `guesses` tries by default
 _LEAST_CANARIES = 16
@@ -67,11 +75,11 @@ class OneRun(Bound):
     right: int
 
     def _lines(self) -> list[str]:
+        trade_off, gaussian = (rounded_down(one, 4) for one in (self.trade_off_epsilon, self.gaussian_epsilon))
         return [
-            f"epsilon is at least {self.epsilon:.4g} at delta {self.delta:g}, with confidence {self.confidence:g} "
-            f"({self.right} of {self.guesses} guesses are right, {self.canaries} canaries)",
-            f"hypothesis: at least {self.trade_off_epsilon:.4g}, if the trade-off function is a Gaussian's",
-            f"hypothesis: at least {self.gaussian_epsilon:.4g}, if the canaries' scores are independent, too",
+            f"{self._proved} ({self.right} of {self.guesses} guesses are right, {self.canaries} canaries)",
+            f"hypothesis: at least {trade_off}, if the trade-off function is a Gaussian's",
+            f"hypothesis: at least {gaussian}, if the canaries' scores are independent, too",
         ]
 
 

@@ -24,7 +24,7 @@ from scipy import special
 
 from dpx.accounting import checks, gdp
 from dpx.reports.curves import TradeOff, plot_trade_off
-from dpx.values import explain_misuse, repr_with_shapes, require_open_fraction, warn_user
+from dpx.values import explain_misuse, repr_with_shapes, require_open_fraction, rounded_down, rounded_up, warn_user
 
 _THRESHOLDS = 400  # candidates, mostly in the tails, where the bound at a small delta is best
 _CHOICE_MISS = 0.01  # share of the allowed misses at which thresholds are chosen, so that luck in the tails counts less
@@ -68,12 +68,17 @@ class Bound:
         """Whether the proved bound refutes the stated epsilon, up to its confidence. Unproved bounds refute nothing."""
         return self.cost is not None and self.epsilon > self.cost
 
+    @property
+    def _proved(self) -> str:
+        bound = f"epsilon is at least {rounded_down(self.epsilon, 4)}"
+        return f"{bound} at delta {self.delta:g}, with confidence {self.confidence:g}"
+
     def _lines(self) -> list[str]:
         raise NotImplementedError
 
     def __str__(self) -> str:
         words = "the stated cost is WRONG" if self.exceeds_cost else "no contradiction"
-        verdict = [] if self.cost is None else [f"the stated cost is {self.cost:.4g}: {words}"]
+        verdict = [] if self.cost is None else [f"the stated cost is {rounded_up(self.cost, 4)}: {words}"]
         return "\n".join(self._lines() + verdict)
 
 
@@ -94,9 +99,9 @@ class LowerBound(Bound):
 
     def _lines(self) -> list[str]:
         return [
-            f"epsilon is at least {self.epsilon:.4g} at delta {self.delta:g}, with confidence {self.confidence:g} "
-            f"({self.runs[0]} runs with the canary, {self.runs[1]} without, not counting those of the choices)",
-            f"hypothesis: at least {self.gaussian_epsilon:.4g}, if the trade-off function is a Gaussian's",
+            f"{self._proved} ({self.runs[0]} runs with the canary, {self.runs[1]} without, not counting those of the "
+            "choices)",
+            f"hypothesis: at least {rounded_down(self.gaussian_epsilon, 4)}, if the trade-off function is a Gaussian's",
         ]
 
 
@@ -248,7 +253,7 @@ def plot_lower_bound(bound: LowerBound, cost: TradeOff | None = None, *, axes: A
     bound: from `lower_bound` or `lower_bound_from_scores`. cost: from `dpx.reports.curves.trade_off`; no attack on a
         correct mechanism goes below it, except by chance. axes: where to plot; None creates new ones.
     """
-    label = f"attack: epsilon at least {bound.epsilon:.3g} at delta {bound.delta:g}"
+    label = f"attack: epsilon at least {rounded_down(bound.epsilon, 3)} at delta {bound.delta:g}"
     axes = plot_trade_off(TradeOff(bound.roc.type_one, bound.roc.type_two), axes=axes, label=label)
     if cost is not None:
         plot_trade_off(cost, axes=axes, label="stated cost: no attack is below")
