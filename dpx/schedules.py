@@ -142,7 +142,7 @@ def inverse_power(*, init_value: float, power: float) -> Schedule:
     """
     require_number("init_value", init_value, minimum=0, exclusive=True)
     require_number("power", power, minimum=0)
-    return lambda step: init_value * (step.astype(jnp.float32) + 1) ** -power
+    return lambda step: init_value * (jnp.asarray(step, jnp.float32) + 1) ** -power
 
 
 def every(schedule: Schedule, *, steps: int) -> Schedule:
@@ -180,4 +180,4 @@ def _geometric_decay(name: str, init_value: float, rho_name: str, rho: float, st
     require_number(name, init_value, minimum=0)
     require_number(rho_name, rho, minimum=1)
     steps = require_whole("steps", steps)
-    return lambda step: init_value * rho ** (-(step.astype(jnp.float32) + 1) / steps)
+    return lambda step: init_value * rho ** (-(jnp.asarray(step, jnp.float32) + 1) / steps)

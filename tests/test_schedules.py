@@ -214,6 +214,7 @@ def test_formulas():
         (schedules.sensitivity_decay(clip_norm=0.1, rho_c=5.0, steps=STEPS), 0.1 * 5 ** (-(steps + 1) / STEPS)),
     ]:
         np.testing.assert_allclose(values_over(schedule, STEPS), expected, rtol=1e-6)
+        np.testing.assert_allclose([schedule(step) for step in range(STEPS)], expected, rtol=1e-6)  # as optax's do
         np.testing.assert_array_equal(  # the bill reads what a jitted step runs with
             values_over(schedule, STEPS),
             [jax.jit(lambda t, s=schedule: value_at(s, t))(t) for t in jnp.arange(STEPS)],
