@@ -129,15 +129,15 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
             changes = {"forward": None} | changes
         return dataclasses.replace(self, **changes)  # pyrefly: ignore[bad-specialization]
 
-    def wrap(self, **changes: Any) -> "Mechanism":
+    def wrap(self, *, begin: Callable, release: Callable, **changes: Any) -> "Mechanism":
         """Builds a mechanism around this one. Its state keeps the state of this one in its field `inner`.
 
-        changes: as for `replace`; must have `begin` and `release`. Functions that are not changed read `inner`.
+        begin, release, changes: as for `replace`. Functions that are not changed read `inner`.
         """
         within = {name: _apply_to_inner_state(getattr(self, name)) for name in ("encode", "clip_factors", "bound")}
         if self.forward is not None and "encode" not in changes:
             within["forward"] = _apply_to_inner_state(self.forward)
-        return self.replace(**(within | changes))
+        return self.replace(**(within | {"begin": begin, "release": release} | changes))
 
     def contribute(self, grad: Tree, state: Tree) -> tuple[Tree, Tree, tuple[Tree, ...]]:
         """Returns (encoded, norms, factors) of one example, which adds factor * encoded to the sum of each factor.
