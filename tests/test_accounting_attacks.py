@@ -15,7 +15,7 @@ from dpx.accounting.compose import Composition
 from dpx.accounting.cost import event_profile
 from dpx.accounting.profiles import DeltaProfile
 from dpx.reports import attack_bounds, plot_attack_bounds
-from dpx.reports.attacks import attack_bounds_of_profile
+from dpx.reports.attacks import _epsilon_delta_grid, attack_bounds_of_profile
 from dpx.values import rounded_up
 from tests.problems import dp_sgd, poisson
 
@@ -86,6 +86,9 @@ def test_ends():
     pure = attack_bounds_of_profile(private, DELTA, (0.01, 0.9))
     assert pure.advantage == pytest.approx(math.tanh(0.5)) and math.isfinite(pure.mu)
     assert pure.true_positive_rates == pytest.approx((0.01 * math.e, 1 - 0.1 / math.e))
+    floored = DeltaProfile(lambda epsilon: max(math.exp(-epsilon / 50), 0.25))
+    assert attack_bounds_of_profile(floored, DELTA, (0.0,)).true_positive_rates == pytest.approx((0.25,))
+    assert len(_epsilon_delta_grid(floored, DELTA)[0]) < 60  # each of the 37 others may take seconds
 
 
 def test_a_mechanism_its_report_and_what_is_refused():

@@ -17,6 +17,7 @@ from dpx.values import described, for_whom, require_floats, rounded_up, unit_in_
 # Any set of epsilons gives valid bounds. With these, the rates and mu of a Gaussian are within 1% of the exact values.
 _EPSILONS = 96
 _SMALLEST_SHARE = 0.01  # the smallest positive epsilon, as a share of the largest
+_NO_LESS = 1 + 1e-6  # a delta this close to the least that any epsilon reaches is the least
 _LARGEST_EPSILON = 500.0  # a larger epsilon promises nothing, and its exponential may overflow
 _ROUNDING = 1e-9  # how far mu is rounded up, relative to 1 + mu
 
@@ -150,7 +151,12 @@ def _epsilon_delta_grid(profile: Profile, delta: float) -> tuple[np.ndarray, np.
         return np.zeros(1), np.array([min(delta, profile.delta(0.0))])
     largest = min(top, _LARGEST_EPSILON)
     epsilons = np.array([0.0, *np.geomspace(_SMALLEST_SHARE * largest, largest, _EPSILONS).tolist()])
-    deltas = np.array([profile.delta(epsilon) for epsilon in epsilons.tolist()])
+    least, found = 0.0 if largest == top else profile.delta(largest), []
+    for epsilon in epsilons.tolist():
+        found.append(profile.delta(epsilon))
+        if found[-1] <= _NO_LESS * least:  # larger epsilons prove nothing more, and each may take seconds
+            break
+    epsilons, deltas = epsilons[: len(found)], np.array(found)
     if largest == top:
         deltas[-1] = min(deltas[-1], delta)
     return epsilons, _tightened_deltas(np.exp(epsilons), np.minimum.accumulate(deltas).clip(0, 1))
