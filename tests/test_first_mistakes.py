@@ -266,9 +266,11 @@ def test_a_large_delta_is_warned_of_once(budget):
 
 
 def test_a_run_without_noise_is_warned_of(fresh):
-    with pytest.warns(UserWarning, match="epsilon is inf: a step adds no noise.* is private") as seen:
+    with pytest.warns(UserWarning, match="epsilon is inf at delta=.*: a step adds no noise.* is private") as seen:
         fit(dp_sgd(noise_multiplier=0.0))
     assert [each.filename for each in seen] == [__file__]
+    with pytest.warns(UserWarning, match="with exact noise, it would be [0-9.]+, but noise as small"):
+        fit(dp_sgd(noise_multiplier=0.1))
 
 
 @pytest.mark.parametrize(

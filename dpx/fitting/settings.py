@@ -8,6 +8,7 @@ import jax
 from dp_accounting import DpEvent
 
 from dpx import keys
+from dpx.accounting.arithmetic import RunProfile
 from dpx.accounting.checks import Accountant, require_delta, warn_of_large_delta
 from dpx.accounting.cost import cost_of_run, records_per_unit_of_run
 from dpx.accounting.filters import NOTHING
@@ -81,15 +82,21 @@ class RunPlan:
         )
         if budget is None or delta != budget.delta:  # the mechanism has warned about the budget's
             warn_of_large_delta(delta, optimizer.sampling)
-        if math.isinf(run.epsilon(steps)):  # raises if the cost cannot be computed
-            words = "a step adds no noise, or delta is too small for the arithmetic of the noise"
-            warn_user(f"epsilon is inf: {words}. Nothing of this run is private")
+        if math.isinf((profile := run.profile(steps)).epsilon(run.delta)):  # raises if the cost cannot be computed
+            exact = profile.exact.epsilon(run.delta)
+            small = f"with exact noise, it would be {exact:.4g}, but noise as small as this run's is not exact enough"
+            why = small if math.isfinite(exact) else "a step adds no noise, or next to none"
+            advice = "Raise the noise multiplier, or let a dpx.Budget choose it"
+            warn_user(f"epsilon is inf at delta={run.delta:g}: {why}. Nothing of this run is private. {advice}")
         return run
+
+    def profile(self, steps_or_state: Any) -> RunProfile:
+        """Computes the privacy profile of the run's first steps, or of a state."""
+        return cost_of_run(self.optimizer, steps_or_state, records=self.records).profile(self.accountant)
 
     def epsilon(self, steps_or_state: Any) -> float:
         """Computes `dpx.epsilon` without warning about a large delta, because a run has already warned."""
-        cost = cost_of_run(self.optimizer, steps_or_state, records=self.records)
-        return cost.profile(self.accountant).epsilon(self.delta)
+        return self.profile(steps_or_state).epsilon(self.delta)
 
 
 def checked_run_inputs(params: Tree, data: Any, run: RunPlan) -> CheckedData:
