@@ -248,12 +248,13 @@ class SearchPlan:
         """Returns the trial with this index, and the most steps that it may take."""
         key, configurations = self.arguments.key, self.arguments.configurations
         chosen = _uniform_below(len(configurations), keys.stream(key, "configuration", number))
-        mechanism = self.arguments.build_mechanism(configurations[chosen], _trial_key(key, number), self.noises[chosen])
+        configuration = _copied_containers(configurations[chosen])
+        mechanism = self.arguments.build_mechanism(configuration, _trial_key(key, number), self.noises[chosen])
         most = self.steps[chosen]
         if mechanism.event(most) != self.mechanisms[chosen].event(most):
             raise ValueError("optimizer must return the mechanism that is paid for at every call, got another one")
         own = keys.stream(key, "of a trial's own", number)
-        return Trial(configurations[chosen], mechanism, own, None if folder is None else folder / str(number)), most
+        return Trial(configuration, mechanism, own, None if folder is None else folder / str(number)), most
 
     def run(self, train: Callable[[Trial], Any], number: int, folder: Path | None) -> tuple[Trial, Tree, Tree]:
         """Runs the trial with this index; returns it, its parameters and its state, or raises if the cost is wrong."""
@@ -299,6 +300,14 @@ class SearchPlan:
         # A Python float minus a float32 array would be float32, and so 0 (NEP 50).
         total = FloatPair(high, np.asarray(exact - high.astype(np.float64), np.float32))
         return float(keys.release(key, 0, total, noise_multiplier * (1 + ETA))[0])
+
+
+def _copied_containers(value: Any) -> Any:
+    """Returns a configuration with dicts and lists of its own: what a trial changes in it must not reach another one,
+    because trials are independent and identically distributed."""
+    if type(value) is dict:
+        return {name: _copied_containers(part) for name, part in value.items()}
+    return [_copied_containers(part) for part in value] if type(value) is list else value
 
 
 def _trial_key(key: jax.Array, number: int) -> jax.Array:

@@ -235,7 +235,8 @@ def test_numbers_of_few_digits_cost_as_floats_do():
         accounting.schedule_epsilon([40.0], sampling_rate=0.01, delta=1e-5, records=n) for n in (np.uint8(200), 200)
     ]
     assert several[0] == several[1]
-    assert type(dpx.Budget(epsilon=1.0, delta=1e-5, steps=3, numbers=np.int32(7)).numbers) is int
+    budget = dpx.Budget(epsilon=np.float16(1), delta=np.float32(1e-5), steps=3, numbers=np.int32(7))
+    assert [type(value) for value in (budget.epsilon, budget.delta, budget.numbers)] == [float, float, int]
     assert accounting.event_epsilon(Gaussian(1e200), delta=0) == math.inf
 
 

@@ -233,6 +233,13 @@ def test_releases_must_be_for_the_unit_of_the_ledger(ledger, tmp_path):
             other.affords(MEAN, part="north")
         with pytest.raises(ValueError, match="part must be None"):
             other.least_noise(GaussianDpEvent, part="north")
+    rich = dpx.PrivacyLedger(tmp_path / "rich", epsilon=9.0, delta=1e-5)
+    rich.spend(MEAN, key=key(0), words="of a part", part="Île 1")
+    for part in ("Île 1 ", "île  1", "I\u0302le 1"):  # one part with two budgets
+        for ask in (rich.affords, lambda event, part: rich.reserve(event, key=key(1), words="of a part", part=part)):
+            with pytest.raises(ValueError, match="part must be written as before, 'Île 1', got"):
+                ask(MEAN, part=part)
+    rich.spend(MEAN, key=key(1), words="of another part", part="Île 2")
     assert ledger.entries == replaced.entries == persons.entries == ()
     replaced.spend(MEAN, key=key(0), words="of all")
     ledger.spend(MEAN, key=key(0), words="of all")

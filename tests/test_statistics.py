@@ -590,6 +590,8 @@ def test_a_private_metric_is_a_release_for_each_model():
     errors = np.array(values)[[0, 1, 3]] - [0.25, 0.5, 0.75]
     assert len({*errors.round(9).tolist()}) == 3
     assert 0.99 * 4 < metric.epsilon(delta=1e-5) <= 4.0
+    with pytest.raises(ValueError, match=r"delta must be in \(0, 1\), got 2"):  # its epsilon was 0
+        metric.epsilon(delta=2)
     with pytest.raises(ValueError, match="must have a step for each call, steps=4, got 3"):
         metric({"share": np.float32(1.0)})
 

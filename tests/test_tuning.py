@@ -183,7 +183,7 @@ def test_what_has_no_bill_is_refused():
     with pytest.raises(ValueError, match="the same neighboring relation"):
         best_of(MNIST, (mechanism({}, jax.random.key(0), dpx.FixedSizeSampling(examples=9, batch_size=3)), 1), **PUBLIC)
     for mean, shape in ((0.5, 0), (math.inf, 0), (2, -1)):
-        with pytest.raises(ValueError, match="mean must be finite"):
+        with pytest.raises(ValueError, match="mean must be finite|shape of a RepeatAndSelectDpEvent"):
             event_epsilon(RepeatAndSelectDpEvent(MNIST, mean, shape), delta=1e-5)
     loud = best_of(GaussianDpEvent(1.0), ComposedDpEvent([GaussianDpEvent(0.0)]), **PUBLIC)
     assert loud.epsilon(delta=1e-5) == best_of(NonPrivateDpEvent(), **PUBLIC).epsilon(delta=1e-5) == math.inf
@@ -278,6 +278,23 @@ def test_every_configuration_is_billed_drawn_or_not():
     found = {search(seed).epsilon for seed in range(4)}
     event = mechanism(loud[1], jax.random.key(0)).event(20)
     assert found == {best_of(event, trials=1, score_on="public").epsilon(delta=1e-5)}
+
+
+def test_what_a_trial_changes_in_its_configuration_is_not_in_the_next():
+    """Trials were not identically distributed: each had half of the rate of the one before."""
+    search, seen = Searcher([{"rate": 1.0, "sizes": [4]}], score=lambda params: 0.0), []
+
+    def train(trial):
+        seen.append((trial.configuration["rate"], *trial.configuration["sizes"]))
+        trial.configuration["rate"] /= 2
+        trial.configuration["sizes"].append(5)
+        params = {"w": jnp.zeros(2)}
+        return params, trial.optimizer.init(params)
+
+    search.train = train
+    for seed in range(3):
+        search(seed)
+    assert len(seen) > 3 and {*seen} == {(1.0, 4)}
 
 
 def test_an_interrupted_search_has_the_same_trials_again(tmp_path):

@@ -82,12 +82,13 @@ class Budget:
     numbers: int | None = None
 
     def __post_init__(self):
-        checks.require_positive_epsilon(self.epsilon)
-        checks.require_delta(self.delta)
+        epsilon, delta = checks.require_positive_epsilon(self.epsilon), checks.require_delta(self.delta)
         checks.require_accountant(self.accountant)
+        records, numbers = require_whole("records", self.records), self.numbers
         require_bool("public_stop", self.public_stop)
-        numbers = None if self.numbers is None else checks.numbers_per_release(self.numbers)
-        vars(self).update(records=require_whole("records", self.records), numbers=numbers)
+        numbers = None if numbers is None else checks.numbers_per_release(numbers)
+        # NumPy would round a cost to float16 to compare it with an epsilon in float16.
+        vars(self).update(epsilon=epsilon, delta=delta, records=records, numbers=numbers)
         if (self.steps is None) == (self.epochs is None):
             given = f"such as steps=1 for one release; got {described(self.steps)} and {described(self.epochs)}"
             raise ValueError(f"a dpx.Budget must have exactly one of steps and epochs, {given}")

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -307,6 +308,12 @@ class PrivacyLedger:
                 f"two parts add up for those who have records in both; got {part!r}. Draw persons with dpx.UserData, "
                 "in a ledger of that unit"
             )
+        before = {entry.part for entry in self.entries if part and entry.part and _plain(entry.part) == _plain(part)}
+        if before and part not in before:
+            raise ValueError(
+                f"part must be written as before, {min(before)!r}, got {part!r}: as another part, it would have a "
+                "budget of its own"
+            )
         return event
 
     def _new_entry(self, entries: Sequence[LedgerEntry], **given: Any) -> LedgerEntry:
@@ -389,6 +396,11 @@ class PrivacyLedger:
             )
         text = self.path.read_text(encoding="utf-8")
         replace_file(self.path, text + "".join(json.dumps(line, default=number_for_json) + "\n" for line in lines))
+
+
+def _plain(part: str) -> str:
+    """The name of a part without what people confuse: letter case, spaces and the forms of one character."""
+    return "".join(unicodedata.normalize("NFKC", part).casefold().split())
 
 
 def _entries_by_part(entries: Sequence[LedgerEntry]) -> list[list[LedgerEntry]]:

@@ -11,6 +11,7 @@ from dp_accounting import SelfComposedDpEvent
 
 from dpx import keys
 from dpx.accounting.budget import Budget
+from dpx.accounting.checks import require_delta
 from dpx.accounting.cost import profile_of_run
 from dpx.sampling.users import UserData
 from dpx.statistics.released import RELATION, Statistic, mark_of_released_noise, records_of
@@ -182,7 +183,7 @@ class PrivateMetric:
         one, *_ = self.released
         planned = max(self._made + sum(self._left.values()), self._planned)
         event = SelfComposedDpEvent(one.event, max(self._made, min(planned, self.most or planned)))
-        return profile_of_run(event, relation=RELATION, numbers=one.numbers).epsilon(delta)
+        return profile_of_run(event, relation=RELATION, numbers=one.numbers).epsilon(require_delta(delta))
 
 
 def _digest_of_arrays(params: Tree) -> bytes:
