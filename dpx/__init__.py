@@ -128,6 +128,7 @@ _OF_OTHERS = {
     "RDPAccountant": '; there is dpx.epsilon(..., accountant="rdp")',
     "compute_epsilon": "; there is dpx.epsilon of a mechanism, and dpx.accounting.dp_sgd_epsilon of numbers",
     "dp_adam": ": write dpx.chain(dpx.dp_sgd(...), optax.adam(learning_rate))",
+    **dict.fromkeys(("lora", "low_rank"), "; dpx.coordinates.trainable(mask) trains the adapters of a model alone"),
     "tune": "; there is dpx.tuning.search",
     **dict.fromkeys(("median", "release_median"), "; there is dpx.statistics.release_quantiles"),
 }

@@ -86,6 +86,7 @@ HOMES = {  # where an argument that a function lacks belongs: in a mechanism's a
     "shuffle": "sampling=dpx.ShuffledEpochs(examples=..., batch_size=...)",
     "validation_data": "dpx.fit(evaluate=...) if it is public, and else in dpx.fit(evaluate_private=...)",
     "momentum": "dpx.chain(mechanism, optax.sgd(learning_rate, momentum))",
+    "target_quantile": "dpx.mechanisms.adaptive_clipping(target_quantile=...)",
     "schedule": "a mechanism's noise_multiplier, as a function of the step (dpx.accounting.accepts_budget)",
 }
 JOINED = {  # what happens to the result of a call with too many arguments, or one of another call; by its type

@@ -403,6 +403,7 @@ OF_OTHERS = {  # an argument of another library, or of another function, in a ca
     "'event' .event=lambda noise: sampling.event": lambda: owned().least_noise(),
     "'steps', which belongs in event: .*lambda noise: sampling": lambda: owned().least_noise(steps=3),
     "'steps', which is the length of multipliers here$": lambda: SAMPLING.event(steps=3),
+    "'target_quantile', which belongs in dpx.mechanisms.adaptive_clipping": lambda: dpx.dp_sgd(target_quantile=0.5),
     "'indicator_noise', .*=batch_size / 20": lambda: dpx.mechanisms.adaptive_clipping(),
     "'feedback_norm', .*=clip_norm removes": lambda: dpx.mechanisms.dice_sgd(),
     "'bands', .*bands=8": lambda: dpx.methods.band_mf_sgd(),
@@ -504,6 +505,7 @@ def test_names_of_other_libraries_lead_to_those_of_dpx():
         "folder": "no attribute 'folder'$",  # of an internal module
         "Ledger": "; there is dpx.PrivacyLedger$",
         "least_noise": "; there is dpx.PrivacyLedger.least_noise$",
+        "coordinates.lora": "; dpx.coordinates.trainable.mask. trains the adapters",
         "tuning.tune": "; there is dpx.tuning.search$",
         "mechanisms.strategies": "; there is dpx.strategies$",
         "methods.random_freeze": "; there is dpx.coordinates.random_freeze, dpx.methods.random_freeze_sgd$",
@@ -663,6 +665,7 @@ def test_an_error_of_the_loss_tells_the_shapes_of_an_example():
     ("data", "words"),
     [
         ([[NUMBER] * 3] * 40, "convert lists of numbers to arrays"),
+        (np.full((40, 3), NUMBER, object), "give .astype(numpy.float32) of the columns of numbers"),
         ({"x": np.full((40, 3), NUMBER), 1: np.ones(40)}, "keys of a dict must be of one type"),
     ],
 )

@@ -320,6 +320,8 @@ def test_calibrated_by_what_may_be_spent():
     budget = dpx.Budget(epsilon=2.0, delta=1e-5, steps=20)
     mechanism = dpx.methods.d2p2_sgd(order="clip_then_project", noise_multiplier=budget, **options)
     assert 1.99 <= dpx.epsilon(mechanism, 20, delta=1e-5) <= 2.0
+    with pytest.raises(ValueError, match="because power and every say how it falls"):
+        dpx.methods.d2p2_sgd(noise_multiplier=lambda step: 2.0, **options)
     sound = dpx.methods.d2p2_sgd(noise_multiplier=2.0, **options)
     assert sound.event(20) == dpx.methods.d2p_sgd(noise_multiplier=2.0, every=10, sampling=POISSON, key=KEY).event(20)
 

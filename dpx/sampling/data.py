@@ -283,7 +283,7 @@ def require_plain_arrays(data: Any):
         refuse_mask(leaf)
         dtype = getattr(leaf, "dtype", None)
         if getattr(dtype, "kind", "") in NO_NUMBERS or getattr(dtype, "names", None):
-            advice = "give the columns of numbers, with a number in place of each word or date"
+            advice = "give .astype(numpy.float32) of the columns of numbers, with a number for each word or date"
             raise ValueError(f"every array must hold numbers, got {described(leaf)}: {advice}")
 
 

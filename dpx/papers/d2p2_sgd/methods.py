@@ -140,6 +140,8 @@ def d2p_sgd(
 
 def _falling_noise(noise_multiplier: float, power: float, every: int) -> ScalarOrSchedule:
     """Returns the noise multiplier of D2P-SGD as a schedule."""
+    if callable(noise_multiplier):
+        raise ValueError("noise_multiplier must be the first one, a number, because power and every say how it falls")
     require_number("noise_multiplier", noise_multiplier, minimum=0, exclusive=True)
     falling = schedules.inverse_power(init_value=noise_multiplier, power=power)
     return schedules.every(falling, steps=require_whole("every", every))
