@@ -377,7 +377,7 @@ def test_it_is_printed():
     answer = profile_of_run(made.event(100), relation="zero_out").epsilon_with_rounding(1e-5)
     assert answer.of_epsilon <= float(words[1]) < 1.1 * answer.of_epsilon
     assert answer.of_delta <= float(words[2]) < 1.1 * answer.of_delta
-    line = re.search(r"rounding: eta = (\S+) of the clip norm, .* (\S+) of epsilon in the first step\n\)", str(made))
+    line = re.search(r"(?s)rounding: eta = (\S+) of the clip.* (\S+) of epsilon in the first step\n\)", str(made))
     assert line is not None and float(line[1]) == pytest.approx(ETA, rel=1e-3)
     assert float(line[2]) == pytest.approx(finite_precision_cost(1, 1.0).epsilon(0.0), rel=0.05)
     assert arithmetic.LARGEST_RELEASE == 2**32

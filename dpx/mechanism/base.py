@@ -166,10 +166,10 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
         return self.event(steps)
 
     def __repr__(self) -> str:
-        pipeline, event = "\n  -> ".join(self.stages), self.event(1)
-        added = finite_precision_cost(*from_event(event).release_count).epsilon(0.0)  # the least, at the usual deltas
-        rounding = f"eta = {ETA:.3g} of the clip norm, by which the noise is larger, and {added:.2g} of epsilon in the "
-        cost = f"cost of the first step: {event}\n  rounding: {rounding}first step"
+        pipeline, first = "\n  -> ".join(self.stages), from_event(self.event(1))
+        added = finite_precision_cost(*first.release_count).epsilon(0.0)  # the least, at the usual deltas
+        rounding = f"eta = {ETA:.3g} of the clip norm, by which the noise is larger,\n    and {added:.2g} of epsilon"
+        cost = f"cost of the first step: {first.in_one_line()}\n  rounding: {rounding} in the first step"
         return f"Mechanism(\n     {pipeline}\n  drawn by {self.sampling}\n  {cost}\n)"
 
 
