@@ -158,7 +158,8 @@ def public_subspace(public_grads: Tree, *, rank: int, iterations: int, key: jax.
     flat = jnp.concatenate([leaf.reshape(examples, -1).astype(jnp.float32) for leaf in leaves], axis=1)
     rank = require_whole("rank", rank, maximum=min(flat.shape))  # public gradients, coordinates
     iterations = require_whole("iterations", iterations)
-    basis = jax.random.normal(keys.public_key(keys.stream(key, "public_subspace")), (rank, flat.shape[1]))
+    drawn = keys.public_key(keys.stream(key, "public_subspace"))
+    basis = jax.random.normal(drawn, (rank, flat.shape[1]), jnp.float32)
     for _ in range(iterations):
         products = jnp.dot(basis, flat.T, precision=EXACT)
         basis = jnp.linalg.qr(jnp.dot(products, flat, precision=EXACT).T)[0].T
