@@ -543,6 +543,17 @@ def test_a_lookup_out_of_range_has_an_infinite_norm(signs):
     assert not ghost_norms.gradient_rows_of_lookup(jnp.zeros(len(signs), jnp.int32), jnp.asarray(c))[1]
 
 
+def test_a_row_that_is_read_often_is_added_in_segments():
+    """A long sum of one number, which is rounded alike each time, in a table that is multiplied too."""
+
+    def loss(table, example):
+        number, tokens, x = example
+        return number * jnp.sum(table[tokens]) + jnp.sum(x @ table.T)
+
+    examples = jnp.linspace(1.0, 2.0, 40), jnp.zeros((40, 4096), jnp.int32), jnp.zeros((40, 1, 2))
+    assert_bounded(in_a_batch(loss, mechanism(1.0), jnp.zeros((3, 2)), examples), 1.0)
+
+
 def test_a_scale_out_of_range_makes_no_norm_vanish():
     a, scale = jnp.full((4, 1, 1, 5), 2.0**31), jnp.full((1, 5, 5), 2.0**62.5)
     found = jax.jit(jax.vmap(ghost_norms.outer_norm, (0, 0, None)), compiler_options=FULL)(a, 2 * a, scale)

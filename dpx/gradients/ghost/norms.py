@@ -186,7 +186,7 @@ def sum_error(*positions: int) -> float:
     sqrt(sum D^2) is up to `rounding_factor` times as large (`dpx.xla.matrix_units`).
     """
     roots = (
-        _rounding_depth(count, _count_segments(count)) + (len(positions) - 1) * math.sqrt(count) for count in positions
+        _rounding_depth(count, count_segments(count)) + (len(positions) - 1) * math.sqrt(count) for count in positions
     )
     return math.hypot(*roots) * ROUNDING * current_place().matrix_unit.rounding_factor
 
@@ -198,7 +198,7 @@ def _rounding_depth(positions: int, segments: int) -> float:
     return math.sqrt(segments / width) * within + math.sqrt(width / segments) * across
 
 
-def _count_segments(positions: int) -> int:
+def count_segments(positions: int) -> int:
     """The least number of segments in which the positions of an example can be added accurately enough."""
     fine = (
         count for count in range(1, math.isqrt(positions)) if _rounding_depth(positions, count) * ROUNDING <= MOST_ERROR
@@ -208,7 +208,7 @@ def _count_segments(positions: int) -> int:
 
 def einsum_by_segments(by: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """The `einsum` of A and B for one example, float32; it adds the positions in segments, one after another."""
-    width = math.ceil(a.shape[1] / _count_segments(a.shape[1]))
+    width = math.ceil(a.shape[1] / count_segments(a.shape[1]))
 
     def product(rows):
         # The barrier prevents a matrix product from being accumulated onto the previous sum.

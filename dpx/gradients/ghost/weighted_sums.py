@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpx.gradients.ghost.norms import einsum_by_segments
+from dpx.gradients.ghost.norms import count_segments, einsum_by_segments
 from dpx.gradients.ghost.rules import Site
 from dpx.sums.clipped_sum import (
     add_behind_barrier,
@@ -103,6 +103,19 @@ def _sum_rows_by_index(indices: jax.Array, rows: jax.Array) -> tuple[jax.Array, 
     ordered = indices[order]
     place = jnp.cumsum(jnp.concatenate([jnp.zeros(1, bool), ordered[1:] != ordered[:-1]]), dtype=jnp.int32)
     return jnp.full_like(indices, -1).at[place].set(ordered), _plus_rows(jnp.zeros_like(rows), place, rows[order])
+
+
+def _rows_of_segments(indices: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sums the rows, float32 (T, O), of equal indices, int32 (T,), in each of the segments for which `norms.sum_error`
+    holds. Otherwise a row of the table that is read often would be one long sum, which rounds more."""
+    width = math.ceil(len(indices) / count_segments(len(indices)))
+    if width == len(indices):
+        return indices, rows
+    missing = -len(indices) % width
+    indices = jnp.pad(indices, (0, missing), constant_values=-1).reshape(-1, width)
+    rows = jnp.pad(rows, ((0, missing), (0, 0))).reshape(-1, width, rows.shape[-1])
+    indices, rows = jax.vmap(_sum_rows_by_index)(indices, rows)
+    return indices.reshape(-1), rows.reshape(-1, rows.shape[-1])
 
 
 def _scatter_rows(site: Site, shape: tuple[int, ...], indices: jax.Array, rows: jax.Array) -> jax.Array:
@@ -196,7 +209,7 @@ def example_gradient(
             return [_gradient_at_site(site, shape, *record, factor=factor) for site, *record in some]
         read = [site.matrices(*record) for site, *record in some]
         indices, b = (jnp.concatenate(each) for each in zip(*read, strict=True))
-        return [_scatter_rows(some[0][0], shape, indices, scaled_rows(factor, b))]
+        return [_scatter_rows(some[0][0], shape, *_rows_of_segments(indices, scaled_rows(factor, b)))]
 
     return functools.reduce(jnp.add, [grad for numbers in groups for grad in of_group(numbers)])
 
