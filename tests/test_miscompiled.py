@@ -37,6 +37,8 @@ def run(when: str, flags: str) -> subprocess.CompletedProcess:
 
 def test_rows_do_not_mix_here():
     assert not rows_apart.has_row_mixing_fault()
+    with jax.disable_jit():  # as for a debugger
+        assert not rows_apart.has_row_mixing_fault()
 
 
 @needs_the_fault

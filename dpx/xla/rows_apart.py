@@ -199,6 +199,7 @@ def require_rows_apart() -> None:
         )
 
 
+@jax.disable_jit(False)  # without jit, nothing is compiled
 def has_row_mixing_fault() -> bool:
     """Whether one row's sums read another row, in the smallest program that is known to trigger the fault."""
 
