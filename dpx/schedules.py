@@ -37,6 +37,7 @@ def values_over(value: ScalarOrSchedule, steps: int) -> np.ndarray:
     A constant takes no memory: numpy repeats one value with stride 0. Raises ValueError for a schedule whose values
     depend on more than the step.
     """
+    steps = require_whole("steps", steps, minimum=0)
     if not callable(value):
         return np.broadcast_to(np.float64(np.float32(value)), (steps,))
     length = 2 ** max(4, (steps - 1).bit_length())  # so that runs of similar length share one program

@@ -103,7 +103,8 @@ class NoisySum:
     noise_multiplier: float
 
     def __post_init__(self):
-        require_number("noise_multiplier", self.noise_multiplier, minimum=0, exclusive=True)
+        noise = require_number("noise_multiplier", self.noise_multiplier, minimum=0, exclusive=True)
+        vars(self).update(noise_multiplier=noise)  # a float16 would lose a part of the factor for rounding
 
 
 ScoreOn = Literal["public"] | NoisySum | DpEvent

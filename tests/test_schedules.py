@@ -202,6 +202,11 @@ def test_the_noise_of_every_step_is_the_billed_one(name, ungridded):
                 assert_billed_is_realized(realized, shifted / clips, clips)
 
 
+def test_a_number_of_steps_of_numpy_is_one_of_python():
+    noise = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=lambda step: 2.0 + step, sampling=SAMPLING, key=KEY)
+    assert noise.event(np.int64(20)) == noise.event(np.int8(20)) == noise.event(20)
+
+
 def test_formulas():
     steps = np.arange(STEPS)
     for schedule, expected in [

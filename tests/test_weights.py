@@ -84,6 +84,9 @@ def test_the_bill_is_that_of_the_largest_rate_or_of_one_weight():
     assert dpx.epsilon(mechanism, 50, delta=1e-5, weight=1.0) == pytest.approx(of_rate(lowest), rel=1e-4)
     assert of_rate(lowest) < 0.8 * of_rate(largest)
     assert dpx.epsilon(mechanism, 50, delta=1e-5, weight=0) == 0
+    same = dp_sgd(poisson(1000, 20, weights=np.where(np.arange(1000) < 100, 100.0, 20.0)))
+    for weight in (np.int8(100), np.uint8(100)):  # 20 times as much is -48 or 208 in such numbers
+        assert dpx.epsilon(same, 50, delta=1e-5, weight=weight) == pytest.approx(of_rate(largest))
     low, high = (dpx.accounting.delta(mechanism, 50, epsilon=1.0, weight=weight) for weight in (1, 5))
     assert low < high == dpx.accounting.delta(mechanism, 50, epsilon=1.0)
     state = mechanism.init({"w": np.zeros(2, np.float32)})

@@ -211,7 +211,7 @@ class PoissonSampling(RandomSizeSampling):
             words = f"because the examples of {self} have no weights"
             raise ValueError(f"weight must be left out, {words}; got {described(weight)}")
         most = float(self.weights.values.max())
-        if require_number("weight", weight, minimum=0) > most:
+        if (weight := require_number("weight", weight, minimum=0)) > most:  # an int8 would wrap around below
             raise ValueError(f"weight must be at most the largest one, {most}, got {weight}")
         return float(self.weights.rate_of_weight(weight, self.batch_size))
 
