@@ -302,7 +302,10 @@ def test_a_pure_release_costs_what_dp_accounting_says(epsilon):
     assert event_epsilon(SelfComposedDpEvent(PureDpEvent(epsilon), 3), delta=0) == pytest.approx(3 * epsilon)
     assert event_epsilon(PureDpEvent(epsilon), delta=0, relation="replace_one") == pytest.approx(2 * epsilon)
     assert event_epsilon(ComposedDpEvent([PureDpEvent(epsilon), GaussianDpEvent(1.0)]), delta=0) == math.inf
-    assert event_delta(PureDpEvent(epsilon), epsilon=epsilon) < 1e-12
+    for delta in (1e-6, 1e-20):
+        assert event_epsilon(PureDpEvent(epsilon), delta=delta) <= epsilon
+    assert event_delta(PureDpEvent(epsilon), epsilon=epsilon) == 0
+    assert event_delta(PureDpEvent(epsilon), epsilon=0.9 * epsilon) > 1e-4
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.int8, Fraction])

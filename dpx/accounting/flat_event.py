@@ -44,7 +44,7 @@ from dpx.accounting.pld.losses import (
     bucketed_steps,
     round_losses_to_buckets,
 )
-from dpx.accounting.profiles import UNBOUNDED, loss_profile
+from dpx.accounting.profiles import UNBOUNDED, MinOrMaxProfile, PureProfile, loss_profile
 from dpx.accounting.selection import OneOfDpEvent, OneOfEventsLoss, SearchLoss
 from dpx.sampling.schemes import compose_events
 from dpx.sampling.varying import RandomAllocationDpEvent
@@ -160,7 +160,8 @@ class FlatEvent:
             for kind in (SampledGaussian, FixedSizeGaussian):
                 losses = round_losses_to_buckets(losses, kind, buckets)
             losses = bucketed_truncated_losses(losses, buckets)
-        return loss_profile(losses, accountant, curve=curve)
+        composed, pure = loss_profile(losses, accountant, curve=curve), self.pure(relation)
+        return composed if pure == math.inf else MinOrMaxProfile(min, (composed, PureProfile(pure)))
 
     def words(self) -> tuple[str, ...]:
         """The releases in words. Lists up to 8 noise multipliers one by one, and gives the range of more."""

@@ -83,6 +83,19 @@ class RenyiProfile:
 
 
 @dataclass(frozen=True)
+class PureProfile:
+    """What pure differential privacy says: this epsilon at every delta, and delta 0 from there on."""
+
+    pure: float
+
+    def epsilon(self, delta: float) -> float:
+        return self.pure
+
+    def delta(self, epsilon: float) -> float:
+        return 0.0 if epsilon >= self.pure else 1.0
+
+
+@dataclass(frozen=True)
 class DeltaProfile:
     """A decreasing upper bound on delta as a function of epsilon."""
 
