@@ -684,6 +684,9 @@ def test_the_lines_of_two_ledgers_are_no_ledger(ledger, tmp_path):
     for number, one in enumerate((ledger, other)):
         one.spend(MEAN, key=key(number), words="made")
     _, *lines = other.path.read_text().splitlines(keepends=True)
+    ledger.path.write_text(ledger.path.read_text().rstrip())  # as some editors do
+    ledger.spend(MEAN, key=key(3), words="made")
+    assert len(ledger.entries) == 2
     ledger.path.write_text(ledger.path.read_text() + "".join(lines))
     with pytest.raises(ValueError, match="must be those of one file, in their order"):
         ledger.spend(MEAN, key=key(1), words="again")

@@ -394,7 +394,7 @@ class PrivacyLedger:
                 f"the file of a ledger must have one name, but {self.path} has another one, a hard link, which would "
                 "become a second ledger with the old lines: delete that name, or make it a symbolic link"
             )
-        text = self.path.read_text(encoding="utf-8")
+        text = self.path.read_text(encoding="utf-8").rstrip() + "\n"  # an editor may have changed its end
         replace_file(self.path, text + "".join(json.dumps(line, default=number_for_json) + "\n" for line in lines))
 
 
