@@ -67,6 +67,7 @@ from dpx.values import (
     require_floats,
     require_function,
     require_number,
+    require_path,
     require_whole,
 )
 
@@ -443,7 +444,7 @@ def _locked_search_folder(folder: str | Path | None, plan: SearchPlan) -> Iterat
     if folder is None:
         yield None
         return
-    path = Path(folder).expanduser().absolute()
+    path = require_path("checkpoints", folder).absolute()
     own = {
         "key of the search (its mark)": int(keys.mark_of_key(plan.arguments.key)),
         "configurations": len(plan.arguments.configurations),

@@ -64,6 +64,7 @@ def test_one_number_for_one_run():
 
 REFUSED = {
     "sampling must be one of": dict(sampling="full", epochs=1),
+    "sampling must be one of .* got a list of length 1": dict(sampling=["poisson"], epochs=1),
     "exactly one of steps, epochs and an array": dict(epochs=1, steps=3),
     "exactly one of steps, epochs .* got steps None, epochs None and 1.0": dict(),
     "exactly one of steps, epochs .* and a list of length 2": dict(steps=2, noise_multiplier=[1.0, 2.0]),

@@ -504,6 +504,8 @@ REFUSED = {
     "a score whose event is no noise": ({"score_on": ComposedDpEvent([]), "score": max}, "must have noise"),
     "half a trial": ({"trials": 0.5}, "trials must be"),
     "another distribution": ({"distribution": "fixed"}, "distribution must be one of"),
+    "a list of distributions": ({"distribution": ["poisson"]}, "distribution must be one of .* got a list"),
+    "a number for a folder": ({"checkpoints": 3}, "checkpoints must be a path, got 3"),
     "one key for all trials": (
         {"optimizer": lambda c, key: mechanism(c, jax.random.key(0))},
         "must build its mechanism",

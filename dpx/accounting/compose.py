@@ -352,7 +352,7 @@ def best_of(
     Source: Papernot and Steinke 2022, https://arxiv.org/abs/2110.03620; `accounting/selection.py`.
     """
     trials = require_number("trials", trials, minimum=1)
-    if distribution not in SHAPES:
+    if distribution not in tuple(SHAPES):  # which takes a list, too
         raise ValueError(f"distribution must be one of {tuple(SHAPES)}, got {described(distribution)}")
     records = records_per_common_unit(candidates, records)
     score = _event_of_score(score_on, records)

@@ -241,7 +241,7 @@ def dp_sgd_epsilon(
 
     Raises ValueError for arguments outside these ranges, and for several records with another sampling.
     """
-    if sampling not in _RECORDS:
+    if sampling not in tuple(_RECORDS):  # which takes a list, too
         raise ValueError(f"sampling must be one of {tuple(_RECORDS)}, got {described(sampling)}")
     record: Sampling = _RECORDS[sampling](examples=examples, batch_size=batch_size)
     drawn, records = record, require_whole("records", records)
