@@ -339,6 +339,15 @@ def test_a_budget_is_kept_and_used(noise, steps):
     )
 
 
+def test_a_budget_takes_the_other_noise_where_one_has_no_proof():
+    users = dpx.UserData(np.zeros((2, 2000)), np.arange(2), most=1000)
+    for epsilon, delta, other, kind in ((1.0, 1e-40, "gaussian", "laplace"), (0.002, 1e-6, "laplace", "gaussian")):
+        budget = dpx.Budget(epsilon=epsilon, delta=delta, steps=1)
+        assert statistics.release_sum(users, low=-1, high=1, **asked(noise_multiplier=budget)).noise == kind
+        with pytest.raises(ValueError, match="cannot be met by any noise|noise_multiplier must be in"):
+            statistics.release_sum(users, low=-1, high=1, **asked(noise_multiplier=budget, noise=other))
+
+
 def test_a_ledger_counts_laplace_noise_dearly_so_a_budget_takes_none():
     budget = dpx.Budget(epsilon=0.5, delta=1e-6, steps=1)
     assert statistics.release_count(np.ones(50), **asked(noise_multiplier=budget), ledger=Ledger()).noise == "gaussian"

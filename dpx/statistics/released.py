@@ -178,12 +178,17 @@ class StatisticRequest:
         kinds: list[Any] = [self.noise or "gaussian"]
         if self.noise is None and isinstance(self.noise_multiplier, Budget) and self.ledger is None:
             kinds = ["laplace", "gaussian"]
-        found = []
+        found, refusals = [], []
         for kind in kinds:
-            multiplier = self.resolve_multiplier(
-                records, lambda multiplier, kind=kind: event_of_noise(kind, multiplier), padded_noise_count(size)
-            )
-            found.append((Noise.from_multiplier(kind, multiplier, effect), multiplier))
+            try:
+                multiplier = self.resolve_multiplier(
+                    records, lambda multiplier, kind=kind: event_of_noise(kind, multiplier), padded_noise_count(size)
+                )
+                found.append((Noise.from_multiplier(kind, multiplier, effect), multiplier))
+            except ValueError as error:  # beyond the proof of this kind, and perhaps not of the other
+                refusals.append(error)
+        if not found:
+            raise refusals[-1]
         return min(found, key=lambda each: each[0].deviation)
 
     def resolve_multiplier(self, records: StatisticRecords, event: Callable[[float], DpEvent], numbers: int) -> float:
