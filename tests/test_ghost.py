@@ -618,8 +618,16 @@ def test_nothing_to_follow():
     def no_layers(params, x):
         return jnp.sum(jax.lax.fori_loop(0, 0, lambda _, h: h @ params["w"] @ params["w"].T, x) ** 2)
 
+    def no_layers_by_index(params, x):
+        columns = params["w"].T
+        return jnp.sum(jax.lax.fori_loop(0, 0, lambda i, h: h * jax.lax.dynamic_index_in_dim(columns, i), x) ** 2)
+
+    def no_positions(params, x):
+        return jnp.sum(x @ params["w"]) + jnp.sum(x[:0, :1] - params["b"][None])
+
     assert_agrees(empty, params, jnp.zeros((1, 0, 3)))
-    assert_agrees(no_layers, params, normal(3, 2, 3))
+    for loss in (no_layers, no_layers_by_index, no_positions):
+        assert_agrees(loss, params, normal(3, 2, 5, 3))
     off = jnp.zeros(())
     found = clipped_sums(lambda params, x: off, params, jnp.zeros((1, 3)), "ghost")
     assert not any(jnp.any(leaf) for leaf in jax.tree.leaves(found.updates))

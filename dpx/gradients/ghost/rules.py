@@ -612,7 +612,7 @@ def _broadcast_arithmetic_rule(use: ParameterUse, equation) -> Site | str:
     holds ones; for mul, every element of W is its own group."""
     name, out, data = equation.primitive.name, equation.outvars[0].aval.shape, 1 - use.operand
     shape = equation.invars[use.operand].aval.shape or (1,) * len(out)
-    along = [axis for axis, size in enumerate(out) if shape[axis] < size]
+    along = [axis for axis, size in enumerate(out) if shape[axis] != size]
     order = (*along, *(axis for axis in range(len(out)) if axis not in along))
     positions, count = math.prod(out[axis] for axis in along), math.prod(shape)
     groups, width = (count, 1) if name == "mul" else (1, count)

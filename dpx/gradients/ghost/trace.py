@@ -306,7 +306,7 @@ class _ParameterTracer:
         aval, sizes = equation.invars[0].aval, equation.params["slice_sizes"]
         axes = [axis for axis, size in enumerate(sizes) if size < aval.shape[axis]]
         start = self.integers(inputs[1 + axes[0]]) if len(axes) == 1 else None
-        if start is None or start.loop is None or sizes[axes[0]] != 1:
+        if start is None or start.loop is None or not start.numbers.size or sizes[axes[0]] != 1:
             return None
         axis, places = axes[0], np.clip(start.numbers, 0, aval.shape[axes[0]] - 1)
         first, count = int(places.min()), len(places)
