@@ -101,6 +101,15 @@ def test_automatic_clipping_equals_its_formula():
         np.testing.assert_allclose(updates[name], expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("first", [0.0, 1e-15])
+def test_numbers_whose_squares_are_lost_stay_within_the_clip_norm(first):
+    """A CPU takes squares below 2^-126 for 0, so 10^6 such numbers moved a sum by 118 clip norms."""
+    mechanism = dpx.mechanisms.normalized(dp_sgd(clip_norm=2.0**-40), stability=1e-6)
+    grad = {"w": jnp.full(10**6, 0.99 * 2.0**-63).at[0].set(first)}
+    encoded, _, (factor,) = jax.jit(mechanism.contribute)(grad, mechanism.init(grad))
+    assert np.linalg.norm(np.asarray(encoded["w"], np.float64)) * float(factor) <= 2.0**-40 * (1 + 1e-6)
+
+
 def test_per_layer_clipping_clips_each_layer_and_scales_the_noise_to_the_whole():
     params, batch = model()
     grads = GRADIENTS(params, batch)

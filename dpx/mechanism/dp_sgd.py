@@ -166,7 +166,8 @@ def normalized(mechanism: Mechanism, *, stability: float = 0.01) -> Mechanism:
     """Applies `mechanism` to normalized gradients, g / (|g| + stability), with norms below 1 (per group, if any).
 
     Guarantee: the inner clip still bounds the result, so the cost is that of the inner mechanism, for every clip norm.
-    A clip norm of 1 never clips, because the normalized gradients are shorter.
+    A clip norm of 1 never clips, because the normalized gradients are shorter. Gradients with norms below 2^-40 become
+    zero.
 
     stability: at least 1e-6, in the units of the gradient. Raises ValueError for a smaller value.
     Source: automatic clipping, Bu et al. 2023, https://arxiv.org/abs/2206.07136.
@@ -176,7 +177,11 @@ def normalized(mechanism: Mechanism, *, stability: float = 0.01) -> Mechanism:
 
     def clip_factors(norms, state):
         factors = mechanism.clip_factors(jax.tree.map(lambda n: n / (n + stability), norms), state)
-        return tuple(jax.tree.map(lambda n, f: f / (n + stability), norms, factor) for factor in factors)
+        # A smaller norm may lack most of the true one, because squares below 2^-126 are lost.
+        return tuple(
+            jax.tree.map(lambda n, f: jnp.where(n < SMALLEST_CLIP_NORM, 0, f / (n + stability)), norms, factor)
+            for factor in factors
+        )
 
     stages = insert_stages_around_sum(mechanism.stages, before_bound=(f"normalize to g / (|g| + {stability:g})",))
     return mechanism.replace(
