@@ -323,6 +323,11 @@ def test_a_release_under_fast_math_is_refused(monkeypatch, flags_of_xla, on):
         keys.release(KEY, 0, jnp.ones(3), 1.0)
 
 
+def test_fast_math_in_a_file_of_flags_is_found(tmp_path):
+    (tmp_path / "flags").write_text("--xla_dump_to=/tmp/x\n--xla_cpu_enable_fast_math=true\n")
+    assert has_fast_math_flag(str(tmp_path / "flags")) and not has_fast_math_flag(str(tmp_path / "none"))
+
+
 def test_devices_of_a_shard_map_have_keys_of_their_own():
     """With one key, all of them would draw one noise. A sum over them is one release."""
     mesh = jax.make_mesh((1,), ("one",), axis_types=(jax.sharding.AxisType.Auto,))

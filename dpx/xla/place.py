@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -124,7 +125,9 @@ def require_exact_math() -> None:
 
 
 def has_fast_math_flag(flags: str) -> bool:
-    """Whether these XLA_FLAGS turn on fast math on a CPU; the last of several counts."""
+    """Whether these XLA_FLAGS, or the file that they name, turn on fast math on a CPU; the last of several counts."""
+    if flags.strip()[:1] not in ("", "-") and os.path.isfile(flags):
+        flags = Path(flags).read_text(errors="replace")
     on = False
     for flag in flags.split():
         name, _, value = flag.lstrip("-").partition("=")
