@@ -477,6 +477,11 @@ HURRIED = {
         owned().least_noise(SAMPLING)
     ),
     r"event must be a function from a noise multiplier to an event.* got 1.0$": lambda: owned().least_noise(float),
+    "posterior must be True or False, got 'no'": lambda: dpx.coordinates.random_freeze(
+        freeze_rate=0.5, every=1, posterior="no", key=KEY
+    ),
+    "squares must be True or False, got 0": lambda: dpx.coordinates.importance_mask(keep=0.5, warmup=1, squares=0),
+    "relative must be True or False, got None": lambda: dpx.coordinates.standardized(relative=None),
     "public_stop must be True or False, got the function len: what ends a run belongs in": lambda: dpx.fit(
         loss, MECHANISM, PARAMS, np.ones((40, 3)), steps=3, delta=1e-5, public_stop=len
     ),

@@ -7,7 +7,7 @@ import jax.core
 import numpy as np
 
 from dpx.keys.noise import LARGEST_RELEASE
-from dpx.values import as_real, described, require_floats, require_open_fraction, require_whole, warn_user
+from dpx.values import as_real, described, require_bool, require_floats, require_open_fraction, require_whole, warn_user
 
 Accountant = Literal["tightest", "pld", "rdp"]
 Relation = Literal["add_or_remove", "zero_out", "replace_one"]
@@ -143,8 +143,7 @@ def _broadcast(name: str, values: np.ndarray, like: np.ndarray) -> np.ndarray:
 
 def numbers_per_release(numbers: Any, exact_noise: Any = False) -> int:
     """Checks the arguments, and returns how many elements a release's cost covers: `numbers`, or 0 for exact noise."""
-    if not isinstance(exact_noise, bool):
-        raise ValueError(f"exact_noise must be True or False, got {described(exact_noise)}")
+    require_bool("exact_noise", exact_noise)
     if require_whole("numbers", numbers) > LARGEST_RELEASE:
         raise ValueError(f"numbers must be at most {LARGEST_RELEASE}, the most that a release may hold, got {numbers}")
     return 0 if exact_noise else int(numbers)

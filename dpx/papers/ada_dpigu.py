@@ -21,7 +21,16 @@ from dpx.mechanism.dp_sgd import dp_sgd
 from dpx.mechanism.masks import apply_mask, count_coordinates_in_share, kth_largest, mask_of_largest
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule, require_fractions, require_scalar_or_schedule, value_at, values_over
-from dpx.values import Tree, as_real, described, explain_misuse, find_only_node, require_number, require_whole
+from dpx.values import (
+    Tree,
+    as_real,
+    described,
+    explain_misuse,
+    find_only_node,
+    require_bool,
+    require_number,
+    require_whole,
+)
 
 
 @accepts_budget
@@ -165,6 +174,7 @@ def importance_mask(
     require_fractions("keep", keep, "(0, 1]")
     warmup = require_whole("warmup", warmup)
     require_scalar_or_schedule("noise_floor", noise_floor, minimum=0)
+    require_bool("squares", squares)
 
     def init(params):
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
@@ -279,6 +289,7 @@ def standardized(
             raise ValueError(f"{name} must be in [0, 1), got {described(decay)}")
     require_number("initial_variance", initial_variance, minimum=0)
     require_number("stability", stability, minimum=1e-12)
+    require_bool("relative", relative)
     scales = functools.partial(_scale_of_each_coordinate, stability=stability, relative=relative)
 
     def init(params):

@@ -19,7 +19,7 @@ from dpx.mechanism.dp_sgd import dp_sgd
 from dpx.mechanism.masks import apply_mask, complement_of_rate, count_coordinates_in_share, mask_of_largest, random_mask
 from dpx.sampling.schemes import Sampling
 from dpx.schedules import ScalarOrSchedule, require_fractions
-from dpx.values import Tree, explain_misuse, find_only_node, require_whole, unflatten_vectors
+from dpx.values import Tree, explain_misuse, find_only_node, require_bool, require_whole, unflatten_vectors
 
 
 @accepts_budget
@@ -131,7 +131,7 @@ def random_freeze(*, freeze_rate: ScalarOrSchedule, every: int, posterior: bool 
     frozen = _freezing_coordinates(
         freeze_rate, lambda params: begin(jnp.zeros((), jnp.int32), params), following, words
     )
-    if not posterior:
+    if not require_bool("posterior", posterior):
         return frozen
     return frozen._replace(encode=lambda grad, state: grad, name=f"draw a mask for after the clip: {frozen.name}")
 
