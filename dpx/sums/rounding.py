@@ -58,7 +58,8 @@ than that for b <= 16.
 A contribution's norm is at most C because its computed norm is never below the true one (`dpx.sums.norms`), with a
 margin for the rounding of the clip factor.
 
-NOT covered: more than 4,096 chunks in one step, if some have more than 16 rows.
+NOT covered: m N above 2^28, in batches of more than 65,536 rows; and more than 4,096 chunks in one step, if some have
+more than 16 rows.
 
 IN FLOAT64, a `FloatPair` has a value, a norm, and a way back to a pair; with v = 2^-53:
 
