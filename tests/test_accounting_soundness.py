@@ -356,6 +356,15 @@ def test_epsilon_has_no_floor_at_tiny_deltas():
         assert accounting.event_epsilon(sampled(rate, sigma, count), delta=1e-11) <= 1.05 * truth + 1e-5
 
 
+def test_an_order_without_a_number_is_left_out():
+    known = np.linspace(0.5, 5, len(renyi.ORDERS))
+    for value in math.nan, math.inf:
+        found = profiles.RenyiProfile(np.where(renyi.ORDERS == 6, value, known))
+        assert found.epsilon(1e-5) >= profiles.RenyiProfile(known).epsilon(1e-5) > 1
+        assert found.delta(1.0) >= profiles.RenyiProfile(known).delta(1.0) > 0.01
+    assert profiles.RenyiProfile(known * math.nan).epsilon(1e-5) == math.inf
+
+
 def test_zero_noise_bills_infinity_and_no_steps_nothing():
     for sigmas, expected in (([1.0, 0.0], math.inf), ([1e-9, 2.0], math.inf)):
         assert accounting.schedule_epsilon(sigmas, sampling_rate=0.1, delta=1e-5).upper == expected

@@ -104,6 +104,22 @@ def test_the_tail_of_a_large_batch(examples, batch, more):
     assert others.sf(int(batch) + more - 1) <= loss.full <= others.sf(int(batch) + more - 1) * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_a_batch_that_is_never_cut_costs_as_poisson(accountant):
+    """For 1,083 rows, a full batch has a probability of 1e-309, and one that is cut rounds to 0."""
+    limits = 1082, 1083, 1084, math.inf
+    samplings = [dpx.PoissonSampling(examples=60_000, batch_size=256, most_rows=most) for most in limits]
+    profiles = [event_profile(each.event(np.ones(1)), accountant=accountant, relation="zero_out") for each in samplings]
+    bounds = [profile.epsilon(1e-5) for profile in profiles]
+    assert bounds[0] > 0.05
+    np.testing.assert_allclose(bounds, bounds[0], rtol=1e-9)
+
+
+def test_a_sample_that_is_always_full_has_a_cost():
+    event = TruncatedSubsampledGaussianDpEvent(100, 0.99, 10, 1.0)
+    assert 1 < event_profile(event, accountant="rdp", relation="zero_out").epsilon(1e-5) < 30
+
+
 def test_two_steps_are_billed_above_two_steps_of_the_worst_data():
     one, other = (masses((own, -1, -1), 0.5, 1, 1.0).reshape(-1) for own in (1, 0))
     merged = [np.add.reduceat(p, np.arange(0, len(p), 6)) for p in (one, other)]

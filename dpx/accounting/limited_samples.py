@@ -103,6 +103,7 @@ from dpx.accounting.pld.losses import (
 )
 
 _ROUNDING = 1e-9  # relative, of the probabilities of binomials: they are rounded up by it
+_NEVER = 1e-300  # a smaller probability may have rounded to 0, and changes no delta
 
 
 def gaussian_loss(event: Any, relation: Relation, rate: float = 1.0) -> SampledGaussian:
@@ -238,7 +239,7 @@ class TruncatedRelease(PrivacyLoss):
         # P(Bin(n, q) >= k) by the incomplete beta function: bdtrc is wrong by a third where n and n q are above 10^7.
         k, n = np.array([most, most + 1.0]), np.array([examples - 1.0, examples])
         full, cut = np.where(k > n, 0.0, special.betainc(k, np.maximum(n - k + 1, 1), rate)) * (1 + _ROUNDING)
-        if full <= 0:  # the probability of a batch that is cut is below 1e-300
+        if cut < _NEVER:  # no batch is cut
             return SampledGaussian(sigma, rate, relation)
         if rate == 1:  # a sample of fixed size
             return FixedSizeGaussian(sigma / 2, most / examples)

@@ -121,7 +121,9 @@ def truncated_poisson_rdp(
         sampled = np.minimum(share * removed + added, 2 * orders / steps[0][:, None] ** 2)
     else:
         sampled = _cached_gaussian_rdp(steps.tobytes(), orders.tobytes())
-    cases = np.log1p(-full.probability) + (orders - 1) * sampled, np.log(full.probability) + (orders - 1) * exchanged
+    with np.errstate(divide="ignore"):  # the logarithm of 0, if the sample is always full
+        shares = np.log1p(-full.probability), np.log(full.probability)
+    cases = shares[0] + (orders - 1) * sampled, shares[1] + (orders - 1) * exchanged
     return repeats @ (np.logaddexp(*cases) / (orders - 1))
 
 
