@@ -7,6 +7,9 @@ multiplied by 1 + (roundings / 2 + MARGIN) 2^-24, where no square is rounded mor
 most 3e-5 for 10^3 elements, 8e-6 for 10^4, 2e-5 for 10^7. MARGIN covers the root, the factor computed from it, and
 rescaled ghost norms.
 
+Devices may take squares below 2^-126 for 0, so what a norm of n elements lacks may have a norm of sqrt(n) 2^-63. MARGIN
+covers that at the least clip norm, 2^-40, for up to 2^26 elements, and at 2^-37 for up to 2^32.
+
 A kernel on a TPU takes at least 1,800 cycles. So there, barriers stand only between two sums, and scalars, such as the
 norms of all parameters, are squared and added one after another, in the kernel that computes them.
 """
