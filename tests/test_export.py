@@ -207,6 +207,8 @@ def test_microbatches_fit_in_the_memory(monkeypatch):
     stats = mock.Mock(memory_stats=lambda: {"bytes_limit": 2**30})
     with mock.patch("jax.local_devices", lambda: [stats]):
         assert current_place().device_memory_bytes == 2**30
+        with mock.patch("jax.default_backend", lambda: "gpu"):  # on a GPU of NVIDIA, whose platform has two names
+            assert Place("cuda", 1).device_memory_bytes == 2**30 and Place("cpu", 1).device_memory_bytes is None
     assert Place("tpu", 1).device_memory_bytes is None and (current_place().device_memory_bytes or 0) > 2**28
     monkeypatch.delattr(os, "sysconf")  # as on Windows
     assert current_place().device_memory_bytes is None

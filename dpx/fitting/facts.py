@@ -24,7 +24,7 @@ from dpx.reports.report import version_of
 from dpx.states.record import RECORD_VERSION, ReleaseState, fingerprint
 from dpx.values import Tree, as_local_array
 from dpx.xla.jaxprs import closure_arrays, identity_of_program
-from dpx.xla.place import current_place, tracing_for_place
+from dpx.xla.place import current_place, flags_in_variable, tracing_for_place
 
 RECORD = "record of the releases"  # names a fact: the version of the record and the fields of a run's states
 PROGRAM = "mechanism and optimizer, with their schedules (their fingerprint)"
@@ -200,7 +200,7 @@ def _library_versions() -> list[str]:
 
 def settings_affecting_results() -> dict[str, str]:
     """Settings that may affect results: environment variables, and all jax settings not known to be harmless."""
-    found = {name: " ".join(flag for flag in _flags_in_variable(name) if not flag.startswith(SILENT)) for name in FLAGS}
+    found = {name: " ".join(flag for flag in flags_in_variable(name) if not flag.startswith(SILENT)) for name in FLAGS}
     found |= {name: os.environ.get(name, "") for name in VARIABLES}
     settings = {name: re.sub("0x[0-9a-f]+", "", repr(value)) for name, value in jax.config.values.items()}
     quiet = tuple(f"jax_{name}" for name in QUIET)
@@ -208,17 +208,11 @@ def settings_affecting_results() -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
-def _flags_in_variable(variable: str) -> list[str]:
-    """The flags in an environment variable, or in the file that it names."""
-    text = os.environ.get(variable, "").strip()
-    return (text if text.startswith("-") or not Path(text).is_file() else Path(text).read_text()).split()
-
-
 def autotunes_kernels() -> bool:
     """Whether XLA may time its kernels and choose different ones in each process, or add in any order. On a GPU it may,
     unless a flag forbids both."""
     forbidden = {"--xla_gpu_deterministic_ops", "--xla_gpu_deterministic_ops=true", "--xla_gpu_deterministic_ops=1"}
-    return jax.default_backend() in ("gpu", "cuda", "rocm") and forbidden.isdisjoint(_flags_in_variable("XLA_FLAGS"))
+    return jax.default_backend() in ("gpu", "cuda", "rocm") and forbidden.isdisjoint(flags_in_variable("XLA_FLAGS"))
 
 
 def bytes_of(array: Any) -> bytes:

@@ -48,7 +48,8 @@ class Place:
         program is traced for a platform other than this process's, or on Windows."""
         if self.memory != "own":
             return self.memory
-        if self.platform != jax.default_backend() or self.devices > 1:
+        own = jax.default_backend()
+        if self.platform not in (PLATFORMS[1:4] if own == "gpu" else (own,)) or self.devices > 1:
             return None
         stats = jax.local_devices()[0].memory_stats()
         if stats and "bytes_limit" in stats:
@@ -117,19 +118,23 @@ def refuse_to_compile_for_tpu(x: jax.Array) -> jax.Array:
 
 def require_exact_math() -> None:
     """Raises ValueError if the environment makes XLA compile with fast math for a CPU, and the place is one."""
-    if current_place().platform == "cpu" and has_fast_math_flag(os.environ.get("XLA_FLAGS", "")):
+    if current_place().platform == "cpu" and has_fast_math_flag(flags_in_variable("XLA_FLAGS")):
         raise ValueError(
             "XLA_FLAGS must not have xla_cpu_enable_fast_math=true: XLA then removes the second float32 number of a "
             "sum, so an example can move it by more than the cost counts (docs/exact.md). Leave this flag out"
         )
 
 
-def has_fast_math_flag(flags: str) -> bool:
-    """Whether these XLA_FLAGS, or the file that they name, turn on fast math on a CPU; the last of several counts."""
-    if flags.strip()[:1] not in ("", "-") and os.path.isfile(flags):
-        flags = Path(flags).read_text(errors="replace")
+def flags_in_variable(variable: str) -> list[str]:
+    """The flags in an environment variable, or in the file that it names."""
+    text = os.environ.get(variable, "").strip()
+    return (Path(text).read_text() if not text.startswith("-") and os.path.isfile(text) else text).split()
+
+
+def has_fast_math_flag(flags: list[str]) -> bool:
+    """Whether these flags of XLA turn on fast math on a CPU; the last of several counts."""
     on = False
-    for flag in flags.split():
+    for flag in flags:
         name, _, value = flag.lstrip("-").partition("=")
         if name == "xla_cpu_enable_fast_math":
             on = value.strip("\"'").lower() not in ("false", "0")
