@@ -98,10 +98,12 @@ def test_membership_beside_the_bill():
     bill = dpx.reports.attack_bounds(mechanism, 2, delta=1e-5)
     scores = RNG(3).normal(size=(2, 2000))
     blind = audit.membership(*scores, cost=bill)
-    assert blind.limits == bill.true_positive_rates and not blind.above_cost and "the stated cost allows" in str(blind)
+    assert blind.limits == bill.true_positive_rates and "the stated cost allows" in str(blind)
+    assert not blind.exceeds_cost
     assert blind.area == pytest.approx(0.5, abs=0.03)
-    assert audit.membership(scores[0] + 3, scores[1], cost=bill).above_cost
-    assert not audit.membership(scores[0] + 3, scores[1]).above_cost and "allows" not in str(audit.membership(*scores))
+    assert audit.membership(scores[0] + 3, scores[1], cost=bill).exceeds_cost
+    assert not audit.membership(scores[0] + 3, scores[1]).exceeds_cost
+    assert "allows" not in str(audit.membership(*scores))
     with pytest.raises(ValueError, match="cost must have the false_positive_rates"):
         audit.membership(*scores, false_positive_rates=(0.1,), cost=bill)
     few = audit.membership([1.0, 2.0], [0.0, 1.5], false_positive_rates=(0.999999,))

@@ -151,7 +151,7 @@ class Membership:
     roc: Roc = field(repr=False)
 
     @property
-    def above_cost(self) -> bool:
+    def exceeds_cost(self) -> bool:
         """Whether a lower bound exceeds what the stated cost allows: a reason to look for a fault, not a proof."""
         return self.limits is not None and any(low > most for low, most in zip(self.lower, self.limits, strict=True))
 
