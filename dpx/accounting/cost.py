@@ -46,10 +46,10 @@ def event_epsilon(
 ) -> float:
     """Returns an upper bound on epsilon at `delta` for an event; inf if a release adds no noise.
 
-    The noise is treated as exact. The cost of a run of dpx (`dpx.epsilon`) also includes its arithmetic: less than 1e-3
-    for up to 10,000 Gaussians with noise multipliers of at least 0.5, at epsilon up to 50 and delta from 1e-6.
+    The noise is treated as real numbers. `dpx.epsilon` of a run also covers its finite precision, which adds less than
+    1e-3 for up to 10,000 Gaussians with noise multipliers of at least 0.5, at epsilon up to 50 and delta from 1e-6.
 
-    event: a dp-accounting event, or one whose type is a `PrivacyLoss`.
+    event: a dp-accounting event, or a `DpEvent` that is also a `PrivacyLoss`.
     delta: in [0, 1). At 0, epsilon is inf, except for events that cost nothing, that contain only `PureDpEvent`s, or
         for which dp-accounting knows a finite cost.
     accountant: "pld" composes privacy loss distributions, "rdp" Renyi divergences. "tightest" uses "pld" if it is known
@@ -58,9 +58,9 @@ def event_epsilon(
         removing one example, which is also the effect of nulling one ("zero_out"). Replacing one has twice that effect,
         and costs accordingly. For sampling without replacement, the noise is relative to the effect of replacing one,
         and the event holds for no other relation.
-    buckets: the most distinct releases that PLD composes, counted separately on Poisson samples, on samples of a fixed
-        size and on truncated samples; further ones are merged by rounding their cost up. For epochs of random
-        allocation, the limit is a quarter of this number, and at most 24.
+    buckets: the largest number of distinct releases that PLD composes, counted separately on Poisson samples, on
+        samples of a fixed size and on truncated samples; further ones are merged by rounding their cost up. For epochs
+        of random allocation, the limit is a quarter of this number, and at most 24.
 
     Raises ValueError for an event that does not hold for the relation or whose cost the accountant does not know, and
     for a delta, accountant, relation or number of buckets outside its range.
@@ -330,7 +330,7 @@ def event_for_unit(
 ) -> dp_accounting.DpEvent:
     """The event of the same releases for a unit that owns this many examples. Raises ValueError if none is known.
 
-    distinct: int, the most distinct noise multipliers that the event keeps for more than one example.
+    distinct: int, the largest number of distinct noise multipliers that the event keeps for more than one example.
     """
     if records == 1:
         return event

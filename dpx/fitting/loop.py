@@ -90,7 +90,7 @@ def fit(
     norms: Norms = "auto",
     backward_passes: int | None = None,
 ) -> FitResult:
-    """Trains `params` on `data` for the steps of a budget; returns a `FitResult`. `dpx.fitting` says how to continue.
+    """Trains `params` on `data` for a budget's steps; returns a `FitResult`. `dpx.fitting` says how to continue a run.
 
     loss: (params, example) -> scalar float loss of one example, which has no batch axis.
     optimizer: a mechanism followed by optax transforms, from `dpx.chain`. Each run needs its own key.
@@ -103,14 +103,14 @@ def fit(
     steps: int, total number of steps in the run. None takes the budget's. Continuing a run with fewer steps still
         costs as much as the longer plan. epochs: float, instead of steps: `sampling.steps(epochs=epochs)`.
     delta, accountant: None takes the budget's. records: the most examples that one person owns, as in `dpx.epsilon`,
-        for every cost of the run and its report. None takes the budget's, or 1 if there is no budget.
-    public_stop: bool. True promises that only public information, such as the time, decides when the run ends, and that
-        no release, metric of the parameters or private data does. A run that ends early then costs only the steps that
-        it took. Otherwise, it costs all planned ones. None takes the budget's, or False if there is no budget.
-    ledger: a `dpx.PrivacyLedger`, charged for all planned steps before the first one. A run that continues in its
-        folder is charged once. If a callback ends the run, later releases can use what the remaining steps would have
-        cost, and the run cannot continue. The epsilon of the result is for this run alone and covers the plan, while
-        `ledger.epsilon` is for all releases of the data, less any refund. The report names both.
+        for every epsilon of the run. None takes the budget's, or 1 if there is no budget.
+    public_stop: bool. True promises that only public information, such as the time, decides when the run ends: no
+        release, no metric of the parameters and no private data. The result's epsilon then covers only the steps that
+        the run took. Otherwise, it covers all planned ones. None takes the budget's, or False if there is no budget.
+    ledger: a `dpx.PrivacyLedger`, charged for all planned steps before the first one, and only once for a run that
+        continues from its `checkpoints`. If a callback ends the run, the ledger refunds part of the cost of the steps
+        not taken (`PrivacyLedger.end` says when), and the run cannot be continued. `ledger.epsilon` is for all releases
+        of the data, less refunds. The result's epsilon is for this run alone, without refunds. The report has both.
         words: a one-line name of the run in the ledger; None uses `name`. part: if `data` are one part of a public
         partition, the name of that part.
 
@@ -126,16 +126,16 @@ def fit(
         evaluation. Its cost is for the validation data and is not included in the run's epsilon.
     evaluate_every: number of steps between evaluations. None is about an epoch, with at most 40 evaluations in the run.
         The last step is always evaluated.
-    callbacks: functions of a `dpx.fitting.Progress`, called after each evaluation. Returning True ends the run, and
-        another call of `fit` continues it. Do not stop a run because of `unreleased` values or other private data:
-        epsilon does not cover that decision.
+    callbacks: functions of a `dpx.fitting.Progress`, called after each evaluation. Returning True ends the run. Without
+        a ledger, another call of `fit` with its `checkpoints` continues it. Do not stop a run because of `unreleased`
+        values or other private data: epsilon does not cover that decision.
     progress: whether to show a bar, if tqdm is installed.
 
     What is saved:
     checkpoints: a folder, as SENSITIVE as the data. If it holds this run, the run continues where it stopped. Only one
         program at a time may use it.
-    checkpoint_every: number of steps between checkpoints. The run also saves one at the start, after the last step, and
-        at a KeyboardInterrupt in a single process, unless that comes inside `evaluate` or a callback. After any
+    checkpoint_every: number of steps between checkpoints. The run also saves one at the start and after the last
+        step, and a run of a single process at a KeyboardInterrupt outside `evaluate` and the callbacks. After any
         exception, the run continues from the last checkpoint and repeats later steps bit for bit.
     on_other_devices: whether a stored run may continue where its sums are rounded differently: with other devices,
         processes, backend or machine (even another number of CPUs), other XLA flags, jax settings (except those that
@@ -145,8 +145,8 @@ def fit(
         last checkpoint then count as made but train nothing, because the same noise must not be used twice.
 
     What the loss takes and returns:
-    loss_at: (params, state) -> the parameters that `loss` and `evaluate` see, a function of released values, such as
-        `dpx.coordinates.zero_frozen_params`.
+    loss_at: (params, state) -> the parameters that `loss` and `evaluate` see. They must depend only on released values.
+        An example is `dpx.coordinates.zero_frozen_params`.
     with_key: whether the loss takes a PRNG key for each example: loss(params, example, key).
     has_aux: whether the loss returns (value, aux).
 
@@ -154,8 +154,8 @@ def fit(
     sharding: how axis 0 of a batch lies over the devices, such as `NamedSharding(mesh, PartitionSpec("data"))`.
     chunk_size: int, number of examples loaded at once, if batches do not fit in memory. None loads whole batches.
     microbatch_size: int, number of examples computed at once. backward_passes: int, 2 for less memory. None chooses as
-        in `dpx.private_updates`. A stored run keeps the memory limit that both were chosen for, because they affect how
-        sums are rounded.
+        in `dpx.private_updates`. A stored run keeps the memory limit of its first start, from which both are chosen,
+        because they affect how sums are rounded.
     norms: how the norms are computed: "auto", "ghost" or "vmap", as in `dpx.private_updates`.
 
     Raises ValueError for arguments of the wrong type or range, data whose length differs from the sampling's, steps

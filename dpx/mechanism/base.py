@@ -55,7 +55,8 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     begin:    (params) -> the state before the first release; it holds one ReleaseState
     encode:   (grad, state) -> encoded; one example, float32, without a batch axis
     norm:     (encoded) -> norms; float32 (), or one for each group (a pytree prefix of `encoded`)
-    clip_factors: (norms, state) -> tuple of factors, each with the structure of the norms
+    clip_factors: (norms, state) -> tuple of factors, each with the structure of the norms. Each gives a sum over the
+              examples, of factor * encoded. The first factor clips
     bound:    (state) -> the largest norm of the first factor * encoded, float32 (); one for each norm
     release:  (sums, state, params) -> (updates, state). `sums` has one `dpx.sums.rounding.FloatPair` or float32 tree
               for each factor. `keys.release` adds noise of (1 + ETA) times the stated standard deviation. `params`
@@ -65,14 +66,14 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     noise_multiplier: a number or a schedule; `release` adds this noise, and records it in the ReleaseState
     key:      the secret scalar PRNG key of the noise; `dpx.compose_runs` refuses two runs with one key
     stages:   the pipeline in words, printed by `str(mechanism)`; nothing else reads them
-    supports_ghost_norms: whether `encode` only scales coordinates or drops leaves, and `norm` is the 2-norm of each
-              group of leaves, so that `dpx.gradients.ghost` can compute the norms without the gradients
+    supports_ghost_norms: True if `encode` does nothing but scale coordinates or drop leaves, and `norm` is the 2-norm
+              of each group of leaves, so that `dpx.gradients.ghost` can compute the norms without the gradients
     encode_whole_batch: whether each call of `encode` draws large arrays, so that one call for all examples is cheapest
     forward:  (function, params, state) -> ((value, aux), encoded), for function(params) -> (value, aux) of one example.
               Computes the encoded gradient by forward-mode derivatives, without the gradient; or None
     correlated: the `dpx.strategies.Strategy` that correlates the noise over steps, or None. Coordinates around such a
               mechanism must be `fixed`
-    budget:   the `dpx.Budget` to which the noise was calibrated, counted in steps; or None
+    budget:   the `dpx.Budget` to which the noise was calibrated, its epochs converted to steps; or None
 
         >>> mechanism.sampling, mechanism.noise_multiplier, mechanism.budget
         (PoissonSampling(examples=1000, batch_size=50), 1.0, None)
@@ -179,20 +180,20 @@ def _apply_to_inner_state(function: Callable) -> Callable:
 
 
 class Coordinates(NamedTuple):
-    """How one example's gradient is represented when it is clipped and noised; does not affect the bound or the cost.
+    """How one example's gradient is represented when it is clipped and noised; affects neither clip norm nor cost.
 
     init:   (params) -> state
     encode: (grad, state) -> coordinates of one example's gradient, float32, without a batch axis
     decode: (released, state, like) -> (updates, next state); `like` has the shapes and dtypes that `encode` was given
     name, undo: what `encode` and `decode` do, for the printed pipeline; undo is "" if the release stays as it is
-    supports_ghost_norms: whether `encode` only scales coordinates (a mask) or drops leaves
+    supports_ghost_norms: True if `encode` does nothing but scale coordinates (as a mask does) or drop leaves
     encode_whole_batch: whether each call of `encode` draws large arrays, so that one call for all examples is cheapest
     check:  (steps) -> None; raises ValueError if a schedule, such as `keep`, leaves its domain in the first `steps`
     fixed:  whether `encode` is the same function at every step
     transposed: whether `encode` is linear and `decode` its transpose
-    direction: (number, state, like) -> a direction, shaped like the gradient. The derivative of the loss along it
-            is the encoded gradient's coordinate `number`, int32 (). It is the transpose of `encode` at a unit vector;
-            `direction` is None if that is expensive
+    direction: (number, state, like) -> a direction, shaped like the gradient. The derivative of the loss along it is
+            coordinate `number` of the encoded gradient; `number` is int32 (). It is the transpose of `encode` at a unit
+            vector; `direction` is None if that is expensive
     """
 
     init: Callable[[Tree], Tree]

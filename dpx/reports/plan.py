@@ -234,11 +234,11 @@ _MOST_LABELS = 8  # batch sizes that label a plot; more would overlap
 
 
 class PlannedRun(NamedTuple):
-    """One row of a `NoisePlan`. Noise is a standard deviation of each coordinate, divided by the clip norm.
+    """One row of a `NoisePlan`. Noise is its standard deviation on one coordinate, divided by the clip norm.
 
-    batch_size: int, expected. epochs: float, as requested. steps: int, in these epochs. noise_multiplier: float, the
-        least for the budget. step_noise, epoch_noise, noise_of_run: floats, the noise in the private gradient of one
-        step, in its mean over the steps of one epoch, and in its mean over all steps.
+    batch_size: int, the expected one. epochs: float, as requested. steps: int, in these epochs. noise_multiplier:
+        float, the least for the budget. step_noise, epoch_noise, noise_of_run: floats, the noise in the private
+        gradient of one step, in its mean over the steps of one epoch, and in its mean over all steps.
     """
 
     batch_size: int
@@ -364,8 +364,9 @@ def plan_noise(
     Every step is a Poisson-sampled Gaussian release, or a plain Gaussian one if the batch is the whole data set.
 
     As batches grow, the noise of the run falls, and so does the number of steps. A good choice is the smallest batch
-    size beyond which the noise hardly falls. For this size, the printed plan also says what each sampling needs, and
-    recommends one; `dpx.reports.plan_samplings` does that for any size. The plan reads no data, so it costs no privacy.
+    size beyond which the noise hardly falls. For this size, the printed plan also shows the noise that each sampling
+    needs, and recommends a sampling; `dpx.reports.plan_samplings` does so for any size. The plan reads no data, so it
+    costs no privacy.
     Raises ValueError for arguments outside these ranges.
     """
     examples = require_whole("examples", examples)

@@ -87,7 +87,7 @@ def exposure(
     references: float (canaries, n), its losses on n other secrets in the same place. For the bound on epsilon, draw
         these and the true secret independently from one distribution, and let the run depend on the true one only
         through the canary's unit, so no secret may be in two units. All losses must be functions of released values.
-    delta: in (0, 1), of the cost. confidence: in (0, 1). cost: at least 0, the epsilon of one unit.
+    delta: in (0, 1), at which epsilon is bounded. confidence: in (0, 1). cost: the stated epsilon of one unit, or None.
 
     `epsilon` is proved for such losses, but low: with m canaries and n references it is at most
     ln((1 - confidence) (n + 1) / m), and `dpx.audit.one_run` gives larger bounds with many canaries. Raises ValueError
@@ -126,8 +126,8 @@ _ROUNDING = 1e-12  # relative, so that 1% of 300 others is 3, not 2
 class Membership:
     """How well scores tell the members of one run from nonmembers, alongside the run's stated cost.
 
-    false_positive_rates: n floats, as requested. true_positive_rates: n floats, the share of members above the
-        threshold that at most the requested share of nonmembers exceeds.
+    false_positive_rates: n floats, as requested. true_positive_rates: n floats, the share of members above a
+        threshold that is set so that at most the requested share of nonmembers is above it.
     lower, upper: n floats each, Clopper and Pearson's bounds on the true-positive rates, each with `confidence`. They
         assume a fixed threshold and independent scores. The threshold depends on nonmembers, so they are approximate.
     advantage: float, the largest difference between true-positive and false-positive rate. area: float, the area under

@@ -99,17 +99,18 @@ def one_run(
 ) -> OneRun:
     """Computes lower bounds on the epsilon of a training run from one score per canary.
 
-    scores: float (canaries,), at least 16, any functions of released values, larger for likely members. Scores that
-        depend on the noise, or on anything else that is secret (such as a second run with the same key), prove nothing.
+    scores: float (canaries,), for at least 16 canaries, larger for likely members; any functions of released values.
+        Scores that also use the noise, or other secrets (such as a second run with the same key), prove nothing.
     members: bool (canaries,), the coins of `draw_members`. The run must depend on them only through who takes part, and
         the scores only through the run.
-    delta: in (0, 1), of the cost. confidence: in (0, 1), of each of the three bounds separately. cost: at least 0.
+    delta: in (0, 1), at which epsilon is bounded. confidence: in (0, 1), of each of the three bounds in `OneRun`
+        separately. cost: the run's stated epsilon at `delta`, to compare with, or None.
     guesses: int, or several, in [2, canaries]: how many canaries to guess, rounded down to even numbers; by default
         1/32, 1/16, 1/8, 1/4, 1/2 and all of them. Choose before you see the scores. Each of n numbers is tested at
         confidence 1 - (1 - confidence) / n, so the largest of the n bounds holds with `confidence`.
 
-    `epsilon` is proved for such scores and members, but the other two are not (`OneRun`). Raises ValueError for invalid
-    values, shapes or dtypes, and for NaN.
+    `epsilon` is proved for such scores and members, but `trade_off_epsilon` and `gaussian_epsilon` are not. Raises
+    ValueError for invalid values, shapes or dtypes, and for NaN.
     """
     delta = checks.require_delta(delta)
     confidence = require_open_fraction("confidence", confidence)

@@ -115,7 +115,7 @@ def lower_bound_from_scores(
         first half of each chooses the threshold and the second half gives the bound. A larger score suggests "with". A
         score is valid if it depends only on what its own run released and on values that are independent of all runs.
         A score that depends on the noise of its run, or on anything else that is secret, proves nothing.
-    delta: in (0, 1). confidence: in (0, 1), of each bound separately. cost: at least 0, the stated epsilon.
+    delta: in (0, 1). confidence: in (0, 1), of each bound separately. cost: the stated epsilon, or None.
 
     `epsilon` is proved for such scores, but `gaussian_epsilon` is not (`LowerBound`). Raises ValueError for invalid
     numbers, for scores of another shape, and for NaN.
