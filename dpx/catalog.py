@@ -5,6 +5,7 @@ its import in `dpx/methods.py`, and a line here. `python -m dpx.catalog > docs/m
 """
 
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from dpx import coordinates, mechanisms, methods, sampling
 
 GAUSSIAN, INNERMOST = "mechanism/dp_sgd.py", "mechanism/base.py"
 CORRELATED, IN_ORDER = "papers/correlated_noise/cost.py", ("ordered", "shuffled", "full")
+PAPER = re.compile(r"(?:arXiv:|https://arxiv\.org/abs/)([\d.]+\d(?:v\d+)?)")
 FEEDBACK, RECORDS = "papers/dice_sgd/cost.py", "sampling/schemes.py"
 
 
@@ -48,8 +50,9 @@ class CatalogEntry(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """The first line of the docstring."""
-        return (inspect.getdoc(self.build) or "").split("\n")[0]
+        """The first line of the docstring, as Markdown in a table."""
+        line = (inspect.getdoc(self.build) or "").split("\n")[0].replace("|", "\\|")
+        return PAPER.sub(r"[arXiv:\1](https://arxiv.org/abs/\1)", line)
 
 
 CLIP = {"clip_norm": 1.0}
@@ -120,7 +123,7 @@ def methods_page() -> str:
         lines += ["", f"## {title}", "", "| name | in a sentence, and the code that proves the bound |", "|---|---|"]
         for entry in entries:
             files = ", ".join(f"[`{path}`](../dpx/{path})" for path in dict.fromkeys((entry.source_file, entry.proof)))
-            lines.append(f"| `{entry.name}` | {entry.summary.replace('|', chr(92) + '|')} Code: {files} |")
+            lines.append(f"| `{entry.name}` | {entry.summary} Code: {files} |")
     end = "[Add your own](../CONTRIBUTING.md#add-a-method).\n\nNext: [the five papers](papers.md).\n"
     return "\n".join([*lines, "", end])
 
