@@ -54,7 +54,8 @@ def entries(paragraph: list[str]) -> list[list[str]]:
 
 def prose(lines: list[str]) -> str:
     """One line, so that a span over two lines stays one."""
-    return escaped(" ".join(line.strip() for line in lines))
+    text = escaped(" ".join(line.strip() for line in lines))
+    return re.sub(r"^(\w)\.", r"\1\\.", text)  # a matrix C, and no list
 
 
 def names_of(obj: object) -> set[str]:
@@ -108,8 +109,9 @@ def is_bare_field(app, what, name, obj, skip, options) -> bool | None:
 
 
 def without_object(app, what, name, obj, options, signature, annotation) -> tuple:
-    """Shows a default that only says that an argument is missing as dots."""
-    return signature and signature.replace("<object object>", "..."), annotation
+    """Shows a default that is a function as its name, and one that has no name as dots."""
+    named = re.sub(r"<function (\w+)>", r"\1", signature or "")
+    return re.sub(r"<(?:object object|factory|function [\w.]+<lambda>)>", "...", named) or signature, annotation
 
 
 def setup(app):

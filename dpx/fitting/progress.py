@@ -80,7 +80,7 @@ class FitResult(NamedTuple):
         planned steps, including any planned by an earlier call with these checkpoints; if `public_stop=True`, for these
         steps only. A refund from a `dpx.PrivacyLedger` does not change it, only the ledger's epsilon.
     report: the `dpx.privacy_report` of the state, which says whom epsilon protects. Its `spent` is the same number, or
-        a smaller one if `fit` had accountant="rdp", because a report also tries "pld".
+        a smaller one if `fit` had `accountant="rdp"`, because a report also tries "pld".
     history: one dict per evaluation, with "step", "epsilon", the metrics by name, and "unreleased_loss", which is NOT
         private. If the run continued on other devices, a row has "step", "epsilon" and "skipped", the number of
         steps that cost epsilon but trained nothing, because their noise may have been used before.

@@ -147,7 +147,7 @@ def private_updates(
     check_vma=True, only "vmap" works.
 
     Raises ValueError for another type of optimizer, unknown `norms` or `platform`, a `microbatch_size` below 1, or two
-    backward passes with norms="vmap". `fn` raises ValueError if the batch is not a `dpx.Batch` or does not fit the
+    backward passes with `norms="vmap"`. `fn` raises ValueError if the batch is not a `dpx.Batch` or does not fit the
     sampling, and if the parameters contain complex numbers, Flax modules or batch statistics.
     Ghost norms: https://arxiv.org/abs/1510.01799, https://arxiv.org/abs/2110.05679, https://arxiv.org/abs/2210.00038.
 
