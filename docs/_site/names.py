@@ -1,15 +1,22 @@
 """Each page of the reference begins with a table of its names: a link, and the first sentence of the docstring.
 
-Long names may break between their words: in tables, in the menu at the right, and everywhere on a telephone.
+Long names may break between their words: in tables, in the menu at the right, and everywhere on a telephone. Short
+ones and short formulas stay whole, and what a program prints is as large as code where its lines fit.
 """
 
+import html
 import importlib
 import inspect
 import re
 
 DOCUMENTED = re.compile(r"^\.\. auto(?:function|class):: (\S+)$", re.MULTILINE)
 NAME = re.compile(r'(<span class="pre">)([^<]+)')
-BREAK = re.compile(r"(?<=[._/(=])(?=[^\W\d])|(?<=[a-z])(?=[A-Z])")
+BREAK = re.compile(r"(?:(?<=[./(=])|(?<=[^\W_]_))(?!(?:py|md)\b)(?=[^\W\d_])|(?<=[a-z])(?=[A-Z])")
+CODE = re.compile(r'<code class="([^"]*)">(.*?)</code>', re.DOTALL)
+PRINTED = re.compile(r"<pre>(.*?)</pre>", re.DOTALL)
+NO_TEXT = re.compile(r"(<(pre|code|script|style)\b.*?</\2>|<[^>]+>)", re.DOTALL)
+FORMULA = re.compile(r"(?:\b[A-Z]\s)?\S+(?:\s[-+±*/]\s\S+)+|\b(?:Figure|Table)\s\d+|\b\w[\w.]*-\d[\w.]*")
+WHOLE, WHOLE_ON_A_SCREEN, AS_LARGE_AS_CODE = 16, 24, 90  # characters
 SENTENCE = re.compile(r"(?:[^.]|\.(?! [A-Z`]| \w+: |$))+")  # up to a period that ends it
 
 
@@ -32,7 +39,7 @@ def first_sentence(value: object) -> str:
 
 def table(text: str) -> str:
     rows = [f"| {{py:obj}}`{path}` | {first_sentence(found(path))} |" for path in DOCUMENTED.findall(text)]
-    return "\n".join(["| name | |", "|---|---|", *rows])
+    return "\n".join(["| name | in a sentence |", "|---|---|", *rows])
 
 
 def add_table(app, docname, source) -> None:
@@ -41,11 +48,39 @@ def add_table(app, docname, source) -> None:
         source[0] = f"{before}\n{table(source[0])}\n{heading}{after}"
 
 
+def columns(text: str) -> int:
+    """The longest line of some HTML."""
+    return max(map(len, html.unescape(re.sub("<[^>]+>", "", text)).splitlines()), default=0)
+
+
+def break_code(found: re.Match) -> str:
+    """Lets names break between their words, and no option, such as --lora-rank, or short name."""
+    kind, inside = found[1], found[2].replace('<span class="pre">--', '<span class="pre option">--')
+    if (size := columns(inside)) <= WHOLE_ON_A_SCREEN:
+        kind += " whole" if size <= WHOLE else " short"
+    if size > WHOLE:
+        inside = NAME.sub(lambda m: m[1] + BREAK.sub("<wbr>", m[2]), inside)
+    return f'<code class="{kind}">{inside}</code>'
+
+
+def keep(found: re.Match) -> str:
+    """A formula such as (1 + ETA) or 0.1 ± 0.2 in one line, if it is short."""
+    return f'<span class="whole">{found[0]}</span>' if len(found[0]) <= WHOLE_ON_A_SCREEN else found[0]
+
+
+def size_printed(found: re.Match) -> str:
+    return f'<pre class="wide">{found[1]}</pre>' if columns(found[1]) > AS_LARGE_AS_CODE else found[0]
+
+
 def break_names(app, pagename, templatename, context, doctree) -> None:
-    """Lets names break between their words, and no option, such as --lora-rank."""
-    for part in {"body", "toc"} & {*context}:
-        text = context[part].replace('<span class="pre">--', '<span class="pre option">--')
-        context[part] = NAME.sub(lambda m: m[1] + BREAK.sub("<wbr>", m[2]), text)
+    if "toc" in context:
+        context["toc"] = NAME.sub(lambda m: m[1] + BREAK.sub("<wbr>", m[2]), context["toc"])
+    if "body" in context:
+        parts = NO_TEXT.split(context["body"])  # text, then an element or a tag, and the name of the element
+        parts[::3] = [FORMULA.sub(keep, text) for text in parts[::3]]
+        parts[2::3] = [""] * len(parts[2::3])
+        body = CODE.sub(break_code, "".join(parts))
+        context["body"] = PRINTED.sub(size_printed, body)
 
 
 def setup(app):
