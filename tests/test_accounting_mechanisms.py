@@ -238,6 +238,8 @@ def test_numbers_of_few_digits_cost_as_floats_do():
     budget = dpx.Budget(epsilon=np.float16(1), delta=np.float32(1e-5), steps=3, numbers=np.int32(7))
     assert [type(value) for value in (budget.epsilon, budget.delta, budget.numbers)] == [float, float, int]
     assert accounting.event_epsilon(Gaussian(1e200), delta=0) == math.inf
+    few = dp_accounting.SampledWithoutReplacementDpEvent(100, 10, Gaussian(np.float16(0.9)))
+    assert float(from_event(few).largest_shift("replace_one")) == 1 / float(np.float16(0.9))
 
 
 @pytest.mark.parametrize("collect", [iter, set])

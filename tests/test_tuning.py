@@ -51,7 +51,7 @@ def slope_of(distribution, mean):
 def test_ten_trials_at_epsilon_two(distribution, known):
     bill = best_of(MNIST, **PUBLIC, distribution=distribution)
     assert bill.epsilon(delta=1e-5) == pytest.approx(known, abs=5e-3)
-    reference = RdpAccountant(selection._ORDERS.tolist()).compose(
+    reference = RdpAccountant(selection.SEARCH_ORDERS.tolist()).compose(
         RepeatAndSelectDpEvent(MNIST, 10, SHAPES[distribution])
     )
     assert bill.epsilon(delta=1e-5) == pytest.approx(reference.get_epsilon(1e-5), rel=1e-8)
@@ -125,11 +125,18 @@ def test_a_trial_costs_as_much_as_the_worst_configuration():
     assert together.allows_trial(events[1]) and not best_of(events[0], **PUBLIC).allows_trial(events[1])
 
 
+def test_a_trial_that_costs_more_at_a_large_order_only_is_not_allowed():
+    common, rare = (
+        PoissonSampledDpEvent(rate, GaussianDpEvent(noise)) for rate, noise in ((0.1, 300.0), (0.001, 30.0))
+    )
+    assert not best_of(common, **PUBLIC).allows_trial(rare) and not best_of(rare, **PUBLIC).allows_trial(common)
+
+
 @pytest.mark.usefixtures("exact_noise")
 @pytest.mark.parametrize("noise", [GaussianDpEvent(5.0), LaplaceDpEvent(5.0)])
 def test_a_private_score_is_billed_in_every_trial(noise):
     bill = best_of(MNIST, trials=10, score_on=noise)
-    reference = RdpAccountant(selection._ORDERS.tolist()).compose(
+    reference = RdpAccountant(selection.SEARCH_ORDERS.tolist()).compose(
         RepeatAndSelectDpEvent(ComposedDpEvent([MNIST, noise]), 10, 0)
     )
     assert bill.epsilon(delta=1e-5) == pytest.approx(reference.get_epsilon(1e-5), rel=1e-8)
@@ -195,7 +202,7 @@ def test_a_search_composes():
     search = best_of((made, 20), **PUBLIC)
     both = dpx.compose_runs(search, (other, 20), shared_batches=False)
     reference = (
-        RdpAccountant(selection._ORDERS.tolist()).compose(search.event).compose(other.event(20)).get_epsilon(1e-5)
+        RdpAccountant(selection.SEARCH_ORDERS.tolist()).compose(search.event).compose(other.event(20)).get_epsilon(1e-5)
     )
     assert both.epsilon(delta=1e-5) == pytest.approx(reference, rel=1e-8)
     assert (

@@ -20,7 +20,7 @@ from dpx.accounting.flat_event import from_event
 from dpx.accounting.loss import as_hashable
 from dpx.accounting.pld import renyi
 from dpx.accounting.profiles import MinOrMaxProfile
-from dpx.accounting.selection import SHAPES, OneOfDpEvent, trial_loss
+from dpx.accounting.selection import SEARCH_ORDERS, SHAPES, OneOfDpEvent, trial_loss
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.schedules import values_over
 from dpx.states.reading import read_run_facts
@@ -308,8 +308,8 @@ class Selection(Composition):
     score: str
 
     def allows_trial(self, event: DpEvent) -> bool:
-        """Whether a run of this event could be one of the trials: it costs at most as much, at every Renyi order."""
-        bound, one = (trial_loss(from_event(each), self.relation).renyi(renyi.ORDERS) for each in (self.trial, event))
+        """Whether a run of this event could be a trial: it costs at most as much, at all orders of a search."""
+        bound, one = (trial_loss(from_event(each), self.relation).renyi(SEARCH_ORDERS) for each in (self.trial, event))
         return bool((one <= bound * (1 + 1e-9)).all())
 
     def __str__(self) -> str:

@@ -119,7 +119,7 @@ def event_of_release(loss: Any) -> Any:
 
 def in_deviations(effect: float, noise_multiplier: float) -> float:
     """Converts an effect from clip norms to standard deviations of the noise; inf without noise."""
-    return effect / noise_multiplier if noise_multiplier > 0 else math.inf
+    return effect / float(noise_multiplier) if noise_multiplier > 0 else math.inf  # float16 would round it down
 
 
 def as_hashable(value: Any) -> Any:

@@ -32,11 +32,11 @@ SHAPES: dict[str, float] = {"logarithmic": 0.0, "geometric": 1.0, "poisson": mat
 _SMALLEST_EXPONENT, _LARGEST_EXPONENT = 1e-9, 700.0  # of 1 / gamma; e^700 is a float
 # The winner's bound adds a trial's bounds at two orders, and the best ones may be anywhere. A finer grid is not worth
 # its time (2,000 orders lower epsilon by at most 0.1%). A pure loss has the same divergence at all large orders.
-_ORDERS = np.union1d(
+SEARCH_ORDERS = np.union1d(
     renyi.WIDE_ORDERS, np.concatenate([1 + np.geomspace(0.02, 20, 30), 2.0 ** (np.arange(15, 43) / 3)])
 )
-_ORDERS = np.where(_ORDERS > 20, np.round(_ORDERS), _ORDERS)
-_PURE_ORDERS = np.append(_ORDERS, 2.0 ** np.arange(15, 35))
+SEARCH_ORDERS = np.where(SEARCH_ORDERS > 20, np.round(SEARCH_ORDERS), SEARCH_ORDERS)
+_PURE_ORDERS = np.append(SEARCH_ORDERS, 2.0 ** np.arange(15, 35))
 _MORE_TRIALS = 1e-20  # probability of more trials than the cost of the noise's arithmetic covers (`arithmetic`)
 
 
@@ -94,7 +94,7 @@ class BestOf(StepLoss):
     def orders(self) -> np.ndarray:
         """The orders at which to search the cost, rising, float64 (orders,)."""
         steps = self.trial.steps if isinstance(self.trial, SeveralSteps) else ()
-        return _PURE_ORDERS if steps and all(isinstance(step, DpAccountingStep) for step, _ in steps) else _ORDERS
+        return _PURE_ORDERS if steps and all(isinstance(step, DpAccountingStep) for step, _ in steps) else SEARCH_ORDERS
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:
         """Bounds by the paper's Theorem 2 (truncated negative binomial) and Theorem 6 (Poisson), float64 (orders,)."""
