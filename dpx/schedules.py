@@ -137,7 +137,7 @@ def require_fractions(name: str, value: ScalarOrSchedule, interval: Literal["(0,
 def inverse_power(*, init_value: float, power: float) -> Schedule:
     """Returns init_value / k^power at the k-th step, k = 1, 2, ...: the falling noise multiplier of D2P2-SGD.
 
-    init_value: above 0. power: at least 0; 1/2 in the paper's theorems, 1/4 per epoch (see `every`) in its experiments.
+    init_value: the first, above 0. power: at least 0; 1/2 in the paper's theorems, 1/4 per epoch (`every`) in its runs.
 
     Raises ValueError outside these domains. Source: Jiang et al. 2025, https://arxiv.org/abs/2509.09485.
     """

@@ -271,7 +271,7 @@ def calibrate_schedule(
     """Finds the least scale for which the noise multipliers `scale * shape` cost at most epsilon at delta.
 
     shape: float (T,), positive. epsilon: positive and finite. delta: in (0, 1). tolerance: relative error of epsilon.
-    The other arguments are those of `schedule_epsilon`, for one record; steps get their buckets once, near the answer.
+    The other arguments are those of `schedule_epsilon`, for one record; steps are bucketed once, near the answer.
 
     Raises ValueError for arguments outside these ranges, and if no scale meets the budget.
 

@@ -223,7 +223,7 @@ _LARGEST = 600.0  # largest epsilon; more counts as no noise, because e^epsilon 
 
 @attrs.frozen
 class PureDpEvent(DpEvent, PrivacyLoss):
-    """One release that is epsilon-differentially private, with delta 0, if a null replaces one example.
+    """One epsilon-differentially private release, at delta 0; neighbors differ by a null in place of one example.
 
     epsilon: float, at least 0; converted to a float, because doubling or negating a small numpy integer may overflow.
         dp-accounting's accountants refuse this event.

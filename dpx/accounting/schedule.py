@@ -67,16 +67,16 @@ def schedule_epsilon(
     counts: int (T,), how often each step is repeated; once by default. relation: as for `event_epsilon`.
     accountant: "pld", which is also "tightest" here, composes privacy loss distributions. "rdp" adds the Renyi
         divergences of every distinct step at dp-accounting's orders; the lower end of its interval is 0.
-    buckets: the most distinct steps in the composition. The width of the interval is about proportional to 1 / buckets;
-        if there are no more distinct steps than that, only rounding in the fifth digit is left. With the default, the
-        upper end equals `dpx.epsilon` of the same run. Fewer buckets are faster, but raise the upper end.
+    buckets: the largest number of distinct steps that are composed. The width of the interval is about proportional to
+        1 / buckets; if no more steps than buckets are distinct, only rounding in the fifth digit is left. With the
+        default, the upper end equals `dpx.epsilon` of the same run. Fewer are faster, but raise the upper end.
     records: int, at least 1, the most records that the protected person owns, as for `dpx.epsilon`. Above 1, at most 32
-        distinct steps are composed, and the lower end counts only one record at sampled steps.
+        distinct steps are composed, and at a sampling rate below 1 the lower end is for one record.
     numbers: int, at most 2^32, the most elements that a step releases. exact_noise: as for `dp_sgd_epsilon`.
 
-    Guarantee: the upper end is an upper bound for a run of dpx, whose noise is not exact, or with `exact_noise` for
-    real-valued noise; the lower end is a lower bound for exact noise. Both hold up to floating-point errors of the
-    accountant (relative 1e-6).
+    Guarantee: the upper end is an upper bound for the noise that dpx adds, or with `exact_noise` for real-valued noise;
+    the lower end is a lower bound for real-valued noise. Both hold up to floating-point errors of the accountant
+    (relative 1e-6).
 
     Raises ValueError for arguments outside these ranges, for functions or traced values in a schedule, and for several
     records with relation "replace_one".

@@ -74,7 +74,7 @@ class LedgerTerms:
 
 @explain_misuse
 class PrivacyLedger:
-    """The ledger of a data set: a shared file that keeps everything programs release about the data within one budget.
+    """The ledger of a data set: a shared file that keeps all that programs release about the data within one budget.
 
         >>> from dp_accounting import GaussianDpEvent
         >>> ledger = dpx.PrivacyLedger(f"{tempfile.mkdtemp()}/ledger.jsonl", epsilon=2.0, delta=1e-5)
@@ -86,7 +86,7 @@ class PrivacyLedger:
     if its program is killed after that line. What to release next, with how much noise, and when to stop may depend on
     everything released before: all of it together is (epsilon, delta)-private (`dpx/accounting/filters.py`).
     `reserve` plans a release. Releases that are all reserved before the first one is made are composed exactly; for
-    others, the proof needs a fifth of delta, and about 1% of epsilon for a long run.
+    others, the composition uses up a fifth of delta, and about 1% of epsilon for a long run.
 
     path: the file, which only its owner can read, and which is created if missing. It holds no data and no key.
     epsilon, delta: the budget for all programs; None takes the file's.

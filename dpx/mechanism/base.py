@@ -59,8 +59,8 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
               examples, of factor * encoded. The first factor clips
     bound:    (state) -> the largest norm of the first factor * encoded, float32 (); one for each norm
     release:  (sums, state, params) -> (updates, state). `sums` has one `dpx.sums.rounding.FloatPair` or float32 tree
-              for each factor. `keys.release` adds noise of (1 + ETA) times the stated standard deviation. `params`
-              are arrays, or their shapes
+              for each factor. `keys.release` adds noise of 1 + ETA times the stated standard deviation, because sums
+              are rounded. `params` are arrays, or their shapes
     event:    (steps) -> DpEvent; the cost of the first `steps` releases, sampling included
     sampling: how the batches must be drawn for `event` to be true
     noise_multiplier: a number or a schedule; `release` adds this noise, and records it in the ReleaseState

@@ -276,7 +276,7 @@ def standardized(
     mean is subtracted from every example, so `private_updates` computes per-example gradients instead of ghost norms.
 
     mean_decay, variance_decay: in [0, 1). initial_variance: at least 0, in the squared units of the gradient.
-    stability: at least 1e-12, in the units of the gradient.
+    stability: added to the scale, at least 1e-12, in the units of the gradient.
     relative: divide the scale by its root mean square, so that the clip norm keeps the units of the gradient. False (as
         published) fits the scale to a batch's mean: every example is clipped, and the scale shrinks to `stability`, so
         gradients are clipped at `stability * clip_norm`.

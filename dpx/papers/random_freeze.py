@@ -38,7 +38,7 @@ def random_freeze_sgd(
     mask -> clip -> sum -> add noise -> divide -> mask, with exactly floor((1 - freeze_rate) d) ones in each mask.
 
     The paper claims the epsilon of DP-SGD. That holds, because the masks do not depend on data; but the paper's runs
-    shuffle the data and count Poisson sampling. dpx accounts for DP-SGD with the sampling that draws the batches.
+    shuffle the data and report the cost of Poisson sampling. dpx reports that of the sampling that draws the batches.
 
     freeze_rate: in [0, 1), the share of frozen coordinates; to freeze them gradually, use
         `optax.linear_schedule(0.0, freeze_rate, cooling_steps)`.

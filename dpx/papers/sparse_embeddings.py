@@ -72,16 +72,17 @@ def ada_fest(
     The paper claims the cost of one Gaussian for both releases, which holds (proof: `dpx/papers/sparse_embeddings.py`).
     dpx accounts for it with the sampling that draws the batches. Outside the tables, the update is that of DP-SGD.
 
-    threshold: tau, at least 0, the noisy number of examples in a batch that must read a row. most_rows: at least 1, the
-        most rows of a table that a step updates. reads_norm: above 0, the clip norm of the v_i.
-    reads_share: s in (0, 1), the counts' share of sigma^-2. tables: predicate on an array's path, such as
-        `lambda path: "embedding" in path`; None: arrays with two or more axes. The rows of a table are on axis 0.
+    threshold: tau, at least 0, the least noisy count at which a row is updated. most_rows: at least 1, the most rows of
+        a table that a step updates. reads_norm: above 0, the clip norm of the v_i.
+    reads_share: s in (0, 1), the counts' share of 1 / sigma^2; the gradient has 1 - s. tables: predicate on an array's
+        path, such as `lambda path: "embedding" in path`; None: arrays with two or more axes. Rows are on axis 0.
     clip_norm: C, in the units of the gradient, which is clipped to C sqrt(1 - s).
     noise_multiplier: sigma, for both releases as one Gaussian; a number, a schedule of the step, or a `dpx.Budget`.
     sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret scalar key for this run alone.
     Raises ValueError for numbers outside their domains; `init` raises it if no parameter is a table.
 
-    Noise is added to whole tables. `dpx.coordinates.row_updates` spends time and memory only on the rows that are read.
+    Noise is drawn for whole tables, but only updated rows keep it. `dpx.coordinates.row_updates` spends time and memory
+    only on the rows that are read.
     """
     clip_norm = require_number("clip_norm", clip_norm, minimum=0, exclusive=True)
     require_number("reads_norm", reads_norm, minimum=0, exclusive=True)
@@ -106,12 +107,13 @@ def _split_clip_norm(clip_norm: float, share: float) -> dict[str, float]:
 def frequent_rows(
     *, threshold: float, most_rows: int, reads_scale: float = 1.0, tables: Callable[[str], bool] | None = None
 ) -> Coordinates:
-    """Writes a gradient together with the table rows that it reads, and updates only the rows with high noisy counts.
+    """Adds to a gradient which table rows its example reads, and updates only the rows with high noisy counts.
 
-    g -> {"gradient": g, "reads": v}, where v = reads_scale for each row of a table in which g is not 0; and back, with
-    0 in the rows whose released v / reads_scale is below `threshold`, or not among the `most_rows` largest of a table.
+    g -> {"gradient": g, "reads": v}, where v = reads_scale for each row of a table in which g is not 0. Decoding sets
+    a row to 0 if its released v / reads_scale is below `threshold`, or not among the `most_rows` largest of its table.
 
-    threshold: at least 0, in released reads. most_rows: at least 1. reads_scale: above 0, in units of the gradient.
+    threshold: at least 0, a share of the expected batch size. most_rows: at least 1. reads_scale: above 0, in the units
+        of the gradient.
     tables: predicate on an array's path; None treats every array with two or more axes as a table.
     Raises ValueError for numbers outside their domains; `init` raises it if no parameter is a table.
     Source: DP-AdaFEST, Ghazi et al. 2023, https://arxiv.org/abs/2311.08357.
@@ -368,10 +370,10 @@ def row_updates(
 
 
 def look_up_public_rows(rows: jax.Array, public: np.ndarray, indices: jax.Array, otherwise: jax.Array) -> jax.Array:
-    """Looks up table rows when only those of a public list are trained: DP-FEST, for a loss under any mechanism.
+    """Looks up table rows when only those of a public list are trained: DP-FEST. For use in a loss, with any mechanism.
 
-    The parameter has only the rows of the list, so noise, cost, time and memory are those of K rows. The other rows do
-    not change, and the loader reads them together with the examples.
+    The parameter has only the rows of the list, so only its K rows take noise, time and memory. The other rows do not
+    change; load those that an example needs together with it, as `otherwise`.
 
     rows: the parameter, (K, ...). public: the list, int (K,), sorted; choose it without the data, or by a release whose
         cost you add. indices: int (...), the rows of the table that an example reads.

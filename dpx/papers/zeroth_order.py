@@ -59,9 +59,10 @@ class DirectionsState(NamedTuple):
 
 @explain_misuse
 def random_directions(*, count: int, key: jax.Array) -> Coordinates:
-    """Writes a gradient g as K = `count` numbers u_k . g / sqrt(K), for normal directions u_k drawn at every step.
+    """Writes a gradient g as K = `count` numbers u_k . g / sqrt(K); every step draws new standard normal u_k.
 
-    `private_updates` computes these without the gradient, unless coordinates other than `trainable` precede them.
+    `private_updates` computes these by forward-mode derivatives, without g, unless coordinates other than `trainable`
+    precede them.
 
     count: int, at least 1. key: a scalar PRNG key, whose "directions" stream is used, with the step folded in.
     Raises ValueError for any other count.

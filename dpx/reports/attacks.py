@@ -132,7 +132,7 @@ def attack_bounds_and_curve(profile: Profile, delta: float) -> tuple[AttackBound
 
 
 def plot_attack_bounds(bounds: AttackBounds, *, axes: Any = None, label: str | None = None) -> Any:
-    """Draws the largest true positive rate at each false positive rate, and that of guessing, on logarithmic axes.
+    """Draws any attack's largest true positive rate at each false positive rate, and guessing, on logarithmic axes.
 
     bounds: with many rates, such as `numpy.geomspace(1e-4, 1, 50)`. axes: matplotlib axes, which are returned; None
         makes new ones. label: the curve's label in a legend.

@@ -45,11 +45,11 @@ class PrivacyReport:
     mechanism: the printed pipeline. steps: how many steps epsilon covers; made: how many were taken; ending: which
         steps epsilon covers, in words, if a run did not end as planned.
     unit: what epsilon protects, in words: one record of the data set, or a person with up to `records` of them.
-    relation: how neighboring data sets differ. sampling: the printed sampling record. delta: in (0, 1).
+    relation: how neighboring data sets differ. sampling: the sampling, as printed. delta: in (0, 1).
     epsilon: an upper bound from each accountant, None if one does not apply. The smallest is the guarantee.
     arithmetic: dict of floats. "epsilon" and "delta": what is added because the noise has finitely many values. "eta":
-        how much further rounding lets an example move a sum, as a share of the clip norm. If no epsilon holds at this
-        delta, "least delta" is about the smallest at which one does.
+        how much rounding adds to an example's effect on a sum, as a share of the clip norm. If no epsilon holds at
+        this delta, "least delta" is about the smallest at which one does.
     budget: the target, the `dpx.Budget` to which the noise or the search was calibrated; None without one.
     attacks: what epsilon means for an attacker. attack_curve: pairs (false positive rate, largest true positive rate of
         any attack) of floats, at 41 rates. tuning: whether epsilon covers the choice of hyperparameters, in words.

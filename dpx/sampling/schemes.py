@@ -431,7 +431,7 @@ class FixedOrder(_EpochSampling):
 @explain_misuse
 @dataclass(frozen=True, kw_only=True)
 class FullBatch(Sampling):
-    """Every example takes part in every step, so the event is that of plain Gaussian releases.
+    """Every example takes part in every step, so each release costs as much as without sampling.
 
     Raises ValueError unless `examples` is a whole number of at least 1.
 

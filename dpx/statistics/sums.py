@@ -54,7 +54,7 @@ def release_count(
     """Releases the number of values that are not missing (NaN), or the number of True values in a bool array.
 
     data: an array, (N,), or (N, columns) for a count per column; or a `dpx.UserData` of such an array.
-    The other arguments and errors are those of `dpx.statistics`. The count is unbiased, so it may be negative.
+    `dpx.statistics` describes the other arguments and errors. The count is unbiased, so it may be negative.
 
         >>> tall = dpx.statistics.release_count(data[1] > 0.5, noise_multiplier=10.0, key=dpx.secret_key())
         >>> tall.epsilon(delta=1e-5)
@@ -93,7 +93,7 @@ def release_histogram(
         last bin includes its upper edge.
     categories: (bins,), one distinct value per bin, all numbers or all words, in place of edges. They must be public: a
         list of the values that occur in the data is not.
-    The other arguments and errors are those of `dpx.statistics`. Counts are unbiased, so they may be negative.
+    `dpx.statistics` describes the other arguments and errors. Counts are unbiased, so they may be negative.
     """
     asked = StatisticRequest(words, key, noise_multiplier, noise, ledger, part)
     if (edges is None) == (categories is None):
@@ -163,7 +163,7 @@ def release_sum(
 
     data: (N,), or (N, columns) for a sum per column; or a `dpx.UserData` of such an array.
     low, high: public and finite, one number or one per column. The noise is proportional to max(|low|, |high|).
-    The other arguments and errors are those of `dpx.statistics`.
+    `dpx.statistics` describes the other arguments and errors.
     """
     asked = StatisticRequest(words, key, noise_multiplier, noise, ledger, part)
     records = records_of(data)
@@ -216,15 +216,15 @@ def release_mean(
 ) -> Statistic:
     """Releases the mean of the values that are not missing (NaN), each clipped to [low, high].
 
-    One release gives both numerator (of values scaled to [0, 1]) and denominator, each with about the noise of a count.
-    If the noisy count is not positive, the mean is the middle of the bounds.
+    For values v scaled to [0, 1], one release gives the sums of v and of 1 - v, each with about the noise of a count.
+    The mean is the first sum over their total; if that is not positive, it is the middle of the bounds.
 
     data: (N,), or (N, columns) for a mean per column; or a `dpx.UserData` of such an array, for the mean over all
         records. low, high: public and finite, one number or one per column.
     complete: True promises that no value is missing. The divisor is then N, and the noise is smaller by a factor of 1.4
         to 2. A missing value would count as the middle of the bounds. Must be False for `dpx.UserData`, whose number of
         records is private.
-    The other arguments and errors are those of `dpx.statistics`.
+    `dpx.statistics` describes the other arguments and errors.
 
         >>> mean = dpx.statistics.release_mean(data[1], low=0, high=3, noise_multiplier=5.0, key=dpx.secret_key())
         >>> low, high = mean.interval(0.95)
@@ -287,8 +287,8 @@ def release_bernstein_sums(
 class Scaling:
     """Released means and scales. Call it on the features of one example or many before a model reads them.
 
-    low, high, mean, scale: float64 (columns,), or floats for one column. released: the `Statistic` of mean and scale,
-    float64 (2, ...). Everything here is public.
+    low, high (the bounds), mean, scale: float64 (columns,), or floats for one column. released: the `Statistic` of mean
+    and scale, float64 (2, ...). Everything here is public.
     """
 
     low: Any
@@ -323,7 +323,7 @@ def standardize(
 
     data: (N, columns) or (N,), or a `dpx.UserData` of such an array. Missing values (NaN) are left out.
     low, high: public and finite, one number or one per column. Values are clipped to this range, here and by `Scaling`.
-    The other arguments and errors are those of `dpx.statistics`. A scale is never below what noise alone would give, so
+    `dpx.statistics` describes the other arguments and errors. A scale is never below what noise alone would give, so
     no feature is divided by almost nothing.
 
         >>> scaling = dpx.statistics.standardize(data[0], low=0, high=2, noise_multiplier=5.0, key=dpx.secret_key())

@@ -48,7 +48,7 @@ class Line(NamedTuple):
 
 
 class ContractReport(NamedTuple):
-    """The result of `check_contract`. `str` formats it as a table with a row for each line.
+    """The result of `check_contract`. `str` formats it as a table of the contract's lines.
 
     lines: the lines of the contract, in the order of their checks. false_alarm_rate: an upper bound on the probability,
         over the choice of the seed, that a sound mechanism fails.
@@ -350,20 +350,20 @@ def check_contract(
 
     * bounded: hostile gradients (0 to 3e38, NaN, inf, also from float16 and bfloat16) contribute at most the clip norm
     * float32: neither sums nor noise are computed in less than float32
-    * adjacent: leaving one example out moves the update by at most what the cost assumes, in 6 rows and in 257
-    * padding: rows that do not count change nothing
+    * adjacent: leaving one example out moves the update by at most what the cost assumes, in batches of 6 and 257
+    * padding: rows that are not included change nothing
     * additive: `Mechanism.update`, microbatches, ghost norms and `private_updates` give the same step
     * divisor: the updates are divided by a constant
     * noise: the noise is at least the stated multiple of what one example moves, in every direction; its draws, under
       other keys and at eight steps, are independent standard normals; noise is present and does not repeat for other
-      parameter values and dtypes, in larger parameters, and at 1,270 steps up to 2^31
-    * bits: `keys.release` rounds releases to a public grid after the noise, so they show only what the cost covers; one
-      of 8,192 rows moves the sum by at most ETA of the clip norm more than it moves an empty sum
+      parameter values and dtypes, in larger parameters, and at 1,270 step numbers up to 2^31
+    * bits: `keys.release` rounds releases to a public grid after the noise, so they show only what the cost covers;
+      rounding adds at most ETA of the clip norm to how far one of 8,192 rows moves the sum
     * resume: the state alone decides the next step
     * cost: the event matches the mechanism's sampling and noise multipliers, for up to 10^6 steps (50,021 with a
       schedule), and the state counts the releases
     * sampling: the batches that the sampling draws have the distribution that the event assumes
-    * secrecy: only released values are public
+    * secrecy: public state and updates depend on raw data only through released values
     * branches: no program branches on raw data
 
     mechanism: from `dpx.chain` or `dpx.in_coordinates`, or your own.

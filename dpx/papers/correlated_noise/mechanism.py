@@ -58,7 +58,7 @@ def correlated_noise(
 
     The papers claim that a run in a fixed order costs one Gaussian release with noise multiplier noise_multiplier /
     sensitivity, and cyclic Poisson sampling one Poisson-sampled Gaussian for each round of the groups. Both hold, also
-    for the floating-point numbers that are released, because each step adds fresh noise to a sum that depends only on
+    for the floating-point numbers that are released, because each step adds the fresh z_t to a sum that depends only on
     data and earlier releases. This is the cost that dpx states. With C = I it is `dp_sgd`.
 
     strategy: C, such as `dpx.strategies.optimized(bands=8, steps=1000)` or `lambda_cgd(correlation=0.9)`.
@@ -67,7 +67,7 @@ def correlated_noise(
         is calibrated. The longer the run and the more often an example takes part, the more noise a budget needs.
     sampling: `dpx.sampling.CyclicPoissonSampling` with at least as many groups as C has bands; or `FixedOrder`,
         `dpx.ShuffledEpochs` or `dpx.FullBatch`. Other random samplings are refused.
-    key: a secret scalar key for this run alone. Runs with other strategies have independent noise.
+    key: a secret scalar key for this run alone. With another strategy, it gives independent noise.
 
     The state keeps the past noise: 8 bytes for each parameter and each of the last bands - 1 steps. dpx refuses what
     the proof does not cover, or what would keep noise from canceling: schedules of the noise or the clip norm, adaptive
@@ -296,7 +296,7 @@ def lambda_cgd(
 ) -> Mechanism:
     """lambda-CGD: DP-SGD with noise z_t - correlation * z_(t-1), for a fixed order of examples (arXiv:2601.22334).
 
-    clip -> sum -> add noise -> divide. The noise of a step cancels part of the last step's noise.
+    clip -> sum -> add noise -> divide. The noise of a step cancels part of the previous step's noise.
 
     The paper claims that the whole run costs one Gaussian release with noise multiplier noise_multiplier / s, where s
     is the sensitivity of the strategy matrix over the run. That holds, also for the floating-point numbers that are

@@ -143,7 +143,7 @@ def identity() -> Strategy:
 
 @explain_misuse
 def lambda_cgd(*, correlation: float) -> Strategy:
-    """Subtracts part of the last step's noise: C^-1 has the coefficients 1, -correlation (arXiv:2601.22334).
+    """Subtracts part of the previous step's noise: C^-1 has the coefficients 1, -correlation (arXiv:2601.22334).
 
     C has the coefficients correlation^j, so its sensitivity is exact. correlation: lambda, in [0, 1); otherwise raises
     ValueError. At 1, a prefix sum would have the noise of one step, but C would have the sensitivity of all steps.

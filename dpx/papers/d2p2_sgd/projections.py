@@ -364,14 +364,15 @@ def random_projection(
     holds for any projection, so the cost is the mechanism's. P^T lifts without bias, and the variance of the lifted
     noise is, on average, as large as without a projection. `clip_then_project` projects only the clipped sum.
 
-    rank: p, in [1, d]. reduction_rate: instead, 1 - p/d in [0, 1). A number projects the whole gradient as one
+    rank: p, in [1, d]. reduction_rate: 1 - p/d in [0, 1), instead. A number projects the whole gradient as one
         vector; a pytree prefix of the gradients projects each group (layer) separately.
     kind: all examples of a step share one projection. "gaussian": A^T g / sqrt(p), where A has standard normal elements
         (Achlioptas 2001); every encode and decode draws these d p elements in blocks, and stores none, so a step with
         550,000 coordinates takes hours. "orthonormal": in blocks of 64 coordinates, Haar-random orthonormal columns
-        times sqrt(d/p). "subset": p of the coordinates times sqrt(d/p); it only scales, so ghost norms are supported.
+        times sqrt(d/p). "subset": p of the coordinates times sqrt(d/p), which ghost norms support.
         "countsketch": adds up coordinates with random signs in p buckets; the cheapest that mixes coordinates.
-        "hadamard": p rows of H / sqrt(b) after random signs, times sqrt(d/p), d padded to blocks of b <= 4096.
+        "hadamard": random signs, then blocks of b <= 4096 (d is padded) times a Hadamard matrix / sqrt(b), then p
+        of the results times sqrt(d/p).
     every: for how many steps a draw is kept; None keeps one draw for the whole run.
     key: a scalar PRNG key, whose "projection" stream (not the noise's) is used, with the step folded in.
     Raises ValueError for a rank outside [1, d] (above d: while tracing), a rate outside [0, 1) or an unknown kind.
