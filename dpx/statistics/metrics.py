@@ -61,8 +61,8 @@ class PrivateMetric:
     low, high: floats, public bounds to which values are clipped.
     noise_multiplier: float, for one call; or a `dpx.Budget` whose steps are the number of calls.
     complete: True if every example has a value that is not NaN, as for `release_mean`.
-    `dpx.statistics` describes the other arguments and errors. A call beyond the budget's steps raises ValueError. So
-    does a call with a different number of examples than before, because that number is public.
+    The other arguments and errors are described in `dpx.statistics`. A call beyond the budget's steps raises
+    ValueError. So does a call with a different number of examples than before, because that number is public.
 
         >>> budget = dpx.Budget(epsilon=0.5, delta=1e-5, steps=10)
         >>> metric = dpx.statistics.PrivateMetric(lambda params: np.ones(500, bool), noise_multiplier=budget, key=key)

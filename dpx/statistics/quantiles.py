@@ -81,7 +81,7 @@ def release_quantiles(
     low, high: public and finite. points: int, the number of possible answers, evenly spaced from low to high; for
         integer data, high - low + 1.
     noise_multiplier: 1 / epsilon of each quantile; or a `dpx.Budget`, each of whose steps covers all of them.
-    `dpx.statistics` describes the other arguments and errors; the noise is that of the exponential mechanism.
+    The other arguments and errors are described in `dpx.statistics`; the noise is that of the exponential mechanism.
     `rank_error` bounds how many ranks each answer is off by. A bound in the unit of the values would need further
     releases: ask here also for the quantiles at both ends of that range of ranks.
     """

@@ -54,7 +54,7 @@ def release_count(
     """Releases the number of values that are not missing (NaN), or the number of True values in a bool array.
 
     data: an array, (N,), or (N, columns) for a count per column; or a `dpx.UserData` of such an array.
-    `dpx.statistics` describes the other arguments and errors. The count is unbiased, so it may be negative.
+    The other arguments and errors are described in `dpx.statistics`. The count is unbiased, so it may be negative.
 
         >>> tall = dpx.statistics.release_count(data[1] > 0.5, noise_multiplier=10.0, key=dpx.secret_key())
         >>> tall.epsilon(delta=1e-5)
@@ -93,7 +93,7 @@ def release_histogram(
         last bin includes its upper edge.
     categories: (bins,), one distinct value per bin, all numbers or all words, in place of edges. They must be public: a
         list of the values that occur in the data is not.
-    `dpx.statistics` describes the other arguments and errors. Counts are unbiased, so they may be negative.
+    The other arguments and errors are described in `dpx.statistics`. Counts are unbiased, so they may be negative.
     """
     asked = StatisticRequest(words, key, noise_multiplier, noise, ledger, part)
     if (edges is None) == (categories is None):
@@ -163,7 +163,7 @@ def release_sum(
 
     data: (N,), or (N, columns) for a sum per column; or a `dpx.UserData` of such an array.
     low, high: public and finite, one number or one per column. The noise is proportional to max(|low|, |high|).
-    `dpx.statistics` describes the other arguments and errors.
+    The other arguments and errors are described in `dpx.statistics`.
     """
     asked = StatisticRequest(words, key, noise_multiplier, noise, ledger, part)
     records = records_of(data)
@@ -224,7 +224,7 @@ def release_mean(
     complete: True promises that no value is missing. The divisor is then N, and the noise is smaller by a factor of 1.4
         to 2. A missing value would count as the middle of the bounds. Must be False for `dpx.UserData`, whose number of
         records is private.
-    `dpx.statistics` describes the other arguments and errors.
+    The other arguments and errors are described in `dpx.statistics`.
 
         >>> mean = dpx.statistics.release_mean(data[1], low=0, high=3, noise_multiplier=5.0, key=dpx.secret_key())
         >>> low, high = mean.interval(0.95)
@@ -323,8 +323,8 @@ def standardize(
 
     data: (N, columns) or (N,), or a `dpx.UserData` of such an array. Missing values (NaN) are left out.
     low, high: public and finite, one number or one per column. Values are clipped to this range, here and by `Scaling`.
-    `dpx.statistics` describes the other arguments and errors. A scale is never below what noise alone would give, so
-    no feature is divided by almost nothing.
+    The other arguments and errors are described in `dpx.statistics`. A scale is never below what noise alone would
+    give, so no feature is divided by almost nothing.
 
         >>> scaling = dpx.statistics.standardize(data[0], low=0, high=2, noise_multiplier=5.0, key=dpx.secret_key())
         >>> scaling(data[0]).shape
