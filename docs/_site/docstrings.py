@@ -8,7 +8,7 @@ import inspect
 import re
 
 ARGUMENT = re.compile(r"([a-z_][a-z_0-9]*(?:, [a-z_][a-z_0-9]*)*): +(?=\S)")
-FOLLOWING = re.compile(r"(?<=[.;]) ([a-z_]+(?:, [a-z_]+)*)(?=: )")
+FOLLOWING = re.compile(r"(?:(?<=\.)|;) ([a-z_]+(?:, [a-z_]+)*)(?=: )")
 SPAN = re.compile(r"`+[^`]+`+|https?://[^\s)>,;]+")
 PUBLIC = re.compile(r"dpx(\.\w+)+")
 
