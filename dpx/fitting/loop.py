@@ -137,12 +137,12 @@ def fit(
     checkpoint_every: number of steps between checkpoints. The run also saves one at the start and after the last
         step, and a run of a single process at a KeyboardInterrupt outside `evaluate` and the callbacks. After any
         exception, the run continues from the last checkpoint and repeats later steps bit for bit.
-    on_other_devices: whether a stored run may continue where its sums are rounded differently: with other devices,
-        processes, backend or machine (even another number of CPUs), other XLA flags, jax settings (except those that
-        change dtypes in the step, such as jax_enable_x64, because they change the program) or versions of numpy, scipy
-        or flax, or another loss, `chunk_size`, `microbatch_size`, `norms` or `backward_passes`. A killed run on a GPU
-        without `XLA_FLAGS=--xla_gpu_deterministic_ops=true` needs this too. Steps that may have been made since the
-        last checkpoint then count as made but train nothing, because the same noise must not be used twice.
+    on_other_devices: whether a stored run may continue although its sums may now be rounded differently: on other
+        devices, processes, backend or machine (even another number of CPUs); with other XLA flags or jax settings, but
+        not one that changes dtypes in the step, such as jax_enable_x64; with other versions of numpy, scipy or flax; or
+        with another loss, `chunk_size`, `microbatch_size`, `norms` or `backward_passes`. A killed run on a GPU without
+        `XLA_FLAGS=--xla_gpu_deterministic_ops=true` needs this too. Steps that may have been made since the last
+        checkpoint then count as made but train nothing, because the same noise must not be used twice.
 
     What the loss takes and returns:
     loss_at: (params, state) -> the parameters that `loss` and `evaluate` see. They must depend only on released values.
