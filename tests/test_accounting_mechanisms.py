@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import dp_accounting
 import numpy as np
 import pytest
+from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from scipy import stats
 
 import dpx
@@ -238,6 +239,8 @@ def test_numbers_of_few_digits_cost_as_floats_do():
     budget = dpx.Budget(epsilon=np.float16(1), delta=np.float32(1e-5), steps=3, numbers=np.int32(7))
     assert [type(value) for value in (budget.epsilon, budget.delta, budget.numbers)] == [float, float, int]
     assert accounting.event_epsilon(Gaussian(1e200), delta=0) == math.inf
+    tiny, (shifts, chances) = np.float16(6e-8), np.array([[0, 6e-8], [0.75, 0.25]], np.float16)  # whose product is 0
+    assert accounting.event_epsilon(MixtureOfGaussiansDpEvent(tiny, shifts, chances), delta=1e-5) > 1
     few = dp_accounting.SampledWithoutReplacementDpEvent(100, 10, Gaussian(np.float16(0.9)))
     assert float(from_event(few).largest_shift("replace_one")) == 1 / float(np.float16(0.9))
 

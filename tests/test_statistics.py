@@ -322,6 +322,7 @@ def test_the_divergences_of_a_pure_release(epsilon):
     q = math.exp(-epsilon) * p
     exact = [math.log(p**a * q ** (1 - a) + q**a * p ** (1 - a)) / (a - 1) for a in orders]
     np.testing.assert_allclose(PureLoss(epsilon).renyi(orders), exact, rtol=1e-9)
+    np.testing.assert_allclose(PureLoss(epsilon * 1e-9).renyi(orders), orders * (epsilon * 1e-9) ** 2 / 2, rtol=1e-6)
     assert PureLoss(1e4).is_noiseless and not PureLoss(600.0).is_noiseless
 
 
@@ -351,6 +352,12 @@ def test_a_budget_takes_the_other_noise_where_one_has_no_proof():
 def test_a_ledger_counts_laplace_noise_dearly_so_a_budget_takes_none():
     budget = dpx.Budget(epsilon=0.5, delta=1e-6, steps=1)
     assert statistics.release_count(np.ones(50), **asked(noise_multiplier=budget), ledger=Ledger()).noise == "gaussian"
+
+
+def test_a_quantile_has_less_than_its_epsilon_where_float64_is_coarse():
+    budget = dpx.Budget(epsilon=64.0, delta=1e-6, steps=1)
+    found = statistics.release_quantiles(np.arange(50.0), [1.0], low=0, high=50, **asked(noise_multiplier=budget))
+    assert 2 / found.scale[0] < 64 and found.epsilon(delta=1e-6) == 64
 
 
 def test_a_budget_of_three_quantiles_is_for_all_of_them():

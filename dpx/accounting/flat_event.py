@@ -375,8 +375,8 @@ def _merge_on_one_sample(event: PoissonSampledDpEvent) -> PrivacyLoss | None:
 def is_free(event: Any) -> bool:
     """Whether nothing is released, or nobody takes part."""
     if isinstance(event, MixtureOfGaussiansDpEvent):
-        alike = np.shape(event.sensitivities) == np.shape(event.sampling_probs)
-        return alike and not np.any(np.multiply(event.sensitivities, event.sampling_probs))
+        shifts, chances = np.asarray(event.sensitivities), np.asarray(event.sampling_probs)
+        return shifts.shape == chances.shape and not np.any((shifts != 0) & (chances != 0))  # a product may round to 0
     free = isinstance(event, PoissonSampledDpEvent) and event.sampling_probability == 0
     free |= isinstance(event, SampledWithoutReplacementDpEvent) and event.sample_size == 0
     return free or isinstance(event, dp_accounting.NoOpDpEvent)

@@ -218,6 +218,7 @@ def delegated_profile(event: DpEvent, accountant: Accountant, relation: Relation
     raise ValueError(f'accountant "{accountant}" knows no cost of {event} under relation "{relation}": {refusals}')
 
 
+_SMALL = 1e-8  # moments that float64 would round to 8 digits or fewer
 _LARGEST = 600.0  # largest epsilon; more counts as no noise, because e^epsilon must be a float64
 
 
@@ -260,6 +261,10 @@ class PureLoss(StepLoss):
         """Returns ln(p^a (1-p)^(1-a) + (1-p)^a p^(1-a)) / (a - 1), float64 (orders,)."""
         p, rest = special.log_expit(self.epsilon), special.log_expit(-self.epsilon)
         moments = np.logaddexp(orders * p + (1 - orders) * rest, orders * rest + (1 - orders) * p)
+        half = self.epsilon / 2  # float64 rounds small moments to 0; theirs are cosh((2a - 1) half) / cosh(half)
+        with np.errstate(over="ignore", invalid="ignore"):
+            small = np.log1p(2 * np.sinh(orders * half) * np.sinh((orders - 1) * half) / np.cosh(half))
+        moments = np.where(small < _SMALL, small, moments)
         return np.minimum(np.maximum(moments, 0.0) / (orders - 1), self.epsilon)
 
     def pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:

@@ -96,7 +96,7 @@ def release_quantiles(
     points = require_whole("points", points, minimum=2, maximum=2**20)
     whole = np.rint(shares * SHARES).astype(int).tolist()
     multiplier = asked.resolve_multiplier(records, lambda each: _event_of_quantiles(each, len(shares)), 1)
-    epsilon = 1 / multiplier - _SPARE
+    epsilon = min(1 / multiplier - _SPARE, math.nextafter(1 / multiplier, 0))  # float64 loses the former from 8 on
     if epsilon < _SPARE:
         raise ValueError(f"noise_multiplier must be at most {1 / _SPARE / 2:.3g}, got {multiplier}")
     counts = nearest_point_counts(records.values[:, 0], low, high, points)
