@@ -615,6 +615,16 @@ def test_a_private_metric_is_a_release_for_each_model():
         metric({"share": np.float32(1.0)})
 
 
+def test_a_metric_costs_what_its_largest_release_costs():
+    metric = statistics.PrivateMetric(lambda width: np.ones((200, width)), noise_multiplier=9.0, key=next(KEYS))
+    for width in (1, 4096):
+        metric(width)
+    wide = statistics.PrivateMetric(lambda width: np.ones((200, 4096)), noise_multiplier=9.0, key=next(KEYS))
+    for width in (1, 2):
+        wide(width)
+    assert metric.epsilon(delta=1e-5) == wide.epsilon(delta=1e-5)
+
+
 def test_a_metric_of_some_examples_must_not_show_how_many():
     """A release of a precision showed how many predictions are positive: the noise is on a grid that N divides."""
     positive = np.arange(200) < 80

@@ -324,7 +324,7 @@ def least_noise_within(cost_at: Callable[[float], float], budget: float, toleran
     """
     low = high = start
     cost_low = cost_high = cost_at(start)
-    while cost_high > budget:
+    while not cost_high <= budget:  # nor for NaN, which no cost should be
         low, cost_low = high, cost_high
         high *= min(4.0, 1.05 * max(cost_high / budget, 1.05))
         if high > _LARGEST_MULTIPLIER:
@@ -347,7 +347,7 @@ def least_noise_within(cost_at: Callable[[float], float], budget: float, toleran
             middle = math.sqrt(low * high)
         cost = cost_at(middle)
         points = [points[-1], (middle, cost)]
-        if cost > budget:
+        if not cost <= budget:
             low, cost_low = middle, cost
         else:
             high, cost_high = middle, cost

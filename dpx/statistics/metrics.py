@@ -183,7 +183,8 @@ class PrivateMetric:
         one, *_ = self.released
         planned = max(self._made + sum(self._left.values()), self._planned)
         event = SelfComposedDpEvent(one.event, max(self._made, min(planned, self.most or planned)))
-        return profile_of_run(event, relation=RELATION, numbers=one.numbers).epsilon(require_delta(delta))
+        numbers = max(released.numbers for released in self.released)  # values may have another shape at a later call
+        return profile_of_run(event, relation=RELATION, numbers=numbers).epsilon(require_delta(delta))
 
 
 def _digest_of_arrays(params: Tree) -> bytes:
