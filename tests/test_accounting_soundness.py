@@ -7,15 +7,21 @@ from typing import Any
 import dp_accounting
 import numpy as np
 import pytest
+from dp_accounting import GaussianDpEvent as Gaussian
+from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from dp_accounting.pld import PLDAccountant
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from scipy import fft, optimize, special, stats
 
+import dpx
 from dpx import accounting
 from dpx.accounting import profiles
+from dpx.accounting.groups import GroupGaussianDpEvent
 from dpx.accounting.pld import composition, losses, renyi
 from dpx.accounting.pld.losses import bucketed_steps
+from dpx.papers.d2p2_sgd.cost import ProjectedGaussianDpEvent
+from dpx.papers.dice_sgd.cost import ErrorFeedbackDpEvent
 
 SLACK = 1e-4
 
@@ -358,11 +364,49 @@ def test_epsilon_has_no_floor_at_tiny_deltas():
 
 def test_an_order_without_a_number_is_left_out():
     known = np.linspace(0.5, 5, len(renyi.ORDERS))
-    for value in math.nan, math.inf:
+    for value in math.nan, math.inf, -1e-17:
         found = profiles.RenyiProfile(np.where(renyi.ORDERS == 6, value, known))
         assert found.epsilon(1e-5) >= profiles.RenyiProfile(known).epsilon(1e-5) > 1
         assert found.delta(1.0) >= profiles.RenyiProfile(known).delta(1.0) > 0.01
     assert profiles.RenyiProfile(known * math.nan).epsilon(1e-5) == math.inf
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_noise_and_rates_at_the_limits_of_float64(accountant):
+    """A warning would be an error here."""
+    event = dp_accounting.SampledWithoutReplacementDpEvent
+    truncated = dp_accounting.dp_event.TruncatedSubsampledGaussianDpEvent
+    for noise in 1e100, 1e154, 1e160, 1.7e308:
+        feedback = ErrorFeedbackDpEvent(noise, 0.5, 2.0, 3, 3, dpx.PoissonSampling(examples=100, batch_size=2))
+        for each in sampled(0.1, noise, 2), truncated(100, 0.1, 20, noise), ProjectedGaussianDpEvent(noise, 1.0, 8):
+            assert 0 <= accounting.event_epsilon(each, delta=1e-9, accountant=accountant) < 0.02
+        for each in sampled(0.1, noise, 2), feedback:
+            assert 0 <= accounting.event_delta(each, epsilon=0.1, accountant=accountant) < 1e-6
+        fixed = [dp_accounting.SelfComposedDpEvent(event(100, size, Gaussian(noise)), 2) for size in (10, 100)]
+        for each in sampled(0.1, noise, 2), *fixed:
+            assert accounting.event_epsilon(each, delta=1e-9, accountant=accountant, relation="replace_one") < 0.02
+    for rate in 5e-324, 1e-310, 2.3e-308:
+        mixture = MixtureOfGaussiansDpEvent(1.0, [0.0, 1.0], [1 - rate, rate])
+        for each in GroupGaussianDpEvent(1.0, rate, 4), mixture:
+            assert 0 <= accounting.event_epsilon(each, delta=1e-9, accountant=accountant) < 0.1
+    assert 0 < accounting.gdp.delta(5e-324, epsilon=0) < 1e-299
+
+
+@pytest.mark.parametrize("noise, steps", [(1e5, 10**9), (1e7, 10**13), (1e8, 10**15)])
+@pytest.mark.parametrize("rank, blocks", [(1, 1), (8, 1), (64, 3), (1000, 1)])
+def test_projections_with_tiny_divergences_are_not_free(noise, steps, rank, blocks):
+    """ln of a moment near 1 rounded to a negative number, for which dp-accounting returns an epsilon of 0."""
+    projected, plain = (
+        accounting.event_epsilon(dp_accounting.SelfComposedDpEvent(each, steps), delta=1e-5, accountant="rdp")
+        for each in (ProjectedGaussianDpEvent(noise, 1.0, rank, blocks), Gaussian(noise))
+    )
+    assert projected > 0.999 * plain > 1
+
+
+def test_error_feedback_with_tiny_divergences_is_not_free():
+    """The sum of all releases moves by 2,000 q = 0.002 in 4.5e7 on average: delta at 0 is above 1.7e-11."""
+    event = ErrorFeedbackDpEvent(1e6, 0.5, 2.0, 2000, 2000, dpx.PoissonSampling(examples=10**6, batch_size=1))
+    assert accounting.event_epsilon(event, delta=1e-13, accountant="rdp") > 1e-11
 
 
 def test_zero_noise_bills_infinity_and_no_steps_nothing():

@@ -32,6 +32,7 @@ def delta(mu: float, *, epsilon: float) -> float:
         return 1.0
     if mu == 0 or epsilon == math.inf:
         return 0.0
+    mu = max(mu, 1e-300)  # products with a smaller one round to 0, which has no logarithm
     return math.exp(min(0.0, log_delta(mu, epsilon=epsilon)))
 
 

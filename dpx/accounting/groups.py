@@ -46,6 +46,7 @@ from dpx.accounting.pld.losses import Pmf, StepLoss, dominating_pmf, normal_mass
 
 LARGEST_NOISE = 1e9  # more noise costs as much as this, because float64 loses the squares of larger numbers
 _TAIL, _STAIR = 1e-40, 1.25
+_RAREST = 1e-300  # a smaller rate counts as this, because scipy and ln(k / q) fail where 1/q is above float64
 _SMALLEST, _UNSURE = 1e-280, 1e-270  # scipy's tails are 0 from 1e-286 on; smaller probabilities have a logarithm
 _ROUNDING = 1e-9  # relative amount by which binomial probabilities and moments are rounded up
 _CELLS = 4096  # cells of the line, for the Renyi divergences
@@ -96,7 +97,7 @@ class GroupGaussianDpEvent(DpEvent, PrivacyLoss):
             raise ValueError('relation "replace_one" does not fit several records, which are nulled or absent')
         if not (0 <= self.noise_multiplier < math.inf and 0 < rate < 1 and self.records >= 1 and self.releases >= 1):
             raise ValueError(f"noise must be finite and at least 0, at a rate in (0, 1), for a record; got {self}")
-        return SeveralRecordsGaussian(sigma, rate, self.records)
+        return SeveralRecordsGaussian(sigma, max(rate, _RAREST), self.records)
 
 
 @dataclass(frozen=True)
@@ -274,7 +275,7 @@ class GaussianMixtureRelease(PrivacyLoss):
         largest, each = float(numbers[last]), each[: last + 1]
         scaled = (*(numbers[: last + 1] / largest).tolist(),)
         noise = min(float(sigma) / largest, LARGEST_NOISE)
-        return MixtureOfGaussians(noise, float(each[1:].sum()), 1, scaled, (*each.tolist(),))
+        return MixtureOfGaussians(noise, max(float(each[1:].sum()), _RAREST), 1, scaled, (*each.tolist(),))
 
 
 def log_moments_of_piecewise_linear(

@@ -66,8 +66,8 @@ def least_satisfying(holds: Callable[[float], bool], *, most: float, fine: float
 class RenyiProfile:
     """A profile from Renyi divergences of at most `rdp` at `orders`, except for outcomes of probability `missing`.
 
-    rdp, orders: float64 (orders,). A NaN counts as inf, because dp-accounting would take it for the least of all
-    orders, and return an epsilon of 0. missing: float, in [0, 1).
+    rdp, orders: float64 (orders,). A NaN or a negative number counts as inf, because dp-accounting would
+    return an epsilon of 0 for either, whatever the other orders say. missing: float, in [0, 1).
     """
 
     rdp: np.ndarray
@@ -75,7 +75,7 @@ class RenyiProfile:
     orders: np.ndarray = field(default_factory=lambda: renyi.ORDERS)
 
     def __post_init__(self):
-        object.__setattr__(self, "rdp", np.where(np.isnan(self.rdp), math.inf, self.rdp))
+        object.__setattr__(self, "rdp", np.where(self.rdp >= 0, self.rdp, math.inf))
 
     def epsilon(self, delta: float) -> float:
         if self.missing >= delta:

@@ -75,6 +75,9 @@ class GaussianStep(StepLoss):
     noise_multiplier: float
     rate: float
 
+    def __post_init__(self):
+        object.__setattr__(self, "noise_multiplier", min(self.noise_multiplier, renyi.LARGEST_NOISE))
+
     @property
     def is_noiseless(self) -> bool:
         return self.noise_multiplier < renyi.SMALLEST_NOISE

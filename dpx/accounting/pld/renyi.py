@@ -27,6 +27,7 @@ WIDE_ORDERS = np.concatenate(
 WIDE_ORDERS.sort()
 
 SMALLEST_NOISE = 1e-6  # a smaller noise multiplier counts as none, because its epsilon would be above 1e11
+LARGEST_NOISE = 1e150  # a larger one counts as this, because its square would be above the range of float64
 
 # Chunks of these sizes stay in the cache: 10,000 steps take 0.7 s (benchmarks/accounting.py, rdp).
 _CHUNK_STEPS = 512  # steps at once
@@ -34,7 +35,7 @@ _CHUNK_TERMS = 2**20  # terms of one order at once, float64: 8 MiB
 _MOST_TERMS = 1000  # of a series; if it has not converged by then, the cost is infinite
 # The next two constants only round up, so that no cost is below the truth.
 _SMALLEST_DIVERGENCE = 1e-15  # a smaller positive one is raised to it, for dp-accounting's log(1 - e^-divergence)
-_MOMENT_ROUNDING = 1e-14  # rounding error of a moment near 1, added to its ln, because a tiny cost would round to 0
+MOMENT_ROUNDING = 1e-14  # rounding error of a moment near 1, added to its ln, because a tiny cost would round to 0
 
 
 def gaussian_rdp(sigmas: np.ndarray, rates: np.ndarray, orders: np.ndarray = ORDERS) -> np.ndarray:
@@ -57,7 +58,7 @@ def gaussian_rdp(sigmas: np.ndarray, rates: np.ndarray, orders: np.ndarray = ORD
             for column in np.flatnonzero(whole):
                 result[sampled, column] = _log_moment_whole(s, q, int(orders[column]))
             result[np.ix_(sampled, ~whole)] = _log_moments_fractional(s, q, orders[~whole])
-            result[sampled] = (np.maximum(result[sampled], 0) + _MOMENT_ROUNDING) / (orders - 1)
+            result[sampled] = (np.maximum(result[sampled], 0) + MOMENT_ROUNDING) / (orders - 1)
     return result
 
 

@@ -64,7 +64,8 @@ class ProjectedGaussianDpEvent(dp_accounting.DpEvent, PrivacyLoss):
     def step_loss(self, relation: Relation) -> "ProjectedGaussian":
         if relation == "replace_one":
             raise ValueError(f'{self} has a cost only under "add_or_remove" and "zero_out", got relation {relation!r}')
-        return ProjectedGaussian(self.noise_multiplier, self.sampling_probability, self.rank, self.blocks)
+        sigma = min(self.noise_multiplier, renyi.LARGEST_NOISE)
+        return ProjectedGaussian(sigma, self.sampling_probability, self.rank, self.blocks)
 
 
 def _stretch_quantile_bound(tail: float, rank: int) -> float:
@@ -131,7 +132,7 @@ class ProjectedGaussian(StepLoss):
         with np.errstate(divide="ignore", over="ignore"):  # scipy before 1.16 says "overflow" beside an inf
             shares = np.maximum(shares, 1e-300)  # 0 times an infinite divergence would be NaN
             logs = np.vstack([np.log(shares)[:, None] + (orders - 1) * divergences, log_beyond])
-            return special.logsumexp(logs, axis=0) / (orders - 1)
+            return (np.maximum(special.logsumexp(logs, axis=0), 0) + renyi.MOMENT_ROUNDING) / (orders - 1)
 
     def pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
         stretches, shares, beyond = self._binned_stretch_distribution(tail / 2)

@@ -185,7 +185,7 @@ def profiles_by_bound(event: ErrorFeedbackDpEvent, accountant: Accountant, relat
     moves_rows = relation == "add_or_remove" and not isinstance(sampling, PoissonSampling)
     if relation != stated and (stated == "replace_one" or moves_rows):
         raise ValueError(f'relation {relation!r} does not fit {sampling}, whose cost holds for "{stated}"')
-    noise = event.noise_multiplier / (2 if relation == "replace_one" else 1)
+    noise = min(event.noise_multiplier, renyi.LARGEST_NOISE) / (2 if relation == "replace_one" else 1)
     reset_every = min(event.steps, event.reset_every or event.steps)
     run: dict[str, Any] = dict(steps=event.steps, reset_every=reset_every, error_shift=event.error_shift)
     if epoch := sampling.steps_per_public_epoch:
@@ -294,6 +294,7 @@ def delta_of_random_participations(
 
 # The cost is an upper bound for any choice of these, because every order, tail, grid and polygon gives one.
 _ORDERS = (*range(2, 17), 18, 20, 24, 28, 32, 40, 48, 64, 96, 128)
+_LOG_ROUNDING = 1e-15  # rounding error of ln of a norm near 1, because a tiny cost would round to 0
 _MOST_IDLE_ORDERS = 3  # the search stops after this many orders in a row that do not lower the cost
 _TAILS = tuple(10.0**-i for i in range(4, 19))  # probabilities of the participations left out
 _TAIL_SHARE = 1e-3  # the share of delta that the participations left out may take
@@ -379,7 +380,8 @@ def log_moment(
             stay = values[grid.left] + grid.share * (values[grid.left + 1] - values[grid.left])
             moved = values[grid.moved] + grid.share * (values[grid.moved + 1] - values[grid.moved])
             values = (stay + log_norm(shifts + moved - stay)).max(axis=1)
-    return float(order * values[0]) if np.isfinite(values[0]) else math.inf
+    rounding = steps * order * _LOG_ROUNDING
+    return float(order * max(values[0], 0.0)) + rounding if np.isfinite(values[0]) else math.inf
 
 
 class _ErrorShiftGrid(NamedTuple):
