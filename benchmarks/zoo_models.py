@@ -156,7 +156,7 @@ def nnx_cnn_without_batch_norm():
     rngs = nnx.Rngs(0)
     layers = [nnx.Conv(1, 8, (3, 3), rngs=rngs), nnx.BatchNorm(8, rngs=rngs), nnx.relu]
     layers += [nnx.Conv(8, 16, (3, 3), strides=2, rngs=rngs), nnx.BatchNorm(16, rngs=rngs), nnx.relu]
-    layers += [lambda x: x.mean((1, 2)), nnx.Linear(16, CLASSES, rngs=rngs)]
+    layers += [lambda x: jnp.mean(x, (1, 2)), nnx.Linear(16, CLASSES, rngs=rngs)]
     module = dpx.flax.replace_batch_norm(nnx.Sequential(*layers))
     apply, params = of_nnx(module, lambda module, x: module(x[None])[0])
     return classifier(apply), params, floats(8, 8, 1)
